@@ -1,0 +1,44 @@
+# make test       set up .venv, lint, type-check, run the fast tests (under 12 minutes on 2 cores)
+# make test-all   the complete set: also compiled models, every preset's full audit
+# make test-gpu   CUDA tests, with the python that has a GPU build of torch (PYTHON=...)
+# make audit      every preset's audit as a table
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+# The tests use tiny matrices: one thread per worker beats several fighting over the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
+.PHONY: test test-all test-gpu lint audit format clean setup
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+test: lint
+	$(PYTEST)
+
+test-all: lint
+	$(PYTEST) -m "not gpu"
+
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+
+audit: $(STAMP)
+	$(BIN)/stepformer audit --all
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

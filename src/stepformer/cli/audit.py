@@ -1,0 +1,120 @@
+"""`stepformer audit`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from stepformer.catalogue import presets
+from stepformer.cli.show import resolve
+from stepformer.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, load_transcription
+from stepformer.errors import InputError
+
+
+def add_audit(commands: Any, common: argparse.ArgumentParser) -> None:
+    what = "\n".join(f"  {number}  {title}" for number, title in OBLIGATIONS.items())
+    sub = commands.add_parser(
+        "audit",
+        parents=[common],
+        help="check that architectures keep their obligations; exit status 1 if one fails",
+        description="Check architectures on small copies (d = 32, 8 heads, V = T = 16, two layers).",
+        epilog=f"obligations (docs/audit.md):\n{what}\n\nexamples:\n  stepformer audit yurii verlet-ama\n"
+        "  stepformer audit adam splitting=strang order=mam\n  stepformer audit my-rule --plugin my_rule.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument(
+        "names", nargs="*", metavar="NAME", help="presets, templates or config.toml; key=value applies to all"
+    )
+    sub.add_argument("--all", action="store_true", help="every preset")
+    sub.add_argument("--steps", type=int, default=300, help="training steps of obligation 4 (default: 300)")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--transcriptions", metavar="FILE", help="Python file with transcribe(model, tokens) -> logits")
+    sub.add_argument("--json", action="store_true", help="machine-readable output")
+    sub.set_defaults(run=run_audit)
+
+
+def run_audit(args: argparse.Namespace) -> int:
+    overrides = [word for word in args.names if "=" in word]
+    names = [word for word in args.names if "=" not in word] + (presets() if args.all else [])
+    if not names:
+        raise InputError("Which architecture? Give names, or --all for every preset.")
+    if args.steps < 30:
+        raise InputError(f"--steps {args.steps} is too short to learn anything from; use at least 30.")
+    configs = {name: resolve(name, overrides)[0] for name in dict.fromkeys(names)}
+    transcription = load_transcription(args.transcriptions)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are tiny: threads cost more than they give
+    began = time.perf_counter()
+    results, interrupted = [], False
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=len(configs) * len(OBLIGATIONS))
+            for name, config in configs.items():
+
+                def show(stage: str, name: str = name) -> None:
+                    bar.update(task, advance=1, description=f"{name}: {stage}")
+
+                results.append(
+                    audit(
+                        config,
+                        name,
+                        steps=args.steps,
+                        seed=args.seed,
+                        transcription=transcription,
+                        progress=show,
+                    )
+                )
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        torch.set_num_threads(threads)
+    if args.json:
+        print(json.dumps([_as_json(result) for result in results], indent=2))
+    else:
+        print_results(results, time.perf_counter() - began, args.steps, transcription is not None)
+    if interrupted:
+        print(f"stepformer: interrupted after {len(results)} of {len(configs)} architectures", file=sys.stderr)
+        return 130
+    return 0 if all(result.passed for result in results) else 1
+
+
+def _as_json(result: Audit) -> dict[str, Any]:
+    checks = [
+        {"obligation": c.obligation, "title": OBLIGATIONS[c.obligation], "passed": c.passed, "detail": c.detail}
+        for c in result.checks
+    ]
+    return {"name": result.name, "passed": result.passed, "geometry": GEOMETRY, "checks": checks}
+
+
+def print_results(results: list[Audit], seconds: float, steps: int, transcribed: bool) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("architecture", no_wrap=True)
+    for number, title in OBLIGATIONS.items():
+        table.add_column(f"{number} {title}", overflow="fold")
+    for result in results:
+        cells = {c.obligation: c for c in result.checks}
+        table.add_row(result.name, *(_cell(cells[number].passed, cells[number].detail) for number in OBLIGATIONS))
+    console.print(table)
+    failed = [result.name for result in results if not result.passed]
+    source = "transcriptions included" if transcribed else "no transcriptions found, finite differences only"
+    console.print(
+        f"\n{len(results) - len(failed)} of {len(results)} pass "
+        f"({steps} training steps, {seconds:.0f} s, torch {torch.__version__}, {source})"
+    )
+    if failed:
+        console.print(f"[red]failed:[/red] {', '.join(failed)}")
+
+
+def _cell(passed: bool, detail: str) -> str:
+    detail = detail.replace("[", r"\[")
+    return detail if passed else f"[red]FAIL[/red] {detail}"

@@ -1,0 +1,71 @@
+"""`stepformer`: list, show and audit architectures."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from stepformer import __version__
+from stepformer.cli import audit, show
+from stepformer.errors import ConfigError, StepformerError
+from stepformer.plugins import load_plugin
+
+DESCRIPTION = """\
+Transformers whose layers are steps of an optimizer.
+
+A preset is a named point in template x splitting x attention; change one word and get another architecture:
+  stepformer list                              every preset with its equation
+  stepformer show yurii                        equations, coefficients, parameter counts
+  stepformer show yurii splitting=strang       the same template under another splitting
+  stepformer audit yurii                       is it causal, does cached decoding agree, are its gradients right?
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="stepformer", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    top.add_argument("--version", action="version", version=f"stepformer {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="FILE|MODULE",
+        help="import rules of your own first (docs/write-your-own-rule.md); may be repeated",
+    )
+    show.add_list(commands, common)
+    show.add_show(commands, common)
+    audit.add_audit(commands, common)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0 good, 1 a check failed, 2 bad input."""
+    args = parser().parse_args(argv)
+    try:
+        for where in args.plugin:
+            load_plugin(where)
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"stepformer: {problem}", file=sys.stderr)
+        return 2
+    except StepformerError as error:
+        print(f"stepformer: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stepformer: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `stepformer list | head`: the reader has gone; keep the interpreter's last flush quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""The conformance audit: what every architecture owes, checked on a small copy of it.
+
+1. it builds from its name and from an explicit config;
+2. it is causal: changing later tokens leaves earlier logits unchanged to the bit, a longer context changes nothing
+   before it, and rows of a batch do not see each other;
+3. cached decoding equals the full forward pass;
+4. trained on fresh uniform random tokens it does not fall below ln V: what cannot be predicted must not be;
+5. its gradients are finite at step 0 and reach every parameter that is not declared unused;
+6. its gradients equal finite differences, and its values and gradients equal a plain transcription of its
+   equations where there is one.
+
+Checks 2, 3 and 6 run on shaken weights (noise added to every parameter), so that a fault cannot hide behind a
+parameter that starts at zero or a norm that starts at one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stepformer.catalogue import citations, preset
+from stepformer.config import ModelConfig
+from stepformer.errors import InputError, StepformerError, UnknownNameError
+from stepformer.model import Model
+from stepformer.schemes import templates
+
+GEOMETRY = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 16, "vocab_size": 16}
+
+# fp64 carries about 16 digits; kernels may sum in another order when shapes change, and two layers amplify that.
+CACHE_TOLERANCE = 1e-10
+# Central differences with h = 1e-5 in fp64: truncation and rounding are each below 1e-9 of the largest derivative.
+DIFFERENCE_TOLERANCE = 1e-6
+# Two fp64 evaluations of one formula in different order, relative to the largest entry.
+TRANSCRIPTION_TOLERANCE = 1e-9
+# The catalogue's allowance for the noise of a mean over 100 steps.
+BELOW_CHANCE = 0.02
+
+OBLIGATIONS = {
+    1: "builds",
+    2: "causal",
+    3: "cached decoding",
+    4: "random tokens",
+    5: "gradients reach all",
+    6: "equations",
+}
+
+Transcription = Callable[[Model, Tensor], Tensor | None]
+"""Logits of a model's architecture computed independently from its parameters, or None if it is not transcribed."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One obligation, kept or broken, with the number that shows it."""
+
+    obligation: int
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All checks of one architecture."""
+
+    name: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+def audit(
+    config: ModelConfig,
+    name: str = "",
+    *,
+    steps: int = 300,
+    seed: int = 0,
+    transcription: Transcription | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Audit:
+    """Audit an architecture at d = 32 with 8 heads, two layers, V = T = 16, whatever its own size."""
+    config = config.replace(**GEOMETRY, real_vocab=None, mlp_hidden=None)
+    checks = []
+    for obligation, run in _stages(config, name, steps, seed, transcription):
+        progress(OBLIGATIONS[obligation])
+        try:
+            passed, detail = run()
+        except StepformerError as error:
+            passed, detail = False, str(error)
+        except Exception as error:  # a user's rule may fail in any way; the audit reports it and goes on
+            passed, detail = False, f"{type(error).__name__}: {error}"
+        checks.append(Check(obligation, passed, detail))
+    return Audit(name or config.template, tuple(checks))
+
+
+Stage = tuple[int, Callable[[], tuple[bool, str]]]
+
+
+def _stages(
+    config: ModelConfig, name: str, steps: int, seed: int, transcription: Transcription | None
+) -> Iterator[Stage]:
+    yield 1, lambda: _builds(config, name)
+    yield 2, lambda: _causal(config, seed)
+    yield 3, lambda: _cached(config, seed)
+    yield 4, lambda: _random_tokens(config, seed, steps)
+    yield 5, lambda: _gradients_reach(config, seed)
+    yield 6, lambda: _equations(config, seed, transcription)
+
+
+def shaken(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> Model:
+    """A model whose every parameter has been moved off its initial value."""
+    model = Model(config, seed=seed, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.1 * noise.to(parameter.dtype))
+    return model.eval()
+
+
+def _tokens(config: ModelConfig, seed: int, batch: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randint(config.vocab_size, (batch, config.context), generator=generator)
+
+
+def _builds(config: ModelConfig, name: str) -> tuple[bool, str]:
+    model = Model(config, seed=0)
+    again = ModelConfig.from_dict(config.to_dict())
+    if again != config:
+        return False, f"the config does not survive a round trip: {again.to_dict()} is not {config.to_dict()}"
+    if not templates[config.template].equation:
+        return False, f"template '{config.template}' states no equation"
+    cited = ""
+    with contextlib.suppress(UnknownNameError):
+        cited = preset(name).cite if name else ""
+    references = len(citations(config, cited))
+    counts = [model.num_parameters(c) for c in ("total", "non-positional", "non-embedding")]
+    return True, f"{'/'.join(map(str, counts))} parameters, {references} references"
+
+
+@torch.no_grad()
+def _causal(config: ModelConfig, seed: int) -> tuple[bool, str]:
+    tokens = _tokens(config, seed)
+    for dtype in (torch.float32, torch.float64):
+        model = shaken(config, seed, dtype)
+        logits = model(tokens).logits
+        for cut in range(1, config.context):
+            other = tokens.clone()
+            other[:, cut:] = (other[:, cut:] + 1) % config.vocab_size
+            changed = (model(other).logits[:, :cut] - logits[:, :cut]).abs().max().item()
+            if changed != 0:  # NaN counts as changed
+                return False, f"tokens from {cut} on change the logits before them by {changed:.1e}"
+    worst = 0.0
+    for cut in range(1, config.context):
+        worst = max(worst, _difference(model(tokens[:, :cut]).logits, logits[:, :cut]))
+    if not worst <= CACHE_TOLERANCE:
+        return False, f"extending the context changes earlier logits by {worst:.1e}"
+    alone = _difference(model(tokens[1:2]).logits, logits[1:2])
+    if not alone <= CACHE_TOLERANCE:
+        return False, f"a row's logits depend on the other rows of its batch, by {alone:.1e}"
+    return True, f"bit-equal; longer context {worst:.0e}"
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Largest absolute difference; NaN stays NaN and fails every comparison."""
+    return (a - b).abs().max().item()
+
+
+@torch.no_grad()
+def _cached(config: ModelConfig, seed: int) -> tuple[bool, str]:
+    model = shaken(config, seed)
+    tokens = _tokens(config, seed, batch=3)
+    full = model(tokens).logits
+    time = config.context
+    worst = 0.0
+    for chunks in ([1] * time, [time // 2] + [1] * (time - time // 2), [3, 4, time - 7]):
+        cache, at = model.new_cache(len(tokens)), 0
+        for width in chunks:
+            logits = model(tokens[:, at : at + width], cache=cache).logits
+            worst = max(worst, _difference(logits, full[:, at : at + width]))
+            at += width
+    # prompts of different length, padded on the right with arbitrary tokens, then decoded together
+    lengths = torch.tensor([2, 7, 5])
+    cache = model.new_cache(len(tokens))
+    prompt = tokens[:, : int(lengths.max())].clone()
+    for b, n in enumerate(lengths.tolist()):
+        prompt[b, n:] = 0
+    logits = model(prompt, cache=cache, lengths=lengths, last_only=True).logits
+    rows = torch.arange(len(tokens))
+    worst = max(worst, _difference(logits[:, 0], full[rows, lengths - 1]))
+    for step in range(time - int(lengths.max())):
+        at_row = lengths + step
+        logits = model(tokens[rows, at_row][:, None], cache=cache).logits
+        worst = max(worst, _difference(logits[:, 0], full[rows, at_row]))
+    return worst <= CACHE_TOLERANCE, f"differs by {worst:.0e}"
+
+
+def _random_tokens(config: ModelConfig, seed: int, steps: int) -> tuple[bool, str]:
+    model = Model(config, seed=seed).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    generator = torch.Generator().manual_seed(seed + 2)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(config.vocab_size, (32, config.context + 1), generator=generator)
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        assert loss is not None
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    chance = math.log(config.vocab_size)
+    tail = losses[-min(100, max(1, steps // 3)) :]
+    mean = sum(tail) / len(tail)
+    return mean >= chance - BELOW_CHANCE, f"loss {mean:.3f}, ln V = {chance:.3f}"
+
+
+def _gradients_reach(config: ModelConfig, seed: int) -> tuple[bool, str]:
+    model = Model(config, seed=seed)
+    tokens = _tokens(config, seed)
+    loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+    assert loss is not None
+    loss.backward()
+    zeros = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            return False, f"{name} receives no gradient and is not declared unused"
+        if not bool(parameter.grad.isfinite().all()):
+            return False, f"the gradient of {name} is not finite"
+        if not bool(parameter.grad.any()):
+            zeros.append(name.replace("blocks.", "").replace("coefficients.", ""))
+    unused = len(model.unused_parameters())
+    notes = [f"{unused} declared unused"] if unused else []
+    notes += [f"zero at step 0: {', '.join(zeros)}"] if zeros else []
+    return True, "; ".join(notes) or "finite, none missing"
+
+
+def _equations(config: ModelConfig, seed: int, transcription: Transcription | None) -> tuple[bool, str]:
+    model = shaken(config, seed)
+    tokens = _tokens(config, seed)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    loss = model(inputs, targets).loss
+    assert loss is not None
+    loss.backward()
+    used = {n: p for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    largest = max(g.norm().item() for g in gradients.values())
+
+    generator = torch.Generator().manual_seed(seed + 3)
+    worst, step = 0.0, 1e-5
+    probe = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in probe.named_parameters():
+            if name not in used:
+                continue
+            direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            direction /= direction.norm()
+            values = []
+            for sign in (1.0, -2.0):
+                parameter.add_(direction, alpha=sign * step)
+                values.append(probe(inputs, targets).loss)
+            parameter.add_(direction, alpha=step)
+            measured = (values[0] - values[1]) / (2 * step)
+            expected = (gradients[name] * direction).sum()
+            worst = max(worst, _difference(measured, expected) / largest)
+    if not worst <= DIFFERENCE_TOLERANCE:
+        return False, f"gradients differ from finite differences by {worst:.1e} of the largest"
+
+    independent = transcription(model, inputs) if transcription else None
+    if independent is None:
+        return True, f"finite differences {worst:.0e}; no transcription"
+    apart = _difference(independent, model(inputs).logits) / independent.abs().max().item()
+    names, parameters = zip(*used.items(), strict=True)
+    other = torch.nn.functional.cross_entropy(independent.flatten(0, 1), targets.flatten())
+    for name, gradient in zip(names, torch.autograd.grad(other, parameters, allow_unused=True), strict=True):
+        if gradient is None:
+            return False, f"the transcription does not use {name}"
+        apart = max(apart, _difference(gradient, gradients[name]) / largest)
+    return apart <= TRANSCRIPTION_TOLERANCE, f"finite differences {worst:.0e}, transcription {apart:.0e}"
+
+
+def load_transcription(path: str | Path | None = None) -> Transcription | None:
+    """The `transcribe` function of a Python file; by default of the checkout this package runs from, if any."""
+    source = Path(__file__).resolve().parents[3] / "tests" / "transcriptions" / "adapter.py"
+    if path is None and not source.is_file():
+        return None
+    file = source if path is None else Path(path)
+    if not file.is_file():
+        raise InputError(f"There is no transcription file '{file}'.")
+    spec = importlib.util.spec_from_file_location("stepformer_transcriptions", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "transcribe"):
+        raise InputError(f"'{file}' defines no function transcribe(model, tokens).")
+    return module.transcribe

@@ -1,0 +1,35 @@
+"""Errors a user can act on: every one is a sentence that says what was wrong and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class StepformerError(Exception):
+    """Base of all errors meant for users; the command line prints it without a traceback."""
+
+
+class InputError(StepformerError, ValueError):
+    """Tokens, prompts or arguments that a built model cannot take."""
+
+
+class ConfigError(StepformerError, ValueError):
+    """A configuration that cannot be built; `problems` lists every fault found, not only the first."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class UnknownNameError(StepformerError, KeyError):
+    """A name that no registry entry answers to."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the sentence
+        return str(self.args[0])
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """The nearest known name as a question, or an empty string when nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{near[0]}'?" if near else ""

@@ -1,0 +1,208 @@
+"""Text from a model: greedy, temperature, top-k and top-p sampling with cached decoding, in batches, as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from stepformer.errors import InputError
+
+if TYPE_CHECKING:
+    from stepformer.model import Model
+    from stepformer.oracles import Cache
+
+Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
+Finish = Literal["length", "stop", "context"]
+
+
+@dataclass
+class Generation:
+    """The new tokens of every prompt, and why each one ended.
+
+    "stop": a stop token (it is the last of `tokens`); "length": `max_new_tokens` reached; "context": the model's
+    context is full (see `on_context_end`).
+    """
+
+    tokens: list[list[int]]
+    finish: list[Finish]
+
+
+def generate(
+    model: Model,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Collection[int] | None = None,
+    seed: int | None = None,
+    on_context_end: Literal["stop", "slide"] = "stop",
+) -> Generation:
+    """Continue one prompt or several of different length.
+
+    temperature 0 is greedy; `top_k` keeps the k most likely tokens, `top_p` the smallest set of that probability.
+    Ids that only pad the vocabulary are never sampled. When the context is full, "stop" ends the row with finish
+    reason "context", and "slide" goes on with the later half of the context re-encoded.
+    """
+    result = Generation([], [])
+    steps = stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop,
+        seed=seed,
+        on_context_end=on_context_end,
+        result=result,
+    )
+    for _ in steps:
+        pass
+    return result
+
+
+@torch.no_grad()
+def stream(
+    model: Model,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Collection[int] | None = None,
+    seed: int | None = None,
+    on_context_end: Literal["stop", "slide"] = "stop",
+    result: Generation | None = None,
+) -> Iterator[list[int | None]]:
+    """The same, token by token: yields one id per prompt, None for rows that have ended.
+
+    Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
+    """
+    rows = _as_rows(prompts)
+    _check_settings(model, rows, max_new_tokens, temperature, top_k, top_p, on_context_end)
+    stops = frozenset([stop] if isinstance(stop, int) else stop or ())
+    result = Generation([], []) if result is None else result
+    result.tokens[:] = [[] for _ in rows]
+    result.finish[:] = ["length"] * len(rows)
+
+    device = model.embed.tok_emb.weight.device
+    generator = torch.Generator(device)
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    context = model.config.context
+    active = [True] * len(rows)
+    was_training = model.training
+    model.eval()
+    try:
+        cache, logits = _encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
+        for i in range(max_new_tokens):
+            ids = sample(logits[:, -1], model.config.real_vocab, temperature, top_k, top_p, generator)
+            step: list[int | None] = []
+            for b, token in enumerate(ids.tolist()):
+                step.append(token if active[b] else None)
+                if active[b]:
+                    rows[b].append(token)
+                    result.tokens[b].append(token)
+                    if token in stops:
+                        active[b], result.finish[b] = False, "stop"
+            yield step
+            if not any(active) or i + 1 == max_new_tokens:
+                return
+            if cache.longest < cache.capacity:
+                logits = model(ids[:, None], cache=cache).logits
+                continue
+            # Some row fills the context: it slides or ends; rows that have ended shrink to one token, the rest stay.
+            for b, row in enumerate(rows):
+                if active[b] and len(row) > context:
+                    if on_context_end == "slide":
+                        rows[b] = row[-max(1, context // 2) :]
+                    else:
+                        active[b], result.finish[b] = False, "context"
+            if not any(active):
+                return
+            rows = [row if alive else row[:1] for row, alive in zip(rows, active, strict=True)]
+            cache, logits = _encode(model, rows, context)
+    finally:
+        model.train(was_training)
+
+
+def _encode(model: Model, rows: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
+    """A fresh cache holding all rows, and the logits after each row's last token."""
+    device = model.embed.tok_emb.weight.device
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    width = max(map(len, rows))
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    for b, row in enumerate(rows):
+        tokens[b, : len(row)] = torch.tensor(row)
+    cache = model.new_cache(len(rows), max(capacity, width))
+    return cache, model(tokens.to(device), cache=cache, lengths=lengths, last_only=True).logits
+
+
+def sample(
+    logits: Tensor,
+    real_vocab: int | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw one id per row from logits (B, V); ids from `real_vocab` on are never drawn."""
+    logits = logits[:, :real_vocab].float()
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        p = ordered.softmax(dim=-1)
+        beyond = p.cumsum(dim=-1) - p >= top_p  # the token that crosses top_p still belongs to the set
+        logits = logits.scatter(-1, order, ordered.masked_fill(beyond, -torch.inf))
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+
+
+def _as_rows(prompts: Prompts) -> list[list[int]]:
+    """Any accepted form of prompts as a list of token lists."""
+    given: list[Any] = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
+    if given and isinstance(given[0], int):
+        given = [given]
+    rows = [[int(t) for t in row] for row in given]
+    if not rows or any(not row for row in rows):
+        raise InputError(
+            "Every prompt needs at least one token; begin with the end-of-text token to start from nothing."
+        )
+    return rows
+
+
+def _check_settings(
+    model: Model,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    on_context_end: str,
+) -> None:
+    from stepformer.model import check_ids
+
+    context = model.config.context
+    check_ids(torch.tensor([t for row in rows for t in row]), model.config.vocab_size)
+    if max(map(len, rows)) > context:
+        raise InputError(f"A prompt has {max(map(len, rows))} tokens, but the model's context is {context}.")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens = {max_new_tokens} should be at least 1.")
+    if temperature < 0:
+        raise InputError(f"temperature = {temperature} should be 0 (greedy) or above.")
+    if top_k is not None and top_k < 1:
+        raise InputError(f"top_k = {top_k} should be at least 1.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise InputError(f"top_p = {top_p} should lie in (0, 1].")
+    if on_context_end not in ("stop", "slide"):
+        raise InputError(f"on_context_end = '{on_context_end}' should be 'stop' or 'slide'.")

@@ -1,0 +1,296 @@
+"""The language model: embeddings, blocks, tied head."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stepformer.block import Block
+from stepformer.config import ModelConfig
+from stepformer.errors import InputError, suggestion
+from stepformer.oracles import Cache, Call, make_norm
+from stepformer.roles import Role, named_roles
+from stepformer.schemes import State, templates
+
+if TYPE_CHECKING:
+    from stepformer.generation import Generation, Prompts
+
+INIT_STD = 0.02
+IGNORE = -100  # target id that the loss skips
+
+
+class Output(NamedTuple):
+    """Logits (B, T, V) and, with targets, their mean cross-entropy in nats."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class Tables(nn.Module):
+    """A token table and, with learned positions, a position table; their sum starts a stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tok_emb = nn.Embedding(config.vocab_size, config.d_model)
+        self.pos_emb = nn.Embedding(config.context, config.d_model) if config.positions == "learned" else None
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tok_emb(tokens)
+        return x if self.pos_emb is None else x + self.pos_emb(positions)
+
+
+class Blocks(nn.ModuleList):
+    """A ModuleList whose items are known to be blocks."""
+
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[Block]: ...
+
+        def __getitem__(self, index: int) -> Block: ...  # type: ignore[override]
+
+
+class Model(nn.Module):
+    """A decoder-only language model whose layers are steps of the optimizer that its config names.
+
+    `model(tokens)` gives `.logits`; `model(tokens, targets)` also `.loss` (targets already shifted, -100 ignored).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        seed: int | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.plain_layers: frozenset[int] = frozenset()
+        streams = templates[config.template].component.streams
+        self.starts = {name: stream.start for name, stream in streams.items()}
+        with torch.device("meta"):  # allocated and drawn once, in reset_parameters
+            self.embed = Tables(config)
+            tabled = [name for name, start in self.starts.items() if start == "embed" and config.aux_init == "embed"]
+            self.aux_embed = nn.ModuleDict({name: Tables(config) for name in tabled})
+            last = config.n_layer - 1
+            self.blocks = Blocks(Block(config, last=i == last) for i in range(config.n_layer))
+            self.final_norm = make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
+        if device is None or torch.device(device).type != "meta":
+            self.to_empty(device=device or torch.get_default_device())
+            if dtype is not None:
+                self.to(dtype)
+            self.reset_parameters(seed)
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw the initial weights: N(0, 0.02^2), output maps of the oracles with std 0.02 / sqrt(2 L).
+
+        Every parameter has its own random stream, keyed by seed and name. So two architectures built from one seed
+        agree on all parameters they share, whatever else they have. Without a seed one is drawn from torch's
+        global generator.
+        """
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+        for name, parameter, role in named_roles(self):
+            if role is Role.NORM:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif role is not Role.COEFFICIENT:
+                residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
+                std = INIT_STD / math.sqrt(2 * self.config.n_layer) if residual else INIT_STD
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                draw = torch.empty(parameter.shape, dtype=dtype, device="cpu").normal_(0.0, std, generator=generator)
+                parameter.copy_(draw)
+        for block in self.blocks:
+            block.coefficients.reset()
+            for gain in block.aux_norms.parameters():
+                gain.fill_(self.config.aux_norm_gain)
+
+    def roles(self) -> dict[str, Role]:
+        """The declared role of every parameter."""
+        return {name: role for name, _, role in named_roles(self)}
+
+    def unused_parameters(self) -> list[str]:
+        """Parameters that never reach the logits by construction; counted, but not trained."""
+        return [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+
+    def num_parameters(self, convention: Literal["total", "non-positional", "non-embedding"] = "total") -> int:
+        """Parameter count: all; without position tables; or without any token or position table."""
+        if convention not in ("total", "non-positional", "non-embedding"):
+            raise InputError(
+                f"Unknown counting convention '{convention}': use 'total', 'non-positional' or 'non-embedding'."
+            )
+        left_out = {"total": (), "non-positional": ("pos_emb",), "non-embedding": ("pos_emb", "tok_emb")}[convention]
+        return sum(p.numel() for n, p in self.named_parameters() if not any(f"{w}." in n for w in left_out))
+
+    def coefficients(self) -> list[dict[str, float]]:
+        """Current values of the learned coefficients, one dictionary per layer."""
+        return [{k: float(b.coefficients.value(k)) for k in b.coefficients.specs} for b in self.blocks]
+
+    def pin_coefficients(self, layer: int | None = None, **values: float | Tensor) -> None:
+        """Replace mapped coefficient values, e.g. `pin_coefficients(mu=0.0)` or `(layer=3, nu_attn=0.5)`.
+
+        For tests and ablations: a sigmoid never reaches 0 or 1. `unpin_coefficients` returns to the learned values.
+        """
+        blocks = list(self.blocks) if layer is None else [self.blocks[layer]]
+        for word, value in values.items():
+            if not sum(block.coefficients.pin(word, value) for block in blocks):
+                known = blocks[0].coefficients.specs
+                raise InputError(f"There is no coefficient '{word}' here.{suggestion(word, known)}")
+
+    def unpin_coefficients(self) -> None:
+        for block in self.blocks:
+            block.coefficients.pinned.clear()
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def start(self, tokens: Tensor, positions: Tensor) -> State:
+        """The state before the first layer: token embedding, and each auxiliary stream at its start."""
+        x = self.embed(tokens, positions)
+        streams = {}
+        for name, start in self.starts.items():
+            if start == "embed":
+                has_table = name in self.aux_embed
+                streams[name] = self.aux_embed[name](tokens, positions) if has_table else torch.zeros_like(x)
+            elif start == "ones":
+                streams[name] = torch.ones_like(x)
+            else:
+                eye = torch.eye(self.config.head_dim, dtype=x.dtype, device=x.device)
+                streams[name] = eye.expand(*x.shape[:2], -1, -1)
+        return State(x, **streams)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits (B, T, V) from the last x: final norm and the token table."""
+        return F.linear(self.final_norm(x), self.embed.tok_emb.weight)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: Cache | None = None,
+        lengths: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Output:
+        """Logits for tokens (B, T), and the loss when targets are given.
+
+        With a `cache` (see `new_cache`) the tokens continue what it holds. `lengths` (B,) says how many of each
+        row's tokens are real when prompts of different length are padded on the right. `last_only` returns the
+        logits of each row's last real token alone, (B, 1, V).
+        """
+        self._check(tokens, targets, cache, lengths)
+        call = Call(torch.arange(tokens.shape[1], device=tokens.device)) if cache is None else cache.call(tokens)
+        s = self.start(tokens, call.positions)
+        for i, block in enumerate(self.blocks):
+            if cache is not None:
+                call.slots = iter(cache.slots[i])
+            run = block.plain if i in self.plain_layers else block
+            if self.config.activation_checkpointing and self.training and torch.is_grad_enabled():
+                s = checkpoint(run, s, call, use_reentrant=False)
+            else:
+                s = run(s, call)
+        if cache is not None:
+            cache.advance(tokens.shape[1], lengths)
+        x = s.x
+        if last_only:
+            x = x[:, -1:] if lengths is None else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
+        logits = self.head(x)
+        if targets is None:
+            return Output(logits)
+        # float(): under bf16 autocast the head is bf16, the softmax must not be
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return Output(logits, F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE))
+
+    def _check(self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, lengths: Tensor | None) -> None:
+        """Refuse bad input with a sentence. Values are looked at on CPU only: no synchronisation on a device."""
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            raise InputError(
+                f"Tokens should be integers of shape (batch, time); these have shape {tuple(tokens.shape)} "
+                f"and type {tokens.dtype}."
+            )
+        if tokens.shape[1] == 0:
+            raise InputError("There are no tokens: a sequence needs at least one.")
+        if cache is None and tokens.shape[1] > self.config.context:
+            raise InputError(
+                f"The sequence has {tokens.shape[1]} tokens, but the model's context is {self.config.context}."
+            )
+        if targets is not None and targets.shape != tokens.shape:
+            raise InputError(f"Targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}.")
+        if lengths is not None and lengths.shape != tokens.shape[:1]:
+            raise InputError(f"`lengths` should have one entry per row, {tokens.shape[0]}, not {tuple(lengths.shape)}.")
+        has_values = type(tokens) is Tensor and tokens.device.type == "cpu"  # not fake, not distributed
+        if has_values and not torch.compiler.is_compiling():
+            check_ids(tokens, self.config.vocab_size)
+            if targets is not None:
+                check_ids(targets[targets != IGNORE], self.config.vocab_size, "target")
+            if lengths is not None and not bool(((lengths >= 1) & (lengths <= tokens.shape[1])).all()):
+                raise InputError(f"`lengths` should lie between 1 and {tokens.shape[1]}, the width of the tokens.")
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def new_cache(self, batch: int, capacity: int | None = None, dtype: torch.dtype | None = None) -> Cache:
+        """An empty cache for incremental decoding; `capacity` defaults to the context."""
+        capacity = capacity or self.config.context
+        if capacity > self.config.context:
+            raise InputError(f"A cache of {capacity} tokens is longer than the model's context {self.config.context}.")
+        weight = self.embed.tok_emb.weight
+        kind = weight.device.type
+        if dtype is None:
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        slots = [
+            [b.attn.new_slot(batch, capacity, weight.device, dtype) for _ in range(b.splitting.calls()["attn"])]
+            for b in self.blocks
+        ]
+        return Cache(slots, batch, capacity, weight.device)
+
+    def generate(self, prompts: Prompts, **settings: Any) -> Generation:
+        """Sample continuations; settings as in `stepformer.generation.generate`."""
+        from stepformer.generation import generate
+
+        return generate(self, prompts, **settings)
+
+    def hybrid(self, *, layers: Collection[int] | None = None, cutoff: int | None = None) -> Model:
+        """The same weights with momentum in some layers only, the others as plain residual blocks.
+
+        `layers`: the set of momentum layers; `cutoff=c`: layers below c. The velocity passes through plain layers
+        unchanged. For checkpoints trained with a velocity template under Lie-Trotter (heavy ball, Nesterov, triple
+        momentum). The result shares parameters with this model.
+        """
+        config = self.config
+        if config.splitting != "lie-trotter" or not templates[config.template].component.has_velocity():
+            raise InputError(
+                "Hybrid inference replaces Lie-Trotter momentum blocks by plain ones; this model has template "
+                f"'{config.template}' and splitting '{config.splitting}'."
+            )
+        if (layers is None) == (cutoff is None):
+            raise InputError("Give either `layers` (a set of layer numbers) or `cutoff` (a layer number).")
+        momentum: Iterable[int] = range(cutoff) if cutoff is not None else layers or ()
+        momentum = frozenset(momentum)
+        if any(not 0 <= i < config.n_layer for i in momentum) or (cutoff or 0) < 0:
+            raise InputError(f"Layers are numbered 0 to {config.n_layer - 1}; {sorted(momentum)} was asked for.")
+        twin = copy.copy(self)  # shares modules and parameters; only the choice of layers is its own
+        twin.plain_layers = frozenset(range(config.n_layer)) - momentum
+        return twin
+
+
+def check_ids(ids: Tensor, vocab_size: int, what: str = "token") -> None:
+    """Refuse ids outside the vocabulary."""
+    if ids.numel() == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise InputError(
+            f"Found {what} id {low if low < 0 else high}, but the vocabulary has ids 0 to {vocab_size - 1}: "
+            "was the text encoded with another tokenizer?"
+        )

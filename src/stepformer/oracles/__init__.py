@@ -1,0 +1,19 @@
+"""Gradient oracles: attention, MLP, their norms and the caches of incremental decoding."""
+
+from stepformer.oracles.attention import Attention, attentions, register_attention
+from stepformer.oracles.caches import Cache, Call
+from stepformer.oracles.mlp import MLP, mlps, register_mlp
+from stepformer.oracles.norms import NORMS, make_norm
+
+__all__ = [
+    "MLP",
+    "NORMS",
+    "Attention",
+    "Cache",
+    "Call",
+    "attentions",
+    "make_norm",
+    "mlps",
+    "register_attention",
+    "register_mlp",
+]

@@ -1,0 +1,71 @@
+"""MLP oracles: what a token makes of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepformer.options import Option
+from stepformer.registry import Registry
+
+
+class MLP(nn.Module):
+    """A per-token oracle (B, T, d) -> (B, T, d) with an input map `up` and an output map `down`."""
+
+    name: str = ""
+    options: Mapping[str, Option] = {}
+    branches = 1
+
+    def __init__(self, d_model: int, hidden: int | None, *, bias: bool) -> None:
+        super().__init__()
+        hidden = self.default_hidden(d_model) if hidden is None else hidden
+        self.up = nn.Linear(d_model, self.branches * hidden, bias=bias)
+        self.down = nn.Linear(hidden, d_model, bias=bias)
+
+    @staticmethod
+    def default_hidden(d_model: int) -> int:
+        return 4 * d_model
+
+    def activation(self, h: Tensor) -> Tensor:
+        """What happens between the two maps; a gated MLP halves the last dimension here."""
+        raise NotImplementedError(f"{type(self).__name__} has no nonlinearity: define activation().")
+
+    def forward(self, u: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(u)))
+
+
+mlps: Registry[MLP] = Registry("mlp")
+register_mlp = mlps.register
+
+
+@register_mlp("gelu", equation="g = W_2 gelu(W_1 u)", cite="hendrycks2016gaussian")
+class GeluMLP(MLP):
+    """Two maps with the exact (erf) GELU between them; hidden width 4 d."""
+
+    def activation(self, h: Tensor) -> Tensor:
+        return F.gelu(h)
+
+
+@register_mlp("gelu-tanh", equation="g = W_2 gelu_tanh(W_1 u)", cite="hendrycks2016gaussian")
+class TanhGeluMLP(MLP):
+    """The tanh approximation of GELU, as in the released GPT-2 weights."""
+
+    def activation(self, h: Tensor) -> Tensor:
+        return F.gelu(h, approximate="tanh")
+
+
+@register_mlp("swiglu", equation="g = W_2 (silu(W_g u) * W_1 u)", cite="shazeer2020glu")
+class SwigluMLP(MLP):
+    """A gated MLP; hidden width 8/3 d (to a multiple of 8), so that it has as many parameters as GELU's 4 d."""
+
+    branches = 2
+
+    @staticmethod
+    def default_hidden(d_model: int) -> int:
+        return 8 * round(d_model / 3)
+
+    def activation(self, h: Tensor) -> Tensor:
+        gate, value = h.chunk(2, dim=-1)
+        return F.silu(gate) * value

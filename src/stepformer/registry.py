@@ -1,0 +1,70 @@
+"""Named components. A component is a class with a name, aliases, one equation, a citation and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from stepformer.errors import StepformerError, UnknownNameError, suggestion
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """What is known about one registered name."""
+
+    name: str
+    component: type[T]
+    equation: str
+    cite: tuple[str, ...]
+    aliases: tuple[str, ...]
+
+
+class Registry(Generic[T]):
+    """Maps names (and aliases) to component classes of one kind: templates, splittings, attentions, MLPs."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry[T]] = {}
+        self._aliases: dict[str, str] = {}
+
+    def register(
+        self, name: str, *, equation: str = "", cite: str | tuple[str, ...] = (), aliases: tuple[str, ...] = ()
+    ) -> Callable[[type[T]], type[T]]:
+        """Class decorator that makes a component available under `name`."""
+        cite = (cite,) if isinstance(cite, str) else tuple(cite)
+
+        def add(component: type[T]) -> type[T]:
+            for word in (name, *aliases):
+                taken = self._aliases.get(word)
+                # A module that is imported twice (a plug-in file run again) may register the same class again.
+                if taken is not None and self._entries[taken].component.__qualname__ != component.__qualname__:
+                    raise StepformerError(f"The {self.kind} name '{word}' is already taken by '{taken}'.")
+            self._entries[name] = Entry(name, component, equation, cite, aliases)
+            self._aliases.update(dict.fromkeys((name, *aliases), name))
+            component.name = name  # type: ignore[attr-defined]
+            return component
+
+        return add
+
+    def canonical(self, word: str) -> str:
+        """The registered name behind a name or alias."""
+        if word not in self._aliases:
+            raise UnknownNameError(
+                f"Unknown {self.kind} '{word}'.{suggestion(word, self._aliases)} Known: {', '.join(self._entries)}."
+            )
+        return self._aliases[word]
+
+    def __getitem__(self, word: str) -> Entry[T]:
+        return self._entries[self.canonical(word)]
+
+    def __contains__(self, word: Any) -> bool:
+        return word in self._aliases
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        return iter(self._entries.values())
+
+    def names(self) -> list[str]:
+        return list(self._entries)

@@ -1,0 +1,24 @@
+"""The mathematics of depth: state, coefficients, templates and splittings."""
+
+# Importing a module registers its rules.
+from stepformer.schemes import adaptive, first_order, kronecker, spectral  # noqa: F401
+from stepformer.schemes.coefficients import Coefficient, Values, positive, unit
+from stepformer.schemes.splittings import Splitting, Substep, register_splitting, splittings
+from stepformer.schemes.state import State
+from stepformer.schemes.template import Stream, Template, register_template, templates
+
+__all__ = [
+    "Coefficient",
+    "Splitting",
+    "State",
+    "Stream",
+    "Substep",
+    "Template",
+    "Values",
+    "positive",
+    "register_splitting",
+    "register_template",
+    "splittings",
+    "templates",
+    "unit",
+]

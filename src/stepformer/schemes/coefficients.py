@@ -1,0 +1,122 @@
+"""Learned scalars of a depth rule, each behind a map that keeps it in its range.
+
+A rule declares specifications (`unit(0.5)`, `positive(1.0)`); a block turns them into raw parameters of shape
+(1,) and hands the mapped values to the rule. A test can pin a value the map never reaches (0 or 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Kind = Literal["memory", "lookahead", "step", "drift", "decay"]
+"""What a coefficient does; a splitting shares whole kinds inside a layer (catalogue A, second table).
+
+memory: how much of an old stream survives (beta); lookahead: how far ahead the oracle looks (mu);
+step: the gain on the oracle's answer (gamma); drift: how far x follows the streams (nu, delta);
+decay: how much of x itself is forgotten (lambda).
+"""
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """Range, initial value and kind of one learned scalar."""
+
+    start: float
+    range: Literal["unit", "positive"]
+    kind: Kind
+
+    @property
+    def raw_start(self) -> float:
+        """The unconstrained parameter whose mapped value is `start`."""
+        if self.range == "unit":
+            raw = math.log(self.start / (1.0 - self.start))
+        else:
+            raw = math.log(math.expm1(self.start))
+        return round(raw, 12)  # so that 0.5 and ln 2 start at exactly 0
+
+    def value(self, raw: Tensor) -> Tensor:
+        return torch.sigmoid(raw) if self.range == "unit" else F.softplus(raw)
+
+    @property
+    def interval(self) -> str:
+        return "(0, 1)" if self.range == "unit" else "(0, inf)"
+
+
+def unit(start: float = 0.5, kind: Kind = "step") -> Coefficient:
+    """A coefficient in (0, 1), behind a sigmoid."""
+    if not 0.0 < start < 1.0:
+        raise ValueError(f"a unit coefficient starts strictly between 0 and 1, not at {start}")
+    return Coefficient(start, "unit", kind)
+
+
+def positive(start: float = math.log(2.0), kind: Kind = "step") -> Coefficient:
+    """A positive coefficient, behind a softplus."""
+    if start <= 0.0:
+        raise ValueError(f"a positive coefficient starts above 0, not at {start}")
+    return Coefficient(start, "positive", kind)
+
+
+class Values:
+    """Mapped values of one substep, read as attributes: `c.mu`, `c.beta`."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_values" or name not in self._values:
+            raise AttributeError(f"this substep has no coefficient '{name}'")
+        return self._values[name]
+
+
+class CoefficientBank(nn.Module):
+    """The raw coefficients of one layer, stored under `name` (shared) or `name_substep`."""
+
+    def __init__(self, specs: Mapping[str, Coefficient], substeps: tuple[str, ...], shared: frozenset[str]) -> None:
+        super().__init__()
+        self.specs: dict[str, Coefficient] = {}
+        self.keys_of: dict[str, dict[str, str]] = {substep: {} for substep in substeps}
+        self.pinned: dict[str, Tensor] = {}
+        for substep in substeps:
+            for name, spec in specs.items():
+                alone = len(substeps) == 1 or spec.kind in shared
+                key = name if alone else f"{name}_{substep}"
+                self.keys_of[substep][name] = key
+                if key not in self.specs:
+                    self.specs[key] = spec
+                    self.register_parameter(key, nn.Parameter(torch.empty(1)))
+
+    def reset(self) -> None:
+        with torch.no_grad():
+            for key, spec in self.specs.items():
+                self.get_parameter(key).fill_(spec.raw_start)
+
+    def value(self, key: str) -> Tensor:
+        if key in self.pinned:
+            return self.pinned[key]
+        return self.specs[key].value(getattr(self, key))
+
+    def values(self) -> dict[str, Values]:
+        """Mapped values for every substep, each coefficient mapped once."""
+        mapped = {key: self.value(key) for key in self.specs}
+        return {sub: Values({name: mapped[k] for name, k in keys.items()}) for sub, keys in self.keys_of.items()}
+
+    def owned_by(self, substep: str) -> list[str]:
+        """Keys that only this substep uses."""
+        others = {k for sub, keys in self.keys_of.items() if sub != substep for k in keys.values()}
+        return [k for k in self.keys_of[substep].values() if k not in others]
+
+    def pin(self, word: str, value: float | Tensor) -> int:
+        """Replace the mapped value of a key (`mu_attn`) or of every key of a name (`mu`); returns how many."""
+        keys = [k for k in self.specs if k == word]
+        keys = keys or sorted({ks[word] for ks in self.keys_of.values() if word in ks})
+        for key in keys:
+            raw = self.get_parameter(key)
+            self.pinned[key] = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).reshape(1)
+        return len(keys)

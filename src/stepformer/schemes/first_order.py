@@ -1,0 +1,93 @@
+"""Gradient descent and the velocity methods: heavy ball, Nesterov, triple momentum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from stepformer.schemes.coefficients import Values, positive, unit
+from stepformer.schemes.state import State
+from stepformer.schemes.template import Stream, Template, register_template, scaled
+
+VELOCITY = Stream("embed", "velocity")
+
+
+@register_template("gd", equation="x' = x + g(x)", cite="geshkovski2025mathematical")
+class GradientDescent(Template):
+    """Follow the oracle's answer: the residual connection of every pre-norm GPT."""
+
+    def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        return s.replace(u=scaled(scale, g))
+
+    def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
+        return s.without("u").replace(x=s.x + s.u)
+
+
+@register_template(
+    "heavy-ball",
+    equation="v' = LN_v(beta v + gamma g(x));  x' = x + v'",
+    cite="polyak1964some",
+    aliases=("hb", "polyak"),
+)
+class HeavyBall(Template):
+    """Keep a velocity, kick it with the oracle's answer at x, follow it."""
+
+    streams = {"v": VELOCITY}
+    coefficients = {"beta": unit(0.5, "memory"), "gamma": positive(math.log(2), "step")}
+    normalises = "v"
+
+    @classmethod
+    def refusal(cls, splitting: str, options: Mapping[str, Any]) -> str | None:
+        if cls is HeavyBall and splitting == "imex" and options.get("k", 1) > 1:
+            return (
+                f"Template 'heavy-ball' with splitting 'imex' and k = {options['k']} repeats itself: without "
+                "look-ahead every refinement asks at the same x. Use k = 1 or template 'nesterov'."
+            )
+        return None
+
+    def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        return s.replace(v=c.beta * s.v + scaled(scale, c.gamma) * g)
+
+    def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
+        return s.replace(x=s.x + s.v)
+
+
+@register_template(
+    "nesterov",
+    equation="v' = LN_v(beta v + gamma g(x + mu v));  x' = x + v'",
+    cite="nesterov1983method",
+)
+class Nesterov(HeavyBall):
+    """Look ahead along the velocity, ask the oracle there, kick the velocity, follow it."""
+
+    coefficients = {"mu": unit(0.5, "lookahead"), **HeavyBall.coefficients}
+
+    def query(self, s: State, c: Values) -> Tensor:
+        return s.x + c.mu * s.v
+
+
+@register_template(
+    "triple-momentum",
+    equation="v' = LN_v(beta v + gamma g(x + mu v));  x' = x + nu v'",
+    cite="vanscoy2018fastest",
+    aliases=("tmm",),
+)
+class TripleMomentum(Nesterov):
+    """Nesterov with its own gain nu on the way from velocity to x; nu starts at 1, that is, as Nesterov."""
+
+    coefficients = {**Nesterov.coefficients, "nu": positive(1.0, "drift")}
+
+    @classmethod
+    def refusal(cls, splitting: str, options: Mapping[str, Any]) -> str | None:
+        if splitting == "symplectic-euler":
+            return (
+                "Template 'triple-momentum' with splitting 'symplectic-euler' has two names for one number: the drift "
+                "gain nu is the splitting's delta. Use template 'nesterov'."
+            )
+        return None
+
+    def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
+        return s.replace(x=s.x + c.nu * s.v)

@@ -1,0 +1,54 @@
+"""The state of the tokens at one depth: the positions `x` and whatever streams the depth rule carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+
+class State:
+    """`x` (B, T, d) and named per-token streams, e.g. `State(x, v=v)`; immutable by convention.
+
+    Streams read as attributes (`s.v`) and change through `replace`, so an update rule looks like its equation.
+    Registered as a pytree: checkpointing, compilation and Jacobians of the joint state see plain tensors.
+    """
+
+    def __init__(self, x: Tensor, **streams: Tensor) -> None:
+        self.x = x
+        self.streams = streams
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name == "streams" or name not in self.streams:  # the first guard keeps copy and pickle from recursing
+            raise AttributeError(f"this state has no stream '{name}'")
+        return self.streams[name]
+
+    def replace(self, **changes: Tensor) -> State:
+        """The same state with some of `x` and the streams changed (or a new stream added)."""
+        streams = dict(self.streams)
+        streams.update(changes)
+        x = streams.pop("x", self.x)
+        return State(x, **streams)
+
+    def without(self, name: str) -> State:
+        """The same state with one stream dropped."""
+        streams = dict(self.streams)
+        del streams[name]
+        return State(self.x, **streams)
+
+    def __repr__(self) -> str:
+        parts = [f"x{tuple(self.x.shape)}", *(f"{k}{tuple(t.shape)}" for k, t in self.streams.items())]
+        return f"State({', '.join(parts)})"
+
+
+def _flatten(s: State) -> tuple[list[Any], Any]:
+    return [s.x, *s.streams.values()], tuple(s.streams)
+
+
+def _unflatten(leaves: Any, names: Any) -> State:
+    x, *streams = leaves
+    return State(x, **dict(zip(names, streams, strict=True)))
+
+
+pytree.register_pytree_node(State, _flatten, _unflatten, serialized_type_name="stepformer.State")

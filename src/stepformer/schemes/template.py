@@ -1,0 +1,93 @@
+"""What a depth rule is: where to look, how the answer changes the streams, how x moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from stepformer.options import Option
+from stepformer.registry import Registry
+from stepformer.schemes.coefficients import Coefficient, Values
+from stepformer.schemes.state import State
+
+Start = Literal["embed", "ones", "identity"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A per-token tensor carried through depth.
+
+    start = "embed": its own token and position tables (or zero, `aux_init`), shape (B, T, d);
+    "ones": all ones, (B, T, d); "identity": one identity matrix per token, (B, T, head_dim, head_dim).
+    """
+
+    start: Start
+    meaning: str
+
+
+class Template:
+    """An optimizer whose step a layer takes. Subclass, declare, register; nothing here may mix tokens.
+
+    The splitting calls, for each oracle in its turn, `query`, `kick`, `normalise`, `drift`:
+
+    * `query(s, c)`: the point at which the oracle is evaluated;
+    * `kick(s, c, g, scale)`: what the oracle's answer g does to the streams. `x` stays where it is;
+    * `normalise(s, norm)`: the auxiliary norm, on the stream named by `normalises`;
+    * `drift(s, c, scale)`: how x moves.
+
+    `scale` is the step fraction: 1/2 in a half step, -1 where a kick subtracts. A rule that works on a velocity
+    applies it in `kick`; a rule whose auxiliary norm would erase it applies it in `drift`, never in both.
+    A rule without velocity proposes its update as the stream `u` in `kick`, and `drift` consumes it.
+    """
+
+    name: str = ""
+    streams: Mapping[str, Stream] = {}
+    coefficients: Mapping[str, Coefficient] = {}
+    normalises: str | None = None
+    options: Mapping[str, Option] = {}
+
+    def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
+        self.n_head = n_head
+        self.head_dim = head_dim
+        for key, option in self.options.items():
+            setattr(self, key, options.get(key, option.default))
+
+    @classmethod
+    def has_velocity(cls) -> bool:
+        """Whether x follows a velocity stream `v`; momentum splittings (IMEX, symplectic Euler) need one."""
+        return "v" in cls.streams
+
+    @classmethod
+    def refusal(cls, splitting: str, options: Mapping[str, Any]) -> str | None:
+        """Why this template has no meaning under a splitting that would otherwise take it, or None."""
+        return None
+
+    def query(self, s: State, c: Values) -> Tensor:
+        return s.x
+
+    def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        raise NotImplementedError(f"{type(self).__name__} does not say what an oracle's answer does: define kick().")
+
+    def normalise(self, s: State, norm: Callable[[Tensor], Tensor]) -> State:
+        if self.normalises is None:
+            return s
+        return s.replace(**{self.normalises: norm(getattr(s, self.normalises))})
+
+    def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
+        raise NotImplementedError(f"{type(self).__name__} does not say how x moves: define drift().")
+
+    def heads(self, g: Tensor) -> Tensor:
+        """A token's d-vector as its matrix of heads, (..., d) -> (..., n_head, head_dim)."""
+        return g.unflatten(-1, (self.n_head, self.head_dim))
+
+
+templates: Registry[Template] = Registry("template")
+register_template = templates.register
+
+
+def scaled(scale: float, value: Tensor) -> Tensor:
+    """`scale * value` without the multiplication when there is nothing to scale."""
+    return value if scale == 1.0 else scale * value

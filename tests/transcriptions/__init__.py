@@ -1,0 +1,5 @@
+"""Reference transcriptions, written from the mathematics alone, never from the implementation.
+
+`rules` spells out every depth rule equation by equation with elementary tensor operations;
+`plain_gpt` is an ordinary pre-norm GPT. The tests compare the library's outputs and gradients with both.
+"""
