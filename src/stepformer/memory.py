@@ -101,11 +101,11 @@ def _saved_bytes(config: ModelConfig, batch: int, time: int, autocast: torch.dty
             block.register_forward_pre_hook(count_state)
     with FakeTensorMode():
         weights = {name: torch.empty(p.shape, requires_grad=p.requires_grad) for name, p in model.named_parameters()}
-        tokens = torch.zeros(batch, time, dtype=torch.long)
+        tokens, targets = (torch.zeros(batch, time, dtype=torch.long) for _ in range(2))
         with (
             torch.autograd.graph.saved_tensors_hooks(count, lambda t: t),
             torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None),
         ):
-            count(functional_call(model, weights, (tokens, tokens)).logits)
+            count(functional_call(model, weights, (tokens, targets)).logits)
         own = {w.untyped_storage()._cdata for w in weights.values()}
     return sum(size for key, (_, size) in saved.items() if key not in own)

@@ -136,7 +136,7 @@ class Model(nn.Module):
 
     def coefficients(self) -> list[dict[str, float]]:
         """Current values of the learned coefficients, one dictionary per layer."""
-        return [{k: float(b.coefficients.value(k)) for k in b.coefficients.specs} for b in self.blocks]
+        return [{k: b.coefficients.value(k).item() for k in b.coefficients.specs} for b in self.blocks]
 
     def pin_coefficients(self, layer: int | None = None, **values: float | Tensor) -> None:
         """Replace mapped coefficient values, e.g. `pin_coefficients(mu=0.0)` or `(layer=3, nu_attn=0.5)`.

@@ -1,0 +1,16 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _no_global_changes() -> Iterator[None]:
+    """Tests must not leak a default dtype or grad mode into each other."""
+    yield
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()

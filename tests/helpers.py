@@ -1,0 +1,88 @@
+"""Shared geometry, weights and the table of template x splitting pairs that have meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import stepformer as sf
+
+TINY: dict[str, Any] = {"n_layer": 2, "n_head": 3, "d_model": 12, "context": 8, "vocab_size": 11}
+
+
+def tiny(name: str = "vanilla", *, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> sf.Model:
+    """A two-layer model of width 12 with three heads, fp64 unless told otherwise."""
+    return sf.build(name, seed=seed, dtype=dtype, **{**TINY, **overrides})
+
+
+def tokens(batch: int = 2, time: int = 8, vocab: int = 11, seed: int = 0) -> torch.Tensor:
+    return torch.randint(vocab, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def shake(model: sf.Model, scale: float = 0.3, seed: int = 0) -> sf.Model:
+    """Move every parameter off its initial value, so that no fault hides behind a zero or a one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(scale * noise.to(parameter.dtype))
+    return model
+
+
+def copy_shared(source: sf.Model, target: sf.Model, rename: dict[str, str] | None = None) -> None:
+    """Give `target` every parameter of `source` that it also has, by name (after renaming)."""
+    wanted = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            for old, new in (rename or {}).items():
+                name = name.replace(old, new)
+            if name in wanted and wanted[name].shape == parameter.shape:
+                wanted[name].copy_(parameter)
+
+
+# Which pairs have meaning, written out from the catalogue and not from the code.
+STRANG = [{"splitting": "strang", "order": order} for order in ("ama", "mam")]
+BASIC = [{"splitting": "parallel"}, {"splitting": "lie-trotter"}, *STRANG]
+
+
+def imex(*ks: int) -> list[dict[str, Any]]:
+    return [
+        {"splitting": "imex", "order": order, "k": k, "velocity_norm": norm}
+        for order in ("ama", "mam")
+        for k in ks
+        for norm in ("once", "every")
+    ]
+
+
+SYMPLECTIC = [{"splitting": "symplectic-euler", "final_drift": drift} for drift in (False, True)]
+ACCEPTED: list[dict[str, Any]] = [
+    {"template": template, **splitting}
+    for template, splits in {
+        **dict.fromkeys(("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo"), BASIC),
+        "heavy-ball": BASIC + imex(1) + SYMPLECTIC,
+        "nesterov": BASIC + imex(1, 2, 3) + SYMPLECTIC,
+        "triple-momentum": BASIC + imex(1, 2, 3),
+    }.items()
+    for splitting in splits
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"template": template, "splitting": splitting}, "works on a velocity stream")
+        for template in ("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo")
+        for splitting in ("imex", "symplectic-euler")
+    ),
+    ({"template": "heavy-ball", "splitting": "imex", "k": 2}, "repeats itself"),
+    ({"template": "triple-momentum", "splitting": "symplectic-euler"}, "delta"),
+    *(
+        ({"template": "nesterov", "splitting": splitting, "order": "mam"}, "has no meaning here")
+        for splitting in ("lie-trotter", "parallel", "symplectic-euler")
+    ),
+    ({"template": "nesterov", "splitting": "strang", "k": 2}, "has no meaning here"),
+    ({"template": "nesterov", "splitting": "imex", "k": 0}, "below its minimum 1"),
+    ({"template": "nesterov", "splitting": "lie-trotter", "final_drift": True}, "has no meaning here"),
+]
+
+
+def pair_id(pair: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in pair.values())

@@ -1,0 +1,142 @@
+"""The audit passes what is right and catches what is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import leaky  # noqa: F401  (registers the leaking templates)
+import stepformer as sf
+from stepformer.cli import main
+from stepformer.diagnostics.audit import Audit, audit, load_transcription
+from stepformer.schemes.first_order import GradientDescent, Nesterov
+from transcriptions.adapter import transcribe
+
+
+def failures(result: Audit) -> dict[int, str]:
+    return {check.obligation: check.detail for check in result.checks if not check.passed}
+
+
+@pytest.mark.parametrize("name", sf.presets())
+def test_short_audit(name: str) -> None:
+    """All six obligations with 60 training steps; the full length is `stepformer audit --all`."""
+    result = audit(sf.preset(name).config, name, steps=60, transcription=transcribe)
+    assert failures(result) == {}
+    details = {check.obligation: check.detail for check in result.checks}
+    assert "transcription" in details[6]
+    assert "no transcription" not in details[6]
+    if name == "tmm-zero":
+        assert details[5] == "zero at step 0: 0.mu_attn, 0.beta_attn"
+    if name == "symplectic-euler":
+        assert details[5] == "5 declared unused"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sf.presets())
+def test_full_audit(name: str) -> None:
+    assert failures(audit(sf.preset(name).config, name, transcription=transcribe)) == {}
+
+
+def test_a_stream_that_mixes_tokens_fails() -> None:
+    broken = failures(audit(sf.model_config("leak-shift"), "leak-shift", steps=300))
+    assert "change the logits before them" in broken[2]
+    assert "differs by" in broken[3]
+    assert "loss" in broken[4]  # it learns to read the next token: below ln V
+
+
+def test_a_statistic_of_the_whole_sequence_fails() -> None:
+    broken = failures(audit(sf.model_config("leak-statistic"), "leak-statistic", steps=60))
+    assert "change the logits before them" in broken[2]
+    assert "differs by" in broken[3]
+
+
+def one_off(template: type[sf.Template], **registration: Any) -> Audit:
+    """Audit a template under a name of its own."""
+    name = f"broken-{template.__name__.lower()}"
+    sf.register_template(name, **{"equation": "broken on purpose", **registration})(template)
+    return audit(sf.model_config(name), name, steps=30)
+
+
+def test_a_detached_gradient_fails() -> None:
+    class Detached(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g.detach(), scale)
+
+    broken = failures(one_off(Detached))
+    assert "receives no gradient" in broken[5]
+
+
+def test_a_wrong_backward_fails() -> None:
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, g: Tensor) -> Tensor:
+            return g.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+            return 0.5 * upstream[0]
+
+    class WrongBackward(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, Half.apply(g), scale)
+
+    assert "finite differences" in failures(one_off(WrongBackward))[6]
+
+
+def test_infinite_gradients_fail() -> None:
+    class Root(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, (g - g).sqrt(), scale)
+
+    assert 5 in failures(one_off(Root))
+
+
+def test_a_rule_that_fails_is_reported_and_not_raised() -> None:
+    class Unfinished(sf.Template):
+        pass
+
+    broken = failures(one_off(Unfinished))
+    assert "define kick()" in broken[2]
+
+
+def test_a_rule_without_an_equation_fails() -> None:
+    class Silent(GradientDescent):
+        pass
+
+    assert "states no equation" in failures(one_off(Silent, equation=""))[1]
+
+
+def test_a_wrong_transcription_fails() -> None:
+    def wrong(model: sf.Model, ids: Tensor) -> Tensor | None:
+        logits = transcribe(model, ids)
+        return None if logits is None else (1 + 1e-6) * logits
+
+    assert 6 in failures(audit(sf.model_config("yurii"), "yurii", steps=30, transcription=wrong))
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "yurii", "adam", "splitting=parallel", "--steps", "30", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [r["name"] for r in results] == ["yurii", "adam"]
+    assert all(check["passed"] for r in results for check in r["checks"])
+    assert main(["audit", "leak-shift", "--steps", "30"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out
+    assert "0 of 1 pass" in out
+    for words, sentence in ((["audit"], "Which architecture"), (["audit", "yurii", "--steps", "3"], "too short")):
+        assert main(words) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_transcription_files(tmp_path: Path) -> None:
+    assert load_transcription() is not None  # the checkout's own
+    with pytest.raises(sf.InputError, match="no transcription file"):
+        load_transcription(tmp_path / "none.py")
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(sf.InputError, match="defines no function transcribe"):
+        load_transcription(tmp_path / "empty.py")

@@ -1,0 +1,129 @@
+"""The command line: output that people read, JSON that programs read, one sentence for bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stepformer as sf
+from stepformer.catalogue import citations
+from stepformer.cli import main
+from stepformer.references import BIBTEX
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "stepformer", *words], capture_output=True, text=True)
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in sf.presets())
+    assert main(["list", "imex-ln-*", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == sf.presets("imex-ln-*")
+    assert rows[2]["calls"] == {"attn": 1, "mlp": 2}
+    assert main(["list", "qqq"]) == 2
+    assert "No preset matches" in capsys.readouterr().err
+
+
+def test_list_json_without_matches_is_an_empty_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "qqq", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+@pytest.mark.parametrize("name", sf.presets())
+def test_show_every_preset(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", name, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["equations"]["layer"] == sf.preset(name).equation
+    assert all(facts["equations"].values())
+    assert facts["parameters"]["total"] == sf.build(name, device="meta").num_parameters()
+    assert facts["hash"] == sf.model_config(name).hash
+    assert main(["show", name]) == 0
+    out = capsys.readouterr().out
+    assert f"{facts['parameters']['total']:,}" in out
+    assert main(["show", name, "--cite"]) == 0
+    bibtex = capsys.readouterr().out
+    assert bibtex.count("@") == len(facts["cite"])
+    assert "no entry" not in bibtex
+
+
+def test_show_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "yurii"]) == 0
+    out = capsys.readouterr().out
+    for piece in ("x' = x + v'", "mu_attn", "(0, 1)", "0.693147", "163,812,168", "162,239,304", "84,972,360", "1.078"):
+        assert piece in out
+
+
+def test_show_takes_overrides_and_does_not_claim_the_presets_equation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "yurii", "splitting=strang", "n_layer=2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["equations"]["layer"] == ""
+    assert facts["calls"] == {"attn": 2, "mlp": 1}
+    assert main(["show", "yurii", "--size", "medium", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["equations"]["layer"] != ""
+
+
+def test_show_takes_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[model]\npreset = "adam"\nsize = "tiny"\n')
+    assert main(["show", str(path), "n_layer=3"]) == 0
+    assert "3 layers, 4 heads, width 128" in capsys.readouterr().out
+
+
+def test_every_cited_reference_exists() -> None:
+    for name in sf.presets():
+        preset = sf.preset(name)
+        for key in citations(preset.config, preset.cite):
+            assert key in BIBTEX, key
+
+
+def test_bad_input_is_one_sentence_and_status_2() -> None:
+    for words, sentence in (
+        (("show", "yuri"), "Did you mean 'yurii'?"),
+        (("show", "yurii", "n_head=7"), "does not divide"),
+        (("show", "yurii", "splitting=imex", "k=0"), "below its minimum 1"),
+        (("show", "missing.toml"), "no config file"),
+        (("show", "yurii", "--plugin", "missing.py"), "no plug-in file"),
+        (("show", "yurii", "n_head"), "key=value"),
+    ):
+        done = run(*words)
+        assert done.returncode == 2, words
+        assert "Traceback" not in done.stderr
+        assert sentence in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_help_teaches() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "stepformer audit yurii" in done.stdout
+    assert "obligations" in run("audit", "--help").stdout
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    command = f"{sys.executable} -m stepformer list | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+    assert "gd-euler" in done.stdout
+    assert done.stderr == ""
+
+
+def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rule = tmp_path / "mine.py"
+    rule.write_text(
+        "import stepformer as sf\nfrom stepformer.schemes.first_order import Nesterov\n"
+        "@sf.register_template('mine', equation='as Nesterov')\nclass Mine(Nesterov):\n    pass\n"
+    )
+    for _ in range(2):
+        assert main(["show", "mine", "--plugin", str(rule)]) == 0
+    assert "as Nesterov" in capsys.readouterr().out
+    rule.with_name("bad.py").write_text("1 / 0\n")
+    assert main(["show", "mine", "--plugin", str(rule.with_name("bad.py"))]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert main(["show", "mine", "--plugin", "no.such.module"]) == 2
+    assert "cannot be imported" in capsys.readouterr().err

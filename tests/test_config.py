@@ -1,0 +1,147 @@
+"""Configuration: typed, all problems at once, suggestions, TOML, overrides, a stable hash."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+
+import stepformer as sf
+from helpers import TINY
+from stepformer.config import parse_override
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(sf.ConfigError) as caught:
+        sf.model_config("yurii", n_head=7, n_layer=0, norm_eps=-1.0, vocab=5, order="ama", splitting="strang")
+    problems = caught.value.problems
+    assert len(problems) == 4
+    text = "\n".join(problems)
+    assert "n_layer = 0 should be at least 1" in text
+    assert "n_head = 7 does not divide d_model = 768" in text
+    assert "6 heads would" in text or "8 heads would" in text
+    assert "norm_eps" in text
+    assert "Unknown key 'vocab'. Did you mean 'vocab_size'?" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"template": "nestorov"}, "Unknown template 'nestorov'. Did you mean 'nesterov'?"),
+        ({"splitting": "strange"}, "Did you mean 'strang'?"),
+        ({"attention": "softmx"}, "Did you mean 'softmax'?"),
+        ({"mlp": "relu"}, "Unknown mlp 'relu'"),
+        ({"n_layer": 2.5}, "n_layer = 2.5 should be of type int"),
+        ({"n_layer": True}, "n_layer = True should be of type int"),
+        ({"bias": 1}, "bias = 1 should be of type bool"),
+        ({"norm": "batch"}, "norm = 'batch' is not one of 'layernorm', 'rmsnorm'"),
+        ({"aux_init": "ones"}, "is not one of 'embed', 'zero'"),
+        ({"real_vocab": 60_000}, "between 1 and vocab_size"),
+        ({"positions": "rotary", "d_model": 36, "n_head": 12}, "is odd"),
+        ({"splitting": "imex", "template": "nesterov", "k": "two"}, "k = 'two' should be of type int"),
+        ({"splitting": "imex", "template": "nesterov", "order": "amam"}, "is not one of 'ama', 'mam'"),
+        ({"mlp_hidden": 0}, "mlp_hidden = 0"),
+        ({"attention_backend": "flash"}, "is not one of 'sdpa', 'math'"),
+    ],
+)
+def test_each_problem_has_its_sentence(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(sf.ConfigError) as caught:
+        sf.ModelConfig.from_dict(settings)
+    assert sentence in str(caught.value)
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    with pytest.raises(sf.UnknownNameError, match="Did you mean 'yurii'"):
+        sf.build("yuri")
+    with pytest.raises(sf.UnknownNameError, match="Did you mean 'small'"):
+        sf.build("yurii", size="smal")
+
+
+def test_aliases_are_the_same_architecture() -> None:
+    for alias, name in (("hb", "polyak-lie-trotter"), ("vanilla", "gd-lie-trotter"), ("tmm-lie-trotter", "tmm")):
+        assert sf.model_config(alias) == sf.model_config(name)
+    assert sf.ModelConfig(template="tmm", splitting="verlet") == sf.ModelConfig(
+        template="triple-momentum", splitting="strang"
+    )
+
+
+def test_round_trips() -> None:
+    for name in sf.presets():
+        config = sf.model_config(name, size="tiny", aux_norm_gain=0.05)
+        assert sf.ModelConfig.from_dict(config.to_dict()) == config
+        assert pickle.loads(pickle.dumps(config)) == config
+        assert copy.deepcopy(config) == config
+        assert len({config, copy.deepcopy(config)}) == 1
+
+
+def test_hash_is_stable() -> None:
+    """Pinned values: a changed hash would orphan every stored result, so a change here must be deliberate."""
+    assert sf.model_config("yurii").hash == "353ca2967311"
+    assert sf.model_config("vanilla", size="tiny").hash == "16e2f3cbff4a"
+
+
+def test_hash_distinguishes_architectures_and_nothing_else() -> None:
+    hashes = {sf.model_config(name).hash for name in sf.presets()}
+    assert len(hashes) == len(sf.presets())
+    base = sf.model_config("imex-k1-ama")
+    assert base.replace(k=1).hash == base.hash
+    assert base.replace(k=2).hash != base.hash
+    assert base.replace(activation_checkpointing=True, attention_backend="math").hash == base.hash
+    assert base.replace(aux_norm_gain=0.05).hash != base.hash
+
+
+def test_toml_and_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text('[model]\npreset = "yurii"\nsize = "tiny"\nn_layer = 3\naux_norm_gain = 0.05\n')
+    config = sf.load_config(path)
+    assert (config.template, config.n_layer, config.d_model, config.aux_norm_gain) == ("nesterov", 3, 128, 0.05)
+    changed = sf.load_config(path, ["model.n_layer=5", "splitting=imex", "k=2", "size=small"])
+    assert (changed.n_layer, changed.splitting, changed.option("k"), changed.d_model) == (5, "imex", 2, 768)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[model]\nn_layers = 3\n", "Unknown key 'n_layers'. Did you mean 'n_layer'?"),
+        ("[modle]\nn_layer = 3\n", r"Unknown section '\[modle\]'.* Did you mean 'model'"),
+        ("[model\n", "not valid TOML"),
+        ('[model]\npreset = "adamm"\n', "Did you mean 'adam'"),
+    ],
+)
+def test_bad_toml(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text(text)
+    with pytest.raises(sf.StepformerError, match=sentence):
+        sf.load_config(path)
+
+
+def test_missing_config_file(tmp_path: Path) -> None:
+    with pytest.raises(sf.InputError, match="no config file"):
+        sf.load_config(tmp_path / "none.toml")
+    with pytest.raises(sf.InputError, match="a folder"):
+        sf.load_config(tmp_path)
+
+
+def test_overrides_are_read_as_toml_or_as_words() -> None:
+    assert parse_override("k=2") == ("k", 2)
+    assert parse_override("bias=true") == ("bias", True)
+    assert parse_override("gain=5e-2") == ("gain", 0.05)
+    assert parse_override("template=nesterov") == ("template", "nesterov")
+    assert parse_override('template="nesterov"') == ("template", "nesterov")
+    for word in ("k", "=2"):
+        with pytest.raises(sf.InputError, match="key=value"):
+            parse_override(word)
+
+
+def test_presets_match_patterns() -> None:
+    assert sf.presets("imex-*") == [name for name in sf.presets() if name.startswith("imex-")]
+    assert sf.presets("hb") == ["polyak-lie-trotter"]
+    assert sf.presets("nothing") == []
+
+
+def test_build_takes_overrides_from_python() -> None:
+    model = sf.build("yurii", size="medium", **TINY, seed=0)
+    assert model.config.n_layer == 2
+    assert model.config.context == 8

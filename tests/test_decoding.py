@@ -1,0 +1,217 @@
+"""Cached decoding equals the full forward pass; sampling does what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import stepformer as sf
+from helpers import ACCEPTED, pair_id, shake, tiny, tokens
+from stepformer.generation import Generation, sample, stream
+
+TOLERANCE = 1e-10  # the catalogue's: fp64, kernels may sum in another order when shapes change
+
+
+def assert_decodes(model: sf.Model) -> None:
+    ids = tokens(3)
+    with torch.no_grad():
+        full = model(ids).logits
+        for widths in ([1] * 8, [5, 1, 1, 1], [2, 3, 3]):
+            cache, at = model.new_cache(3), 0
+            for width in widths:
+                logits = model(ids[:, at : at + width], cache=cache).logits
+                assert (logits - full[:, at : at + width]).abs().max() <= TOLERANCE
+                at += width
+        lengths = torch.tensor([1, 5, 3])
+        padded = ids[:, :5].clone()
+        for row, n in enumerate(lengths.tolist()):
+            padded[row, n:] = 7
+        cache, rows = model.new_cache(3), torch.arange(3)
+        logits = model(padded, cache=cache, lengths=lengths).logits
+        for row, n in enumerate(lengths.tolist()):
+            assert (logits[row, :n] - full[row, :n]).abs().max() <= TOLERANCE
+        for step in range(3):
+            at_row = lengths + step
+            logits = model(ids[rows, at_row][:, None], cache=cache).logits
+            assert (logits[:, 0] - full[rows, at_row]).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", sf.presets())
+def test_every_preset_decodes(name: str) -> None:
+    assert_decodes(shake(tiny(name)))
+
+
+@pytest.mark.parametrize("pair", ACCEPTED, ids=pair_id)
+def test_every_pair_decodes(pair: dict[str, Any]) -> None:
+    assert_decodes(shake(tiny(**pair)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"positions": "rotary", "n_head": 2}, {"attention_backend": "math"}, {"bias": True}, {"mlp": "swiglu"}],
+    ids=str,
+)
+def test_options_decode(options: dict[str, Any]) -> None:
+    assert_decodes(shake(tiny("verlet-ama", **options)))
+
+
+def test_hybrid_decodes() -> None:
+    assert_decodes(shake(tiny("tmm", n_layer=3)).hybrid(layers={0, 2}))
+
+
+def test_two_attention_calls_own_two_slots() -> None:
+    assert [len(slots) for slots in tiny("verlet-ama").new_cache(1).slots] == [2, 2]
+    assert [len(slots) for slots in tiny("verlet-mam").new_cache(1).slots] == [1, 1]
+    assert [len(slots) for slots in tiny("imex-k2-mam").new_cache(1).slots] == [2, 2]
+
+
+def test_rows_can_be_selected() -> None:
+    model, ids = shake(tiny("yurii")), tokens(3)
+    with torch.no_grad():
+        full = model(ids).logits
+        cache = model.new_cache(3)
+        model(ids[:, :4], cache=cache)
+        cache.select(torch.tensor([2, 0]))
+        logits = model(ids[[2, 0], 4:5], cache=cache).logits
+    assert (logits[:, 0] - full[[2, 0], 4]).abs().max() <= TOLERANCE
+
+
+def test_cache_refuses_what_does_not_fit() -> None:
+    model = tiny("yurii")
+    cache = model.new_cache(2, capacity=4)
+    model(tokens(2, 3), cache=cache)
+    with pytest.raises(sf.InputError, match="capacity 4"):
+        model(tokens(2, 2), cache=cache)
+    with pytest.raises(sf.InputError, match="2 rows"):
+        model(tokens(3, 1), cache=cache)
+    with pytest.raises(sf.InputError, match="context 8"):
+        model.new_cache(1, capacity=9)
+
+
+def greedy_by_hand(model: sf.Model, prompt: list[int], n: int) -> list[int]:
+    row = list(prompt)
+    for _ in range(n):
+        row.append(int(model(torch.tensor([row])).logits[0, -1].argmax()))
+    return row[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ["vanilla", "yurii", "verlet-ama", "soap"])
+def test_greedy_batch_equals_each_prompt_alone(name: str) -> None:
+    model = shake(tiny(name, context=16))
+    prompts = [[1], [2, 3, 4, 5], [6, 7]]
+    result = model.generate(prompts, max_new_tokens=6, temperature=0)
+    assert result.tokens == [greedy_by_hand(model, prompt, 6) for prompt in prompts]
+    assert result.finish == ["length"] * 3
+
+
+def test_sampling_is_seeded_and_leaves_the_global_generator_alone() -> None:
+    model = shake(tiny("yurii", context=16))
+    state = torch.get_rng_state()
+    first = model.generate([[1, 2]], max_new_tokens=10, seed=3).tokens
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.generate([[1, 2]], max_new_tokens=10, seed=3).tokens == first
+    assert model.generate([[1, 2]], max_new_tokens=10, seed=4).tokens != first
+
+
+def test_stop_token_ends_a_row_and_not_the_others() -> None:
+    model = shake(tiny("yurii", context=16))
+    free = model.generate([[1], [2, 3]], max_new_tokens=8, temperature=0)
+    stop = free.tokens[0][2]
+    result = model.generate([[1], [2, 3]], max_new_tokens=8, temperature=0, stop=stop)
+    assert result.tokens[0] == free.tokens[0][: free.tokens[0].index(stop) + 1]
+    assert result.finish[0] == "stop"
+    if stop not in free.tokens[1]:
+        assert result.tokens[1] == free.tokens[1]
+
+
+def test_context_end_stops_long_rows_and_lets_short_ones_finish() -> None:
+    model = shake(tiny("yurii"))  # context 8
+    prompts = [[1, 2, 3, 4, 5, 6], [1]]
+    result = model.generate(prompts, max_new_tokens=6, temperature=0)
+    assert result.finish == ["context", "length"]
+    # six tokens of prompt leave room for two more; the logits after the eighth give one token beyond it
+    assert result.tokens[0] == greedy_by_hand(model, prompts[0], 3)
+    assert result.tokens[1] == greedy_by_hand(model, prompts[1], 6)
+
+
+def test_slide_re_encodes_the_later_half() -> None:
+    model = shake(tiny("yurii"))
+    result = model.generate([1, 2, 3], max_new_tokens=20, temperature=0, on_context_end="slide")
+    assert result.finish == ["length"]
+    row, expected = [1, 2, 3], []
+    for _ in range(20):
+        if len(row) > 8:
+            row = row[-4:]
+        row.append(int(model(torch.tensor([row])).logits[0, -1].argmax()))
+        expected.append(row[-1])
+    assert result.tokens[0] == expected
+
+
+def test_stream_yields_token_by_token() -> None:
+    model = shake(tiny("yurii", context=16))
+    whole = Generation([], [])
+    steps = list(stream(model, [[1], [2, 3]], max_new_tokens=5, temperature=0, result=whole))
+    assert [list(column) for column in zip(*steps, strict=True)] == whole.tokens
+
+
+def test_generate_restores_training_mode() -> None:
+    model = tiny("yurii").train()
+    model.generate([1], max_new_tokens=2)
+    assert model.training
+
+
+def test_padded_ids_are_never_sampled() -> None:
+    model = tiny("vanilla", real_vocab=5)
+    with torch.no_grad():
+        model.embed.tok_emb.weight[5:] *= 1000  # their logits dwarf the others
+    result = model.generate([[1], [2]], max_new_tokens=7, temperature=5.0, seed=0)
+    assert all(token < 5 for row in result.tokens for token in row)
+    assert sf.model_config("vanilla", size="small").real_vocab == 50_257
+    assert sf.model_config("vanilla", size="small", vocab_size=97).real_vocab is None
+
+
+def test_top_k_and_top_p_keep_the_right_sets() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    draw = lambda **how: {  # noqa: E731
+        int(sample(logits, generator=torch.Generator().manual_seed(i), **how)) for i in range(200)
+    }
+    assert draw(top_k=1) == {0}
+    assert draw(top_k=2) == {0, 1}
+    assert draw(top_p=0.5) == {0}
+    assert draw(top_p=0.6) == {0, 1}
+    assert draw(top_p=0.9) == {0, 1, 2}
+    assert draw(top_p=1.0, top_k=4) == {0, 1, 2, 3}
+    assert draw(temperature=0) == {0}
+
+
+def test_sampling_frequencies() -> None:
+    """10,000 draws: the standard error of a frequency is at most 0.005; five of them are allowed."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    ids = sample(p.log().expand(10_000, 4), generator=torch.Generator().manual_seed(0))
+    assert (ids.bincount(minlength=4) / 10_000 - p).abs().max() < 0.025
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"on_context_end": "wrap"}, "on_context_end"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(sf.InputError, match=sentence):
+        tiny().generate([1], **settings)
+
+
+def test_bad_prompts_are_refused() -> None:
+    model = tiny()
+    for prompts, sentence in (([], "at least one token"), ([[1], []], "at least one token"), ([99], "id 99")):
+        with pytest.raises(sf.InputError, match=sentence):
+            model.generate(prompts)
+    with pytest.raises(sf.InputError, match="context is 8"):
+        model.generate(list(range(9)))

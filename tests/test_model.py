@@ -1,0 +1,343 @@
+"""The model: counts, initial weights, roles, loss, memory, precision, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import stepformer as sf
+from helpers import shake, tiny, tokens
+from stepformer.memory import estimate_memory
+from stepformer.roles import named_roles
+from stepformer.schemes.matrix_functions import inverse_square_root, newton_schulz
+
+COUNTS = {  # momentum-streams 1.13 and catalogue A
+    "vanilla": 124_373_760,
+    "yurii": 163_812_168,
+    "tmm": 163_812_192,
+    "tmm-zero": 124_392_288,
+    "hb": 163_812_144,
+    "adam": 163_812_168,
+    "adamw": 163_812_192,
+    "muon": 163_812_144,
+    "soap": 163_812_168,
+    "rmsprop": 124_392_240,
+    "ortho": 124_392_216,
+    "shampoo": 124_392_240,
+    "gd-euler": 124_373_760,
+    "polyak-euler": 163_802_904,
+    "nesterov-euler": 163_802_916,
+    "symplectic-euler": 163_812_156,
+    **{f"imex-k{k}-{order}": 163_802_940 for k in (1, 2) for order in ("ama", "mam")},
+    **{f"imex-ln-k{k}-{order}": 163_812_156 for k in (1, 2) for order in ("ama", "mam")},
+    "verlet-ama": 163_812_156,
+    "verlet-mam": 163_812_156,
+}
+
+
+def test_counts_cover_the_catalogue() -> None:
+    assert {sf.preset(name).name for name in COUNTS} == set(sf.presets())
+    assert len(sf.presets()) == 26
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_count_at_small(name: str) -> None:
+    assert sf.build(name, size="small", device="meta").num_parameters() == COUNTS[name]
+
+
+def test_other_counts() -> None:
+    wide = sf.build("vanilla", size="small", d_model=900, device="meta")
+    assert wide.num_parameters() == 162_857_700
+    assert sf.build("vanilla", size="small", n_layer=18, device="meta").num_parameters() == 166_850_304
+    small, medium = (sf.build("vanilla", size=size, device="meta") for size in ("small", "medium"))
+    assert round(small.num_parameters("non-positional") / 1e6, 1) == 123.6
+    assert round(medium.num_parameters("non-positional") / 1e6, 1) == 353.6
+    yurii = sf.build("yurii", size="small", device="meta")
+    assert yurii.num_parameters("non-positional") == 162_239_304
+    assert yurii.num_parameters("non-embedding") == 84_972_360
+    with pytest.raises(sf.InputError, match="convention"):
+        yurii.num_parameters("trainable")  # type: ignore[arg-type]
+
+
+def test_13_tensors_by_role() -> None:
+    """48 matrices for Muon; 2 or 4 tables; 25 norms, or 49 with the auxiliary ones."""
+    for name, tables, norms, coefficients in (("vanilla", 2, 25, 0), ("yurii", 4, 49, 72), ("tmm-zero", 2, 49, 96)):
+        roles = list(sf.build(name, size="small", device="meta").roles().values())
+        assert roles.count(sf.Role.MATRIX) == 48
+        assert roles.count(sf.Role.EMBEDDING) == tables
+        assert roles.count(sf.Role.NORM) == norms
+        assert roles.count(sf.Role.COEFFICIENT) == coefficients
+
+
+def test_a_parameter_without_a_role_is_an_error() -> None:
+    model = tiny()
+    model.blocks[0].mystery = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(sf.StepformerError, match=r"blocks\.0\.mystery"):
+        model.roles()
+
+
+def test_initial_weights() -> None:
+    model = sf.build("yurii", size="tiny", seed=0)
+    for name, parameter, role in named_roles(model):
+        if role is sf.Role.NORM:
+            assert (parameter == 1).all()
+        elif role is not sf.Role.COEFFICIENT:
+            residual = name.endswith(("out.weight", "down.weight"))
+            std = 0.02 / (8**0.5 if residual else 1)  # sqrt(2 L), four layers
+            # 16,384 entries or more: the standard error of a std is at most 0.6 %
+            assert parameter.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(parameter.mean().item()) < 4 * std / parameter.numel() ** 0.5
+
+
+def test_one_seed_gives_architectures_the_same_shared_weights() -> None:
+    """A comparison is paired from the first step; the global generator is left alone."""
+    state = torch.get_rng_state()
+    vanilla, soap, again = (tiny(name, seed=7) for name in ("vanilla", "soap", "vanilla"))
+    assert torch.equal(torch.get_rng_state(), state)
+    theirs = dict(soap.named_parameters())
+    for name, parameter in vanilla.named_parameters():
+        assert torch.equal(parameter, theirs[name])
+    other = dict(tiny("vanilla", seed=8).named_parameters())
+    assert not torch.equal(vanilla.embed.tok_emb.weight, other["embed.tok_emb.weight"])
+    assert all(torch.equal(a, b) for a, b in zip(vanilla.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(vanilla.blocks[0].attn.qkv.weight, vanilla.blocks[1].attn.qkv.weight)
+
+
+def test_without_a_seed_the_global_generator_decides() -> None:
+    torch.manual_seed(5)
+    first = tiny(seed=None)  # type: ignore[arg-type]
+    torch.manual_seed(5)
+    second = tiny(seed=None)  # type: ignore[arg-type]
+    third = tiny(seed=None)  # type: ignore[arg-type]
+    assert torch.equal(first.embed.tok_emb.weight, second.embed.tok_emb.weight)
+    assert not torch.equal(third.embed.tok_emb.weight, second.embed.tok_emb.weight)
+
+
+def test_auxiliary_gain_is_a_setting() -> None:
+    model = tiny("yurii", aux_norm_gain=0.05)
+    gains = [norm.weight for block in model.blocks for norm in block.aux_norms.values()]
+    assert len(gains) == 4
+    assert all((gain == 0.05).all() for gain in gains)
+    assert all((block.attn_norm.weight == 1).all() for block in model.blocks)
+
+
+def test_output_and_loss() -> None:
+    model = shake(tiny("yurii"))
+    ids, targets = tokens(), tokens(seed=1)
+    assert model(ids).loss is None
+    targets[0, :3] = -100
+    output = model(ids, targets)
+    kept = targets != -100
+    by_hand = -output.logits.log_softmax(-1)[kept].gather(-1, targets[kept][:, None]).mean()
+    assert output.loss is not None
+    assert output.loss.item() == pytest.approx(by_hand.item(), abs=1e-12)
+
+
+def test_symplectic_last_block_is_declared_unused() -> None:
+    model = tiny("symplectic-euler")
+    assert model.unused_parameters() == [
+        "blocks.1.mlp_norm.weight",
+        "blocks.1.mlp.up.weight",
+        "blocks.1.mlp.down.weight",
+        "blocks.1.coefficients.gamma_mlp",
+        "blocks.1.aux_norms.mlp.weight",
+    ]
+    assert tiny("symplectic-euler", final_drift=True).unused_parameters() == []
+    small = sf.build("symplectic-euler", size="small", device="meta")
+    assert sum(p.numel() for p in small.parameters() if not p.requires_grad) == 4_720_129
+
+
+@pytest.mark.parametrize("name", ["vanilla", "yurii", "soap", "verlet-ama", "imex-ln-k2-mam"])
+def test_activation_checkpointing_changes_nothing_but_memory(name: str) -> None:
+    plain, saving = shake(tiny(name)), shake(tiny(name, activation_checkpointing=True))
+    results = []
+    for model in (plain, saving):
+        loss = model(tokens(), tokens(seed=1)).loss
+        assert loss is not None
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert estimate_memory(saving.config, 4).activations < estimate_memory(plain.config, 4).activations
+
+
+@pytest.mark.parametrize("name", ["vanilla", "yurii", "verlet-ama", "muon", "soap"])
+def test_memory_estimate_equals_what_autograd_saves(name: str) -> None:
+    model = tiny(name, dtype=torch.float32)
+    saved: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved[t.untyped_storage().data_ptr()] = (t, t.untyped_storage().nbytes())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        pack(model(tokens(3), tokens(3, seed=1)).logits)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    measured = sum(size for key, (_, size) in saved.items() if key not in weights)
+    estimate = estimate_memory(model.config, 3)
+    assert estimate.activations == measured
+    assert estimate.parameters == 4 * model.num_parameters()
+    calls = 2 if name == "verlet-ama" else 1
+    assert estimate.cache == 2 * calls * 3 * 8 * 12 * 4 * 2  # layers, calls, batch, context, width, bytes, k and v
+
+
+def test_memory_estimate_knows_bf16_autocast() -> None:
+    config = sf.model_config("yurii", size="tiny")
+    assert estimate_memory(config, 2, autocast=torch.bfloat16).activations < estimate_memory(config, 2).activations
+    assert "GiB" in str(estimate_memory(config, 2))
+
+
+@pytest.mark.parametrize("name", ["vanilla", "yurii", "adamw", "muon", "shampoo"])
+def test_bf16_autocast_trains(name: str) -> None:
+    """bf16 has 8 bits: the loss agrees to a percent, and everything stays finite."""
+    model = tiny(name, dtype=torch.float32)
+    ids, targets = tokens(), tokens(seed=1)
+    exact = model(ids, targets).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, targets).loss
+    assert exact is not None
+    assert loss is not None
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-2)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+def test_inverse_square_root_ignores_autocast() -> None:
+    a = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
+    r = a @ a.mT + torch.eye(8)
+    plain = inverse_square_root(r)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = inverse_square_root(r)
+        half = inverse_square_root(r.bfloat16())
+    assert torch.equal(cast, plain)
+    assert half.dtype == torch.float32
+    model = shake(tiny("soap", dtype=torch.float32))
+    s = model.start(tokens(), torch.arange(8))
+    with torch.autocast("cpu", torch.bfloat16):
+        after = model.blocks[0](s, sf.oracles.Call(torch.arange(8)))
+    assert after.R.dtype == torch.float32
+
+
+def test_newton_schulz_works_in_the_left_gram_space() -> None:
+    """12 heads of 64: 12x64x12 + 12x12x12 + 12x12x64 products a step, not 64x12x64 + ... of the right Gram form."""
+    y = torch.randn(7, 12, 64)
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(y)
+    assert counter.get_total_flops() == 7 * 5 * 2 * (12 * 64 * 12 + 12 * 12 * 12 + 12 * 12 * 64)
+
+
+def test_newton_schulz_precision_is_an_option() -> None:
+    exact = shake(tiny("muon", dtype=torch.float32))
+    rough = shake(tiny("muon", dtype=torch.float32, newton_schulz_dtype="bfloat16"))
+    ids = tokens()
+    difference = (exact(ids).logits - rough(ids).logits).abs().max()
+    assert 0 < difference < 0.2 * exact(ids).logits.abs().max()
+    with pytest.raises(sf.ConfigError, match="newton_schulz_dtype"):
+        tiny("yurii", newton_schulz_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", ["vanilla", "yurii", "adam", "muon", "soap", "symplectic-euler", "imex-ln-k2-ama"])
+def test_math_attention_has_second_derivatives(name: str) -> None:
+    """Hessian-vector product by double backward against central differences of the gradient, fp64."""
+    model = shake(tiny(name, attention_backend="math"), scale=0.1)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
+
+    def gradient(create_graph: bool = False) -> tuple[torch.Tensor, ...]:
+        loss = model(tokens(), tokens(seed=1)).loss
+        assert loss is not None
+        return torch.autograd.grad(loss, parameters, create_graph=create_graph)
+
+    first = gradient(create_graph=True)
+    dot = torch.stack([(g * d).sum() for g, d in zip(first, direction, strict=True)]).sum()
+    product = torch.autograd.grad(dot, parameters)
+    step, sides = 1e-6, []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.add_(d, alpha=sign * step)
+        sides.append(gradient())
+    largest = max(p.abs().max() for p in product)
+    for exact, plus, minus in zip(product, *sides, strict=True):
+        # rounding eps/h = 1e-10 and truncation h^2 of the third derivative
+        assert (exact - (plus - minus) / (2 * step)).abs().max() <= 1e-6 * largest
+
+
+def test_rotary_scores_depend_on_distance_only() -> None:
+    model = shake(tiny("vanilla", positions="rotary", n_head=2, n_layer=1, context=16))
+    assert model.embed.pos_emb is None
+    ids = tokens(1, 8)
+    with torch.no_grad():
+        here = model.blocks[0](model.start(ids, torch.arange(8)), sf.oracles.Call(torch.arange(8))).x
+        there = model.blocks[0](model.start(ids, torch.arange(8)), sf.oracles.Call(torch.arange(5, 13))).x
+    assert (here - there).abs().max() < 1e-12
+
+
+def test_gated_mlp_and_tanh_gelu_are_what_they_say() -> None:
+    u = torch.randn(2, 3, 12, dtype=torch.float64)
+    mlp = tiny(mlp="swiglu").blocks[0].mlp
+    gate, value = (mlp.up.weight[:32], mlp.up.weight[32:])
+    assert torch.allclose(mlp(u), (F.silu(u @ gate.T) * (u @ value.T)) @ mlp.down.weight.T)
+    mlp = tiny(mlp="gelu-tanh").blocks[0].mlp
+    h = u @ mlp.up.weight.T
+    tanh = 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))
+    assert torch.allclose(mlp(u), tanh @ mlp.down.weight.T)
+
+
+def test_biases_are_an_option() -> None:
+    names = [name for name, _ in tiny(bias=True).named_parameters()]
+    assert "blocks.0.attn.qkv.bias" in names
+    assert "final_norm.bias" in names
+    assert not any(name.endswith("bias") for name, _ in tiny().named_parameters())
+    yurii = tiny("yurii", bias=True)
+    assert not any("aux_norms" in name and "bias" in name for name, _ in yurii.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("ids", "targets", "sentence"),
+    [
+        (torch.tensor([[3, 11]]), None, "id 11, but the vocabulary has ids 0 to 10"),
+        (torch.tensor([[3, -1]]), None, "id -1"),
+        (torch.zeros(1, 9, dtype=torch.long), None, "9 tokens, but the model's context is 8"),
+        (torch.zeros(1, 0, dtype=torch.long), None, "no tokens"),
+        (torch.zeros(4, dtype=torch.long), None, "shape"),
+        (torch.zeros(1, 4), None, "integers"),
+        (torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long), "Targets have shape"),
+        (torch.zeros(1, 1, dtype=torch.long), torch.tensor([[11]]), "target id 11"),
+    ],
+)
+def test_bad_tokens_are_refused(ids: torch.Tensor, targets: Any, sentence: str) -> None:
+    with pytest.raises(sf.InputError, match=sentence):
+        tiny()(ids, targets)
+
+
+def test_hybrid_refuses_what_it_is_not_for() -> None:
+    for name in ("vanilla", "adam", "verlet-ama", "nesterov-euler"):
+        with pytest.raises(sf.InputError, match="Hybrid inference"):
+            tiny(name).hybrid(cutoff=1)
+    model = tiny("yurii")
+    for arguments, sentence in (
+        ({}, "either"),
+        ({"layers": {0}, "cutoff": 1}, "either"),
+        ({"layers": {2}}, "0 to 1"),
+        ({"cutoff": 3}, "0 to 1"),
+    ):
+        with pytest.raises(sf.InputError, match=sentence):
+            model.hybrid(**arguments)
+
+
+def test_unknown_coefficient_is_refused() -> None:
+    with pytest.raises(sf.InputError, match="Did you mean 'beta"):
+        tiny("yurii").pin_coefficients(betta=0.1)
+
+
+def test_state_dict_round_trip() -> None:
+    model = shake(tiny("soap"))
+    twin = tiny("soap", seed=1)
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(model(tokens()).logits, twin(tokens()).logits)
