@@ -30,7 +30,11 @@ def optimizer_of(model: sf.Model) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("aux_init", ["embed", "zero"])
 @pytest.mark.parametrize("pair", ACCEPTED, ids=pair_id)
 def test_accepted_pair_takes_a_training_step(pair: dict[str, Any], aux_init: str, norm: str) -> None:
-    """A step of length 1e-6 against the gradient lowers the loss by what the gradient promises, within 1 %."""
+    """A step of length 1e-8 against the gradient lowers the loss by what the gradient promises, within 1 %.
+
+    So short because scale-free updates (Newton-Schulz of small answers) are strongly curved at the start; fp64 still
+    resolves the change to 1e-8.
+    """
     model = tiny(**pair, aux_init=aux_init, norm=norm)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1.0)
@@ -39,11 +43,11 @@ def test_accepted_pair_takes_a_training_step(pair: dict[str, Any], aux_init: str
     loss.backward()
     length = torch.stack([p.grad.norm() for p in trained]).norm()
     assert length.isfinite()
-    optimizer.param_groups[0]["lr"] = 1e-6 / length.item()
+    optimizer.param_groups[0]["lr"] = 1e-8 / length.item()
     optimizer.step()
     after = model(tokens(2), tokens(2, seed=1)).loss
     assert after is not None
-    assert (loss - after).item() == pytest.approx(1e-6 * length.item(), rel=0.01)
+    assert (loss - after).item() == pytest.approx(1e-8 * length.item(), rel=0.01)
 
 
 @pytest.mark.parametrize(("pair", "sentence"), REFUSED, ids=[pair_id(pair) for pair, _ in REFUSED])
