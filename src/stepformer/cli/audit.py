@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from typing import Any
@@ -17,6 +18,11 @@ from stepformer.catalogue import presets
 from stepformer.cli.show import resolve
 from stepformer.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, load_transcription
 from stepformer.errors import InputError
+
+LEGEND = """
+1 parameters of the audited copy  2 change of earlier logits by later tokens (fp32, fp64) and by a longer context
+3 cached against full logits  4 loss on random tokens, ln V = {chance:.3f}  5 parameters reached (unused, zero at step 0)
+6 gradients against finite differences (fd), values and gradients against the transcribed equations (tr)"""
 
 
 def add_audit(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -96,7 +102,7 @@ def _as_json(result: Audit) -> dict[str, Any]:
 
 
 def print_results(results: list[Audit], seconds: float, steps: int, transcribed: bool) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("architecture", no_wrap=True)
     for number, title in OBLIGATIONS.items():
@@ -105,10 +111,11 @@ def print_results(results: list[Audit], seconds: float, steps: int, transcribed:
         cells = {c.obligation: c for c in result.checks}
         table.add_row(result.name, *(_cell(cells[number].passed, cells[number].detail) for number in OBLIGATIONS))
     console.print(table)
+    console.print(LEGEND.format(chance=math.log(GEOMETRY["vocab_size"])), style="dim")
     failed = [result.name for result in results if not result.passed]
     source = "transcriptions included" if transcribed else "no transcriptions found, finite differences only"
     console.print(
-        f"\n{len(results) - len(failed)} of {len(results)} pass "
+        f"{len(results) - len(failed)} of {len(results)} pass "
         f"({steps} training steps, {seconds:.0f} s, torch {torch.__version__}, {source})"
     )
     if failed:

@@ -141,9 +141,9 @@ def _builds(config: ModelConfig, name: str) -> tuple[bool, str]:
     cited = ""
     with contextlib.suppress(UnknownNameError):
         cited = preset(name).cite if name else ""
-    references = len(citations(config, cited))
-    counts = [model.num_parameters(c) for c in ("total", "non-positional", "non-embedding")]
-    return True, f"{'/'.join(map(str, counts))} parameters, {references} references"
+    if not citations(config, cited):
+        return False, "nothing is cited"
+    return True, f"{model.num_parameters():,}"
 
 
 @torch.no_grad()
@@ -166,7 +166,7 @@ def _causal(config: ModelConfig, seed: int) -> tuple[bool, str]:
     alone = _difference(model(tokens[1:2]).logits, logits[1:2])
     if not alone <= CACHE_TOLERANCE:
         return False, f"a row's logits depend on the other rows of its batch, by {alone:.1e}"
-    return True, f"bit-equal; longer context {worst:.0e}"
+    return True, f"bit-equal, {worst:.0e}"
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
@@ -200,7 +200,8 @@ def _cached(config: ModelConfig, seed: int) -> tuple[bool, str]:
         at_row = lengths + step
         logits = model(tokens[rows, at_row][:, None], cache=cache).logits
         worst = max(worst, _difference(logits[:, 0], full[rows, at_row]))
-    return worst <= CACHE_TOLERANCE, f"differs by {worst:.0e}"
+    passed = worst <= CACHE_TOLERANCE
+    return passed, f"{worst:.0e}" if passed else f"cached logits differ by {worst:.1e}"
 
 
 def _random_tokens(config: ModelConfig, seed: int, steps: int) -> tuple[bool, str]:
@@ -219,7 +220,8 @@ def _random_tokens(config: ModelConfig, seed: int, steps: int) -> tuple[bool, st
     chance = math.log(config.vocab_size)
     tail = losses[-min(100, max(1, steps // 3)) :]
     mean = sum(tail) / len(tail)
-    return mean >= chance - BELOW_CHANCE, f"loss {mean:.3f}, ln V = {chance:.3f}"
+    passed = mean >= chance - BELOW_CHANCE
+    return passed, f"{mean:.3f}" if passed else f"loss {mean:.3f} on unpredictable tokens, below ln V = {chance:.3f}"
 
 
 def _gradients_reach(config: ModelConfig, seed: int) -> tuple[bool, str]:
@@ -239,9 +241,9 @@ def _gradients_reach(config: ModelConfig, seed: int) -> tuple[bool, str]:
         if not bool(parameter.grad.any()):
             zeros.append(name.replace("blocks.", "").replace("coefficients.", ""))
     unused = len(model.unused_parameters())
-    notes = [f"{unused} declared unused"] if unused else []
-    notes += [f"zero at step 0: {', '.join(zeros)}"] if zeros else []
-    return True, "; ".join(notes) or "finite, none missing"
+    notes = [f"{unused} unused"] if unused else []
+    notes += [f"zero: {', '.join(zeros)}"] if zeros else []
+    return True, "; ".join(notes) or "all"
 
 
 def _equations(config: ModelConfig, seed: int, transcription: Transcription | None) -> tuple[bool, str]:
@@ -277,7 +279,7 @@ def _equations(config: ModelConfig, seed: int, transcription: Transcription | No
 
     independent = transcription(model, inputs) if transcription else None
     if independent is None:
-        return True, f"finite differences {worst:.0e}; no transcription"
+        return True, f"fd {worst:.0e}"
     apart = _difference(independent, model(inputs).logits) / independent.abs().max().item()
     names, parameters = zip(*used.items(), strict=True)
     other = torch.nn.functional.cross_entropy(independent.flatten(0, 1), targets.flatten())
@@ -285,7 +287,9 @@ def _equations(config: ModelConfig, seed: int, transcription: Transcription | No
         if gradient is None:
             return False, f"the transcription does not use {name}"
         apart = max(apart, _difference(gradient, gradients[name]) / largest)
-    return apart <= TRANSCRIPTION_TOLERANCE, f"finite differences {worst:.0e}, transcription {apart:.0e}"
+    if not apart <= TRANSCRIPTION_TOLERANCE:
+        return False, f"values or gradients differ from the transcribed equations by {apart:.1e} of the largest"
+    return True, f"fd {worst:.0e}, tr {apart:.0e}"
 
 
 def load_transcription(path: str | Path | None = None) -> Transcription | None:

@@ -1,0 +1,114 @@
+"""What only a GPU can show. `make test-gpu PYTHON=...` runs these with a CUDA build of torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import stepformer as sf
+from helpers import shake, tiny, tokens
+from stepformer.memory import estimate_memory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+HEADS = {"n_head": 4, "d_model": 64, "context": 64, "vocab_size": 101}  # flash kernels want head widths of 16 and more
+
+
+@pytest.mark.parametrize("name", sf.presets())
+def test_cuda_equals_cpu(name: str) -> None:
+    """fp32 without tf32: reordered sums, 1e-4 relative after two layers and five Newton-Schulz steps."""
+    ids = tokens(2, 64, 101)
+    model = shake(tiny(name, dtype=torch.float32, **HEADS), scale=0.05)
+    expected = model(ids).logits
+    logits = model.cuda()(ids.cuda()).logits.cpu()
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", sf.presets())
+def test_bf16_step_without_synchronisation(name: str) -> None:
+    """A training step under bf16 autocast never asks the device for a value."""
+    model = tiny(name, dtype=torch.float32, **HEADS).cuda()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    ids, targets = tokens(4, 64, 101).cuda(), tokens(4, 64, 101, seed=1).cuda()
+    losses = []
+    for attempt in range(3):
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")  # the first step may initialise libraries
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(ids, targets).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.stack(losses).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "name", ["vanilla", "yurii", "verlet-ama", "imex-ln-k2-mam", "symplectic-euler", "adamw", "muon", "soap"]
+)
+def test_compiled_step_equals_eager(name: str) -> None:
+    """inductor, fp32, no graph break, no recompilation while the weights change."""
+    torch._dynamo.reset()
+    eager = shake(tiny(name, dtype=torch.float32, **HEADS), scale=0.05).cuda()
+    twin = shake(tiny(name, dtype=torch.float32, **HEADS), scale=0.05).cuda()
+    compiled = torch.compile(twin, fullgraph=True)
+    ids, targets = tokens(4, 64, 101).cuda(), tokens(4, 64, 101, seed=1).cuda()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            losses = []
+            for model in (eager, compiled):
+                loss = model(ids, targets).loss
+                loss.backward()
+                losses.append(loss.item())
+            assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+            with torch.no_grad():
+                for a, b in zip(eager.parameters(), twin.parameters(), strict=True):
+                    if a.grad is not None and b.grad is not None:
+                        a -= 1e-2 * a.grad
+                        b -= 1e-2 * b.grad
+                        a.grad = b.grad = None
+
+
+@pytest.mark.parametrize("name", ["vanilla", "yurii", "verlet-ama", "imex-k2-mam", "soap"])
+def test_cached_decoding(name: str) -> None:
+    model = shake(tiny(name, dtype=torch.float64, **HEADS), scale=0.05).cuda()
+    ids = tokens(3, 64, 101).cuda()
+    with torch.no_grad():
+        full = model(ids).logits
+        cache = model.new_cache(3)
+        lengths = torch.tensor([5, 20, 11], device="cuda")
+        model(ids[:, :20], cache=cache, lengths=lengths)
+        rows = torch.arange(3, device="cuda")
+        for step in range(20):
+            at = lengths + step
+            logits = model(ids[rows, at][:, None], cache=cache).logits
+            assert (logits[:, 0] - full[rows, at]).abs().max() <= 1e-10
+
+
+def test_bf16_generation() -> None:
+    model = tiny("yurii", dtype=torch.float32, **HEADS).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        result = model.generate([[1, 2, 3], [4]], max_new_tokens=20, seed=0)
+    assert [len(row) for row in result.tokens] == [20, 20]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["vanilla", "yurii", "muon"])
+def test_memory_estimate_is_near_the_measured_peak(name: str, checkpointing: bool) -> None:
+    """Eager step at the small size: kernels' temporary buffers come on top of the estimate, so 25 % are allowed."""
+    batch = 8
+    config = sf.model_config(name, size="small", activation_checkpointing=checkpointing)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = sf.Model(config, device="cuda", seed=0)
+    ids = tokens(batch, 1024, 50_000).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(ids, ids).loss
+    loss.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    estimate = estimate_memory(config, batch, autocast=torch.bfloat16, optimizer_copies=0).training
+    print(f"{name} checkpointing={checkpointing}: estimate {estimate / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB")
+    assert 0.75 <= estimate / peak <= 1.25
