@@ -30,19 +30,21 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: int
+    logit_gradient: int
     cache: int
 
     @property
     def training(self) -> int:
-        """Parameters, gradients, optimizer state and saved activations."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        """The peak: everything saved for the backward pass, and the gradient of the logits with which it begins."""
+        saved = self.parameters + self.gradients + self.optimizer + self.activations
+        return saved + self.logit_gradient
 
     def __str__(self) -> str:
         gib = 2.0**30
         return (
             f"training {self.training / gib:.2f} GiB (parameters {self.parameters / gib:.2f}, gradients "
             f"{self.gradients / gib:.2f}, optimizer {self.optimizer / gib:.2f}, activations "
-            f"{self.activations / gib:.2f}); decoding cache {self.cache / gib:.2f} GiB"
+            f"{self.activations / gib:.2f}, gradient of the logits {self.logit_gradient / gib:.2f}); decoding cache {self.cache / gib:.2f} GiB"
         )
 
 
@@ -78,6 +80,7 @@ def estimate_memory(
         gradients=trained,
         optimizer=optimizer_copies * trained,
         activations=activations,
+        logit_gradient=4 * batch * time * config.vocab_size,
         cache=config.n_layer * block.splitting.calls()["attn"] * per_call,
     )
 

@@ -20,8 +20,8 @@ from stepformer.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, lo
 from stepformer.errors import InputError
 
 LEGEND = """
-1 parameters of the audited copy  2 change of earlier logits by later tokens (fp32, fp64) and by a longer context
-3 cached against full logits  4 loss on random tokens, ln V = {chance:.3f}  5 parameters reached (unused, zero at step 0)
+1 parameters of the audited copy   2 change of earlier logits by later tokens (fp32, fp64) and by a longer context
+3 cached against full logits   4 loss on random tokens, ln V = {chance:.3f}   5 finite, reaching every parameter
 6 gradients against finite differences (fd), values and gradients against the transcribed equations (tr)"""
 
 

@@ -48,7 +48,7 @@ OBLIGATIONS = {
     2: "causal",
     3: "cached decoding",
     4: "random tokens",
-    5: "gradients reach all",
+    5: "gradients",
     6: "equations",
 }
 
