@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests docs
+	$(BIN)/ruff format --check src tests docs
 	$(BIN)/mypy
 
 test: lint
@@ -37,8 +37,8 @@ audit: $(STAMP)
 	$(BIN)/stepformer audit --all
 
 format: $(STAMP)
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests docs
+	$(BIN)/ruff format src tests docs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

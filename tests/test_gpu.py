@@ -11,7 +11,8 @@ from stepformer.memory import estimate_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-HEADS = {"n_head": 4, "d_model": 64, "context": 64, "vocab_size": 101}  # flash kernels want head widths of 16 and more
+# Width 256: at 128 and below triton 3.6 fails to compile inductor's fusion of two norms (docs/lab-notebook.md).
+HEADS = {"n_head": 4, "d_model": 256, "context": 64, "vocab_size": 101}
 
 
 @pytest.mark.parametrize("name", sf.presets())
@@ -97,7 +98,7 @@ def test_bf16_generation() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["vanilla", "yurii", "muon"])
 def test_memory_estimate_is_near_the_measured_peak(name: str, checkpointing: bool) -> None:
-    """Eager step at the small size: kernels' temporary buffers come on top of the estimate, so 25 % are allowed."""
+    """Eager step at the small size: kernels' temporary buffers come on top of the estimate, so 15 % are allowed."""
     batch = 8
     config = sf.model_config(name, size="small", activation_checkpointing=checkpointing)
     torch.cuda.empty_cache()
@@ -111,4 +112,4 @@ def test_memory_estimate_is_near_the_measured_peak(name: str, checkpointing: boo
     peak = torch.cuda.max_memory_allocated() - before
     estimate = estimate_memory(config, batch, autocast=torch.bfloat16, optimizer_copies=0).training
     print(f"{name} checkpointing={checkpointing}: estimate {estimate / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB")
-    assert 0.75 <= estimate / peak <= 1.25
+    assert 0.85 <= estimate / peak <= 1.15

@@ -40,12 +40,16 @@ class MemoryEstimate:
         return saved + self.logit_gradient
 
     def __str__(self) -> str:
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+            "gradient of the logits": self.logit_gradient,
+        }
         gib = 2.0**30
-        return (
-            f"training {self.training / gib:.2f} GiB (parameters {self.parameters / gib:.2f}, gradients "
-            f"{self.gradients / gib:.2f}, optimizer {self.optimizer / gib:.2f}, activations "
-            f"{self.activations / gib:.2f}, gradient of the logits {self.logit_gradient / gib:.2f}); decoding cache {self.cache / gib:.2f} GiB"
-        )
+        shares = ", ".join(f"{name} {size / gib:.2f}" for name, size in parts.items())
+        return f"training {self.training / gib:.2f} GiB ({shares}); decoding cache {self.cache / gib:.2f} GiB"
 
 
 def estimate_memory(

@@ -1,0 +1,128 @@
+"""The documentation runs: code blocks, shell commands, config files, links."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stepformer as sf
+from stepformer.schemes import splittings, templates
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+RUNNABLE = ["README.md", "docs/build-a-model.md", "docs/generate-text.md"]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Commands find the `stepformer` of this interpreter and modules in the folder."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(folder)}
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment(folder))
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_python_blocks_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
+    code = "\n".join(blocks(ROOT / page, "python"))
+    assert code
+    run([sys.executable, "-c", code], tmp_path)
+
+
+def test_config_and_commands_of_the_build_page(tmp_path: Path) -> None:
+    page = ROOT / "docs/build-a-model.md"
+    (tmp_path / "model.toml").write_text("\n".join(blocks(page, "toml")))
+    commands = [line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("stepformer")]
+    assert len(commands) == 2
+    for command in commands:
+        run(["bash", "-c", command], tmp_path)
+
+
+def test_write_your_own_rule_page(tmp_path: Path) -> None:
+    """The rule has at most 25 lines, lives in a file of its own, and passes the audits the page tells you to run."""
+    page = ROOT / "docs/write-your-own-rule.md"
+    rule, usage = blocks(page, "python")
+    assert len(rule.strip().splitlines()) <= 25
+    (tmp_path / "qhm.py").write_text(rule)
+    printed = run([sys.executable, "-c", usage], tmp_path)
+    assert "nu_attn" in printed
+    commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    assert sum(command.startswith("stepformer audit") for command in commands) == 3
+    for command in commands:
+        printed = run(["bash", "-c", command], tmp_path)
+        if " audit " in command:
+            assert "1 of 1 pass" in printed
+    refused = subprocess.run(
+        ["bash", "-c", "stepformer show qhm splitting=symplectic-euler --plugin qhm.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path),
+    )
+    assert refused.returncode == 2
+    assert "drifts along v alone" in refused.stderr
+
+
+def test_the_audit_page_shows_what_the_audit_prints(tmp_path: Path) -> None:
+    page = (ROOT / "docs/audit.md").read_text()
+    done = subprocess.run(
+        ["bash", "-c", f"stepformer audit leak-shift --plugin {ROOT / 'tests/leaky.py'} --json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path),
+    )
+    assert done.returncode == 1
+    assert "loss 0.369 on unpredictable tokens" in page
+    for kind in ("change the logits before them", "cached logits differ", "below ln V"):
+        assert kind in done.stdout
+        assert kind in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_pages_name_every_template_and_splitting() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs/ideas.md", ROOT / "docs/build-a-model.md"):
+        text = page.read_text()
+        for registry in (templates, splittings):
+            for entry in registry:
+                if entry.component.__module__.startswith("stepformer."):
+                    assert entry.name in text, f"{page.name}: {entry.name}"
+
+
+def test_the_catalogue_numbers_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    shipped = [e for e in templates if e.component.__module__.startswith("stepformer.")]
+    assert f"**{len(shipped)} templates**" in text
+    assert f"**{len(splittings.names())} splittings**" in text
+    assert f"**{len(sf.presets())} presets**" in text
+
+
+def test_no_machine_paths_or_hosts() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    here = Path(__file__).resolve()
+    pattern = re.compile(r"/(?:work|root|home|tmp/bash)[/_]|py" r"pi\.org|" r"files\.pythonhosted")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".txt", ".json", ""} and path.resolve() != here:
+            assert not pattern.search(path.read_text()), name
