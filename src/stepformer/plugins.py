@@ -15,24 +15,36 @@ from stepformer.errors import InputError
 def load_plugin(where: str) -> ModuleType:
     """Import `rules.py`, `folder/rules.py` or `package.module`; its decorators register what it defines."""
     if where.endswith(".py"):
-        path = Path(where).resolve()
-        if not path.is_file():
+        if not Path(where).is_file():
             raise InputError(f"There is no plug-in file '{where}'.")
-        name = f"stepformer_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-        if name in sys.modules:
-            return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise InputError(f"The plug-in '{where}' failed to load: {type(error).__name__}: {error}.") from error
-        return module
+        return import_file(Path(where))
     try:
         return importlib.import_module(where)
     except ImportError as error:
         raise InputError(f"The plug-in module '{where}' cannot be imported: {error}.") from error
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import one Python file, once; a file of a package is imported as that package's module."""
+    path = path.resolve()
+    top, parts = path.parent, [path.stem]
+    while (top / "__init__.py").is_file():
+        parts.insert(0, top.name)
+        top = top.parent
+    try:
+        if len(parts) > 1:
+            if str(top) not in sys.path:
+                sys.path.append(str(top))
+            return importlib.import_module(".".join(parts))
+        name = f"stepformer_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        return sys.modules[name]
+    except Exception as error:
+        if len(parts) == 1:
+            sys.modules.pop(name, None)
+        raise InputError(f"The file '{path.name}' failed to load: {type(error).__name__}: {error}.") from error

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from stepformer.model import Model
-
-
-def _load_rules() -> Any:
-    """rules.py beside this file, whichever way this file itself was loaded."""
-    name = "stepformer_transcribed_rules"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("rules.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-rules = _load_rules()
+from transcriptions import rules
 
 
 def rule_of(model: Model) -> dict[str, Any]:

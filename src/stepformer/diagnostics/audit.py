@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from stepformer.catalogue import citations, preset
 from stepformer.config import ModelConfig
 from stepformer.errors import InputError, StepformerError, UnknownNameError
 from stepformer.model import Model
+from stepformer.plugins import import_file
 from stepformer.schemes import templates
 
 GEOMETRY = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 16, "vocab_size": 16}
@@ -300,11 +300,7 @@ def load_transcription(path: str | Path | None = None) -> Transcription | None:
     file = source if path is None else Path(path)
     if not file.is_file():
         raise InputError(f"There is no transcription file '{file}'.")
-    spec = importlib.util.spec_from_file_location("stepformer_transcriptions", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(file)
     if not hasattr(module, "transcribe"):
         raise InputError(f"'{file}' defines no function transcribe(model, tokens).")
     return module.transcribe
