@@ -23,7 +23,7 @@ def step_matrix(name: str, curvature: float, **c: float) -> torch.Tensor:
     columns = []
     for unit in ((1.0, 0.0), (0.0, 1.0)):
         e, u = (torch.tensor([value], dtype=torch.float64) for value in unit)
-        s = turn.take(State(e, v=u))
+        s = turn.take(State(e, {"v": u}))
         columns.append(torch.cat([s.x, s.v]))
     return torch.stack(columns, dim=1)
 

@@ -42,7 +42,7 @@ def contraction(name: str, curvature: float, c: dict[str, float]) -> float:
     columns = []
     for e, v in ((1.0, 0.0), (0.0, 1.0)):
         streams = {} if name == "gd" else {"v": torch.tensor([v], dtype=torch.float64)}
-        s = turn.take(State(torch.tensor([e], dtype=torch.float64), **streams))
+        s = turn.take(State(torch.tensor([e], dtype=torch.float64), streams))
         columns.append(torch.cat([s.x, *s.streams.values()]))
     matrix = torch.stack(columns[: 1 if name == "gd" else 2], dim=1)
     return torch.linalg.eigvals(matrix).abs().max().item()

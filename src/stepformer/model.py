@@ -168,7 +168,7 @@ class Model(nn.Module):
             else:
                 eye = torch.eye(self.config.head_dim, dtype=x.dtype, device=x.device)
                 streams[name] = eye.expand(*x.shape[:2], -1, -1)
-        return State(x, **streams)
+        return State(x, streams)
 
     def head(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) from the last x: final norm and the token table."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 
+@dataclass(repr=False, eq=False)
 class State:
-    """`x` (B, T, d) and named per-token streams, e.g. `State(x, v=v)`; immutable by convention.
+    """`x` (B, T, d) and named per-token streams, e.g. `State(x, {"v": v})`; immutable by convention.
 
     Streams read as attributes (`s.v`) and change through `replace`, so an update rule looks like its equation.
-    Registered as a pytree: checkpointing, compilation and Jacobians of the joint state see plain tensors.
+    It is a dataclass and a registered pytree because those are the two ways in which torch finds the tensors inside
+    (FSDP2 of torch 2.13 looks into dataclasses only, checkpointing and compilation into pytrees).
     """
 
-    def __init__(self, x: Tensor, **streams: Tensor) -> None:
-        self.x = x
-        self.streams = streams
+    x: Tensor
+    streams: dict[str, Tensor] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Tensor:
         if name == "streams" or name not in self.streams:  # the first guard keeps copy and pickle from recursing
@@ -29,13 +31,13 @@ class State:
         streams = dict(self.streams)
         streams.update(changes)
         x = streams.pop("x", self.x)
-        return State(x, **streams)
+        return State(x, streams)
 
     def without(self, name: str) -> State:
         """The same state with one stream dropped."""
         streams = dict(self.streams)
         del streams[name]
-        return State(self.x, **streams)
+        return State(self.x, streams)
 
     def __repr__(self) -> str:
         parts = [f"x{tuple(self.x.shape)}", *(f"{k}{tuple(t.shape)}" for k, t in self.streams.items())]
@@ -48,7 +50,7 @@ def _flatten(s: State) -> tuple[list[Any], Any]:
 
 def _unflatten(leaves: Any, names: Any) -> State:
     x, *streams = leaves
-    return State(x, **dict(zip(names, streams, strict=True)))
+    return State(x, dict(zip(names, streams, strict=True)))
 
 
 pytree.register_pytree_node(State, _flatten, _unflatten, serialized_type_name="stepformer.State")

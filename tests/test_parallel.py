@@ -1,0 +1,74 @@
+"""A model under DDP and FSDP2 computes the gradients of one process (two processes on CPU)."""
+
+from __future__ import annotations
+
+import copy
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import stepformer as sf
+from helpers import tiny, tokens
+
+NAMES = ("vanilla", "yurii", "symplectic-euler", "imex-k2-mam", "soap")
+
+
+def gradients(model: sf.Model) -> dict[str, Any]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            found[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
+def worker(rank: int, kind: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    meeting_point = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    worst = 0.0
+    for name in NAMES:
+        whole, targets = tokens(4), tokens(4, seed=1)
+        single = tiny(name, seed=0)
+        model = copy.deepcopy(single)
+        loss = single(whole, targets).loss
+        assert loss is not None
+        loss.backward()
+        run: Any = model
+        if kind == "ddp":
+            run = DistributedDataParallel(model)
+        else:
+            mesh = init_device_mesh("cpu", (2,))
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        mine = slice(2 * rank, 2 * rank + 2)
+        run(whole[mine], targets[mine]).loss.backward()
+        expected, found = gradients(single), gradients(model)
+        assert expected.keys() == found.keys()
+        worst = max(worst, *((found[n] - expected[n]).abs().max().item() for n in expected))
+    dist.destroy_process_group()
+    if rank == 0:
+        Path(folder, "worst").write_text(str(worst))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_compute_the_gradients_of_one(kind: str, tmp_path: Path) -> None:
+    processes = mp.spawn(worker, (kind, str(tmp_path)), nprocs=2, join=False)
+    deadline = time.monotonic() + 180
+    while not processes.join(timeout=5):
+        if time.monotonic() > deadline:
+            for process in processes.processes:
+                process.kill()
+            pytest.fail("the two processes did not finish within three minutes")
+    worst = float((tmp_path / "worst").read_text())
+    assert worst < 1e-12  # fp64: two halves averaged against one mean
