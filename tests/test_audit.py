@@ -100,7 +100,7 @@ def test_a_rule_that_fails_is_reported_and_not_raised() -> None:
         pass
 
     broken = failures(one_off(Unfinished))
-    assert "define kick()" in broken[2]
+    assert "define kick()" in broken[1]
 
 
 def test_a_rule_without_an_equation_fails() -> None:
@@ -108,6 +108,73 @@ def test_a_rule_without_an_equation_fails() -> None:
         pass
 
     assert "states no equation" in failures(one_off(Silent, equation=""))[1]
+
+
+def test_nan_in_decoding_alone_fails() -> None:
+    """One new token at a time is NaN, whole sequences are fine: a maximum that drops NaN would not see it."""
+
+    class NanAlone(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g * float("nan") if g.shape[1] == 1 else g, scale)
+
+    assert "cached logits differ by nan" in failures(one_off(NanAlone))[3]
+
+
+def test_a_rule_that_is_nan_everywhere_fails_everywhere() -> None:
+    class NanAlways(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g * float("nan"), scale)
+
+    broken = failures(one_off(NanAlways))
+    assert set(broken) == {2, 3, 4, 5, 6}
+    assert "not finite" in broken[4]
+
+
+def test_a_rule_without_gradients_fails() -> None:
+    class Sign(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            s = super().kick(s, c, g, scale)
+            return s.replace(v=torch.sign(s.v))
+
+    assert "zero everywhere for" in failures(one_off(Sign))[5]
+
+
+def test_the_contract_is_checked() -> None:
+    class KickMovesX(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g, scale).replace(x=s.x + g)
+
+    class InPlace(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            s.v.mul_(0.5)
+            return super().kick(s, c, g, scale)
+
+    class KeepsUpdate(GradientDescent):
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            return s.replace(x=s.x + s.u)
+
+    assert "kick() moves x" in failures(one_off(KickMovesX))[1]
+    assert "changes v in place" in failures(one_off(InPlace))[1]
+    assert "adds or loses: u" in failures(one_off(KeepsUpdate))[1]
+
+
+def test_an_exception_is_reported_once_with_its_place() -> None:
+    class Typo(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return s.replace(v=c.betta * s.v + g)
+
+    broken = failures(one_off(Typo))
+    assert "no coefficient 'betta'" in broken[1]
+    assert "test_audit.py, line" in broken[1]
+    assert broken[2] == "for the same reason"
+
+
+def test_overrides_are_named_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "yurii", "hb", "splitting=strang", "--steps", "30", "--json"]) == 0
+    names = [result["name"] for result in json.loads(capsys.readouterr().out)]
+    assert names == ["verlet-ama", "heavy-ball x strang"]
+    assert main(["audit", "yurii", "splitting=strang", "--all"]) == 2
+    assert "--all audits the presets as they are" in capsys.readouterr().err
 
 
 def test_a_wrong_transcription_fails() -> None:
@@ -121,7 +188,7 @@ def test_a_wrong_transcription_fails() -> None:
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "yurii", "adam", "splitting=parallel", "--steps", "30", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
-    assert [r["name"] for r in results] == ["yurii", "adam"]
+    assert [r["name"] for r in results] == ["nesterov-euler", "adam x parallel"]
     assert all(check["passed"] for r in results for check in r["checks"])
     assert main(["audit", "leak-shift", "--steps", "30"]) == 1
     out = capsys.readouterr().out

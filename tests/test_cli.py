@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,13 +61,44 @@ def test_show_text(capsys: pytest.CaptureFixture[str]) -> None:
         assert piece in out
 
 
-def test_show_takes_overrides_and_does_not_claim_the_presets_equation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "yurii", "splitting=strang", "n_layer=2", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["equations"]["layer"] == ""
-    assert facts["calls"] == {"attn": 2, "mlp": 1}
-    assert main(["show", "yurii", "--size", "medium", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["equations"]["layer"] != ""
+def show(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["show", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_show_names_the_architecture_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Name, equation, paper and published figure belong to the resolved config, not to the word that was typed."""
+    facts = show(capsys, "yurii", "splitting=strang")
+    assert (facts["name"], facts["calls"]) == ("verlet-ama", {"attn": 2, "mlp": 1})
+    assert "1.074" in facts["published"]
+    facts = show(capsys, "yurii", "template=adam")
+    assert (facts["name"], facts["cite"][0]) == ("adam", "gai2026momentum")
+    assert show(capsys, "nesterov")["name"] == "nesterov-lie-trotter"
+    facts = show(capsys, "adam", "splitting=strang", "order=mam", "norm=rmsnorm")
+    assert (facts["name"], facts["published"]) == ("", "")
+    assert facts["title"] == "adam x strang, norm=rmsnorm, order=mam"
+    assert "gai2026momentum" not in facts["cite"]
+    facts = show(capsys, "yurii", "--size", "medium")
+    assert facts["equations"]["layer"] != ""
+    assert facts["published"] == ""
+
+
+def test_show_says_where_the_velocity_norm_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    once = show(capsys, "tmm", "splitting=imex", "k=2", "order=mam")["equations"]["splitting"]
+    assert once.startswith("V = (beta v + gamma MLP(")
+    assert "V' = LN_v(V')" in once
+    every = show(capsys, "tmm", "splitting=imex", "velocity_norm=every")["equations"]["splitting"]
+    assert every.startswith("V = LN_v(beta v + gamma attention(")
+
+
+def test_show_estimates_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "yurii", "--size", "tiny", "--batch", "4"]) == 0
+    assert "memory at batch 4" in capsys.readouterr().out
+
+
+def test_two_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "yurii", "size=tiny", "--size", "small"]) == 2
+    assert "Two sizes" in capsys.readouterr().err
 
 
 def test_show_takes_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +111,7 @@ def test_show_takes_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_every_cited_reference_exists() -> None:
     for name in sf.presets():
         preset = sf.preset(name)
-        for key in citations(preset.config, preset.cite):
+        for key in citations(preset.config):
             assert key in BIBTEX, key
 
 
@@ -122,6 +154,19 @@ def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: p
     for _ in range(2):
         assert main(["show", "mine", "--plugin", str(rule)]) == 0
     assert "as Nesterov" in capsys.readouterr().out
+    assert main(["list", "mine", "--plugin", str(rule)]) == 0
+    assert "mine x lie-trotter" in capsys.readouterr().out
+    for text, sentence in (
+        ("sf.register_template('nesterov')(type('T', (sf.Template,), {}))", "name 'nesterov' is already taken"),
+        ("sf.register_template('other')(dict)", "is a subclass of Template"),
+        ("sf.Stream('zero', 'velocity')", "A stream starts from"),
+        ("sf.unit(0.5, 'memori')", "kind is one of memory"),
+        ("sf.unit(1.5)", "between 0 and 1"),
+        ("sf.register_template('o')(type('T', (sf.Template,), {'options': {'tau': 1.0}}))", "stepformer.Option"),
+    ):
+        rule.with_name("odd.py").write_text(f"import stepformer as sf\n{text}\n")
+        assert main(["list", "--plugin", str(rule.with_name("odd.py"))]) == 2
+        assert sentence in capsys.readouterr().err
     rule.with_name("bad.py").write_text("1 / 0\n")
     assert main(["show", "mine", "--plugin", str(rule.with_name("bad.py"))]) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err

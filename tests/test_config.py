@@ -43,6 +43,8 @@ def test_all_problems_are_reported_at_once() -> None:
         ({"splitting": "imex", "template": "nesterov", "k": "two"}, "k = 'two' should be of type int"),
         ({"splitting": "imex", "template": "nesterov", "order": "amam"}, "is not one of 'ama', 'mam'"),
         ({"mlp_hidden": 0}, "mlp_hidden = 0"),
+        ({"aux_norm_gain": float("nan")}, "aux_norm_gain = nan should be above 0 and finite"),
+        ({"bias": "yes"}, "true or false"),
         ({"attention_backend": "flash"}, "is not one of 'sdpa', 'math'"),
     ],
 )
@@ -53,10 +55,15 @@ def test_each_problem_has_its_sentence(settings: dict[str, object], sentence: st
 
 
 def test_unknown_names_suggest_the_nearest() -> None:
-    with pytest.raises(sf.UnknownNameError, match="Did you mean 'yurii'"):
-        sf.build("yuri")
-    with pytest.raises(sf.UnknownNameError, match="Did you mean 'small'"):
-        sf.build("yurii", size="smal")
+    for name in ("yuri", "YURII"):
+        with pytest.raises(sf.ConfigError, match="Did you mean 'yurii'"):
+            sf.build(name)
+    with pytest.raises(sf.ConfigError) as caught:
+        sf.build("yurii", size="smal", n_layr=3)
+    assert [problem.split("?")[0] for problem in caught.value.problems] == [
+        "Unknown size 'smal'. Did you mean 'small'",
+        "Unknown key 'n_layr'. Did you mean 'n_layer'",
+    ]
 
 
 def test_aliases_are_the_same_architecture() -> None:
@@ -107,6 +114,9 @@ def test_toml_and_overrides(tmp_path: Path) -> None:
         ("[model]\nn_layers = 3\n", "Unknown key 'n_layers'. Did you mean 'n_layer'?"),
         ("[modle]\nn_layer = 3\n", r"Unknown section '\[modle\]'.* Did you mean 'model'"),
         ("[model\n", "not valid TOML"),
+        ("", "has no \\[model\\] table"),
+        ("preset = 'yurii'\n", "put it under \\[model\\]"),
+        ("[model]\nprest = 'yurii'\n", "Did you mean 'preset'"),
         ('[model]\npreset = "adamm"\n', "Did you mean 'adam'"),
     ],
 )
@@ -139,6 +149,16 @@ def test_presets_match_patterns() -> None:
     assert sf.presets("imex-*") == [name for name in sf.presets() if name.startswith("imex-")]
     assert sf.presets("hb") == ["polyak-lie-trotter"]
     assert sf.presets("nothing") == []
+
+
+def test_build_takes_a_name_a_file_or_a_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[model]\npreset = "hb"\nsize = "tiny"\nn_layer = 1\n')
+    from_file = sf.build(tmp_path / "mine.toml", seed=0)
+    config = sf.model_config("hb", size="tiny", n_layer=1)
+    assert from_file.config == config == sf.build(config, seed=0).config
+    assert sf.build(config, n_layer=2).config.n_layer == 2
+    with pytest.raises(sf.InputError, match="seed"):
+        sf.build(config, seed="a")  # type: ignore[arg-type]
 
 
 def test_build_takes_overrides_from_python() -> None:

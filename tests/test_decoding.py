@@ -208,8 +208,19 @@ def test_bad_settings_are_refused(settings: dict[str, Any], sentence: str) -> No
         tiny().generate([1], **settings)
 
 
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.final_norm.weight[0] = float("nan")
+    with pytest.raises(sf.StepformerError, match="not finite"):
+        model.generate([1], temperature=0)
+
+
 def test_bad_prompts_are_refused() -> None:
     model = tiny()
+    for text in ("hello", ["hello"]):
+        with pytest.raises(sf.InputError, match="token ids, not text"):
+            model.generate(text)  # type: ignore[arg-type]
     for prompts, sentence in (([], "at least one token"), ([[1], []], "at least one token"), ([99], "id 99")):
         with pytest.raises(sf.InputError, match=sentence):
             model.generate(prompts)

@@ -325,15 +325,23 @@ def test_hybrid_refuses_what_it_is_not_for() -> None:
         ({}, "either"),
         ({"layers": {0}, "cutoff": 1}, "either"),
         ({"layers": {2}}, "0 to 1"),
-        ({"cutoff": 3}, "0 to 1"),
+        ({"cutoff": 3}, "between 0 and 2"),
     ):
         with pytest.raises(sf.InputError, match=sentence):
             model.hybrid(**arguments)
 
 
 def test_unknown_coefficient_is_refused() -> None:
-    with pytest.raises(sf.InputError, match="Did you mean 'beta"):
+    with pytest.raises(sf.InputError, match="Did you mean 'beta'"):
         tiny("yurii").pin_coefficients(betta=0.1)
+    with pytest.raises(sf.InputError, match="not finite"):
+        tiny("yurii").pin_coefficients(beta=float("nan"))
+
+
+def test_a_missing_gpu_is_one_sentence() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(sf.InputError, match="sees no CUDA device"):
+            tiny(device="cuda")
 
 
 def test_state_dict_round_trip() -> None:

@@ -4,6 +4,7 @@ from stepformer.catalogue import build, load_config, model_config, preset, prese
 from stepformer.config import ModelConfig
 from stepformer.errors import ConfigError, InputError, StepformerError, UnknownNameError
 from stepformer.model import Model, Output
+from stepformer.options import Option
 from stepformer.roles import Role
 from stepformer.schemes import (
     Splitting,
@@ -24,6 +25,7 @@ __all__ = [
     "InputError",
     "Model",
     "ModelConfig",
+    "Option",
     "Output",
     "Role",
     "Splitting",

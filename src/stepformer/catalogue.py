@@ -189,10 +189,21 @@ def preset(name: str) -> Preset:
         return _PRESETS[_ALIASES[name]]
     if name in templates:
         entry = templates[name]
-        cite = entry.cite[0] if entry.cite else ""
-        return Preset(entry.name, {"template": entry.name}, entry.equation, cite)
+        return Preset(entry.name, {"template": entry.name}, entry.equation, "")
     known = [*_ALIASES, *(e.name for e in templates)]
     raise UnknownNameError(f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them.")
+
+
+def unlisted_templates() -> list[str]:
+    """Templates that no preset uses: rules of your own."""
+    used = {p.config.template for p in _PRESETS.values()}
+    return [entry.name for entry in templates if entry.name not in used]
+
+
+def preset_of(config: ModelConfig) -> Preset | None:
+    """The preset that this architecture is, whatever its size; None if it has no name."""
+    at_small = config.replace(**SIZES["small"])
+    return next((row for row in _PRESETS.values() if row.config.hash == at_small.hash), None)
 
 
 def size_settings(name: str) -> dict[str, Any]:
@@ -204,27 +215,45 @@ def size_settings(name: str) -> dict[str, Any]:
 
 def model_config(name: str, *, size: str = "small", **overrides: Any) -> ModelConfig:
     """The config of a preset at a size, with overrides: `model_config("yurii", size="tiny", n_layer=2)`."""
-    settings = {**size_settings(size), **preset(name).settings}
-    return ModelConfig.from_dict(settings).replace(**overrides)
+    problems: list[str] = []
+    settings: dict[str, Any] = {}
+    for find in (lambda: size_settings(size), lambda: preset(name).settings):
+        try:
+            settings.update(find())
+        except UnknownNameError as error:
+            problems.append(str(error))
+    try:
+        config = ModelConfig.from_dict(settings).replace(**overrides)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
     """Read the `[model]` table of a TOML file, then apply `key=value` words (`model.key=value` works too).
 
-    `preset` and `size` choose the starting point, all other keys override it.
+    `preset` and `size` choose the starting point (vanilla, small), all other keys override it.
     """
     document = read_toml(path)
-    unknown = [key for key in document if key != "model"]
-    if unknown:
-        raise ConfigError(
-            f"Unknown section '[{key}]' in {path}.{suggestion(key, ['model'])} Known: [model]." for key in unknown
-        )
-    values = merge(document.get("model", {}), overrides, "model")
+    problems = [
+        f"'{key}' in {path} stands outside a section: put it under [model]."
+        if not isinstance(value, dict)
+        else f"Unknown section '[{key}]' in {path}.{suggestion(key, ['model'])} Known: [model]."
+        for key, value in document.items()
+        if key != "model"
+    ]
+    if not problems and not document.get("model"):
+        problems = [f"{path} has no [model] table, or an empty one; a line such as preset = 'yurii' belongs there."]
+    if problems:
+        raise ConfigError(problems)
+    values = merge(document["model"], overrides, "model")
     return model_config(values.pop("preset", "vanilla"), size=values.pop("size", "small"), **values)
 
 
 def build(
-    name: str,
+    what: str | Path | ModelConfig,
     *,
     size: str = "small",
     seed: int | None = None,
@@ -232,7 +261,7 @@ def build(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> Model:
-    """Build an architecture by name.
+    """Build an architecture from a name, a TOML file or a config.
 
     >>> import stepformer as sf
     >>> model = sf.build("yurii", size="tiny", n_layer=2)
@@ -244,12 +273,19 @@ def build(
     """
     from stepformer.model import Model
 
-    return Model(model_config(name, size=size, **overrides), seed=seed, device=device, dtype=dtype)
+    if isinstance(what, ModelConfig):
+        config = what.replace(**overrides)
+    elif str(what).endswith(".toml"):
+        config = load_config(what).replace(**overrides)
+    else:
+        config = model_config(str(what), size=size, **overrides)
+    return Model(config, seed=seed, device=device, dtype=dtype)
 
 
-def citations(config: ModelConfig, cite: str = "") -> list[str]:
-    """Keys of every reference that a model uses: its paper, template, splitting, attention and MLP."""
-    keys = [cite] if cite else []
+def citations(config: ModelConfig) -> list[str]:
+    """Keys of every reference that a model uses: its paper if it is a preset, template, splitting and oracles."""
+    row = preset_of(config)
+    keys = [row.cite] if row else []
     for registry, name in (
         (templates, config.template),
         (splittings, config.splitting),

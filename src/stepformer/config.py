@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import tomllib
 import types
 import typing
@@ -100,11 +101,11 @@ class ModelConfig:
 
     def option(self, name: str) -> Any:
         """The value of a component option, set or default."""
-        return self.options[name] if name in self.options else _declared_options(self)[name][1].default
+        return self.options[name] if name in self.options else declared_options(self)[name][1].default
 
     def options_of(self, kind: str) -> dict[str, Any]:
         """The options of one component, defaults filled in."""
-        return {name: self.option(name) for name, (owner, _) in _declared_options(self).items() if owner == kind}
+        return {name: self.option(name) for name, (owner, _) in declared_options(self).items() if owner == kind}
 
     @property
     def head_dim(self) -> int:
@@ -115,7 +116,7 @@ class ModelConfig:
         """Twelve hex digits that identify the architecture.
 
         Only what differs from a default enters, so an option added to the library later leaves old hashes alone;
-        `activation_checkpointing` and kernels choices do not enter, since they do not change the function computed.
+        `activation_checkpointing` and `attention_backend` do not enter: they do not change the function computed.
         """
         values = {k: v for k, v in self.to_dict().items() if k not in _SAME_FUNCTION}
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
@@ -138,13 +139,13 @@ def _canonicalise(config: ModelConfig) -> list[str]:
         except UnknownNameError as error:
             problems.append(str(error))
     if not problems:
-        declared = _declared_options(config)
+        declared = declared_options(config)
         kept = {k: v for k, v in sorted(config.options.items()) if k not in declared or v != declared[k][1].default}
         object.__setattr__(config, "options", kept)
     return problems
 
 
-def _declared_options(config: ModelConfig) -> dict[str, tuple[str, Option]]:
+def declared_options(config: ModelConfig) -> dict[str, tuple[str, Option]]:
     """Options that the selected components declare: name -> (component kind, option)."""
     declared: dict[str, tuple[str, Option]] = {}
     for kind, registry in _COMPONENTS.items():
@@ -172,8 +173,9 @@ def _problems(config: ModelConfig) -> list[str]:
     ]
     if config.mlp_hidden is not None and config.mlp_hidden < 1:
         problems.append(f"mlp_hidden = {config.mlp_hidden} should be at least 1.")
-    if config.norm_eps <= 0:
-        problems.append(f"norm_eps = {config.norm_eps} should be above 0.")
+    for key in ("norm_eps", "aux_norm_gain"):
+        if not 0 < getattr(config, key) < math.inf:
+            problems.append(f"{key} = {getattr(config, key)} should be above 0 and finite.")
     if config.real_vocab is not None and not 1 <= config.real_vocab <= config.vocab_size:
         problems.append(f"real_vocab = {config.real_vocab} should lie between 1 and vocab_size = {config.vocab_size}.")
     if config.n_head >= 1 and config.d_model % config.n_head:
@@ -202,12 +204,13 @@ def _type_problem(name: str, value: Any, hint: Any) -> str | None:
         numeric = kind is float and isinstance(value, int) and not isinstance(value, bool)
         if numeric or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
             return None
-    wanted = " or ".join("nothing" if k is type(None) else k.__name__ for k in accepted)
+    spelling = {type(None): "nothing", bool: "bool (true or false)"}
+    wanted = " or ".join(spelling.get(k, k.__name__) for k in accepted)
     return f"{name} = {value!r} should be of type {wanted}."
 
 
 def _option_problems(config: ModelConfig) -> list[str]:
-    declared = _declared_options(config)
+    declared = declared_options(config)
     problems = []
     for key, value in config.options.items():
         if key in declared:
@@ -227,7 +230,8 @@ def _option_problems(config: ModelConfig) -> list[str]:
             )
         else:
             known = [f.name for f in dataclasses.fields(config) if f.name != "options"] + list(declared)
-            problems.append(f"Unknown key '{key}'.{suggestion(key, known)} Known keys: {', '.join(known)}.")
+            hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
+            problems.append(f"Unknown key '{key}'.{hint}")
     return problems
 
 
@@ -254,6 +258,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise InputError(f"There is no config file '{path}'.") from None
     except IsADirectoryError:
         raise InputError(f"'{path}' is a folder, not a config file.") from None
+    except PermissionError:
+        raise InputError(f"The config file '{path}' may not be read.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"'{path}' is not valid TOML: {error}.") from None
 

@@ -31,5 +31,6 @@ class UnknownNameError(StepformerError, KeyError):
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The nearest known name as a question, or an empty string when nothing is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" Did you mean '{near[0]}'?" if near else ""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean '{by_lower[near[0]]}'?" if near else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from stepformer.errors import InputError
+from stepformer.errors import InputError, StepformerError
 
 if TYPE_CHECKING:
     from stepformer.model import Model
@@ -31,42 +31,6 @@ class Generation:
     finish: list[Finish]
 
 
-def generate(
-    model: Model,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int = 100,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: int | Collection[int] | None = None,
-    seed: int | None = None,
-    on_context_end: Literal["stop", "slide"] = "stop",
-) -> Generation:
-    """Continue one prompt or several of different length.
-
-    temperature 0 is greedy; `top_k` keeps the k most likely tokens, `top_p` the smallest set of that probability.
-    Ids that only pad the vocabulary are never sampled. When the context is full, "stop" ends the row with finish
-    reason "context", and "slide" goes on with the later half of the context re-encoded.
-    """
-    result = Generation([], [])
-    steps = stream(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=stop,
-        seed=seed,
-        on_context_end=on_context_end,
-        result=result,
-    )
-    for _ in steps:
-        pass
-    return result
-
-
 @torch.no_grad()
 def stream(
     model: Model,
@@ -81,9 +45,12 @@ def stream(
     on_context_end: Literal["stop", "slide"] = "stop",
     result: Generation | None = None,
 ) -> Iterator[list[int | None]]:
-    """The same, token by token: yields one id per prompt, None for rows that have ended.
+    """Continue prompts token by token: yields one id per prompt, None for rows that have ended.
 
-    Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
+    temperature 0 is greedy; `top_k` keeps the k most likely tokens, `top_p` the smallest set of that probability.
+    Ids that only pad the vocabulary are never sampled. `stop` is a token, or several, that end a row. When the
+    context is full, "stop" ends the row with finish reason "context", and "slide" goes on with the later half of the
+    context re-encoded. Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
     """
     rows = _as_rows(prompts)
     _check_settings(model, rows, max_new_tokens, temperature, top_k, top_p, on_context_end)
@@ -102,6 +69,8 @@ def stream(
     try:
         cache, logits = _encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
         for i in range(max_new_tokens):
+            if not bool(logits.isfinite().all()):
+                raise StepformerError("The model's logits are not finite: nothing can be sampled from them.")
             ids = sample(logits[:, -1], model.config.real_vocab, temperature, top_k, top_p, generator)
             step: list[int | None] = []
             for b, token in enumerate(ids.tolist()):
@@ -170,6 +139,8 @@ def sample(
 
 def _as_rows(prompts: Prompts) -> list[list[int]]:
     """Any accepted form of prompts as a list of token lists."""
+    if isinstance(prompts, str) or (not isinstance(prompts, Tensor) and any(isinstance(p, str) for p in prompts)):
+        raise InputError("Prompts are token ids, not text: encode the text with the model's tokenizer first.")
     given: list[Any] = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
     if given and isinstance(given[0], int):
         given = [given]

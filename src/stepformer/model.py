@@ -6,7 +6,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,8 +83,11 @@ class Model(nn.Module):
             last = config.n_layer - 1
             self.blocks = Blocks(Block(config, last=i == last) for i in range(config.n_layer))
             self.final_norm = make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
-        if device is None or torch.device(device).type != "meta":
-            self.to_empty(device=device or torch.get_default_device())
+        target = torch.get_default_device() if device is None else torch.device(device)
+        if target.type == "cuda" and not torch.cuda.is_available():
+            raise InputError(f"device = '{target}' was asked for, but this torch sees no CUDA device.")
+        if target.type != "meta":
+            self.to_empty(device=target)
             if dtype is not None:
                 self.to(dtype)
             self.reset_parameters(seed)
@@ -101,6 +104,8 @@ class Model(nn.Module):
         """
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
+        elif isinstance(seed, bool) or not isinstance(seed, int):
+            raise InputError(f"seed = {seed!r} should be an integer.")
         for name, parameter, role in named_roles(self):
             if role is Role.NORM:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -141,12 +146,13 @@ class Model(nn.Module):
     def pin_coefficients(self, layer: int | None = None, **values: float | Tensor) -> None:
         """Replace mapped coefficient values, e.g. `pin_coefficients(mu=0.0)` or `(layer=3, nu_attn=0.5)`.
 
-        For tests and ablations: a sigmoid never reaches 0 or 1. `unpin_coefficients` returns to the learned values.
+        For tests and ablations: a sigmoid never reaches 0 or 1. Pins are not part of the state dict;
+        `unpin_coefficients` returns to the learned values.
         """
         blocks = list(self.blocks) if layer is None else [self.blocks[layer]]
         for word, value in values.items():
             if not sum(block.coefficients.pin(word, value) for block in blocks):
-                known = blocks[0].coefficients.specs
+                known = blocks[0].coefficients.names()
                 raise InputError(f"There is no coefficient '{word}' here.{suggestion(word, known)}")
 
     def unpin_coefficients(self) -> None:
@@ -254,18 +260,44 @@ class Model(nn.Module):
         ]
         return Cache(slots, batch, capacity, weight.device)
 
-    def generate(self, prompts: Prompts, **settings: Any) -> Generation:
-        """Sample continuations; settings as in `stepformer.generation.generate`."""
-        from stepformer.generation import generate
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int = 100,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: int | Collection[int] | None = None,
+        seed: int | None = None,
+        on_context_end: Literal["stop", "slide"] = "stop",
+    ) -> Generation:
+        """Continue one prompt or several of different length; `stepformer.generation.stream` explains the settings."""
+        from stepformer.generation import Generation, stream
 
-        return generate(self, prompts, **settings)
+        result = Generation([], [])
+        steps = stream(
+            self,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop=stop,
+            seed=seed,
+            on_context_end=on_context_end,
+            result=result,
+        )
+        for _ in steps:
+            pass
+        return result
 
     def hybrid(self, *, layers: Collection[int] | None = None, cutoff: int | None = None) -> Model:
         """The same weights with momentum in some layers only, the others as plain residual blocks.
 
         `layers`: the set of momentum layers; `cutoff=c`: layers below c. The velocity passes through plain layers
         unchanged. For checkpoints trained with a velocity template under Lie-Trotter (heavy ball, Nesterov, triple
-        momentum). The result shares parameters with this model.
+        momentum). The result shares parameters (and the state dict) with this model.
         """
         config = self.config
         if config.splitting != "lie-trotter" or not templates[config.template].component.has_velocity():
@@ -277,7 +309,9 @@ class Model(nn.Module):
             raise InputError("Give either `layers` (a set of layer numbers) or `cutoff` (a layer number).")
         momentum: Iterable[int] = range(cutoff) if cutoff is not None else layers or ()
         momentum = frozenset(momentum)
-        if any(not 0 <= i < config.n_layer for i in momentum) or (cutoff or 0) < 0:
+        if cutoff is not None and not 0 <= cutoff <= config.n_layer:
+            raise InputError(f"cutoff = {cutoff} should lie between 0 and {config.n_layer}, the number of layers.")
+        if any(not 0 <= i < config.n_layer for i in momentum):
             raise InputError(f"Layers are numbered 0 to {config.n_layer - 1}; {sorted(momentum)} was asked for.")
         twin = copy.copy(self)  # shares modules and parameters; only the choice of layers is its own
         twin.plain_layers = frozenset(range(config.n_layer)) - momentum

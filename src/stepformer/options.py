@@ -6,6 +6,7 @@ A config accepts an option as an ordinary key whenever the component that declar
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,13 @@ class Option:
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
 
+    @property
+    def values(self) -> str:
+        """What it may be, in a few words."""
+        if self.choices is not None:
+            return ", ".join("true" if v is True else "false" if v is False else str(v) for v in self.choices)
+        return f"{type(self.default).__name__}" + (f" >= {self.minimum:g}" if self.minimum is not None else "")
+
     def problem(self, name: str, value: Any) -> str | None:
         """Why `value` is not acceptable, or None."""
         if self.choices is not None:
@@ -26,6 +34,8 @@ class Option:
                 return f"{name} = {value!r} is not one of {', '.join(map(repr, self.choices))}."
             return None
         kind = type(self.default)
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{name} = {value!r} is not finite."
         acceptable = isinstance(value, (int, float) if kind is float else kind)
         if not acceptable or (isinstance(value, bool) and kind is not bool):
             return f"{name} = {value!r} should be of type {kind.__name__}."

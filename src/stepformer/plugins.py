@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from stepformer.errors import InputError
+from stepformer.errors import InputError, StepformerError
 
 
 def load_plugin(where: str) -> ModuleType:
@@ -47,4 +47,5 @@ def import_file(path: Path) -> ModuleType:
     except Exception as error:
         if len(parts) == 1:
             sys.modules.pop(name, None)
-        raise InputError(f"The file '{path.name}' failed to load: {type(error).__name__}: {error}.") from error
+        reason = str(error) if isinstance(error, StepformerError) else f"{type(error).__name__}: {error}"
+        raise InputError(f"The file '{path.name}' failed to load: {reason.rstrip('.')}.") from error

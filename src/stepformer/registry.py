@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from stepformer.errors import StepformerError, UnknownNameError, suggestion
+from stepformer.options import Option
 
 T = TypeVar("T")
 
@@ -25,8 +26,9 @@ class Entry(Generic[T]):
 class Registry(Generic[T]):
     """Maps names (and aliases) to component classes of one kind: templates, splittings, attentions, MLPs."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, base: type[T]) -> None:
         self.kind = kind
+        self.base = base
         self._entries: dict[str, Entry[T]] = {}
         self._aliases: dict[str, str] = {}
 
@@ -37,11 +39,19 @@ class Registry(Generic[T]):
         cite = (cite,) if isinstance(cite, str) else tuple(cite)
 
         def add(component: type[T]) -> type[T]:
+            if not (isinstance(component, type) and issubclass(component, self.base)):
+                raise StepformerError(f"A {self.kind} is a subclass of {self.base.__name__}; '{name}' is not.")
+            for key, option in component.options.items():  # type: ignore[attr-defined]
+                if not isinstance(option, Option):
+                    raise StepformerError(
+                        f"Option '{key}' of {self.kind} '{name}' should be a stepformer.Option, e.g. "
+                        f"Option({option!r}, help='...')."
+                    )
             for word in (name, *aliases):
                 taken = self._aliases.get(word)
                 # A module that is imported twice (a plug-in file run again) may register the same class again.
                 if taken is not None and self._entries[taken].component.__qualname__ != component.__qualname__:
-                    raise StepformerError(f"The {self.kind} name '{word}' is already taken by '{taken}'.")
+                    raise StepformerError(f"The {self.kind} name '{word}' is already taken.")
             self._entries[name] = Entry(name, component, equation, cite, aliases)
             self._aliases.update(dict.fromkeys((name, *aliases), name))
             component.name = name  # type: ignore[attr-defined]

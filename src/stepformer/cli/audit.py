@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from stepformer.catalogue import presets
-from stepformer.cli.show import resolve
+from stepformer.catalogue import presets, unlisted_templates
+from stepformer.cli.show import console, resolve, title_of
+from stepformer.config import ModelConfig
 from stepformer.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, load_transcription
 from stepformer.errors import InputError
 
@@ -31,7 +32,7 @@ def add_audit(commands: Any, common: argparse.ArgumentParser) -> None:
         "audit",
         parents=[common],
         help="check that architectures keep their obligations; exit status 1 if one fails",
-        description="Check architectures on small copies (d = 32, 8 heads, V = T = 16, two layers).",
+        description="Check architectures on small copies: width 32, 8 heads, two layers, V = T = 16, whatever the size.",
         epilog=f"obligations (docs/audit.md):\n{what}\n\nexamples:\n  stepformer audit yurii verlet-ama\n"
         "  stepformer audit adam splitting=strang order=mam\n  stepformer audit my-rule --plugin my_rule.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -41,7 +42,7 @@ def add_audit(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--all", action="store_true", help="every preset")
     sub.add_argument("--steps", type=int, default=300, help="training steps of obligation 4 (default: 300)")
-    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--seed", type=int, default=0, help="seed of weights and tokens (default: 0)")
     sub.add_argument("--transcriptions", metavar="FILE", help="Python file with transcribe(model, tokens) -> logits")
     sub.add_argument("--json", action="store_true", help="machine-readable output")
     sub.set_defaults(run=run_audit)
@@ -49,12 +50,19 @@ def add_audit(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def run_audit(args: argparse.Namespace) -> int:
     overrides = [word for word in args.names if "=" in word]
-    names = [word for word in args.names if "=" not in word] + (presets() if args.all else [])
+    names = [word for word in args.names if "=" not in word]
+    if args.all and overrides:
+        raise InputError("--all audits the presets as they are; name the architectures to change them with key=value.")
+    names += [*presets(), *unlisted_templates()] if args.all else []
     if not names:
         raise InputError("Which architecture? Give names, or --all for every preset.")
     if args.steps < 30:
         raise InputError(f"--steps {args.steps} is too short to learn anything from; use at least 30.")
-    configs = {name: resolve(name, overrides)[0] for name in dict.fromkeys(names)}
+    configs: dict[str, ModelConfig] = {}
+    for name in names:
+        config = resolve(name, overrides)
+        if config not in configs.values():
+            configs[title_of(config) if overrides or name.endswith(".toml") else name] = config
     transcription = load_transcription(args.transcriptions)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the matrices are tiny: threads cost more than they give
@@ -86,7 +94,7 @@ def run_audit(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([_as_json(result) for result in results], indent=2))
     else:
-        print_results(results, time.perf_counter() - began, args.steps, transcription is not None)
+        print_results(results, time.perf_counter() - began, args.steps)
     if interrupted:
         print(f"stepformer: interrupted after {len(results)} of {len(configs)} architectures", file=sys.stderr)
         return 130
@@ -101,27 +109,31 @@ def _as_json(result: Audit) -> dict[str, Any]:
     return {"name": result.name, "passed": result.passed, "geometry": GEOMETRY, "checks": checks}
 
 
-def print_results(results: list[Audit], seconds: float, steps: int, transcribed: bool) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+def print_results(results: list[Audit], seconds: float, steps: int) -> None:
+    out = console()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("architecture", no_wrap=True)
+    table.add_column("architecture", overflow="fold")
     for number, title in OBLIGATIONS.items():
-        table.add_column(f"{number} {title}", overflow="fold")
+        table.add_column(f"{number} {title}", no_wrap=True)
+    remarks = []
     for result in results:
-        cells = {c.obligation: c for c in result.checks}
-        table.add_row(result.name, *(_cell(cells[number].passed, cells[number].detail) for number in OBLIGATIONS))
-    console.print(table)
-    console.print(LEGEND.format(chance=math.log(GEOMETRY["vocab_size"])), style="dim")
+        cells = []
+        for check in result.checks:
+            short = "[red]FAIL[/red]" if not check.passed else check.detail
+            if not check.passed or len(check.detail) > 24:
+                remarks.append(f"{result.name}: {check.obligation} {OBLIGATIONS[check.obligation]}: {check.detail}")
+                short = short if not check.passed else "see below"
+            cells.append(short)
+        table.add_row(result.name, *cells)
+    out.print(table)
+    for remark in remarks:
+        out.print(remark, markup=False, soft_wrap=True)
+    out.print(LEGEND.format(chance=math.log(GEOMETRY["vocab_size"])), style="dim")
     failed = [result.name for result in results if not result.passed]
-    source = "transcriptions included" if transcribed else "no transcriptions found, finite differences only"
-    console.print(
-        f"{len(results) - len(failed)} of {len(results)} pass "
-        f"({steps} training steps, {seconds:.0f} s, torch {torch.__version__}, {source})"
+    transcribed = sum("tr " in check.detail for result in results for check in result.checks if check.obligation == 6)
+    out.print(
+        f"{len(results) - len(failed)} of {len(results)} pass, {transcribed} against a transcription "
+        f"({steps} training steps, {seconds:.0f} s, torch {torch.__version__})"
     )
     if failed:
-        console.print(f"[red]failed:[/red] {', '.join(failed)}")
-
-
-def _cell(passed: bool, detail: str) -> str:
-    detail = detail.replace("[", r"\[")
-    return detail if passed else f"[red]FAIL[/red] {detail}"
+        out.print(f"[red]failed:[/red] {', '.join(failed)}")

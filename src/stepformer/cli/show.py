@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from stepformer.catalogue import SIZES, Preset, citations, load_config, model_config, preset, presets
-from stepformer.config import ModelConfig, merge
+from stepformer.catalogue import (
+    SIZES,
+    Preset,
+    citations,
+    load_config,
+    model_config,
+    preset,
+    preset_of,
+    presets,
+    unlisted_templates,
+)
+from stepformer.config import ModelConfig, declared_options, merge
 from stepformer.errors import InputError
+from stepformer.memory import estimate_memory
 from stepformer.model import Model
 from stepformer.oracles import attentions, mlps
 from stepformer.references import BIBTEX
 from stepformer.schemes import splittings, templates
 
 COUNTS = ("total", "non-positional", "non-embedding")
+
+
+def console() -> Console:
+    """Standard output; 120 columns when it is not a terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def add_list(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -36,51 +54,65 @@ def add_show(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "show",
         parents=[common],
-        help="equations, streams, coefficients and parameter counts of one architecture",
+        help="equations, streams, coefficients, options and parameter counts of one architecture",
         description="Show an architecture: a preset, the name of a template, or a TOML file with a [model] table.",
-        epilog="examples:\n  stepformer show adam size=medium\n  stepformer show tmm splitting=imex k=2 order=mam\n"
-        "  stepformer show vanilla --cite",
+        epilog="examples:\n  stepformer show adam --size medium\n  stepformer show tmm splitting=imex k=2 order=mam\n"
+        "  stepformer show yurii --batch 32\n  stepformer show vanilla --cite",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     sub.add_argument("name", metavar="NAME", help="preset, template or config.toml")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="config keys to change")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="config keys and options to change")
     sub.add_argument("--size", choices=list(SIZES), help="named size (default: small)")
-    sub.add_argument("--cite", action="store_true", help="print BibTeX for everything this architecture uses")
-    sub.add_argument("--json", action="store_true", help="machine-readable output")
+    sub.add_argument("--batch", type=int, metavar="N", help="estimate the memory of training on N sequences (bf16)")
+    form = sub.add_mutually_exclusive_group()
+    form.add_argument("--cite", action="store_true", help="print BibTeX for everything this architecture uses")
+    form.add_argument("--json", action="store_true", help="machine-readable output")
     sub.set_defaults(run=run_show)
 
 
-def resolve(name: str, overrides: list[str], size: str | None = None) -> tuple[ModelConfig, Preset | None]:
-    """The config behind a NAME with `key=value` words, and its preset unless NAME is a file."""
+def resolve(name: str, overrides: list[str], size: str | None = None) -> ModelConfig:
+    """The config behind a NAME (preset, template or TOML file) with `key=value` words."""
+    values = merge({}, overrides, "model")
+    if size and values.get("size", size) != size:
+        raise InputError(f"Two sizes were given: --size {size} and size={values['size']}.")
     if name.endswith(".toml"):
-        words = [*([f"size={size}"] if size else []), *overrides]
-        return load_config(name, words), None
-    values = merge({"size": size or "small"}, overrides, "model")
+        return load_config(name, [*([f"size={size}"] if size else []), *overrides])
     if "preset" in values:
         raise InputError("`preset` is the NAME itself: write `stepformer show NAME key=value ...`.")
-    return model_config(name, **values), preset(name)
+    return model_config(name, **({"size": size} if size else {}), **values)
+
+
+def title_of(config: ModelConfig) -> str:
+    """A preset's name and aliases, or the combination it is: `nesterov x strang, order=mam`."""
+    row = preset_of(config)
+    if row:
+        return ", ".join((row.name, *row.aliases))
+    settings = {k: v for k, v in config.to_dict().items() if k not in ("template", "splitting", *SIZES["small"])}
+    settings = {k: v for k, v in settings.items() if (k, v) not in (("attention", "softmax"), ("mlp", "gelu"))}
+    extra = "".join(f", {key}={value}" for key, value in settings.items())
+    return f"{config.template} x {config.splitting}{extra}"
 
 
 def run_list(args: argparse.Namespace) -> int:
     rows = [preset(name) for name in presets(args.pattern)]
+    rows += [preset(name) for name in unlisted_templates() if args.pattern.strip("*") in name]
     if args.json:
         print(json.dumps([_row(row) for row in rows], indent=2))
         return 0
     if not rows:
         raise InputError(f"No preset matches '{args.pattern}'. `stepformer list` shows all of them.")
-    console = Console(highlight=False)
+    out = console()
     names = [", ".join((row.name, *row.aliases)) for row in rows]
     width = max(map(len, names))
     for row, name in zip(rows, names, strict=True):
         calls = _calls(row.config)
         what = f"{row.config.template} x {row.config.splitting}, {calls['attn']}+{calls['mlp']} oracle calls"
-        console.print(f"[bold]{name:<{width}}[/bold]  {what}", soft_wrap=True)
-        console.print(f"    {row.equation}", soft_wrap=True, markup=False)
+        out.print(f"[bold]{name:<{width}}[/bold]  {what}", soft_wrap=True)
+        out.print(f"    {row.equation}", soft_wrap=True, markup=False)
     return 0
 
 
 def _row(row: Preset) -> dict[str, Any]:
-    calls = _calls(row.config)
     return {
         "name": row.name,
         "aliases": list(row.aliases),
@@ -88,7 +120,7 @@ def _row(row: Preset) -> dict[str, Any]:
         "splitting": row.config.splitting,
         "settings": dict(row.settings),
         "equation": row.equation,
-        "calls": calls,
+        "calls": _calls(row.config),
         "cite": row.cite,
         "published": row.published,
     }
@@ -98,10 +130,11 @@ def _calls(config: ModelConfig) -> dict[str, int]:
     return splittings[config.splitting].component(**config.options_of("splitting")).calls()
 
 
-def describe(config: ModelConfig, row: Preset | None) -> dict[str, Any]:
+def describe(config: ModelConfig) -> dict[str, Any]:
     """Everything `show` prints, as plain data."""
     model = Model(config, device="meta")
     block = model.blocks[0]
+    row = preset_of(config)
     coefficients = [
         {"name": key, "range": spec.interval, "start": spec.start, "kind": spec.kind}
         for key, spec in block.coefficients.specs.items()
@@ -110,17 +143,24 @@ def describe(config: ModelConfig, row: Preset | None) -> dict[str, Any]:
         name: {"start": _start(config, stream.start), "meaning": stream.meaning}
         for name, stream in block.template.streams.items()
     }
+    options = {
+        name: {"value": config.option(name), "of": kind, "values": option.values, "help": option.help}
+        for name, (kind, option) in declared_options(config).items()
+    }
+    published = row.published if row and _has_size(config, "small") else ""
     return {
+        "title": title_of(config),
         "name": row.name if row else "",
         "aliases": list(row.aliases) if row else [],
         "equations": {
-            "layer": row.equation if row and _is_preset(config, row) else "",
+            "layer": row.equation if row else "",
             "template": templates[config.template].equation,
-            "splitting": splittings[config.splitting].equation,
+            "splitting": block.splitting.describe(),
             "attention": attentions[config.attention].equation,
             "mlp": mlps[config.mlp].equation,
         },
         "config": config.to_dict(),
+        "options": options,
         "hash": config.hash,
         "streams": streams,
         "coefficients_per_layer": coefficients,
@@ -128,13 +168,13 @@ def describe(config: ModelConfig, row: Preset | None) -> dict[str, Any]:
         "calls": block.splitting.calls(),
         "parameters": {c: model.num_parameters(c) for c in COUNTS},  # type: ignore[arg-type]
         "unused_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "published": row.published if row else "",
-        "cite": citations(config, row.cite if row else ""),
+        "published": published,
+        "cite": citations(config),
     }
 
 
-def _is_preset(config: ModelConfig, row: Preset) -> bool:
-    return config.replace(**SIZES["small"]) == row.config
+def _has_size(config: ModelConfig, size: str) -> bool:
+    return all(getattr(config, key) == value for key, value in SIZES[size].items())
 
 
 def _start(config: ModelConfig, start: str) -> str:
@@ -144,32 +184,38 @@ def _start(config: ModelConfig, start: str) -> str:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    config, row = resolve(args.name, args.overrides, args.size)
-    facts = describe(config, row)
+    config = resolve(args.name, args.overrides, args.size)
+    facts = describe(config)
     if args.cite:
         print("\n\n".join(BIBTEX.get(key, f"% {key}: no entry in stepformer.references") for key in facts["cite"]))
         return 0
+    if args.batch is not None:
+        estimate = estimate_memory(config, args.batch, autocast=torch.bfloat16)
+        facts["memory"] = {"batch": args.batch, **vars(estimate), "training": estimate.training}
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
-    console = Console(highlight=False)
-    print_facts(console, config, facts)
+    print_facts(console(), config, facts)
+    if args.batch is not None:
+        print(f"memory at batch {args.batch}, eager step under bf16 autocast with AdamW: {estimate}")
     return 0
 
 
-def print_facts(console: Console, config: ModelConfig, facts: dict[str, Any]) -> None:
-    title = ", ".join((facts["name"], *facts["aliases"])) if facts["name"] else "model"
-    console.print(f"[bold]{title}[/bold]   config {facts['hash']}")
+def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> None:
+    out.print(f"[bold]{facts['title']}[/bold]   config {facts['hash']}")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     equations = facts["equations"]
     if equations["layer"]:
         table.add_row("layer", equations["layer"])
-    table.add_row(f"template {config.template}", equations["template"])
+    recombined = splittings[config.splitting].component.needs_velocity
+    own = "  (its step alone; this splitting recombines it)" if recombined else ""
+    table.add_row(f"template {config.template}", f"{equations['template']}{own}")
     table.add_row(f"splitting {config.splitting}", equations["splitting"])
-    table.add_row(f"attention {config.attention}", f"{equations['attention']};  u = LN(point)")
-    table.add_row(f"MLP {config.mlp}", f"{equations['mlp']};  u = LN(point)")
+    norm = "LN" if config.norm == "layernorm" else "RMSNorm"
+    table.add_row(f"attention {config.attention}", f"{equations['attention']};  z = {norm}(point)")
+    table.add_row(f"MLP {config.mlp}", f"{equations['mlp']};  z = {norm}(point)")
     calls = facts["calls"]
     table.add_row("oracle calls", f"{calls['attn']} attention + {calls['mlp']} MLP per layer")
     for name, stream in facts["streams"].items():
@@ -178,23 +224,26 @@ def print_facts(console: Console, config: ModelConfig, facts: dict[str, Any]) ->
         table.add_row("streams", "x alone")
     norms = facts["aux_norms_per_layer"]
     if norms:
-        table.add_row("auxiliary norms", f"{len(norms)} per layer ({', '.join(norms)}), gain {config.aux_norm_gain:g}")
-    console.print(table)
+        which = "shared by both oracles" if norms == ["both"] else f"one each for {', '.join(norms)}"
+        table.add_row("auxiliary norms", f"{len(norms)} per layer, {which}; initial gain {config.aux_norm_gain:g}")
+    for name, option in facts["options"].items():
+        table.add_row(f"option {name}", f"{option['value']}  ({option['values']}: {option['help']})")
+    out.print(table)
     if facts["coefficients_per_layer"]:
-        console.print()
+        out.print()
         learned = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("coefficient (one per layer)", "range", "starts at", "role"):
+        for column in ("coefficient (one per layer)", "range", "starts at", "kind"):
             learned.add_column(column, no_wrap=True)
         for c in facts["coefficients_per_layer"]:
             learned.add_row(c["name"], c["range"], f"{c['start']:.6g}", c["kind"])
-        console.print(learned)
-    console.print()
+        out.print(learned)
+    out.print()
     size = f"{config.n_layer} layers, {config.n_head} heads, width {config.d_model}, context {config.context}"
-    console.print(f"[bold]parameters[/bold] at {size}, vocabulary {config.vocab_size}")
+    out.print(f"[bold]parameters[/bold] at {size}, vocabulary {config.vocab_size}")
     for convention, count in facts["parameters"].items():
-        console.print(f"  {convention:<16}{count:>14,}")
+        out.print(f"  {convention:<16}{count:>14,}")
     if facts["unused_parameters"]:
-        console.print(f"  {'declared unused':<16}{facts['unused_parameters']:>14,}  (in the total, never trained)")
+        out.print(f"  {'declared unused':<16}{facts['unused_parameters']:>14,}  (in the total, never trained)")
     if facts["published"]:
-        console.print(f"[bold]published[/bold]  {facts['published']}")
-    console.print(f"[bold]cite[/bold]  {', '.join(facts['cite'])}   (--cite prints BibTeX)")
+        out.print(f"[bold]published[/bold]  {facts['published']} (its paper's figure, not measured here)")
+    out.print(f"[bold]cite[/bold]  {', '.join(facts['cite'])}   (--cite prints BibTeX)")

@@ -1,11 +1,13 @@
 """The conformance audit: what every architecture owes, checked on a small copy of it.
 
-1. it builds from its name and from an explicit config;
+1. it builds from its config and keeps the contract of a template: a kick leaves x alone, no rule changes its input,
+   and a layer hands on exactly the declared streams;
 2. it is causal: changing later tokens leaves earlier logits unchanged to the bit, a longer context changes nothing
    before it, and rows of a batch do not see each other;
 3. cached decoding equals the full forward pass;
 4. trained on fresh uniform random tokens it does not fall below ln V: what cannot be predicted must not be;
-5. its gradients are finite at step 0 and reach every parameter that is not declared unused;
+5. its gradients are finite at step 0 and reach every parameter that is not declared unused; away from the start
+   none of them is zero;
 6. its gradients equal finite differences, and its values and gradients equal a plain transcription of its
    equations where there is one.
 
@@ -15,21 +17,22 @@ parameter that starts at zero or a norm that starts at one.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from stepformer.catalogue import citations, preset
 from stepformer.config import ModelConfig
-from stepformer.errors import InputError, StepformerError, UnknownNameError
+from stepformer.errors import InputError, StepformerError
 from stepformer.model import Model
+from stepformer.oracles import Call
 from stepformer.plugins import import_file
+from stepformer.roles import Role
 from stepformer.schemes import templates
 
 GEOMETRY = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 16, "vocab_size": 16}
@@ -44,10 +47,10 @@ TRANSCRIPTION_TOLERANCE = 1e-9
 BELOW_CHANCE = 0.02
 
 OBLIGATIONS = {
-    1: "builds",
+    1: "contract",
     2: "causal",
-    3: "cached decoding",
-    4: "random tokens",
+    3: "decoding",
+    4: "chance",
     5: "gradients",
     6: "equations",
 }
@@ -88,31 +91,36 @@ def audit(
 ) -> Audit:
     """Audit an architecture at d = 32 with 8 heads, two layers, V = T = 16, whatever its own size."""
     config = config.replace(**GEOMETRY, real_vocab=None, mlp_hidden=None)
-    checks = []
-    for obligation, run in _stages(config, name, steps, seed, transcription):
+    stages: dict[int, Callable[[], tuple[bool, str]]] = {
+        1: lambda: _contract(config, seed),
+        2: lambda: _causal(config, seed),
+        3: lambda: _cached(config, seed),
+        4: lambda: _random_tokens(config, seed, steps),
+        5: lambda: _gradients_reach(config, seed),
+        6: lambda: _equations(config, seed, transcription),
+    }
+    checks: list[Check] = []
+    for obligation, run in stages.items():
         progress(OBLIGATIONS[obligation])
         try:
             passed, detail = run()
-        except StepformerError as error:
-            passed, detail = False, str(error)
         except Exception as error:  # a user's rule may fail in any way; the audit reports it and goes on
-            passed, detail = False, f"{type(error).__name__}: {error}"
+            passed, detail = False, _explain(error)
+        if not passed and any(detail == check.detail for check in checks):
+            detail = "for the same reason"
         checks.append(Check(obligation, passed, detail))
     return Audit(name or config.template, tuple(checks))
 
 
-Stage = tuple[int, Callable[[], tuple[bool, str]]]
-
-
-def _stages(
-    config: ModelConfig, name: str, steps: int, seed: int, transcription: Transcription | None
-) -> Iterator[Stage]:
-    yield 1, lambda: _builds(config, name)
-    yield 2, lambda: _causal(config, seed)
-    yield 3, lambda: _cached(config, seed)
-    yield 4, lambda: _random_tokens(config, seed, steps)
-    yield 5, lambda: _gradients_reach(config, seed)
-    yield 6, lambda: _equations(config, seed, transcription)
+def _explain(error: Exception) -> str:
+    """An exception in a sentence, with the place it came from unless it already is a sentence for users."""
+    if isinstance(error, StepformerError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[1])
+    outside = [f for f in frames if "torch" not in Path(f.filename).parts and not f.filename.startswith(package)]
+    place = (outside or frames)[-1]  # the rule's own line rather than the library's
+    return f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {error}"
 
 
 def shaken(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> Model:
@@ -131,18 +139,33 @@ def _tokens(config: ModelConfig, seed: int, batch: int = 4) -> Tensor:
     return torch.randint(config.vocab_size, (batch, config.context), generator=generator)
 
 
-def _builds(config: ModelConfig, name: str) -> tuple[bool, str]:
-    model = Model(config, seed=0)
+def _contract(config: ModelConfig, seed: int) -> tuple[bool, str]:
     again = ModelConfig.from_dict(config.to_dict())
     if again != config:
         return False, f"the config does not survive a round trip: {again.to_dict()} is not {config.to_dict()}"
     if not templates[config.template].equation:
         return False, f"template '{config.template}' states no equation"
-    cited = ""
-    with contextlib.suppress(UnknownNameError):
-        cited = preset(name).cite if name else ""
-    if not citations(config, cited):
-        return False, "nothing is cited"
+    model = shaken(config, seed)
+    tokens = _tokens(config, seed)
+    call = Call(torch.arange(config.context))
+    s = model.start(tokens, call.positions)
+    block = model.blocks[0]
+    for turn, values in block.coefficients.values().items():
+        g = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(seed), dtype=s.x.dtype)
+        inputs = {"x": s.x, **s.streams, "g": g}
+        before = {key: (t, t._version) for key, t in inputs.items()}
+        kicked = block.template.kick(s, values, g)
+        if kicked.x is not s.x:
+            return False, f"kick() moves x (turn '{turn}'); only drift() may"
+        norm = block.aux_norms[block.norm_keys[turn]] if block.norm_keys else torch.nn.Identity()
+        block.template.drift(block.template.normalise(kicked, norm), values)
+        changed = [key for key, (t, version) in before.items() if t._version != version]
+        if changed:
+            return False, f"the rule changes {', '.join(changed)} in place; it must return new tensors"
+    after = block(s, call)
+    if set(after.streams) != set(s.streams):
+        odd = ", ".join(sorted(set(after.streams) ^ set(s.streams)))
+        return False, f"a layer should hand on the streams {sorted(s.streams)}; it adds or loses: {odd}"
     return True, f"{model.num_parameters():,}"
 
 
@@ -158,9 +181,8 @@ def _causal(config: ModelConfig, seed: int) -> tuple[bool, str]:
             changed = (model(other).logits[:, :cut] - logits[:, :cut]).abs().max().item()
             if changed != 0:  # NaN counts as changed
                 return False, f"tokens from {cut} on change the logits before them by {changed:.1e}"
-    worst = 0.0
-    for cut in range(1, config.context):
-        worst = max(worst, _difference(model(tokens[:, :cut]).logits, logits[:, :cut]))
+    cuts = range(1, config.context)
+    worst = _largest(_difference(model(tokens[:, :cut]).logits, logits[:, :cut]) for cut in cuts)
     if not worst <= CACHE_TOLERANCE:
         return False, f"extending the context changes earlier logits by {worst:.1e}"
     alone = _difference(model(tokens[1:2]).logits, logits[1:2])
@@ -174,18 +196,24 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
+def _largest(values: Iterable[float]) -> float:
+    """The maximum, or NaN if there is one (Python's max would drop it)."""
+    values = list(values)
+    return math.nan if any(math.isnan(v) for v in values) else max(values)
+
+
 @torch.no_grad()
 def _cached(config: ModelConfig, seed: int) -> tuple[bool, str]:
     model = shaken(config, seed)
     tokens = _tokens(config, seed, batch=3)
     full = model(tokens).logits
     time = config.context
-    worst = 0.0
+    differences = []
     for chunks in ([1] * time, [time // 2] + [1] * (time - time // 2), [3, 4, time - 7]):
         cache, at = model.new_cache(len(tokens)), 0
         for width in chunks:
             logits = model(tokens[:, at : at + width], cache=cache).logits
-            worst = max(worst, _difference(logits, full[:, at : at + width]))
+            differences.append(_difference(logits, full[:, at : at + width]))
             at += width
     # prompts of different length, padded on the right with arbitrary tokens, then decoded together
     lengths = torch.tensor([2, 7, 5])
@@ -195,11 +223,12 @@ def _cached(config: ModelConfig, seed: int) -> tuple[bool, str]:
         prompt[b, n:] = 0
     logits = model(prompt, cache=cache, lengths=lengths, last_only=True).logits
     rows = torch.arange(len(tokens))
-    worst = max(worst, _difference(logits[:, 0], full[rows, lengths - 1]))
+    differences.append(_difference(logits[:, 0], full[rows, lengths - 1]))
     for step in range(time - int(lengths.max())):
         at_row = lengths + step
         logits = model(tokens[rows, at_row][:, None], cache=cache).logits
-        worst = max(worst, _difference(logits[:, 0], full[rows, at_row]))
+        differences.append(_difference(logits[:, 0], full[rows, at_row]))
+    worst = _largest(differences)
     passed = worst <= CACHE_TOLERANCE
     return passed, f"{worst:.0e}" if passed else f"cached logits differ by {worst:.1e}"
 
@@ -217,6 +246,8 @@ def _random_tokens(config: ModelConfig, seed: int, steps: int) -> tuple[bool, st
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            return False, f"the loss is not finite after {len(losses)} training steps"
     chance = math.log(config.vocab_size)
     tail = losses[-min(100, max(1, steps // 3)) :]
     mean = sum(tail) / len(tail)
@@ -240,6 +271,15 @@ def _gradients_reach(config: ModelConfig, seed: int) -> tuple[bool, str]:
             return False, f"the gradient of {name} is not finite"
         if not bool(parameter.grad.any()):
             zeros.append(name.replace("blocks.", "").replace("coefficients.", ""))
+    moved = shaken(config, seed)
+    loss = moved(tokens[:, :-1], tokens[:, 1:]).loss
+    assert loss is not None
+    loss.backward()
+    starved = [n for n, p in moved.named_parameters() if p.grad is not None and not bool(p.grad.any())]
+    # With zero streams the first look-ahead and memory multiply zero, whatever their value.
+    starved = [n for n in starved if moved.roles()[n] is not Role.COEFFICIENT]
+    if starved:
+        return False, f"the gradient is zero everywhere for {', '.join(starved[:4])}{' ...' if starved[4:] else ''}"
     unused = len(model.unused_parameters())
     notes = [f"{unused} unused"] if unused else []
     notes += [f"zero: {', '.join(zeros)}"] if zeros else []
@@ -258,7 +298,7 @@ def _equations(config: ModelConfig, seed: int, transcription: Transcription | No
     largest = max(g.norm().item() for g in gradients.values())
 
     generator = torch.Generator().manual_seed(seed + 3)
-    worst, step = 0.0, 1e-5
+    errors, step = [], 1e-5
     probe = copy.deepcopy(model)
     with torch.no_grad():
         for name, parameter in probe.named_parameters():
@@ -273,23 +313,25 @@ def _equations(config: ModelConfig, seed: int, transcription: Transcription | No
             parameter.add_(direction, alpha=step)
             measured = (values[0] - values[1]) / (2 * step)
             expected = (gradients[name] * direction).sum()
-            worst = max(worst, _difference(measured, expected) / largest)
+            errors.append(_difference(measured, expected) / largest)
+    worst = _largest(errors)
     if not worst <= DIFFERENCE_TOLERANCE:
         return False, f"gradients differ from finite differences by {worst:.1e} of the largest"
 
     independent = transcription(model, inputs) if transcription else None
     if independent is None:
-        return True, f"fd {worst:.0e}"
-    apart = _difference(independent, model(inputs).logits) / independent.abs().max().item()
+        return True, f"fd {worst:.0e}, not transcribed"
+    apart = [_difference(independent, model(inputs).logits) / independent.abs().max().item()]
     names, parameters = zip(*used.items(), strict=True)
     other = torch.nn.functional.cross_entropy(independent.flatten(0, 1), targets.flatten())
     for name, gradient in zip(names, torch.autograd.grad(other, parameters, allow_unused=True), strict=True):
         if gradient is None:
             return False, f"the transcription does not use {name}"
-        apart = max(apart, _difference(gradient, gradients[name]) / largest)
-    if not apart <= TRANSCRIPTION_TOLERANCE:
-        return False, f"values or gradients differ from the transcribed equations by {apart:.1e} of the largest"
-    return True, f"fd {worst:.0e}, tr {apart:.0e}"
+        apart.append(_difference(gradient, gradients[name]) / largest)
+    farthest = _largest(apart)
+    if not farthest <= TRANSCRIPTION_TOLERANCE:
+        return False, f"values or gradients differ from the transcribed equations by {farthest:.1e} of the largest"
+    return True, f"fd {worst:.0e}, tr {farthest:.0e}"
 
 
 def load_transcription(path: str | Path | None = None) -> Transcription | None:

@@ -33,19 +33,21 @@ class Attention(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not attend: define forward().")
 
 
-attentions: Registry[Attention] = Registry("attention")
+attentions: Registry[Attention] = Registry("attention", Attention)
 register_attention = attentions.register
 
 
 @register_attention(
-    "softmax", equation="g_i = W_O sum_{j<=i} softmax_j(q_i.k_j / sqrt(head_dim)) v_j", cite="vaswani2017attention"
+    "softmax",
+    equation="g_i = W_O sum_{j<=i} softmax_j(q_i.k_j / sqrt(head_dim)) W_V z_j;  q = W_Q z, k = W_K z, per head",
+    cite="vaswani2017attention",
 )
 class SoftmaxAttention(Attention):
     """Causal multi-head softmax attention with a fused projection for queries, keys and values."""
 
     options = {
         "attention_backend": choice(
-            "sdpa", "math", help="sdpa: fused kernels; math: plain products, twice differentiable (diagnostics)"
+            "sdpa", "math", help="fused kernels, or plain products that are twice differentiable"
         ),
     }
 

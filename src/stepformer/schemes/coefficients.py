@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepformer.errors import InputError
+
 Kind = Literal["memory", "lookahead", "step", "drift", "decay"]
-"""What a coefficient does; a splitting shares whole kinds inside a layer (catalogue A, second table).
+"""What a coefficient does; a splitting shares whole kinds inside a layer.
 
 memory: how much of an old stream survives (beta); lookahead: how far ahead the oracle looks (mu);
 step: the gain on the oracle's answer (gamma); drift: how far x follows the streams (nu, delta);
@@ -31,6 +33,14 @@ class Coefficient:
     start: float
     range: Literal["unit", "positive"]
     kind: Kind
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InputError(f"A coefficient's kind is one of {', '.join(get_args(Kind))}, not '{self.kind}'.")
+        if self.range == "unit" and not 0.0 < self.start < 1.0:
+            raise InputError(f"A unit coefficient starts strictly between 0 and 1, not at {self.start}.")
+        if self.range == "positive" and not 0.0 < self.start < math.inf:
+            raise InputError(f"A positive coefficient starts above 0, not at {self.start}.")
 
     @property
     def raw_start(self) -> float:
@@ -51,15 +61,11 @@ class Coefficient:
 
 def unit(start: float = 0.5, kind: Kind = "step") -> Coefficient:
     """A coefficient in (0, 1), behind a sigmoid."""
-    if not 0.0 < start < 1.0:
-        raise ValueError(f"a unit coefficient starts strictly between 0 and 1, not at {start}")
     return Coefficient(start, "unit", kind)
 
 
 def positive(start: float = math.log(2.0), kind: Kind = "step") -> Coefficient:
     """A positive coefficient, behind a softplus."""
-    if start <= 0.0:
-        raise ValueError(f"a positive coefficient starts above 0, not at {start}")
     return Coefficient(start, "positive", kind)
 
 
@@ -107,6 +113,10 @@ class CoefficientBank(nn.Module):
         mapped = {key: self.value(key) for key in self.specs}
         return {sub: Values({name: mapped[k] for name, k in keys.items()}) for sub, keys in self.keys_of.items()}
 
+    def names(self) -> list[str]:
+        """Every word that `pin` understands."""
+        return [*{name for keys in self.keys_of.values() for name in keys}, *self.specs]
+
     def owned_by(self, substep: str) -> list[str]:
         """Keys that only this substep uses."""
         others = {k for sub, keys in self.keys_of.items() if sub != substep for k in keys.values()}
@@ -118,5 +128,8 @@ class CoefficientBank(nn.Module):
         keys = keys or sorted({ks[word] for ks in self.keys_of.values() if word in ks})
         for key in keys:
             raw = self.get_parameter(key)
-            self.pinned[key] = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).reshape(1)
+            pinned = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).reshape(1)
+            if not bool(pinned.isfinite()):
+                raise InputError(f"{word} = {value} is not finite.")
+            self.pinned[key] = pinned
         return len(keys)

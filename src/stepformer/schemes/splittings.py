@@ -69,6 +69,10 @@ class Splitting:
         for key, option in self.options.items():
             setattr(self, key, options.get(key, option.default))
 
+    def describe(self) -> str:
+        """What a block does under these options, in words; `template step` is the template's own equation."""
+        return splittings[self.name].equation
+
     def norm_keys(self) -> dict[str, str]:
         return {turn: turn for turn in self.oracles}
 
@@ -83,13 +87,13 @@ class Splitting:
         raise NotImplementedError(f"{type(self).__name__} does not say how the turns compose: define step().")
 
 
-splittings: Registry[Splitting] = Registry("splitting")
+splittings: Registry[Splitting] = Registry("splitting", Splitting)
 register_splitting = splittings.register
 
 ORDER = choice(
     "ama",
     "mam",
-    help="ama: attention outside (Strang) or explicit (IMEX); mam: the MLP",
+    help="attention outside (strang) or explicit (imex), or the MLP",
 )
 
 
@@ -102,6 +106,10 @@ class Ordered(Splitting):
     def ordered(self, turns: Substeps) -> tuple[Substep, Substep]:
         a, m = turns["attn"], turns["mlp"]
         return (a, m) if self.order == "ama" else (m, a)
+
+    def names(self) -> tuple[str, str]:
+        """The first and the second oracle, for people."""
+        return ("attention", "MLP") if self.order == "ama" else ("MLP", "attention")
 
 
 @register_splitting(
@@ -145,6 +153,10 @@ class Strang(Ordered):
 
     shares = frozenset({"memory"})
 
+    def describe(self) -> str:
+        outer, inner = self.names()
+        return f"half step with {outer} (gamma/2), full step with {inner}, half step with {outer} (same coefficients)"
+
     def calls(self) -> dict[str, int]:
         return {"attn": 2, "mlp": 1} if self.order == "ama" else {"attn": 1, "mlp": 2}
 
@@ -164,9 +176,9 @@ class Strang(Ordered):
 class IMEX(Ordered):
     """One oracle explicit, the other implicit and approximated by k refinements.
 
-    Every refinement restarts from the same x_t and the same explicit velocity; only the look-ahead moves. The seed
-    names the orders by "Attn->MLP" and "MLP->Attn" and tabulates them as AMA and MAM without a definition: here ama
-    means attention explicit and MLP implicit.
+    Every refinement restarts from the same x_t and the same explicit velocity; only the look-ahead moves. The
+    YuriiFormer paper names the orders "Attn->MLP" and "MLP->Attn" and tabulates them as AMA and MAM without a
+    definition: here ama means attention explicit and MLP implicit.
     """
 
     shares = frozenset({"memory", "drift"})
@@ -178,6 +190,15 @@ class IMEX(Ordered):
     needs_velocity = True
     k: int
     velocity_norm: str
+
+    def describe(self) -> str:
+        explicit, implicit = self.names()
+        n = "LN_v" if self.velocity_norm == "every" else ""
+        last = "x' = x + V'" if self.velocity_norm == "every" else "V' = LN_v(V'), x' = x + V'"
+        return (
+            f"V = {n}(beta v + gamma {explicit}(x + mu v));  V' = V, then {self.k} times "
+            f"V' = {n}(beta V + gamma' {implicit}(x + mu' V'));  {last}  (nu, mu where the template has them)"
+        )
 
     def norm_keys(self) -> dict[str, str]:
         if self.velocity_norm == "once":
@@ -220,6 +241,13 @@ class SymplecticEuler(Splitting):
     options = {"final_drift": flag(False, help="in the last block, let x follow the velocity after the MLP kick")}
     needs_velocity = True
     final_drift: bool
+
+    def describe(self) -> str:
+        end = ";  in the last block x follows v once more" if self.final_drift else ""
+        return (
+            "v = LN_v(beta v - gamma attention(x + mu v));  x = x + delta v;  v = LN_v(beta v - gamma' MLP(x + mu v))"
+            f"  (mu where the template has it){end}"
+        )
 
     def idle(self) -> tuple[str, ...]:
         return ("mlp",) if self.last and not self.final_drift else ()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from stepformer.errors import InputError
 from stepformer.options import Option
 from stepformer.registry import Registry
 from stepformer.schemes.coefficients import Coefficient, Values
@@ -26,6 +27,10 @@ class Stream:
 
     start: Start
     meaning: str
+
+    def __post_init__(self) -> None:
+        if self.start not in get_args(Start):
+            raise InputError(f"A stream starts from {' or '.join(map(repr, get_args(Start)))}, not {self.start!r}.")
 
 
 class Template:
@@ -57,7 +62,10 @@ class Template:
 
     @classmethod
     def has_velocity(cls) -> bool:
-        """Whether x follows a velocity stream `v`; momentum splittings (IMEX, symplectic Euler) need one."""
+        """Whether there is a stream named `v`: by that name it is the velocity, which x follows.
+
+        Momentum splittings (IMEX, symplectic Euler) and hybrid inference need one.
+        """
         return "v" in cls.streams
 
     @classmethod
@@ -84,7 +92,7 @@ class Template:
         return g.unflatten(-1, (self.n_head, self.head_dim))
 
 
-templates: Registry[Template] = Registry("template")
+templates: Registry[Template] = Registry("template", Template)
 register_template = templates.register
 
 
