@@ -131,6 +131,15 @@ def test_bad_input_is_one_sentence_and_status_2() -> None:
         assert done.stderr.count("\n") == 1
 
 
+def test_words_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "yurii", "--size", "tiny", "n_layer=2", "--json", "bias=true"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["n_layer"], config["bias"]) == (2, True)
+    with pytest.raises(SystemExit) as stopped:
+        main(["show", "yurii", "--colour", "n_layer=2"])
+    assert stopped.value.code == 2
+
+
 def test_help_teaches() -> None:
     done = run("--help")
     assert done.returncode == 0
@@ -157,9 +166,10 @@ def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: p
     assert main(["list", "mine", "--plugin", str(rule)]) == 0
     assert "mine x lie-trotter" in capsys.readouterr().out
     for text, sentence in (
-        ("sf.register_template('nesterov')(type('T', (sf.Template,), {}))", "name 'nesterov' is already taken"),
+        ("sf.register_template('nesterov')(type('Nesterov', (sf.Template,), {}))", "name 'nesterov' is already taken"),
+        ("sf.register_preset('yurii', equation='', cite='')", "name 'yurii' is already taken"),
         ("sf.register_template('other')(dict)", "is a subclass of Template"),
-        ("sf.Stream('zero', 'velocity')", "A stream starts from"),
+        ("sf.Stream('nought', 'velocity')", "A stream starts from"),
         ("sf.unit(0.5, 'memori')", "kind is one of memory"),
         ("sf.unit(1.5)", "between 0 and 1"),
         ("sf.register_template('o')(type('T', (sf.Template,), {'options': {'tau': 1.0}}))", "stepformer.Option"),

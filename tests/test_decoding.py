@@ -86,8 +86,38 @@ def test_cache_refuses_what_does_not_fit() -> None:
         model(tokens(2, 2), cache=cache)
     with pytest.raises(sf.InputError, match="2 rows"):
         model(tokens(3, 1), cache=cache)
-    with pytest.raises(sf.InputError, match="context 8"):
-        model.new_cache(1, capacity=9)
+    for capacity in (0, 9):
+        with pytest.raises(sf.InputError, match="1 to 8 tokens"):
+            model.new_cache(1, capacity=capacity)
+    with pytest.raises(sf.InputError, match="another architecture"):
+        tiny("verlet-ama")(tokens(2, 1), cache=cache)
+
+
+def test_selected_rows_of_different_length() -> None:
+    model, ids = shake(tiny("yurii")), tokens(3)
+    with torch.no_grad():
+        full = model(ids).logits
+        cache = model.new_cache(3)
+        model(ids[:, :7], cache=cache, lengths=torch.tensor([3, 7, 3]))
+        cache.select(torch.tensor([2, 0]))
+        for at in range(3, 8):  # the long row is gone, and with it the end of the context
+            logits = model(ids[[2, 0], at : at + 1], cache=cache).logits
+            assert (logits[:, 0] - full[[2, 0], at]).abs().max() <= TOLERANCE
+
+
+def test_a_cache_records_no_gradients_and_crosses_autocast() -> None:
+    model, ids = shake(tiny("yurii", dtype=torch.float32)).train(), tokens(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = model.new_cache(2)
+        assert cache.slots[0][0].k.dtype == torch.bfloat16
+        first = model(ids[:, :5], cache=cache).logits
+    assert not first.requires_grad
+    later = model(ids[:, 5:], cache=cache).logits
+    assert (later - model(ids).logits[:, 5:]).abs().max() < 0.05 * later.abs().max()
+
+
+def test_a_checkpointing_model_decodes_in_training_mode() -> None:
+    assert_decodes(shake(tiny("verlet-ama", activation_checkpointing=True)).train())
 
 
 def greedy_by_hand(model: sf.Model, prompt: list[int], n: int) -> list[int]:
@@ -115,21 +145,28 @@ def test_sampling_is_seeded_and_leaves_the_global_generator_alone() -> None:
     assert model.generate([[1, 2]], max_new_tokens=10, seed=4).tokens != first
 
 
-def test_stop_token_ends_a_row_and_not_the_others() -> None:
-    model = shake(tiny("yurii", context=16))
-    free = model.generate([[1], [2, 3]], max_new_tokens=8, temperature=0)
-    stop = free.tokens[0][2]
-    result = model.generate([[1], [2, 3]], max_new_tokens=8, temperature=0, stop=stop)
+def lively(**overrides: Any) -> sf.Model:
+    """A model whose greedy text varies: large weights, so that position and token both matter."""
+    return shake(tiny("yurii", **overrides), scale=1.0, seed=3)
+
+
+@pytest.mark.parametrize("form", [int, lambda t: [t], lambda t: torch.tensor([t]), torch.tensor])
+def test_stop_token_ends_a_row_and_not_the_others(form: Any) -> None:
+    model, prompts = lively(context=16), [[1], [2, 3]]
+    free = model.generate(prompts, max_new_tokens=8, temperature=0)
+    only_first = [t for t in free.tokens[0] if t not in free.tokens[1]]
+    stop = only_first[0]
+    result = model.generate(prompts, max_new_tokens=8, temperature=0, stop=form(stop))
     assert result.tokens[0] == free.tokens[0][: free.tokens[0].index(stop) + 1]
-    assert result.finish[0] == "stop"
-    if stop not in free.tokens[1]:
-        assert result.tokens[1] == free.tokens[1]
+    assert result.finish == ["stop", "length"]
+    assert result.tokens[1] == free.tokens[1]
 
 
 def test_context_end_stops_long_rows_and_lets_short_ones_finish() -> None:
-    model = shake(tiny("yurii"))  # context 8
+    model = lively()  # context 8
     prompts = [[1, 2, 3, 4, 5, 6], [1]]
     result = model.generate(prompts, max_new_tokens=6, temperature=0)
+    assert len(set(result.tokens[1])) > 2
     assert result.finish == ["context", "length"]
     # six tokens of prompt leave room for two more; the logits after the eighth give one token beyond it
     assert result.tokens[0] == greedy_by_hand(model, prompts[0], 3)
@@ -137,9 +174,10 @@ def test_context_end_stops_long_rows_and_lets_short_ones_finish() -> None:
 
 
 def test_slide_re_encodes_the_later_half() -> None:
-    model = shake(tiny("yurii"))
+    model = lively()
     result = model.generate([1, 2, 3], max_new_tokens=20, temperature=0, on_context_end="slide")
     assert result.finish == ["length"]
+    assert len(set(result.tokens[0])) > 3
     row, expected = [1, 2, 3], []
     for _ in range(20):
         if len(row) > 8:
@@ -184,6 +222,11 @@ def test_top_k_and_top_p_keep_the_right_sets() -> None:
     assert draw(top_p=0.9) == {0, 1, 2}
     assert draw(top_p=1.0, top_k=4) == {0, 1, 2, 3}
     assert draw(temperature=0) == {0}
+    assert draw(temperature=1e-45) == {0}
+    assert draw(temperature=0.2) == {0, 1}  # p^5: 0.93, 0.07, 0.002, 1e-5; 200 draws of seeds 0 to 199
+    ties = torch.zeros(500, 5)
+    kept = sample(ties, top_k=2, generator=torch.Generator().manual_seed(0))
+    assert len(set(kept.tolist())) == 2
 
 
 def test_sampling_frequencies() -> None:
@@ -197,6 +240,8 @@ def test_sampling_frequencies() -> None:
     ("settings", "sentence"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_k": 0}, "top_k"),
         ({"top_p": 1.5}, "top_p"),

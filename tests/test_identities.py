@@ -99,8 +99,15 @@ def test_5_frozen_second_moment() -> None:
 
     adam = shake(tiny("adam"))
     adam.pin_coefficients(beta2=1.0)
-    after = adam.blocks[0](adam.start(ids, torch.arange(ids.shape[1])), call)
+    s, block = adam.start(ids, torch.arange(ids.shape[1])), adam.blocks[0]
+    x, m = s.x, s.m
+    for name in ("attn", "mlp"):
+        beta1, gamma = (block.coefficients.value(f"{key}_{name}") for key in ("beta1", "gamma"))
+        m = beta1 * m + (1 - beta1) * block.ask((name,), x, call=call)
+        x = x + gamma * block.aux_norms[name](m / (1 + 1e-8))
+    after = block(s, call)
     assert torch.equal(after.s, torch.ones_like(after.s))
+    assert (after.x - x).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import stepformer as sf
 from helpers import shake, tiny, tokens
 from stepformer.memory import estimate_memory
-from stepformer.roles import named_roles
+from stepformer.oracles.attention import SoftmaxAttention, rotate
+from stepformer.oracles.mlp import MLP
+from stepformer.roles import declare, named_roles
 from stepformer.schemes.matrix_functions import inverse_square_root, newton_schulz
 
-COUNTS = {  # momentum-streams 1.13 and catalogue A
+COUNTS = {  # as published; counted by hand from the equations where the papers are silent
     "vanilla": 124_373_760,
     "yurii": 163_812_168,
     "tmm": 163_812_192,
@@ -140,12 +143,15 @@ def test_output_and_loss() -> None:
 def test_symplectic_last_block_is_declared_unused() -> None:
     model = tiny("symplectic-euler")
     assert model.unused_parameters() == [
-        "blocks.1.mlp_norm.weight",
-        "blocks.1.mlp.up.weight",
-        "blocks.1.mlp.down.weight",
-        "blocks.1.coefficients.gamma_mlp",
         "blocks.1.aux_norms.mlp.weight",
+        "blocks.1.coefficients.gamma_mlp",
+        "blocks.1.mlp.down.weight",
+        "blocks.1.mlp.up.weight",
+        "blocks.1.mlp_norm.weight",
     ]
+    assert not any(model.get_parameter(name).requires_grad for name in model.unused_parameters())
+    model.requires_grad_(False)  # freezing is not the same as being unused
+    assert len(model.unused_parameters()) == 5
     assert tiny("symplectic-euler", final_drift=True).unused_parameters() == []
     small = sf.build("symplectic-euler", size="small", device="meta")
     assert sum(p.numel() for p in small.parameters() if not p.requires_grad) == 4_720_129
@@ -188,6 +194,140 @@ def test_memory_estimate_knows_bf16_autocast() -> None:
     config = sf.model_config("yurii", size="tiny")
     assert estimate_memory(config, 2, autocast=torch.bfloat16).activations < estimate_memory(config, 2).activations
     assert "GiB" in str(estimate_memory(config, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8])
+def test_any_integer_type_will_do(dtype: torch.dtype) -> None:
+    model = shake(tiny("yurii"))
+    ids, targets = tokens(), tokens(seed=1)
+    expected = model(ids, targets)
+    found = model(ids.to(dtype), targets.to(dtype))
+    assert torch.equal(found.logits, expected.logits)
+    assert found.loss == expected.loss
+
+
+def test_bad_lengths_are_refused() -> None:
+    model, ids = tiny(), tokens(2, 4)
+    for lengths, sentence in (
+        ([1, 2], "tensor of integers"),
+        (torch.tensor([1.0, 2.0]), "tensor of integers"),
+        (torch.tensor([1, 2, 3]), "one entry per row"),
+        (torch.tensor([0, 2]), "between 1 and 4"),
+        (torch.tensor([5, 2]), "between 1 and 4"),
+    ):
+        with pytest.raises(sf.InputError, match=sentence):
+            model(ids, lengths=lengths)
+    with pytest.raises(sf.InputError, match="last_only"):
+        model(ids, ids, last_only=True)
+
+
+def test_per_sample_gradients_by_vmap() -> None:
+    model = shake(tiny("yurii", attention_backend="math"))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    ids, targets = tokens(3), tokens(3, seed=1)
+
+    def loss(weights: dict[str, torch.Tensor], row: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (row[None], target[None])).loss
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, ids, targets)
+    one = torch.func.grad(loss)(parameters, ids[1], targets[1])
+    for name, gradient in one.items():
+        assert (each[name][1] - gradient).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", sf.presets())
+def test_bf16_parameters(name: str) -> None:
+    """Weights, streams and answers all in bf16 (8 bits): close to fp32 and finite in both directions."""
+    ids, targets = tokens(), tokens(seed=1)
+    exact = tiny(name, dtype=torch.float32)(ids, targets).loss
+    model = tiny(name, dtype=torch.bfloat16)
+    loss = model(ids, targets).loss
+    assert exact is not None
+    assert loss is not None
+    assert loss.item() == pytest.approx(exact.item(), rel=0.05)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["muon", "ortho", "soap", "shampoo"])
+def test_matrix_updates_ignore_autocast(name: str) -> None:
+    """From one and the same answer g, the update is the same to the bit inside and outside bf16 autocast."""
+    model = shake(tiny(name, dtype=torch.float32))
+    block = model.blocks[0]
+    s = model.start(tokens(), torch.arange(8))
+    values = block.coefficients.values()["attn"]
+    g = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(0))
+    plain = block.template.kick(s, values, g)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = block.template.kick(s, values, g)
+    assert all(torch.equal(cast.streams[key], plain.streams[key]) for key in plain.streams)
+
+
+def test_norm_eps_reaches_every_norm() -> None:
+    model = tiny("yurii", norm_eps=0.5)
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert len(norms) == 9
+    assert all(norm.eps == 0.5 for norm in norms)
+    assert tiny(norm="rmsnorm", norm_eps=0.5).final_norm.eps == 0.5
+
+
+def test_rotary_angles() -> None:
+    """Pair i of position t is turned by t / 10000^(i / half), written out with complex numbers."""
+    t = torch.randn(1, 1, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    turned = rotate(t, torch.arange(3, 8))
+    for row in range(5):
+        for i in range(4):
+            z = complex(t[0, 0, row, i], t[0, 0, row, i + 4]) * cmath.exp(1j * (row + 3) / 10_000 ** (i / 4))
+            assert turned[0, 0, row, i].item() == pytest.approx(z.real, abs=1e-12)
+            assert turned[0, 0, row, i + 4].item() == pytest.approx(z.imag, abs=1e-12)
+
+
+def test_a_component_can_set_its_own_initial_values() -> None:
+    class Scaled(SoftmaxAttention):
+        options = {**SoftmaxAttention.options, "gain": sf.Option(0.5, "initial scale of the answer")}
+
+        def __init__(self, *args: Any, gain: float = 0.5, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            self.start = gain
+            self.lam = torch.nn.Parameter(torch.empty(1))
+            self.register_buffer("constant", torch.empty(1))
+            declare(self, lam=sf.Role.COEFFICIENT)
+
+        def initialise(self) -> None:
+            self.lam.fill_(self.start)
+            self.constant.fill_(30.0)
+
+    class Forgetful(Scaled):
+        def initialise(self) -> None:
+            self.lam.fill_(self.start)
+
+    sf.register_attention("scaled-test", equation="test")(Scaled)
+    sf.register_attention("forgetful-test", equation="test")(Forgetful)
+    attention = tiny(attention="scaled-test", gain=0.25).blocks[1].attn
+    assert (attention.lam.item(), attention.constant.item()) == (0.25, 30.0)
+    with pytest.raises(sf.StepformerError, match=r"attn\.constant' has no initial value"):
+        tiny(attention="forgetful-test")
+
+
+def test_an_mlp_receives_its_options() -> None:
+    class Leaky(MLP):
+        options = {"slope": sf.Option(0.1, "slope below zero")}
+        slope: float
+
+        def activation(self, h: torch.Tensor) -> torch.Tensor:
+            return F.leaky_relu(h, self.slope)
+
+    sf.register_mlp("leaky-test", equation="test")(Leaky)
+    assert tiny(mlp="leaky-test", slope=2).blocks[0].mlp.slope == 2.0
+
+
+def test_pins_follow_the_model() -> None:
+    model = tiny("yurii")
+    model.pin_coefficients(mu=0.25)
+    model.float()
+    assert model(tokens()).logits.dtype == torch.float32
+    model.unpin_coefficients()
+    assert model.coefficients()[0]["mu_attn"] == 0.5
 
 
 @pytest.mark.parametrize("name", ["vanilla", "yurii", "adamw", "muon", "shampoo"])
@@ -296,6 +436,7 @@ def test_biases_are_an_option() -> None:
     assert not any(name.endswith("bias") for name, _ in tiny().named_parameters())
     yurii = tiny("yurii", bias=True)
     assert not any("aux_norms" in name and "bias" in name for name, _ in yurii.named_parameters())
+    assert all((p == 0).all() for name, p in yurii.named_parameters() if name.endswith("bias"))
 
 
 @pytest.mark.parametrize(
@@ -307,11 +448,12 @@ def test_biases_are_an_option() -> None:
         (torch.zeros(1, 0, dtype=torch.long), None, "no tokens"),
         (torch.zeros(4, dtype=torch.long), None, "shape"),
         (torch.zeros(1, 4), None, "integers"),
+        ([[1, 2]], None, "not list"),
         (torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 3, dtype=torch.long), "Targets have shape"),
         (torch.zeros(1, 1, dtype=torch.long), torch.tensor([[11]]), "target id 11"),
     ],
 )
-def test_bad_tokens_are_refused(ids: torch.Tensor, targets: Any, sentence: str) -> None:
+def test_bad_tokens_are_refused(ids: Any, targets: Any, sentence: str) -> None:
     with pytest.raises(sf.InputError, match=sentence):
         tiny()(ids, targets)
 

@@ -5,6 +5,7 @@ from stepformer.config import ModelConfig
 from stepformer.errors import ConfigError, InputError, StepformerError, UnknownNameError
 from stepformer.model import Model, Output
 from stepformer.options import Option
+from stepformer.oracles import MLP, Attention, register_attention, register_mlp
 from stepformer.roles import Role
 from stepformer.schemes import (
     Splitting,
@@ -12,6 +13,7 @@ from stepformer.schemes import (
     Stream,
     Template,
     Values,
+    free,
     positive,
     register_splitting,
     register_template,
@@ -21,6 +23,8 @@ from stepformer.schemes import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "MLP",
+    "Attention",
     "ConfigError",
     "InputError",
     "Model",
@@ -36,11 +40,14 @@ __all__ = [
     "UnknownNameError",
     "Values",
     "build",
+    "free",
     "load_config",
     "model_config",
     "positive",
     "preset",
     "presets",
+    "register_attention",
+    "register_mlp",
     "register_preset",
     "register_splitting",
     "register_template",

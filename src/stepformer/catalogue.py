@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepformer.config import ModelConfig, merge, read_toml
-from stepformer.errors import ConfigError, UnknownNameError, suggestion
+from stepformer.errors import ConfigError, StepformerError, UnknownNameError, suggestion
 from stepformer.oracles import attentions, mlps
 from stepformer.schemes import splittings, templates
 
@@ -70,6 +70,9 @@ def register_preset(
     **settings: Any,
 ) -> None:
     """Add a named architecture; `settings` are config keys that differ from the defaults."""
+    for word in (name, *aliases):
+        if word in _ALIASES:
+            raise StepformerError(f"The preset name '{word}' is already taken.")
     _PRESETS[name] = Preset(name, settings, equation, cite, aliases, published)
     _ALIASES.update(dict.fromkeys((name, *aliases), name))
 
@@ -213,15 +216,18 @@ def size_settings(name: str) -> dict[str, Any]:
     return SIZES[name]
 
 
-def model_config(name: str, *, size: str = "small", **overrides: Any) -> ModelConfig:
+def model_config(name: str, /, *, size: str = "small", **overrides: Any) -> ModelConfig:
     """The config of a preset at a size, with overrides: `model_config("yurii", size="tiny", n_layer=2)`."""
     problems: list[str] = []
     settings: dict[str, Any] = {}
-    for find in (lambda: size_settings(size), lambda: preset(name).settings):
-        try:
-            settings.update(find())
-        except UnknownNameError as error:
-            problems.append(str(error))
+    try:
+        settings.update(size_settings(size))
+    except UnknownNameError as error:
+        problems.append(str(error))
+    try:
+        settings.update(preset(name).settings)
+    except UnknownNameError as error:
+        raise ConfigError([*problems, str(error)]) from None  # without it, other complaints would mislead
     try:
         config = ModelConfig.from_dict(settings).replace(**overrides)
     except ConfigError as error:
@@ -244,7 +250,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
         for key, value in document.items()
         if key != "model"
     ]
-    if not problems and not document.get("model"):
+    if not problems and not (isinstance(document.get("model"), dict) and document["model"]):
         problems = [f"{path} has no [model] table, or an empty one; a line such as preset = 'yurii' belongs there."]
     if problems:
         raise ConfigError(problems)
@@ -255,7 +261,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
 def build(
     what: str | Path | ModelConfig,
     *,
-    size: str = "small",
+    size: str | None = None,
     seed: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -268,17 +274,18 @@ def build(
     >>> model.config.template
     'nesterov'
 
-    `overrides` are config keys and component options. Equal `seed` gives equal initial weights to every parameter
+    `size` defaults to small for a name, and to what a file or config says. `overrides` are config keys and component
+    options. Equal `seed` gives equal initial weights to every parameter
     that two architectures have in common, so that a comparison is paired from the first step.
     """
     from stepformer.model import Model
 
     if isinstance(what, ModelConfig):
-        config = what.replace(**overrides)
+        config = what.replace(**{**(size_settings(size) if size else {}), **overrides})
     elif str(what).endswith(".toml"):
-        config = load_config(what).replace(**overrides)
+        config = load_config(what, [f"size={size}"] if size else []).replace(**overrides)
     else:
-        config = model_config(str(what), size=size, **overrides)
+        config = model_config(str(what), size=size or "small", **overrides)
     return Model(config, seed=seed, device=device, dtype=dtype)
 
 

@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,15 +63,19 @@ class ModelConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        problems = _canonicalise(self) or _problems(self)
+        problems = _problems(self)
         if problems:
             raise ConfigError(problems)
+        _canonicalise(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """From flat keys, component options among them; unknown keys are errors with a suggestion."""
         values = dict(values)
-        options = dict(values.pop("options", {}))
+        options = values.pop("options", {})
+        if not isinstance(options, Mapping):
+            raise ConfigError([f"options = {options!r} should be a table; options are also accepted as plain keys."])
+        options = dict(options)
         own = {f.name for f in dataclasses.fields(cls)} - {"options"}
         for key in [k for k in values if k not in own]:
             options[key] = values.pop(key)
@@ -80,14 +85,14 @@ class ModelConfig:
         """The same config with some keys (or options) changed; options of components left behind are dropped."""
         merged = self.to_dict()
         for kind, registry in _COMPONENTS.items():
-            new = changes.get(kind)
-            if isinstance(new, str) and new in registry and registry.canonical(new) != merged[kind]:
+            new = str(changes.get(kind, ""))
+            if new in registry and registry.canonical(new) != merged[kind]:
                 kept = registry[new].component.options
                 for key in registry[merged[kind]].component.options:
                     if key not in kept:
                         merged.pop(key, None)
-        if "vocab_size" in changes and "real_vocab" not in changes:
-            merged.pop("real_vocab", None)
+        if changes.get("vocab_size", self.vocab_size) != self.vocab_size:
+            merged.pop("real_vocab", None)  # it described the other vocabulary
         return ModelConfig.from_dict({**merged, **changes})
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,12 +118,19 @@ class ModelConfig:
 
     @property
     def hash(self) -> str:
-        """Twelve hex digits that identify the architecture.
+        """Twelve hex digits that identify the function this architecture computes, size included.
 
-        Only what differs from a default enters, so an option added to the library later leaves old hashes alone;
-        `activation_checkpointing` and `attention_backend` do not enter: they do not change the function computed.
+        Sizes and components always enter, other keys when they differ from their default, so that an option added to
+        the library later leaves old hashes alone. What does not change the function does not enter: how it is
+        computed, which ids are sampled, and settings of streams and norms that the template does not have.
         """
-        values = {k: v for k, v in self.to_dict().items() if k not in _SAME_FUNCTION}
+        left_out = {"activation_checkpointing", "attention_backend", "real_vocab"}
+        template = templates[self.template].component
+        if not any(stream.start == "embed" for stream in template.streams.values()):
+            left_out.add("aux_init")
+        if template.normalises is None:
+            left_out.add("aux_norm_gain")
+        values = {k: v for k, v in self.to_dict().items() if k not in left_out}
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -127,22 +139,23 @@ class ModelConfig:
 
 
 _SIZE_KEYS = ("n_layer", "n_head", "d_model", "context", "vocab_size")
-_SAME_FUNCTION = ("activation_checkpointing", "attention_backend")
 
 
-def _canonicalise(config: ModelConfig) -> list[str]:
-    """Replace aliases by registered names and drop options that equal their defaults; report unknown names."""
-    problems = []
-    for kind, registry in _COMPONENTS.items():
-        try:
-            object.__setattr__(config, kind, registry.canonical(getattr(config, kind)))
-        except UnknownNameError as error:
-            problems.append(str(error))
-    if not problems:
-        declared = declared_options(config)
-        kept = {k: v for k, v in sorted(config.options.items()) if k not in declared or v != declared[k][1].default}
-        object.__setattr__(config, "options", kept)
-    return problems
+def _canonicalise(config: ModelConfig) -> None:
+    """One spelling for every architecture: floats as floats, no options that equal their default."""
+    settle = partial(object.__setattr__, config)
+    for f in dataclasses.fields(config):
+        if isinstance(f.default, float):
+            settle(f.name, float(getattr(config, f.name)))
+    if config.mlp_hidden == mlps[config.mlp].component.default_hidden(config.d_model):
+        settle("mlp_hidden", None)
+    kept = {}
+    for key, (_, option) in sorted(declared_options(config).items()):
+        value = config.options.get(key, option.default)
+        value = float(value) if isinstance(option.default, float) else value
+        if value != option.default:
+            kept[key] = value
+    settle("options", kept)
 
 
 def declared_options(config: ModelConfig) -> dict[str, tuple[str, Option]]:
@@ -157,41 +170,60 @@ def declared_options(config: ModelConfig) -> dict[str, tuple[str, Option]]:
 
 
 def _problems(config: ModelConfig) -> list[str]:
-    """Every reason why this config cannot be built."""
+    """Every reason why this config cannot be built, all at once."""
     problems = []
-    hints = typing.get_type_hints(ModelConfig)
-    for f in dataclasses.fields(config):
-        if f.name != "options":
-            problem = _type_problem(f.name, getattr(config, f.name), hints[f.name])
-            problems += [problem] if problem else []
-    if problems:  # arithmetic below needs the right types
-        return problems + _option_problems(config)
+    for kind, registry in _COMPONENTS.items():
+        try:
+            object.__setattr__(config, kind, registry.canonical(getattr(config, kind)))
+        except UnknownNameError as error:
+            problems.append(str(error))
+    unknown_component = bool(problems)
 
-    positive = ("n_layer", "n_head", "d_model", "context", "vocab_size")
-    problems += [
-        f"{key} = {getattr(config, key)} should be at least 1." for key in positive if getattr(config, key) < 1
-    ]
-    if config.mlp_hidden is not None and config.mlp_hidden < 1:
-        problems.append(f"mlp_hidden = {config.mlp_hidden} should be at least 1.")
+    hints = typing.get_type_hints(ModelConfig)
+    wrong: set[str] = set()  # keys of the wrong type: arithmetic with them would only add noise
+    for f in dataclasses.fields(config):
+        if f.name != "options" and f.name not in _COMPONENTS:
+            problem = _type_problem(f.name, getattr(config, f.name), hints[f.name])
+            if problem:
+                problems.append(problem)
+                wrong.add(f.name)
+    problems += _value_problems(config, wrong)
+    option_problems = _option_problems(config)
+    problems += option_problems
+    if not (unknown_component or option_problems or wrong):
+        refusals = [registry[getattr(config, kind)].component.refusal(config) for kind, registry in _COMPONENTS.items()]
+        problems += [sentence for sentence in refusals if sentence]
+    return problems
+
+
+def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
+    """Numbers out of range, among the keys that have the right type."""
+    problems = []
+    for key in (*_SIZE_KEYS, "mlp_hidden"):
+        value = getattr(config, key)
+        if key not in wrong and value is not None and value < 1:
+            problems.append(f"{key} = {value} should be at least 1.")
+            wrong = wrong | {key}
     for key in ("norm_eps", "aux_norm_gain"):
-        if not 0 < getattr(config, key) < math.inf:
+        if key not in wrong and not 0 < getattr(config, key) < math.inf:
             problems.append(f"{key} = {getattr(config, key)} should be above 0 and finite.")
-    if config.real_vocab is not None and not 1 <= config.real_vocab <= config.vocab_size:
-        problems.append(f"real_vocab = {config.real_vocab} should lie between 1 and vocab_size = {config.vocab_size}.")
-    if config.n_head >= 1 and config.d_model % config.n_head:
-        divisors = [n for n in range(1, config.d_model + 1) if config.d_model % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - config.n_head))
+    real = config.real_vocab
+    if not wrong & {"real_vocab", "vocab_size"} and real is not None and not 1 <= real <= config.vocab_size:
+        problems.append(f"real_vocab = {real} should lie between 1 and vocab_size = {config.vocab_size}.")
+    if wrong & {"n_head", "d_model"}:
+        return problems
+    if config.d_model % config.n_head:
+        fewer = next(n for n in range(min(config.n_head, config.d_model), 0, -1) if config.d_model % n == 0)
         problems.append(
             f"n_head = {config.n_head} does not divide d_model = {config.d_model}: every head needs the same width. "
-            f"{nearest} heads would."
+            f"n_head = {fewer} would, or d_model = {config.n_head * max(1, round(config.d_model / config.n_head))}."
         )
-    elif config.positions == "rotary" and config.n_head >= 1 and config.head_dim % 2:
+    elif config.positions == "rotary" and config.head_dim % 2:
         problems.append(
             f"positions = 'rotary' turns pairs of coordinates, but d_model / n_head = {config.head_dim} is odd. "
             "Choose an even head width or positions = 'learned'."
         )
-    option_problems = _option_problems(config)
-    return problems + (option_problems or _pair_problems(config))
+    return problems
 
 
 def _type_problem(name: str, value: Any, hint: Any) -> str | None:
@@ -212,6 +244,13 @@ def _type_problem(name: str, value: Any, hint: Any) -> str | None:
 def _option_problems(config: ModelConfig) -> list[str]:
     declared = declared_options(config)
     problems = []
+    fields = {f.name for f in dataclasses.fields(config)}
+    for kind, registry in _COMPONENTS.items():
+        if getattr(config, kind) in registry:
+            for key in registry[getattr(config, kind)].component.options:
+                if key in fields or declared[key][0] != kind:
+                    other = "a config key" if key in fields else f"an option of the {declared[key][0]}"
+                    problems.append(f"The {kind} '{getattr(config, kind)}' names an option '{key}', which is {other}.")
     for key, value in config.options.items():
         if key in declared:
             problem = declared[key][1].problem(key, value)
@@ -224,28 +263,17 @@ def _option_problems(config: ModelConfig) -> list[str]:
             if key in entry.component.options
         ]
         if owners:
+            kinds = {owner.split(" ")[0] for owner in owners}
+            here = " and ".join(f"{kind} = '{getattr(config, kind)}'" for kind in sorted(kinds))
             problems.append(
                 f"{key} = {value!r} has no meaning here: it is an option of {' or '.join(owners)}; "
-                f"this model has splitting = '{config.splitting}' and template = '{config.template}'."
+                f"this model has {here}."
             )
         else:
             known = [f.name for f in dataclasses.fields(config) if f.name != "options"] + list(declared)
             hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
             problems.append(f"Unknown key '{key}'.{hint}")
     return problems
-
-
-def _pair_problems(config: ModelConfig) -> list[str]:
-    """Template x splitting pairs without meaning."""
-    template, splitting = templates[config.template].component, splittings[config.splitting].component
-    if splitting.needs_velocity and not template.has_velocity():
-        usable = ", ".join(e.name for e in templates if e.component.has_velocity())
-        return [
-            f"Splitting '{config.splitting}' works on a velocity stream, and template '{config.template}' has none. "
-            f"Use a velocity template ({usable}), or splitting parallel, lie-trotter or strang."
-        ]
-    refusal = template.refusal(config.splitting, config.options)
-    return [refusal] if refusal else []
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

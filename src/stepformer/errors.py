@@ -29,8 +29,8 @@ class UnknownNameError(StepformerError, KeyError):
         return str(self.args[0])
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
+def suggestion(word: object, known: Iterable[str]) -> str:
     """The nearest known name as a question, or an empty string when nothing is near."""
     by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean '{by_lower[near[0]]}'?" if near else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,7 +55,7 @@ def stream(
     """
     rows = _as_rows(prompts)
     _check_settings(model, rows, max_new_tokens, temperature, top_k, top_p, on_context_end)
-    stops = frozenset([stop] if isinstance(stop, int) else stop or ())
+    stops = _as_stops(stop)
     result = Generation([], []) if result is None else result
     result.tokens[:] = [[] for _ in rows]
     result.finish[:] = ["length"] * len(rows)
@@ -125,10 +126,10 @@ def sample(
     logits = logits[:, :real_vocab].float()
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits / temperature
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # the maximum stays finite at any temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        kth = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        values, kept = logits.topk(top_k, dim=-1)  # exactly k, whatever the ties
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, values)
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         p = ordered.softmax(dim=-1)
@@ -139,9 +140,11 @@ def sample(
 
 def _as_rows(prompts: Prompts) -> list[list[int]]:
     """Any accepted form of prompts as a list of token lists."""
+    if isinstance(prompts, int):
+        prompts = [prompts]
     if isinstance(prompts, str) or (not isinstance(prompts, Tensor) and any(isinstance(p, str) for p in prompts)):
         raise InputError("Prompts are token ids, not text: encode the text with the model's tokenizer first.")
-    given: list[Any] = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
+    given: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     if given and isinstance(given[0], int):
         given = [given]
     rows = [[int(t) for t in row] for row in given]
@@ -150,6 +153,15 @@ def _as_rows(prompts: Prompts) -> list[list[int]]:
             "Every prompt needs at least one token; begin with the end-of-text token to start from nothing."
         )
     return rows
+
+
+def _as_stops(stop: int | Collection[int] | Tensor | None) -> frozenset[int]:
+    """Stop tokens in any form (an id, several, a tensor or array of them) as a set of ints."""
+    given: Any = stop
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if given is None:
+        return frozenset()
+    return frozenset(int(token) for token in (given if isinstance(given, Collection) else [given]))
 
 
 def _check_settings(
@@ -167,12 +179,12 @@ def _check_settings(
     check_ids(torch.tensor([t for row in rows for t in row]), model.config.vocab_size)
     if max(map(len, rows)) > context:
         raise InputError(f"A prompt has {max(map(len, rows))} tokens, but the model's context is {context}.")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens = {max_new_tokens} should be at least 1.")
-    if temperature < 0:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens = {max_new_tokens} should be an integer, at least 1.")
+    if not 0 <= temperature < math.inf:
         raise InputError(f"temperature = {temperature} should be 0 (greedy) or above.")
-    if top_k is not None and top_k < 1:
-        raise InputError(f"top_k = {top_k} should be at least 1.")
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise InputError(f"top_k = {top_k} should be an integer, at least 1.")
     if top_p is not None and not 0 < top_p <= 1:
         raise InputError(f"top_p = {top_p} should lie in (0, 1].")
     if on_context_end not in ("stop", "slide"):

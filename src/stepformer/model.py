@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stepformer.block import Block
 from stepformer.config import ModelConfig
-from stepformer.errors import InputError, suggestion
+from stepformer.errors import InputError, StepformerError, suggestion
 from stepformer.oracles import Cache, Call, make_norm
 from stepformer.roles import Role, named_roles
 from stepformer.schemes import State, templates
@@ -80,8 +82,7 @@ class Model(nn.Module):
             self.embed = Tables(config)
             tabled = [name for name, start in self.starts.items() if start == "embed" and config.aux_init == "embed"]
             self.aux_embed = nn.ModuleDict({name: Tables(config) for name in tabled})
-            last = config.n_layer - 1
-            self.blocks = Blocks(Block(config, last=i == last) for i in range(config.n_layer))
+            self.blocks = Blocks(Block(config, layer=i) for i in range(config.n_layer))
             self.final_norm = make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type == "cuda" and not torch.cuda.is_available():
@@ -100,27 +101,37 @@ class Model(nn.Module):
 
         Every parameter has its own random stream, keyed by seed and name. So two architectures built from one seed
         agree on all parameters they share, whatever else they have. Without a seed one is drawn from torch's
-        global generator.
+        global generator. Afterwards every module that has a method `initialise` sets what starts otherwise.
         """
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
         elif isinstance(seed, bool) or not isinstance(seed, int):
             raise InputError(f"seed = {seed!r} should be an integer.")
+        for tensor in (*self.parameters(), *self.buffers()):
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)  # memory fresh from to_empty; whatever is forgotten below shows
+        deep = {
+            f"blocks.{i}.{oracle}.{getattr(block, oracle).output_map}.weight"
+            for i, block in enumerate(self.blocks)
+            for oracle in ("attn", "mlp")
+        }
         for name, parameter, role in named_roles(self):
             if role is Role.NORM:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             elif role is not Role.COEFFICIENT:
-                residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
-                std = INIT_STD / math.sqrt(2 * self.config.n_layer) if residual else INIT_STD
+                std = INIT_STD / math.sqrt(2 * self.config.n_layer) if name in deep else INIT_STD
                 digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
                 draw = torch.empty(parameter.shape, dtype=dtype, device="cpu").normal_(0.0, std, generator=generator)
                 parameter.copy_(draw)
-        for block in self.blocks:
-            block.coefficients.reset()
-            for gain in block.aux_norms.parameters():
-                gain.fill_(self.config.aux_norm_gain)
+        for module in self.modules():
+            initialise: Callable[[], None] | None = getattr(module, "initialise", None)
+            if initialise is not None:
+                initialise()
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise StepformerError(f"'{name}' has no initial value: its module should set it in `initialise`.")
 
     def roles(self) -> dict[str, Role]:
         """The declared role of every parameter."""
@@ -128,7 +139,7 @@ class Model(nn.Module):
 
     def unused_parameters(self) -> list[str]:
         """Parameters that never reach the logits by construction; counted, but not trained."""
-        return [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+        return [f"blocks.{i}.{name}" for i, block in enumerate(self.blocks) for name in sorted(block.unused)]
 
     def num_parameters(self, convention: Literal["total", "non-positional", "non-embedding"] = "total") -> int:
         """Parameter count: all; without position tables; or without any token or position table."""
@@ -169,6 +180,8 @@ class Model(nn.Module):
             if start == "embed":
                 has_table = name in self.aux_embed
                 streams[name] = self.aux_embed[name](tokens, positions) if has_table else torch.zeros_like(x)
+            elif start == "zero":
+                streams[name] = torch.zeros_like(x)
             elif start == "ones":
                 streams[name] = torch.ones_like(x)
             else:
@@ -191,21 +204,28 @@ class Model(nn.Module):
     ) -> Output:
         """Logits for tokens (B, T), and the loss when targets are given.
 
-        With a `cache` (see `new_cache`) the tokens continue what it holds. `lengths` (B,) says how many of each
-        row's tokens are real when prompts of different length are padded on the right. `last_only` returns the
-        logits of each row's last real token alone, (B, 1, V).
+        With a `cache` (see `new_cache`) the tokens continue what it holds, and no gradients are recorded. `lengths`
+        (B,) says how many of each row's tokens are real when prompts of different length are padded on the right.
+        `last_only` returns the logits of each row's last real token alone, (B, 1, V).
         """
-        self._check(tokens, targets, cache, lengths)
-        call = Call(torch.arange(tokens.shape[1], device=tokens.device)) if cache is None else cache.call(tokens)
+        self._check(tokens, targets, cache, lengths, last_only)
+        with torch.no_grad() if cache is not None else contextlib.nullcontext():
+            return self._forward(tokens.long(), targets, cache, lengths, last_only)
+
+    def _forward(
+        self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, lengths: Tensor | None, last_only: bool
+    ) -> Output:
+        if cache is None:
+            call = Call(torch.arange(tokens.shape[1], device=tokens.device), lengths=lengths)
+        else:
+            call = cache.call(tokens, lengths)
         s = self.start(tokens, call.positions)
+        checkpointing = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             if cache is not None:
-                call.slots = iter(cache.slots[i])
-            run = block.plain if i in self.plain_layers else block
-            if self.config.activation_checkpointing and self.training and torch.is_grad_enabled():
-                s = checkpoint(run, s, call, use_reentrant=False)
-            else:
-                s = run(s, call)
+                call = replace(call, slots=cache.slots[i])
+            plain = i in self.plain_layers
+            s = checkpoint(block, s, call, plain, use_reentrant=False) if checkpointing else block(s, call, plain)
         if cache is not None:
             cache.advance(tokens.shape[1], lengths)
         x = s.x
@@ -216,47 +236,61 @@ class Model(nn.Module):
             return Output(logits)
         # float(): under bf16 autocast the head is bf16, the softmax must not be
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return Output(logits, F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORE))
+        loss = F.cross_entropy(wide.flatten(0, 1), targets.long().flatten(), ignore_index=IGNORE)
+        return Output(logits, loss)
 
-    def _check(self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, lengths: Tensor | None) -> None:
+    def _check(
+        self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, lengths: Tensor | None, last_only: bool
+    ) -> None:
         """Refuse bad input with a sentence. Values are looked at on CPU only: no synchronisation on a device."""
-        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise InputError(
-                f"Tokens should be integers of shape (batch, time); these have shape {tuple(tokens.shape)} "
-                f"and type {tokens.dtype}."
+        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not _is_integer(tokens):
+            what = (
+                f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+                if isinstance(tokens, Tensor)
+                else type(tokens).__name__
             )
-        if tokens.shape[1] == 0:
+            raise InputError(f"Tokens should be a tensor of integers of shape (batch, time), not {what}.")
+        batch, time = tokens.shape
+        if time == 0:
             raise InputError("There are no tokens: a sequence needs at least one.")
-        if cache is None and tokens.shape[1] > self.config.context:
-            raise InputError(
-                f"The sequence has {tokens.shape[1]} tokens, but the model's context is {self.config.context}."
-            )
+        if cache is None and time > self.config.context:
+            raise InputError(f"The sequence has {time} tokens, but the model's context is {self.config.context}.")
         if targets is not None and targets.shape != tokens.shape:
             raise InputError(f"Targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}.")
-        if lengths is not None and lengths.shape != tokens.shape[:1]:
-            raise InputError(f"`lengths` should have one entry per row, {tokens.shape[0]}, not {tuple(lengths.shape)}.")
-        has_values = type(tokens) is Tensor and tokens.device.type == "cpu"  # not fake, not distributed
-        if has_values and not torch.compiler.is_compiling():
+        if targets is not None and last_only:
+            raise InputError("`last_only` gives the logits of one token a row; it cannot be combined with targets.")
+        if lengths is not None and not (isinstance(lengths, Tensor) and _is_integer(lengths)):
+            raise InputError("`lengths` should be a tensor of integers, one per row.")
+        if lengths is not None and lengths.shape != (batch,):
+            raise InputError(f"`lengths` should have one entry per row, {batch}, not shape {tuple(lengths.shape)}.")
+        if cache is not None and [len(layer) for layer in cache.slots] != self._attention_calls():
+            raise InputError("This cache was made for another architecture: make it with this model's new_cache().")
+        # not fake, not distributed, not inside vmap or grad: a plain tensor on the CPU
+        has_values = type(tokens) is Tensor and tokens.device.type == "cpu"
+        if has_values and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
             check_ids(tokens, self.config.vocab_size)
             if targets is not None:
                 check_ids(targets[targets != IGNORE], self.config.vocab_size, "target")
-            if lengths is not None and not bool(((lengths >= 1) & (lengths <= tokens.shape[1])).all()):
-                raise InputError(f"`lengths` should lie between 1 and {tokens.shape[1]}, the width of the tokens.")
+            if lengths is not None and not bool(((lengths >= 1) & (lengths <= time)).all()):
+                raise InputError(f"`lengths` should lie between 1 and {time}, the width of the tokens.")
+
+    def _attention_calls(self) -> list[int]:
+        return [block.splitting.calls()["attn"] for block in self.blocks]
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
     def new_cache(self, batch: int, capacity: int | None = None, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for incremental decoding; `capacity` defaults to the context."""
-        capacity = capacity or self.config.context
-        if capacity > self.config.context:
-            raise InputError(f"A cache of {capacity} tokens is longer than the model's context {self.config.context}.")
+        capacity = self.config.context if capacity is None else capacity
+        if not 1 <= capacity <= self.config.context:
+            raise InputError(f"A cache holds 1 to {self.config.context} tokens, the model's context, not {capacity}.")
         weight = self.embed.tok_emb.weight
         kind = weight.device.type
         if dtype is None:
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         slots = [
-            [b.attn.new_slot(batch, capacity, weight.device, dtype) for _ in range(b.splitting.calls()["attn"])]
-            for b in self.blocks
+            [block.attn.new_slot(batch, capacity, weight.device, dtype) for _ in range(calls)]
+            for block, calls in zip(self.blocks, self._attention_calls(), strict=True)
         ]
         return Cache(slots, batch, capacity, weight.device)
 
@@ -314,8 +348,13 @@ class Model(nn.Module):
         if any(not 0 <= i < config.n_layer for i in momentum):
             raise InputError(f"Layers are numbered 0 to {config.n_layer - 1}; {sorted(momentum)} was asked for.")
         twin = copy.copy(self)  # shares modules and parameters; only the choice of layers is its own
+        twin._modules = dict(self._modules)
         twin.plain_layers = frozenset(range(config.n_layer)) - momentum
         return twin
+
+
+def _is_integer(t: Tensor) -> bool:
+    return not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str = "token") -> None:

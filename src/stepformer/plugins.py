@@ -20,8 +20,8 @@ def load_plugin(where: str) -> ModuleType:
         return import_file(Path(where))
     try:
         return importlib.import_module(where)
-    except ImportError as error:
-        raise InputError(f"The plug-in module '{where}' cannot be imported: {error}.") from error
+    except Exception as error:
+        raise InputError(f"The plug-in module '{where}' cannot be imported: {str(error).rstrip('.')}.") from error
 
 
 def import_file(path: Path) -> ModuleType:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stepformer.errors import StepformerError, UnknownNameError, suggestion
 from stepformer.options import Option
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from stepformer.config import ModelConfig
+
+
+class Component:
+    """Anything a config selects by name: a template, a splitting, an attention, an MLP."""
+
+    name: str = ""
+    options: Mapping[str, Option] = {}
+
+    @classmethod
+    def refusal(cls, config: ModelConfig) -> str | None:
+        """Why a config that selects this component has no meaning, in a sentence that says what would; or None."""
+        return None
+
+
+T = TypeVar("T", bound=Component)
 
 
 @dataclass(frozen=True)
@@ -33,15 +49,16 @@ class Registry(Generic[T]):
         self._aliases: dict[str, str] = {}
 
     def register(
-        self, name: str, *, equation: str = "", cite: str | tuple[str, ...] = (), aliases: tuple[str, ...] = ()
+        self, name: str, *, equation: str = "", cite: str | tuple[str, ...] = (), aliases: str | tuple[str, ...] = ()
     ) -> Callable[[type[T]], type[T]]:
         """Class decorator that makes a component available under `name`."""
         cite = (cite,) if isinstance(cite, str) else tuple(cite)
+        aliases = (aliases,) if isinstance(aliases, str) else tuple(aliases)
 
         def add(component: type[T]) -> type[T]:
             if not (isinstance(component, type) and issubclass(component, self.base)):
                 raise StepformerError(f"A {self.kind} is a subclass of {self.base.__name__}; '{name}' is not.")
-            for key, option in component.options.items():  # type: ignore[attr-defined]
+            for key, option in component.options.items():
                 if not isinstance(option, Option):
                     raise StepformerError(
                         f"Option '{key}' of {self.kind} '{name}' should be a stepformer.Option, e.g. "
@@ -49,12 +66,12 @@ class Registry(Generic[T]):
                     )
             for word in (name, *aliases):
                 taken = self._aliases.get(word)
-                # A module that is imported twice (a plug-in file run again) may register the same class again.
-                if taken is not None and self._entries[taken].component.__qualname__ != component.__qualname__:
+                # A module that is imported again (a notebook cell run twice) may register the same class again.
+                if taken is not None and _origin(self._entries[taken].component) != _origin(component):
                     raise StepformerError(f"The {self.kind} name '{word}' is already taken.")
             self._entries[name] = Entry(name, component, equation, cite, aliases)
             self._aliases.update(dict.fromkeys((name, *aliases), name))
-            component.name = name  # type: ignore[attr-defined]
+            component.name = name
             return component
 
         return add
@@ -78,3 +95,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         return list(self._entries)
+
+
+def _origin(component: type) -> tuple[str, str]:
+    return component.__module__, component.__qualname__

@@ -45,7 +45,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0 good, 1 a check failed, 2 bad input."""
-    args = parser().parse_args(argv)
+    top = parser()
+    args, extra = top.parse_known_args(argv)
+    # argparse takes key=value words only before the first option; people write them anywhere
+    words = args.overrides if args.command == "show" else getattr(args, "names", None)
+    unknown = [w for w in extra if words is None or w.startswith("-") or "=" not in w]
+    if unknown:
+        top.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if words is not None:
+        words += extra
     try:
         for where in args.plugin:
             load_plugin(where)

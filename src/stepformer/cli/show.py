@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from stepformer.catalogue import (
@@ -208,14 +209,14 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
     table.add_column(overflow="fold")
     equations = facts["equations"]
     if equations["layer"]:
-        table.add_row("layer", equations["layer"])
+        table.add_row("layer", escape(equations["layer"]))
     recombined = splittings[config.splitting].component.needs_velocity
     own = "  (its step alone; this splitting recombines it)" if recombined else ""
-    table.add_row(f"template {config.template}", f"{equations['template']}{own}")
-    table.add_row(f"splitting {config.splitting}", equations["splitting"])
+    table.add_row(f"template {config.template}", escape(f"{equations['template']}{own}"))
+    table.add_row(f"splitting {config.splitting}", escape(equations["splitting"]))
     norm = "LN" if config.norm == "layernorm" else "RMSNorm"
-    table.add_row(f"attention {config.attention}", f"{equations['attention']};  z = {norm}(point)")
-    table.add_row(f"MLP {config.mlp}", f"{equations['mlp']};  z = {norm}(point)")
+    table.add_row(f"attention {config.attention}", escape(f"{equations['attention']};  z = {norm}(point)"))
+    table.add_row(f"MLP {config.mlp}", escape(f"{equations['mlp']};  z = {norm}(point)"))
     calls = facts["calls"]
     table.add_row("oracle calls", f"{calls['attn']} attention + {calls['mlp']} MLP per layer")
     for name, stream in facts["streams"].items():

@@ -3,11 +3,10 @@
 from stepformer.oracles.attention import Attention, attentions, register_attention
 from stepformer.oracles.caches import Cache, Call
 from stepformer.oracles.mlp import MLP, mlps, register_mlp
-from stepformer.oracles.norms import NORMS, make_norm
+from stepformer.oracles.norms import make_norm
 
 __all__ = [
     "MLP",
-    "NORMS",
     "Attention",
     "Cache",
     "Call",

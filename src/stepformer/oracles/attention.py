@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepformer.options import Option, choice
+from stepformer.options import choice
 from stepformer.oracles.caches import Call, KeyValueSlot, Slot
-from stepformer.registry import Registry
+from stepformer.registry import Component, Registry
 
 
-class Attention(nn.Module):
+class Attention(Component, nn.Module):
     """An attention oracle: `forward(u, call)` maps normalised tokens (B, T, d) to their update (B, T, d).
 
     It must be causal, and it declares what one call has to remember (`new_slot`) for incremental decoding.
+    Parameters start by their role (`stepformer.roles`); a method `initialise` may set others afterwards.
     """
 
-    name: str = ""
-    options: Mapping[str, Option] = {}
+    output_map = "out"  # its weight starts smaller the deeper the model
 
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Slot:
         raise NotImplementedError(
@@ -51,9 +49,7 @@ class SoftmaxAttention(Attention):
         ),
     }
 
-    def __init__(
-        self, d_model: int, n_head: int, *, bias: bool, rotary: bool, attention_backend: str = "sdpa", **_: Any
-    ) -> None:
+    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, attention_backend: str = "sdpa") -> None:
         super().__init__()
         self.n_head, self.head_dim = n_head, d_model // n_head
         self.rotary, self.backend = rotary, attention_backend

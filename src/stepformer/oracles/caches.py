@@ -10,7 +10,7 @@ natural, and padding can neither be seen nor shift anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,7 +42,8 @@ class KeyValueSlot:
             rows = torch.arange(k.shape[0], device=k.device)[:, None]
             self.k[rows, :, call.positions] = k.transpose(1, 2)
             self.v[rows, :, call.positions] = v.transpose(1, 2)
-        return self.k[:, :, : call.end], self.v[:, :, : call.end]
+        # .to(): a cache made under autocast may be read outside it
+        return self.k[:, :, : call.end].to(k.dtype), self.v[:, :, : call.end].to(v.dtype)
 
     def select(self, rows: Tensor) -> None:
         self.k, self.v = self.k[rows], self.v[rows]
@@ -54,6 +55,7 @@ class Call:
 
     positions: (T,) or, when rows differ, (B, T). mask: (B, 1, T, end), True where a key is visible; None means
     plain causal attention among the new tokens (or, for one new token on rows of equal length, all keys).
+    lengths: (B,), how many of each row's tokens are real, when prompts are padded on the right.
     """
 
     positions: Tensor
@@ -61,11 +63,16 @@ class Call:
     start: int = 0
     end: int = 0
     uniform: bool = True
-    slots: Iterator[Slot] | None = None
+    lengths: Tensor | None = None
+    slots: Sequence[Slot] | None = None
+    used: int = 0
 
     def next_slot(self) -> Slot | None:
-        """The cache of the attention call that is about to happen, in execution order."""
-        return None if self.slots is None else next(self.slots)
+        """The cache of the attention call that is about to happen, in execution order within a block."""
+        if self.slots is None:
+            return None
+        self.used += 1
+        return self.slots[self.used - 1]
 
 
 class Cache:
@@ -82,7 +89,7 @@ class Cache:
     def batch(self) -> int:
         return self.lengths.shape[0]
 
-    def call(self, tokens: Tensor) -> Call:
+    def call(self, tokens: Tensor, lengths: Tensor | None = None) -> Call:
         """How a forward pass over `tokens` (B, T) sees this cache."""
         batch, width = tokens.shape
         if batch != self.batch:
@@ -101,7 +108,7 @@ class Cache:
         else:
             positions = self.lengths[:, None] + steps
             mask = (torch.arange(end, device=tokens.device) <= positions[..., None])[:, None]
-        return Call(positions, mask, start, end, self.uniform)
+        return Call(positions, mask, start, end, self.uniform, lengths)
 
     def advance(self, width: int, lengths: Tensor | None = None) -> None:
         """Count the tokens just written: `width` in every row, or `lengths[b]` real ones in row b."""
@@ -117,6 +124,8 @@ class Cache:
     def select(self, rows: Tensor) -> None:
         """Keep some rows, in this order (beam search, finished prompts)."""
         self.lengths = self.lengths[rows]
+        self.longest = int(self.lengths.max())
+        self.uniform = bool((self.lengths == self.longest).all())
         for layer in self.slots:
             for slot in layer:
                 slot.select(rows)

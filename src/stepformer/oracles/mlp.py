@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepformer.options import Option
-from stepformer.registry import Registry
+from stepformer.registry import Component, Registry
 
 
-class MLP(nn.Module):
+class MLP(Component, nn.Module):
     """A per-token oracle (B, T, d) -> (B, T, d) with an input map `up` and an output map `down`."""
 
-    name: str = ""
-    options: Mapping[str, Option] = {}
+    output_map = "down"  # its weight starts smaller the deeper the model
     branches = 1
 
-    def __init__(self, d_model: int, hidden: int | None, *, bias: bool) -> None:
+    def __init__(self, d_model: int, hidden: int | None, *, bias: bool, **options: Any) -> None:
         super().__init__()
+        for key, option in self.options.items():
+            setattr(self, key, options.get(key, option.default))
         hidden = self.default_hidden(d_model) if hidden is None else hidden
         self.up = nn.Linear(d_model, self.branches * hidden, bias=bias)
         self.down = nn.Linear(hidden, d_model, bias=bias)

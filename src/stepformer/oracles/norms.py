@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-NORMS = ("layernorm", "rmsnorm")
-
 
 def make_norm(kind: str, d_model: int, *, eps: float, bias: bool = False) -> nn.Module:
     """A pre-norm or final norm; `bias` concerns LayerNorm only, as RMSNorm here has no parameters at all."""

@@ -2,7 +2,7 @@
 
 # Importing a module registers its rules.
 from stepformer.schemes import adaptive, first_order, kronecker, spectral  # noqa: F401
-from stepformer.schemes.coefficients import Coefficient, Values, positive, unit
+from stepformer.schemes.coefficients import Coefficient, Values, free, positive, unit
 from stepformer.schemes.splittings import Splitting, Substep, register_splitting, splittings
 from stepformer.schemes.state import State
 from stepformer.schemes.template import Stream, Template, register_template, templates
@@ -15,6 +15,7 @@ __all__ = [
     "Substep",
     "Template",
     "Values",
+    "free",
     "positive",
     "register_splitting",
     "register_template",

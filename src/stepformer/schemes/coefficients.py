@@ -7,7 +7,7 @@ A rule declares specifications (`unit(0.5)`, `positive(1.0)`); a block turns the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -31,7 +31,7 @@ class Coefficient:
     """Range, initial value and kind of one learned scalar."""
 
     start: float
-    range: Literal["unit", "positive"]
+    range: Literal["unit", "positive", "free"]
     kind: Kind
 
     def __post_init__(self) -> None:
@@ -45,6 +45,8 @@ class Coefficient:
     @property
     def raw_start(self) -> float:
         """The unconstrained parameter whose mapped value is `start`."""
+        if self.range == "free":
+            return self.start
         if self.range == "unit":
             raw = math.log(self.start / (1.0 - self.start))
         else:
@@ -52,11 +54,13 @@ class Coefficient:
         return round(raw, 12)  # so that 0.5 and ln 2 start at exactly 0
 
     def value(self, raw: Tensor) -> Tensor:
+        if self.range == "free":
+            return raw
         return torch.sigmoid(raw) if self.range == "unit" else F.softplus(raw)
 
     @property
     def interval(self) -> str:
-        return "(0, 1)" if self.range == "unit" else "(0, inf)"
+        return {"unit": "(0, 1)", "positive": "(0, inf)", "free": "(-inf, inf)"}[self.range]
 
 
 def unit(start: float = 0.5, kind: Kind = "step") -> Coefficient:
@@ -67,6 +71,11 @@ def unit(start: float = 0.5, kind: Kind = "step") -> Coefficient:
 def positive(start: float = math.log(2.0), kind: Kind = "step") -> Coefficient:
     """A positive coefficient, behind a softplus."""
     return Coefficient(start, "positive", kind)
+
+
+def free(start: float, kind: Kind = "step") -> Coefficient:
+    """A coefficient of any sign, without a map."""
+    return Coefficient(start, "free", kind)
 
 
 class Values:
@@ -98,10 +107,15 @@ class CoefficientBank(nn.Module):
                     self.specs[key] = spec
                     self.register_parameter(key, nn.Parameter(torch.empty(1)))
 
-    def reset(self) -> None:
-        with torch.no_grad():
-            for key, spec in self.specs.items():
-                self.get_parameter(key).fill_(spec.raw_start)
+    def initialise(self) -> None:
+        for key, spec in self.specs.items():
+            self.get_parameter(key).fill_(spec.raw_start)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CoefficientBank:
+        """Let pinned values follow `.to()`, `.cuda()`, `.double()`."""
+        super()._apply(fn, recurse)
+        self.pinned = {key: fn(value) for key, value in self.pinned.items()}
+        return self
 
     def value(self, key: str) -> Tensor:
         if key in self.pinned:

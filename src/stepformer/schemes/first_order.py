@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from stepformer.schemes.coefficients import Values, positive, unit
 from stepformer.schemes.state import State
 from stepformer.schemes.template import Stream, Template, register_template, scaled
+
+if TYPE_CHECKING:
+    from stepformer.config import ModelConfig
 
 VELOCITY = Stream("embed", "velocity")
 
@@ -40,10 +42,10 @@ class HeavyBall(Template):
     normalises = "v"
 
     @classmethod
-    def refusal(cls, splitting: str, options: Mapping[str, Any]) -> str | None:
-        if cls is HeavyBall and splitting == "imex" and options.get("k", 1) > 1:
+    def refusal(cls, config: ModelConfig) -> str | None:
+        if cls is HeavyBall and config.splitting == "imex" and config.option("k") > 1:
             return (
-                f"Template 'heavy-ball' with splitting 'imex' and k = {options['k']} repeats itself: without "
+                f"Template 'heavy-ball' with splitting 'imex' and k = {config.option('k')} repeats itself: without "
                 "look-ahead every refinement asks at the same x. Use k = 1 or template 'nesterov'."
             )
         return None
@@ -81,8 +83,8 @@ class TripleMomentum(Nesterov):
     coefficients = {**Nesterov.coefficients, "nu": positive(1.0, "drift")}
 
     @classmethod
-    def refusal(cls, splitting: str, options: Mapping[str, Any]) -> str | None:
-        if splitting == "symplectic-euler":
+    def refusal(cls, config: ModelConfig) -> str | None:
+        if config.splitting == "symplectic-euler":
             return (
                 "Template 'triple-momentum' with splitting 'symplectic-euler' has two names for one number: the drift "
                 "gain nu is the splitting's delta. Use template 'nesterov'."

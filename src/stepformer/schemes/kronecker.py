@@ -45,7 +45,7 @@ class Shampoo(Template):
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
         covariance = self.covariance(s, c, g)
-        return s.replace(R=covariance, u=self.whitened(g, covariance))
+        return s.replace(R=covariance, u=self.whitened(g, covariance).to(s.x.dtype))
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
         return s.without("u").replace(x=s.x + scaled(scale, c.gamma) * s.u)
@@ -65,4 +65,4 @@ class SOAP(Shampoo):
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
         mean = c.beta1 * s.m + (1 - c.beta1) * g
         covariance = self.covariance(s, c, g)
-        return s.replace(m=mean, R=covariance, u=self.whitened(mean, covariance))
+        return s.replace(m=mean, R=covariance, u=self.whitened(mean, covariance).to(s.x.dtype))

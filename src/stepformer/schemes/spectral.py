@@ -38,7 +38,7 @@ class Ortho(Template):
         return newton_schulz(self.heads(g), dtype=dtype).flatten(-2)
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
-        return s.replace(u=self.orthogonal(g))
+        return s.replace(u=self.orthogonal(g).to(s.x.dtype))
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
         return s.without("u").replace(x=s.x + scaled(scale, c.gamma) * s.u)
@@ -57,4 +57,4 @@ class Muon(Ortho):
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
         mean = c.beta * s.m + (1 - c.beta) * g
-        return s.replace(m=mean, u=self.orthogonal(mean))
+        return s.replace(m=mean, u=self.orthogonal(mean).to(s.x.dtype))

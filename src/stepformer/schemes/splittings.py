@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from stepformer.options import Option, choice, flag, integer
-from stepformer.registry import Registry
+from stepformer.options import choice, flag, integer
+from stepformer.registry import Component, Registry
 from stepformer.schemes.coefficients import Coefficient, Values, positive
 from stepformer.schemes.state import State
-from stepformer.schemes.template import Template
+from stepformer.schemes.template import Template, templates
+
+if TYPE_CHECKING:
+    from stepformer.config import ModelConfig
 
 
 class Substep:
@@ -47,7 +50,7 @@ class Substep:
 Substeps = Mapping[str, Substep]
 
 
-class Splitting:
+class Splitting(Component):
     """How a block composes its turns. Subclass, declare, register.
 
     * `oracles`: the turns and the oracles each one asks (their answers are added);
@@ -57,17 +60,26 @@ class Splitting:
     * `calls()`: oracle evaluations per block; every attention evaluation needs its own cache.
     """
 
-    name: str = ""
     oracles: Mapping[str, tuple[str, ...]] = {"attn": ("attn",), "mlp": ("mlp",)}
     shares: frozenset[str] = frozenset()
     coefficients: Mapping[str, Coefficient] = {}
-    options: Mapping[str, Option] = {}
     needs_velocity = False
 
-    def __init__(self, *, last: bool = False, **options: Any) -> None:
-        self.last = last
+    def __init__(self, *, layer: int = 0, n_layer: int = 1, **options: Any) -> None:
+        self.layer, self.last = layer, layer == n_layer - 1
         for key, option in self.options.items():
             setattr(self, key, options.get(key, option.default))
+
+    @classmethod
+    def refusal(cls, config: ModelConfig) -> str | None:
+        if cls.needs_velocity and not templates[config.template].component.has_velocity():
+            usable = ", ".join(e.name for e in templates if e.component.has_velocity())
+            others = ", ".join(e.name for e in splittings if not e.component.needs_velocity)
+            return (
+                f"Splitting '{cls.name}' works on a velocity stream, and template '{config.template}' has none. "
+                f"Use a velocity template ({usable}), or a splitting that needs none ({others})."
+            )
+        return None
 
     def describe(self) -> str:
         """What a block does under these options, in words; `template step` is the template's own equation."""

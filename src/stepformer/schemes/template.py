@@ -9,12 +9,11 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from stepformer.errors import InputError
-from stepformer.options import Option
-from stepformer.registry import Registry
+from stepformer.registry import Component, Registry
 from stepformer.schemes.coefficients import Coefficient, Values
 from stepformer.schemes.state import State
 
-Start = Literal["embed", "ones", "identity"]
+Start = Literal["embed", "zero", "ones", "identity"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Stream:
     """A per-token tensor carried through depth.
 
     start = "embed": its own token and position tables (or zero, `aux_init`), shape (B, T, d);
-    "ones": all ones, (B, T, d); "identity": one identity matrix per token, (B, T, head_dim, head_dim).
+    "zero" and "ones": constant, (B, T, d); "identity": one identity matrix per token, (B, T, head_dim, head_dim).
     """
 
     start: Start
@@ -33,7 +32,7 @@ class Stream:
             raise InputError(f"A stream starts from {' or '.join(map(repr, get_args(Start)))}, not {self.start!r}.")
 
 
-class Template:
+class Template(Component):
     """An optimizer whose step a layer takes. Subclass, declare, register; nothing here may mix tokens.
 
     The splitting calls, for each oracle in its turn, `query`, `kick`, `normalise`, `drift`:
@@ -48,11 +47,9 @@ class Template:
     A rule without velocity proposes its update as the stream `u` in `kick`, and `drift` consumes it.
     """
 
-    name: str = ""
     streams: Mapping[str, Stream] = {}
     coefficients: Mapping[str, Coefficient] = {}
     normalises: str | None = None
-    options: Mapping[str, Option] = {}
 
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
         self.n_head = n_head
@@ -67,11 +64,6 @@ class Template:
         Momentum splittings (IMEX, symplectic Euler) and hybrid inference need one.
         """
         return "v" in cls.streams
-
-    @classmethod
-    def refusal(cls, splitting: str, options: Mapping[str, Any]) -> str | None:
-        """Why this template has no meaning under a splitting that would otherwise take it, or None."""
-        return None
 
     def query(self, s: State, c: Values) -> Tensor:
         return s.x
