@@ -1,6 +1,6 @@
 # make test       set up .venv, lint, type-check, run the fast tests (under 12 minutes on 2 cores)
 # make test-all   the complete set: also compiled models, every preset's full audit
-# make test-gpu   CUDA tests, with the python that has a GPU build of torch (PYTHON=...)
+# make test-gpu   CUDA tests, with a python that has pytest and a GPU build of torch (PYTHON=...)
 # make audit      every preset's audit as a table
 PYTHON ?= python3
 VENV := .venv
@@ -31,7 +31,7 @@ test-all: lint
 	$(PYTEST) -m "not gpu"
 
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs tests
 
 audit: $(STAMP)
 	$(BIN)/stepformer audit --all

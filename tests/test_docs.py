@@ -45,7 +45,7 @@ def test_config_and_commands_of_the_build_page(tmp_path: Path) -> None:
     page = ROOT / "docs/build-a-model.md"
     (tmp_path / "model.toml").write_text("\n".join(blocks(page, "toml")))
     commands = [line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("stepformer")]
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         run(["bash", "-c", command], tmp_path)
 
@@ -65,7 +65,7 @@ def test_write_your_own_rule_page(tmp_path: Path) -> None:
         if " audit " in command:
             assert "1 of 1 pass" in printed
     refused = subprocess.run(
-        ["bash", "-c", "stepformer show qhm splitting=symplectic-euler --plugin qhm.py"],
+        ["bash", "-c", "stepformer show qhm splitting=imex --plugin qhm.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -58,7 +58,7 @@ def main() -> None:
     figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
     for name, ys in curves.items():
         axes.semilogx(curvatures, ys, label=f"{name} (worst {max(ys):.3f})", linewidth=2)
-    axes.set(xlabel="curvature of the token energy", ylabel="error left after one layer", ylim=(0, 1.02))
+    axes.set(xlabel="curvature of the token energy", ylabel="error left after one step", ylim=(0, 1.02))
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(folder / "depth_filter.png", dpi=150)
