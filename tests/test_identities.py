@@ -209,7 +209,7 @@ def test_12_inverse_square_root_resolution() -> None:
     for ratio, fraction in ((1e-3, 0.976), (3e-4, 0.787), (1e-4, 0.53), (1e-5, 0.18)):
         r = 1e3 * torch.diag(torch.tensor([1.0, ratio], dtype=torch.float64))  # large, so that 1e-6 I is negligible
         root = inverse_square_root(r)
-        assert root[1, 1] * math.sqrt(1e3 * ratio) == pytest.approx(fraction, abs=5e-3)
+        assert root[1, 1].item() * math.sqrt(1e3 * ratio) == pytest.approx(fraction, abs=5e-3)
 
 
 def test_14_initial_values() -> None:
