@@ -93,8 +93,6 @@ class Model(nn.Module):
                 self.to(dtype)
             self.reset_parameters(seed)
 
-    # -- parameters ------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw the initial weights: N(0, 0.02^2), output maps of the oracles with std 0.02 / sqrt(2 L).
@@ -169,8 +167,6 @@ class Model(nn.Module):
     def unpin_coefficients(self) -> None:
         for block in self.blocks:
             block.coefficients.pinned.clear()
-
-    # -- forward ---------------------------------------------------------------------------------------------------
 
     def start(self, tokens: Tensor, positions: Tensor) -> State:
         """The state before the first layer: token embedding, and each auxiliary stream at its start."""
@@ -276,8 +272,6 @@ class Model(nn.Module):
 
     def _attention_calls(self) -> list[int]:
         return [block.splitting.calls()["attn"] for block in self.blocks]
-
-    # -- decoding --------------------------------------------------------------------------------------------------
 
     def new_cache(self, batch: int, capacity: int | None = None, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for incremental decoding; `capacity` defaults to the context."""
