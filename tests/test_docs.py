@@ -23,9 +23,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Commands find the `stepformer` of this interpreter and modules in the folder."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(folder)}
+    """Commands find this checkout's `stepformer`, installed or not, and modules in the folder."""
+    command = folder / "bin" / "stepformer"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m stepformer "$@"\n')
+    command.chmod(0o755)
+    path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'src'}"}
 
 
 def run(command: list[str], folder: Path) -> str:
