@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -33,9 +35,11 @@ def gradients(model: sf.Model) -> dict[str, Any]:
 
 def worker(rank: int, kind: str, folder: str) -> None:
     torch.set_num_threads(1)
+    stuck = Path(folder, f"stuck-{rank}").open("w")  # noqa: SIM115  (open until the process ends)
+    faulthandler.dump_traceback_later(150, file=stuck)
     meeting_point = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    worst = 0.0
+    differences = []
     for name in NAMES:
         whole, targets = tokens(4), tokens(4, seed=1)
         single = tiny(name, seed=0)
@@ -55,10 +59,13 @@ def worker(rank: int, kind: str, folder: str) -> None:
         run(whole[mine], targets[mine]).loss.backward()
         expected, found = gradients(single), gradients(model)
         assert expected.keys() == found.keys()
-        worst = max(worst, *((found[n] - expected[n]).abs().max().item() for n in expected))
-    dist.destroy_process_group()
+        differences += [(found[n] - expected[n]).abs().max() for n in expected]
     if rank == 0:
-        Path(folder, "worst").write_text(str(worst))
+        Path(folder, "worst").write_text(str(torch.stack(differences).max().item()))
+    dist.barrier()
+    # On busy cores (torch 2.13), twice in some forty runs, one process was left behind after the other had ended. All
+    # work is done at this point, so the tear-down of gloo, the suspect, is skipped.
+    os._exit(0)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -69,6 +76,7 @@ def test_two_processes_compute_the_gradients_of_one(kind: str, tmp_path: Path) -
         if time.monotonic() > deadline:
             for process in processes.processes:
                 process.kill()
-            pytest.fail("the two processes did not finish within three minutes")
+            where = "\n".join(file.read_text() for file in sorted(tmp_path.glob("stuck-*")))
+            pytest.fail(f"the two processes did not finish within three minutes:\n{where}")
     worst = float((tmp_path / "worst").read_text())
     assert worst < 1e-12  # fp64: two halves averaged against one mean
