@@ -120,7 +120,7 @@ def print_results(results: list[Audit], seconds: float, steps: int) -> None:
         cells = []
         for check in result.checks:
             short = "[red]FAIL[/red]" if not check.passed else check.detail
-            if not check.passed or len(check.detail) > 24:
+            if not check.passed or len(check.detail) > 26:
                 remarks.append(f"{result.name}: {check.obligation} {OBLIGATIONS[check.obligation]}: {check.detail}")
                 short = short if not check.passed else "see below"
             cells.append(short)
