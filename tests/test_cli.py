@@ -113,6 +113,8 @@ def test_every_cited_reference_exists() -> None:
         preset = sf.preset(name)
         for key in citations(preset.config):
             assert key in BIBTEX, key
+    other = sf.model_config("yurii", norm="rmsnorm", positions="rotary")
+    assert {"zhang2019root", "su2024roformer"} <= set(citations(other)) <= set(BIBTEX)
 
 
 def test_bad_input_is_one_sentence_and_status_2() -> None:

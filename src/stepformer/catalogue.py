@@ -290,7 +290,7 @@ def build(
 
 
 def citations(config: ModelConfig) -> list[str]:
-    """Keys of every reference that a model uses: its paper if it is a preset, template, splitting and oracles."""
+    """Keys of every reference that a model uses: its paper if it is a preset, template, splitting, oracles, norm."""
     row = preset_of(config)
     keys = [row.cite] if row else []
     for registry, name in (
@@ -300,4 +300,7 @@ def citations(config: ModelConfig) -> list[str]:
         (mlps, config.mlp),
     ):
         keys += [key for key in registry[name].cite if key not in keys]
+    keys.append("ba2016layer" if config.norm == "layernorm" else "zhang2019root")
+    if config.positions == "rotary":
+        keys.append("su2024roformer")
     return keys

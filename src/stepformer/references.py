@@ -207,3 +207,29 @@ _add(
     edition="2",
     year="2006",
 )
+_add(
+    "ba2016layer",
+    "misc",
+    author="Ba, Jimmy Lei and Kiros, Jamie Ryan and Hinton, Geoffrey E.",
+    title="Layer Normalization",
+    year="2016",
+    eprint="1607.06450",
+    archivePrefix="arXiv",
+)
+_add(
+    "zhang2019root",
+    "inproceedings",
+    author="Zhang, Biao and Sennrich, Rico",
+    title="Root Mean Square Layer Normalization",
+    booktitle="NeurIPS",
+    year="2019",
+)
+_add(
+    "su2024roformer",
+    "article",
+    author="Su, Jianlin and Ahmed, Murtadha and Lu, Yu and Pan, Shengfeng and Bo, Wen and Liu, Yunfeng",
+    title="{RoFormer}: Enhanced Transformer with Rotary Position Embedding",
+    journal="Neurocomputing",
+    volume="568",
+    year="2024",
+)
