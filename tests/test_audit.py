@@ -169,6 +169,30 @@ def test_an_exception_is_reported_once_with_its_place() -> None:
     assert broken[2] == "for the same reason"
 
 
+def test_a_name_must_stand_for_what_is_audited() -> None:
+    broken = failures(audit(sf.model_config("tmm"), "yurii", steps=30))
+    assert broken == {1: "the name 'yurii' stands for another architecture"}
+
+
+def test_zero_streams_and_free_coefficients() -> None:
+    """What no shipped rule uses yet, a rule of your own may."""
+
+    @sf.register_template("drag-test", equation="v' = LN_v(beta v + gamma g);  x' = x + v' + pull w',  w' = w + g")
+    class Drag(Nesterov):
+        streams = {**Nesterov.streams, "w": sf.Stream("zero", "sum of all answers")}
+        coefficients = {**Nesterov.coefficients, "pull": sf.free(-0.1, "drift")}
+
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g, scale).replace(w=s.w + scale * g)
+
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            return s.replace(x=s.x + s.v + c.pull * s.w)
+
+    result = audit(sf.model_config("drag-test"), "drag-test", steps=30)
+    assert failures(result) == {}
+    assert result.checks[0].detail.endswith("uncited")
+
+
 def test_overrides_are_named_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "yurii", "hb", "splitting=strang", "--steps", "30", "--json"]) == 0
     names = [result["name"] for result in json.loads(capsys.readouterr().out)]

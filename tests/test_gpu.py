@@ -11,7 +11,7 @@ from stepformer.memory import estimate_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-# Width 256: at 128 and below triton 3.6 fails to compile inductor's fusion of two norms (docs/lab-notebook.md).
+# Width 256: at 128 and below triton 3.6 fails to compile some of inductor's fused norms (docs/lab-notebook.md).
 HEADS = {"n_head": 4, "d_model": 256, "context": 64, "vocab_size": 101}
 
 

@@ -63,8 +63,8 @@ def worker(rank: int, kind: str, folder: str) -> None:
     if rank == 0:
         Path(folder, "worst").write_text(str(torch.stack(differences).max().item()))
     dist.barrier()
-    # On busy cores (torch 2.13), twice in some forty runs, one process was left behind after the other had ended. All
-    # work is done at this point, so the tear-down of gloo, the suspect, is skipped.
+    # This test hung twice on busy cores (torch 2.13), cause unknown; the first time one process had ended and the other
+    # had not. All work is done at this point, so the tear-down of gloo, a suspect, is skipped.
     os._exit(0)
 
 

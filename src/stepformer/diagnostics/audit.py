@@ -1,7 +1,7 @@
 """The conformance audit: what every architecture owes, checked on a small copy of it.
 
-1. it builds from its config and keeps the contract of a template: a kick leaves x alone, no rule changes its input,
-   and a layer hands on exactly the declared streams;
+1. it builds from its name and from an explicit config, states its equation and its references, and keeps the contract
+   of a template: a kick leaves x alone, no rule changes its input, a layer hands on exactly the declared streams;
 2. it is causal: changing later tokens leaves earlier logits unchanged to the bit, a longer context changes nothing
    before it, and rows of a batch do not see each other;
 3. cached decoding equals the full forward pass;
@@ -17,6 +17,7 @@ parameter that starts at zero or a norm that starts at one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import traceback
@@ -27,8 +28,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stepformer.catalogue import model_config, preset_of
 from stepformer.config import ModelConfig
-from stepformer.errors import InputError, StepformerError
+from stepformer.errors import ConfigError, InputError, StepformerError
 from stepformer.model import Model
 from stepformer.oracles import Call
 from stepformer.plugins import import_file
@@ -47,7 +49,7 @@ TRANSCRIPTION_TOLERANCE = 1e-9
 BELOW_CHANCE = 0.02
 
 OBLIGATIONS = {
-    1: "contract",
+    1: "builds",
     2: "causal",
     3: "decoding",
     4: "chance",
@@ -90,9 +92,9 @@ def audit(
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Audit:
     """Audit an architecture at d = 32 with 8 heads, two layers, V = T = 16, whatever its own size."""
-    config = config.replace(**GEOMETRY, real_vocab=None, mlp_hidden=None)
+    config = _small(config)
     stages: dict[int, Callable[[], tuple[bool, str]]] = {
-        1: lambda: _contract(config, seed),
+        1: lambda: _builds(config, name, seed),
         2: lambda: _causal(config, seed),
         3: lambda: _cached(config, seed),
         4: lambda: _random_tokens(config, seed, steps),
@@ -110,6 +112,10 @@ def audit(
             detail = "for the same reason"
         checks.append(Check(obligation, passed, detail))
     return Audit(name or config.template, tuple(checks))
+
+
+def _small(config: ModelConfig) -> ModelConfig:
+    return config.replace(**GEOMETRY, real_vocab=None, mlp_hidden=None)
 
 
 def _explain(error: Exception) -> str:
@@ -139,7 +145,10 @@ def _tokens(config: ModelConfig, seed: int, batch: int = 4) -> Tensor:
     return torch.randint(config.vocab_size, (batch, config.context), generator=generator)
 
 
-def _contract(config: ModelConfig, seed: int) -> tuple[bool, str]:
+def _builds(config: ModelConfig, name: str, seed: int) -> tuple[bool, str]:
+    with contextlib.suppress(ConfigError):  # a combination may have a title that is not a name
+        if _small(model_config(name)) != config:
+            return False, f"the name '{name}' stands for another architecture"
     again = ModelConfig.from_dict(config.to_dict())
     if again != config:
         return False, f"the config does not survive a round trip: {again.to_dict()} is not {config.to_dict()}"
@@ -166,7 +175,12 @@ def _contract(config: ModelConfig, seed: int) -> tuple[bool, str]:
     if set(after.streams) != set(s.streams):
         odd = ", ".join(sorted(set(after.streams) ^ set(s.streams)))
         return False, f"a layer should hand on the streams {sorted(s.streams)}; it adds or loses: {odd}"
-    return True, f"{model.num_parameters():,}"
+    row = preset_of(config)
+    cited = templates[config.template].cite or (row is not None and row.cite)
+    counts = [model.num_parameters(convention) for convention in ("total", "non-positional", "non-embedding")]
+    if not counts[0] > counts[1] >= counts[2] > 0 and config.positions == "learned":
+        return False, f"the three parameter counts are not in order: {counts}"
+    return True, f"{counts[0]:,}{'' if cited else ', uncited'}"
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ class Splitting(Component):
         return None
 
     def describe(self) -> str:
-        """What a block does under these options, in words; `template step` is the template's own equation."""
+        """What a block does under these options, for people."""
         return splittings[self.name].equation
 
     def norm_keys(self) -> dict[str, str]:
