@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import tomllib
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from stepformer.options import Option
 from stepformer.oracles import attentions, mlps
 from stepformer.registry import Registry
 from stepformer.schemes import splittings, templates
+from stepformer.settings import setting, type_problem
 
 _COMPONENTS: dict[str, Registry[Any]] = {
     "template": templates,
@@ -34,32 +34,28 @@ _COMPONENTS: dict[str, Registry[Any]] = {
 }
 
 
-def _setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything that defines an architecture. Validated on construction; immutable; hashable."""
 
-    template: str = _setting("gd", "the optimizer whose step a layer takes")
-    splitting: str = _setting("lie-trotter", "how attention and MLP take turns inside a layer")
-    attention: str = _setting("softmax", "the attention oracle")
-    mlp: str = _setting("gelu", "the MLP oracle")
-    n_layer: int = _setting(12, "number of layers")
-    n_head: int = _setting(12, "number of attention heads")
-    d_model: int = _setting(768, "width of the token streams")
-    context: int = _setting(1024, "longest sequence")
-    vocab_size: int = _setting(50_304, "rows of the token table")
-    real_vocab: int | None = _setting(None, "ids from here on are padding and never sampled (default: none are)")
-    mlp_hidden: int | None = _setting(None, "hidden width of the MLP (default: 4 d_model; gated: 8/3 d_model)")
-    norm: Literal["layernorm", "rmsnorm"] = _setting("layernorm", "pre-norms and final norm; rmsnorm is gainless")
-    norm_eps: float = _setting(1e-5, "epsilon of every norm")
-    positions: Literal["learned", "rotary"] = _setting("learned", "position table, or rotation of queries and keys")
-    bias: bool = _setting(False, "biases in linear maps and norms (imported GPT-2 weights need them)")
-    aux_init: Literal["embed", "zero"] = _setting("embed", "auxiliary streams start from own tables, or at zero")
-    aux_norm_gain: float = _setting(1.0, "initial gain of the auxiliary norms LN_v and LN_u")
-    activation_checkpointing: bool = _setting(False, "recompute each block in the backward pass to save memory")
+    template: str = setting("gd", "the optimizer whose step a layer takes")
+    splitting: str = setting("lie-trotter", "how attention and MLP take turns inside a layer")
+    attention: str = setting("softmax", "the attention oracle")
+    mlp: str = setting("gelu", "the MLP oracle")
+    n_layer: int = setting(12, "number of layers")
+    n_head: int = setting(12, "number of attention heads")
+    d_model: int = setting(768, "width of the token streams")
+    context: int = setting(1024, "longest sequence")
+    vocab_size: int = setting(50_304, "rows of the token table")
+    real_vocab: int | None = setting(None, "ids from here on are padding and never sampled (default: none are)")
+    mlp_hidden: int | None = setting(None, "hidden width of the MLP (default: 4 d_model; gated: 8/3 d_model)")
+    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "pre-norms and final norm; rmsnorm is gainless")
+    norm_eps: float = setting(1e-5, "epsilon of every norm")
+    positions: Literal["learned", "rotary"] = setting("learned", "position table, or rotation of queries and keys")
+    bias: bool = setting(False, "biases in linear maps and norms (imported GPT-2 weights need them)")
+    aux_init: Literal["embed", "zero"] = setting("embed", "auxiliary streams start from own tables, or at zero")
+    aux_norm_gain: float = setting(1.0, "initial gain of the auxiliary norms LN_v and LN_u")
+    activation_checkpointing: bool = setting(False, "recompute each block in the backward pass to save memory")
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -183,7 +179,7 @@ def _problems(config: ModelConfig) -> list[str]:
     wrong: set[str] = set()  # keys of the wrong type: arithmetic with them would only add noise
     for f in dataclasses.fields(config):
         if f.name != "options" and f.name not in _COMPONENTS:
-            problem = _type_problem(f.name, getattr(config, f.name), hints[f.name])
+            problem = type_problem(f.name, getattr(config, f.name), hints[f.name])
             if problem:
                 problems.append(problem)
                 wrong.add(f.name)
@@ -224,21 +220,6 @@ def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
             "Choose an even head width or positions = 'learned'."
         )
     return problems
-
-
-def _type_problem(name: str, value: Any, hint: Any) -> str | None:
-    accepted = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for kind in accepted:
-        if typing.get_origin(kind) is Literal:
-            if value in typing.get_args(kind):
-                return None
-            return f"{name} = {value!r} is not one of {', '.join(map(repr, typing.get_args(kind)))}."
-        numeric = kind is float and isinstance(value, int) and not isinstance(value, bool)
-        if numeric or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
-            return None
-    spelling = {type(None): "nothing", bool: "bool (true or false)"}
-    wanted = " or ".join(spelling.get(k, k.__name__) for k in accepted)
-    return f"{name} = {value!r} should be of type {wanted}."
 
 
 def _option_problems(config: ModelConfig) -> list[str]:

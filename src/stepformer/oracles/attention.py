@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ class Attention(Component, nn.Module):
     """
 
     output_map = "out"  # its weight starts smaller the deeper the model
+    stacked: Mapping[str, int] = {}  # weights that hold several matrices (roles.stacked_parts)
 
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Slot:
         raise NotImplementedError(
@@ -48,6 +50,8 @@ class SoftmaxAttention(Attention):
             "sdpa", "math", help="fused kernels, or plain products that are twice differentiable"
         ),
     }
+
+    stacked = {"qkv.weight": 3}
 
     def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, attention_backend: str = "sdpa") -> None:
         super().__init__()

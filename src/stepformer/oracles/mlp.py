@@ -22,6 +22,7 @@ class MLP(Component, nn.Module):
             setattr(self, key, options.get(key, option.default))
         hidden = self.default_hidden(d_model) if hidden is None else hidden
         self.up = nn.Linear(d_model, self.branches * hidden, bias=bias)
+        self.stacked = {"up.weight": self.branches}  # roles.stacked_parts
         self.down = nn.Linear(hidden, d_model, bias=bias)
 
     @staticmethod

@@ -1,0 +1,104 @@
+"""Files that are there whole or not at all.
+
+Everything the package writes goes through here, so that a killed process or a full disk leaves the old file (or none),
+never half a new one, and so that the tests can stop a process at each of these calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from stepformer.errors import InputError, StepformerError
+
+TEMPORARY = ".tmp-"  # names that begin so are unfinished; whoever finds them may delete them
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path`; when the block ends well it is on disk and takes the name `path`."""
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                sync(file)
+            rename(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Say in one sentence why something could not be written to `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StepformerError(f"The disk is full: '{path}' could not be written; older files are whole.") from None
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            raise StepformerError(f"'{path}' may not be written.") from None
+        raise StepformerError(f"'{path}' could not be written: {error.strerror or error}.") from None
+
+
+def sync(file: BinaryIO) -> None:
+    """Hand a file's bytes to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a finished file or folder its name, in one step, and hand that to the disk as well."""
+    os.replace(source, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    with writing(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, what: str) -> Any:
+    """A JSON file of ours; `what` names it in the sentence when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"There is no {what} '{path}'.") from None
+    except OSError as error:
+        raise InputError(f"The {what} '{path}' cannot be read: {error.strerror}.") from None
+    except ValueError:
+        raise InputError(f"The {what} '{path}' is damaged: it is not valid JSON.") from None
+
+
+def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
+    """The checksum of a file, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            if progress:
+                progress(len(block))
+    return digest.hexdigest()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what earlier, killed processes left half-written directly in `folder`."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

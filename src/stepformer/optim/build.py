@@ -1,0 +1,181 @@
+"""From roles to optimizers: which parameter is stepped by what."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stepformer.optim.config import OptimConfig
+from stepformer.optim.lmo import LmoOptimizer
+from stepformer.optim.polar import polar
+from stepformer.optim.schedules import Schedule
+from stepformer.roles import Role, named_roles, stacked_parts
+
+DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+class Optimizers:
+    """All parameter groups of a model, one per role, under one schedule, with clipping and sharpness-aware steps."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig, steps: int) -> None:
+        self.config = config
+        self.schedule = Schedule(config, steps)
+        named = [(n, p, r) for n, p, r in named_roles(model) if p.requires_grad]
+        self.names: dict[nn.Parameter, str] = {p: n for n, p, _ in named}
+        self.parameters = [p for _, p, _ in named]
+        self.clipped = [p for _, p, r in named if config.clip_coefficients or r is not Role.COEFFICIENT]
+        parts = stacked_parts(model) if config.qkv == "split" else {}
+        steepest, adaptive = [], []
+        for role in Role:
+            members = [(n, p) for n, p, r in named if r is role]
+            if not members:
+                continue
+            group: dict[str, Any] = {
+                "params": [p for _, p in members],
+                "role": str(role),
+                "lr": config.rate(role),
+                "peak": config.rate(role),
+                "weight_decay": config.decay(role),
+            }
+            if config.name == "scion" or (role is Role.MATRIX and config.name != "adamw"):
+                group["parts"] = [parts.get(n, 1) for n, _ in members]
+                steepest.append(group | self._geometry(role))
+            else:
+                adaptive.append(group)
+        self.parts: list[torch.optim.Optimizer] = []
+        if steepest:
+            self.parts.append(LmoOptimizer(steepest))
+        if adaptive:
+            # fused needs no copies of the gradients on CUDA; on CPU one code path for every tensor is as fast
+            fused = self.parameters[0].device.type == "cuda"
+            self.parts.append(
+                torch.optim.AdamW(adaptive, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
+            )
+
+    def _geometry(self, role: Role) -> dict[str, Any]:
+        config = self.config
+        geometry = {Role.MATRIX: "polar", Role.EMBEDDING: config.embedding_geometry}.get(role, "sign")
+        group: dict[str, Any] = {
+            "geometry": geometry,
+            "nuclear": config.name == "polargrad",
+            "nesterov": config.nesterov and config.name != "scion",
+            "momentum": config.momentum,
+            "scaling": config.scaling,
+            "method": config.polar,
+            "dtype": DTYPES[config.polar_dtype],
+        }
+        if role is Role.MATRIX and config.radius is not None:
+            group["weight_decay"] = 1 / config.radius
+        return group
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self, t: int) -> None:
+        """One update with the rates of step t; gradients stay."""
+        factor, momentum = self.schedule.factor(t), self.schedule.momentum(t)
+        for group in self.groups():
+            group["lr"] = group["peak"] * factor
+            if "momentum" in group:
+                group["momentum"] = momentum
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def rates(self) -> dict[str, float]:
+        return {group["role"]: group["lr"] for group in self.groups()}
+
+    def norm(self) -> Tensor:
+        """The global norm of the gradients that take part in clipping."""
+        return global_norm([p.grad for p in self.clipped if p.grad is not None])
+
+    def clip(self, norm: Tensor | None = None) -> Tensor:
+        """Scale the gradients down to the global norm `clip`; returns the norm before, over what takes part."""
+        norm = self.norm() if norm is None else norm
+        if self.config.clip:
+            factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
+            for p in self.clipped:
+                if p.grad is not None:
+                    p.grad.mul_(factor.to(p.grad.dtype))
+        return norm
+
+    @torch.no_grad()
+    def perturb(self) -> list[Tensor]:
+        """SAM's first half: move every parameter by rho g / ||g||; returns where they were, for `restore`."""
+        norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
+        scale = self.config.rho / (norm + 1e-12)
+        before = []
+        for p in self.parameters:
+            before.append(p.detach().clone())
+            if p.grad is not None:
+                p.add_(p.grad * scale.to(p.dtype))
+        return before
+
+    @torch.no_grad()
+    def restore(self, before: list[Tensor]) -> None:
+        """Put the parameters back, to the bit: adding and subtracting would not."""
+        for p, value in zip(self.parameters, before, strict=True):
+            p.copy_(value)
+
+    def tensors(self, *, create: bool = False) -> dict[str, Tensor]:
+        """The optimizer's memory as flat names (`PARAMETER.KEY`) and tensors, for checkpoints.
+
+        create: make what a fresh optimizer would only make in its first step, so that there is something to load into.
+        """
+        found: dict[str, Tensor] = {}
+        for part in self.parts:
+            for group in part.param_groups:
+                for p in group["params"]:
+                    if create:
+                        self._create(part, p)
+                    for key, value in part.state.get(p, {}).items():
+                        found[f"{self.names[p]}.{key}"] = value
+        return found
+
+    def _create(self, part: torch.optim.Optimizer, p: nn.Parameter) -> None:
+        state = part.state[p]
+        if isinstance(part, LmoOptimizer):
+            state.setdefault("momentum", torch.zeros_like(p))
+            return
+        if "step" not in state:
+            on_device = p.device if part.defaults.get("fused") else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=on_device)
+            state["exp_avg"] = torch.zeros_like(p)
+            state["exp_avg_sq"] = torch.zeros_like(p)
+
+
+@torch.no_grad()
+def global_norm(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norm of all tensors together; shards of one tensor count once, on every rank the same."""
+    if not tensors:
+        return torch.zeros(())
+    norms = torch._foreach_norm(tensors)
+    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    return torch.linalg.vector_norm(torch.stack(whole))
+
+
+@torch.no_grad()
+def scion_init(model: nn.Module, config: OptimConfig) -> None:
+    """Scion's own start: block matrices and tables on the unit balls in which its steps are measured."""
+    for _, p, role in named_roles(model):
+        if role is Role.MATRIX:
+            rows, cols = p.shape
+            p.copy_(polar(p, "svd") * math.sqrt(rows / cols))
+        elif role is Role.EMBEDDING:
+            p.copy_(p.sign() if config.embedding_geometry == "sign" else _unit_rows(p))
+
+
+def _unit_rows(p: Tensor) -> Tensor:
+    return p / p.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)

@@ -1,0 +1,108 @@
+"""The `[optim]` section: which optimizer trains the parameters, with which rates, schedule and clipping.
+
+Not to be confused with the optimizer that the architecture is made of: that one is `model.template`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from stepformer.settings import Settings, setting
+
+# Values of keys left unset, by optimizer. Muon and AdamW: the Momentum-Streams recipe, TinyStories column. The step of
+# PolarGrad grows with the gradient, so its rate is of another kind. Scion has no AdamW part: all rates are LMO steps.
+DEFAULTS: dict[str, dict[str, float | str]] = {
+    "muon": {"lr": 0.02, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "jordan"},
+    "adamw": {"lr": 6e-4, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
+    "polargrad": {"lr": 0.05, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
+    "scion": {"lr": 0.02, "lr_embedding": 2e-3, "lr_norm": 2e-3, "lr_coefficient": 3e-3, "scaling": "spectral"},
+}
+for _name, _values in DEFAULTS.items():
+    _values["wd_matrix"] = 0.1 if _name == "adamw" else 0.0
+    _values["wd_embedding"] = 0.0 if _name == "scion" else 0.1
+
+
+@dataclass(frozen=True)
+class OptimConfig(Settings):
+    """How parameters are trained, role by role. Keys left unset take the value their optimizer usually has."""
+
+    section = "optim"
+
+    name: Literal["muon", "adamw", "scion", "polargrad"] = setting("muon", "what steps the block matrices")
+    lr: float | None = setting(None, "peak rate of the block matrices", least=0)
+    lr_embedding: float | None = setting(None, "peak rate of token and position tables", least=0)
+    lr_norm: float | None = setting(None, "peak rate of norm gains and biases", least=0)
+    lr_coefficient: float | None = setting(None, "peak rate of the learned step coefficients", least=0)
+    wd_matrix: float | None = setting(None, "decoupled weight decay of the block matrices", least=0)
+    wd_embedding: float | None = setting(None, "decoupled weight decay of the tables", least=0)
+    wd_norm: float = setting(0.0, "decoupled weight decay of norm gains and biases", least=0)
+    wd_coefficient: float = setting(0.0, "decoupled weight decay of the coefficients", least=0)
+    beta1: float = setting(0.9, "AdamW: memory of the gradient", least=0)
+    beta2: float = setting(0.95, "AdamW: memory of its square", least=0)
+    eps: float = setting(1e-8, "AdamW: added to the root of the second moment", above=0)
+    momentum: float = setting(0.95, "muon, scion, polargrad: memory of the gradient (an average)", least=0)
+    nesterov: bool = setting(True, "muon, polargrad: look ahead along the momentum")
+    momentum_start: float = setting(0.85, "momentum at step 0 when it is warmed up", least=0)
+    momentum_warmup: int = setting(0, "steps over which the momentum rises to its value (0: none)", least=0)
+    polar: Literal["newton-schulz", "polar-express", "svd"] = setting("newton-schulz", "how the polar factor is found")
+    polar_dtype: Literal["auto", "bf16", "fp32", "fp64"] = setting(
+        "auto", "what it is computed in (auto: bf16 on CUDA for newton-schulz, else fp32; fp64 with fp64 weights)"
+    )
+    scaling: Literal["jordan", "rms", "spectral", "none"] | None = setting(
+        None,
+        "factor of a polar step for an (out, in) matrix: jordan sqrt(max(1, out/in)), rms 0.2 sqrt(max(out, in)), "
+        "spectral sqrt(out/in), none 1",
+    )
+    qkv: Literal["fused", "split"] = setting(
+        "fused", "matrices stacked in one (queries, keys, values): one polar factor, or each its own"
+    )
+    embedding_geometry: Literal["row", "sign"] = setting("row", "scion: step of the tables, rows of unit RMS or signs")
+    radius: float | None = setting(None, "scion: keep block matrices inside this ball (unset: unconstrained)", above=0)
+    own_init: bool = setting(False, "scion: start block matrices and tables on their unit balls")
+    clip: float = setting(1.0, "largest global gradient norm (0: no clipping)", least=0)
+    clip_coefficients: bool = setting(True, "coefficients take part in the clipping and its norm")
+    schedule: Literal["cosine", "wsd", "constant"] = setting("cosine", "wsd: warm-up, stable, linear decay")
+    warmup: int | None = setting(None, "steps of linear warm-up (unset: a tenth of all)", least=0)
+    legacy_warmup: bool = setting(False, "warm up by t/W, whose first step is lost, instead of (t+1)/W")
+    floor: float = setting(0.1, "last rate as a fraction of the peak", least=0)
+    decay_start: int | None = setting(None, "wsd: first step of the decay (unset: five sixths of all)", least=0)
+    sam: Literal["off", "always", "decay"] = setting("off", "sharpness-aware steps; decay: only there (SAWD with wsd)")
+    rho: float = setting(0.05, "sam: how far the weights are perturbed", above=0)
+
+    def __post_init__(self) -> None:
+        for key, value in DEFAULTS.get(self.name, {}).items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, value)
+        super().__post_init__()
+        for key in ("lr", "lr_embedding", "lr_norm", "lr_coefficient", "wd_matrix", "wd_embedding"):
+            object.__setattr__(self, key, float(getattr(self, key)))
+
+    def problems(self) -> list[str]:
+        problems = []
+        for key in ("beta1", "beta2", "momentum", "momentum_start"):
+            if getattr(self, key) >= 1:
+                problems.append(f"{key} = {getattr(self, key)} should be below 1.")
+        if self.floor > 1:
+            problems.append(f"floor = {self.floor} should be at most 1: it is a fraction of the peak rate.")
+        if self.sam == "decay" and self.schedule != "wsd":
+            problems.append("sam = 'decay' needs schedule = 'wsd': no other schedule has a decay phase.")
+        if self.decay_start is not None and self.schedule != "wsd":
+            problems.append("decay_start belongs to schedule = 'wsd'.")
+        if self.name != "scion":
+            own = {f.name: f.default for f in fields(self) if f.name in ("radius", "own_init", "embedding_geometry")}
+            problems += [
+                f"{key} = {getattr(self, key)!r} belongs to name = 'scion'; this is '{self.name}'."
+                for key, default in own.items()
+                if getattr(self, key) != default
+            ]
+        elif self.radius is not None and self.wd_matrix:
+            problems.append("radius and wd_matrix both pull the matrices inward: give one of them.")
+        return problems
+
+    def rate(self, role: str) -> float:
+        """Peak rate of a role."""
+        return float(getattr(self, "lr" if role == "matrix" else f"lr_{role}"))
+
+    def decay(self, role: str) -> float:
+        return float(getattr(self, f"wd_{role}"))

@@ -1,0 +1,232 @@
+"""Checkpoints: a folder of safetensors and JSON that counts only once its manifest is there.
+
+    checkpoints/step-00000100/   all that a run needs to continue: weights, optimizer, state
+    checkpoints/best-00000080/   weights of the best evaluation
+
+A folder is written under a temporary name, every file handed to the disk, the manifest with all checksums last, and
+then renamed: a process killed at any moment leaves whole checkpoints only. Sharded models are written by all ranks at
+once through torch.distributed.checkpoint in safetensors form (its usual metadata is a pickle, which nothing here
+reads), and every form can be read on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from stepformer import files
+from stepformer.errors import InputError, StepformerError
+from stepformer.training.parallel import World
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+Tensors = Mapping[str, Tensor]
+
+
+class Checkpoints:
+    """The checkpoints of one run folder."""
+
+    def __init__(self, folder: Path, world: World, *, keep: int = 2) -> None:
+        self.folder, self.world, self.keep = folder, world, keep
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def save(self, name: str, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
+        """Write a checkpoint. On CUDA this returns once the tensors are copied; `wait` says when they are on disk."""
+        self.wait()
+        temporary, final = self.folder / f"{files.TEMPORARY}{name}", self.folder / name
+        sharded = any(isinstance(t, DTensor) for tensors in parts.values() for t in tensors.values())
+        if sharded:
+            self._save_sharded(temporary, parts)
+        if self.world.is_main:
+            copies = {} if sharded else {part: _on_cpu(tensors) for part, tensors in parts.items()}
+            work = self._writer.submit(self._finish, temporary, final, copies, state)
+            if self.world.device.type == "cuda" and not sharded:
+                self._pending = work
+            else:
+                work.result()
+        if sharded:
+            self.world.barrier()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on disk; raises what went wrong with it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _save_sharded(self, temporary: Path, parts: Mapping[str, Tensors]) -> None:
+        if self.world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            with files.explained(temporary):
+                for part in parts:
+                    (temporary / part).mkdir(parents=True)
+        self.world.barrier()
+        for part, tensors in parts.items():
+            writer = dcp.HuggingFaceStorageWriter(str(temporary / part), save_distributed=True)
+            with _explained(temporary):
+                dcp.save(dict(tensors), storage_writer=writer)
+
+    def _finish(self, temporary: Path, final: Path, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
+        with _explained(final):
+            if parts:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+                for part, tensors in parts.items():
+                    save_file(dict(tensors), temporary / f"{part}.safetensors")
+            listed = {}
+            for path in sorted(temporary.rglob("*.safetensors")):
+                with path.open("rb+") as file:
+                    files.sync(file)
+                listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+            files.write_json(temporary / MANIFEST, {"format": FORMAT, "files": listed, "state": dict(state)})
+            if final.exists():  # a damaged one that a resumed run has passed again
+                files.rename(final, self.folder / f"{files.TEMPORARY}old-{final.name}")
+            files.rename(temporary, final)
+            self._tidy(final.name)
+
+    def _tidy(self, newest: str) -> None:
+        """Remove what is superseded, but nothing a run could still need, and what killed processes left behind."""
+        kind = newest.partition("-")[0]
+        names = self.names(kind)
+        for name in names[: -self.keep] if kind == "step" else names[:-1]:
+            doomed = self.folder / f"{files.TEMPORARY}old-{name}"
+            files.rename(self.folder / name, doomed)  # a half-deleted folder must not carry a checkpoint's name
+        files.remove_unfinished(self.folder)
+
+    def names(self, kind: str) -> list[str]:
+        """Checkpoints of a kind ("step" or "best") that have a manifest, oldest first."""
+        found = self.folder.glob(f"{kind}-*/{MANIFEST}")
+        return sorted(path.parent.name for path in found)
+
+    def remove_after(self, step: int) -> None:
+        """Forget checkpoints beyond a step: a run that continues from an earlier one writes them again."""
+        for name in (*self.names("step"), *self.names("best")):
+            if int(name.partition("-")[2]) > step:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def latest(self, kind: str = "step") -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that is undamaged, and its state; None if there is none at all."""
+        problems = []
+        for name in reversed(self.names(kind)):
+            try:
+                state = verify(self.folder / name)
+            except InputError as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                warnings.warn(f"{problem} Going back to '{name}'.", stacklevel=2)
+            return self.folder / name, state
+        if problems:
+            raise InputError(" ".join(problems))
+        return None
+
+
+def step_name(step: int, kind: str = "step") -> str:
+    return f"{kind}-{step:08d}"
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check a checkpoint's format, files and checksums; returns its state."""
+    manifest = files.read_json(folder / MANIFEST, "checkpoint manifest")
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        newer = isinstance(version, int) and version > FORMAT
+        advice = "a newer stepformer wrote it: update this one" if newer else f"this stepformer reads format {FORMAT}"
+        raise InputError(f"The checkpoint '{folder}' has format {version}; {advice}.")
+    for name, facts in manifest["files"].items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            raise InputError(f"The checkpoint '{folder}' is damaged: '{name}' is missing.")
+        if size != facts["bytes"]:
+            raise InputError(
+                f"The checkpoint '{folder}' is damaged: '{name}' has {size:,} bytes, not {facts['bytes']:,}."
+            )
+        if files.sha256(path) != facts["sha256"]:
+            raise InputError(f"The checkpoint '{folder}' is damaged: the checksum of '{name}' does not match.")
+    state: dict[str, Any] = manifest["state"]
+    return state
+
+
+@torch.no_grad()
+def load(folder: Path, part: str, tensors: Tensors) -> None:
+    """Fill tensors (whole, or shards of a sharded model) from one part of a checkpoint, by name."""
+    single, shards = folder / f"{part}.safetensors", folder / part
+    if not single.is_file() and not shards.is_dir():
+        raise InputError(f"The checkpoint '{folder}' holds no {part}.")
+    if shards.is_dir():
+        _check_names(_stored_names(shards), tensors, folder)
+        reader = dcp.HuggingFaceStorageReader(str(shards))
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        return
+    with safe_open(single, framework="pt") as file:
+        _check_names(set(file.keys()), tensors, folder)
+        for name, target in tensors.items():
+            stored = file.get_tensor(name)
+            if stored.shape != target.shape:
+                raise InputError(
+                    f"'{name}' has shape {tuple(stored.shape)} in '{folder}', but {tuple(target.shape)} in this model."
+                )
+            if isinstance(target, DTensor):
+                stored = stored.to(target.device)
+                stored = distribute_tensor(stored, target.device_mesh, target.placements, src_data_rank=None)
+            target.copy_(stored)
+
+
+def weights_sha256(tensors: Tensors) -> str:
+    """One checksum of all weights, names included, whatever files they are stored in."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach()
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
+        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}\n".encode())
+        digest.update(whole.view(torch.uint8).numpy().tobytes() if whole.ndim else whole.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _stored_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
+
+
+def _check_names(stored: set[str], wanted: Tensors, folder: Path) -> None:
+    missing, extra = sorted(wanted.keys() - stored), sorted(stored - wanted.keys())
+    if missing or extra:
+        what = f"lacks '{missing[0]}'" if missing else f"has '{extra[0]}', which this model does not"
+        raise InputError(f"The checkpoint '{folder}' belongs to another model: it {what}.")
+
+
+def _on_cpu(tensors: Tensors) -> dict[str, Tensor]:
+    """Tensors in CPU memory that training will not change; on the CPU the caller waits, so they need no copy."""
+    return {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Sentences for what goes wrong while writing, safetensors' own errors included."""
+    try:
+        with files.explained(path):
+            yield
+    except SafetensorError as error:
+        if "No space left" in str(error) or "os error 28" in str(error):
+            raise StepformerError(f"The disk is full: '{path}' could not be written; older files are whole.") from None
+        raise StepformerError(f"'{path}' could not be written: {error}.") from None
+    except dcp.CheckpointException as error:
+        raise StepformerError(f"'{path}' could not be written: {next(iter(error.failures.values()))[0]}.") from None

@@ -1,0 +1,207 @@
+"""A run in four sections, `[model]`, `[data]`, `[optim]`, `[train]`, from a name, a recipe or a TOML file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from stepformer.catalogue import preset, preset_of, size_settings
+from stepformer.config import ModelConfig, parse_override, read_toml
+from stepformer.errors import ConfigError, UnknownNameError, suggestion
+from stepformer.optim import OptimConfig, Schedule
+from stepformer.settings import Settings, setting
+
+EVAL_TOKENS = 4_915_200  # what YuriiFormer evaluates on: 160 batches of 30 x 1024
+
+
+@dataclass(frozen=True)
+class DataConfig(Settings):
+    """What is read."""
+
+    section = "data"
+
+    corpus: str = setting("tales", "name of a corpus (`stepformer prepare` makes it) or the folder of a prepared one")
+    tokenizer: str | None = setting(None, "gpt2, bytes or bpe:N; unset: gpt2, for tales bpe:1024")
+    dialect: str | None = setting(None, "tales: which dialect (unset: the first)")
+    count: int = setting(60_000, "tales: how many stories", least=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig(Settings):
+    """How long, in which pieces, and what is kept."""
+
+    section = "train"
+
+    steps: int = setting(1_000, "optimizer steps", least=1)
+    batch: int = setting(32, "sequences in a step, over all ranks and micro-batches", least=1)
+    micro_batch: int | None = setting(None, "sequences in one forward pass (unset: chosen by device)", least=1)
+    seed: int = setting(42, "of initial weights and data order", least=0)
+    eval_every: int | None = setting(None, "steps between evaluations (unset: a tenth of all)", least=1)
+    eval_tokens: int = setting(EVAL_TOKENS, "tokens of an evaluation, or the whole split if it is smaller", least=1)
+    save_every: int | None = setting(None, "steps between checkpoints (unset: as evaluations)", least=1)
+    keep: int = setting(2, "how many of the latest checkpoints stay; the best stays besides", least=1)
+    log_every: int = setting(1, "steps between lines of metrics.jsonl", least=1)
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = setting("auto", "bf16 autocast on CUDA, fp32 on CPU")
+    compile: bool = setting(False, "torch.compile the training step")
+    parallel: Literal["ddp", "fsdp"] = setting("ddp", "on several ranks: replicate the model, or shard it")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "CUDA when it is there")
+    max_loss: float | None = setting(None, "a training loss above it stops the run (unset: ln V + 4)", above=0)
+    tensorboard: bool = setting(False, "also write TensorBoard files (extra: tensorboard)")
+    wandb: str | None = setting(None, "also log to this Weights & Biases project (extra: wandb)")
+
+
+SECTIONS: dict[str, type[Settings]] = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides what a run computes. `vocab` says whether the model section fixes the vocabulary."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    own_vocabulary: bool = False  # the model section sets vocab_size; otherwise the corpus does
+    recipe: str = ""
+
+    def __post_init__(self) -> None:
+        Schedule(self.optim, self.train.steps)  # refuses schedules that do not fit the length
+
+    def to_dict(self) -> dict[str, Any]:
+        sections = {name: getattr(self, name).to_dict() for name in ("model", "data", "optim", "train")}
+        return {**sections, "own_vocabulary": self.own_vocabulary, "recipe": self.recipe}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """The inverse of `to_dict`."""
+        sections: dict[str, Any] = {name: kind.from_dict(values[name]) for name, kind in SECTIONS.items()}
+        return cls(
+            model=ModelConfig.from_dict(values["model"]),
+            own_vocabulary=bool(values.get("own_vocabulary", True)),
+            recipe=str(values.get("recipe", "")),
+            **sections,
+        )
+
+    def for_vocabulary(self, real: int) -> RunConfig:
+        """This run on a tokenizer with `real` ids; a model that fixed its own vocabulary must have room for them."""
+        if self.own_vocabulary:
+            if self.model.vocab_size < real:
+                raise ConfigError(
+                    [
+                        f"[model] vocab_size = {self.model.vocab_size} is smaller than the corpus's vocabulary of "
+                        f"{real} ids: leave it out, or make it at least that."
+                    ]
+                )
+            model = self.model.replace(real_vocab=real if real < self.model.vocab_size else None)
+        else:
+            padded = -(-real // 64) * 64  # whole tiles for the matrix units: GPT-2's 50,257 become 50,304
+            model = self.model.replace(vocab_size=padded, real_vocab=real if real < padded else None)
+        return RunConfig(model, self.data, self.optim, self.train, own_vocabulary=True, recipe=self.recipe)
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits of what decides the result: not the devices, the micro-batch, or what is logged."""
+        values = self.to_dict()
+        for key in ("micro_batch", "device", "log_every", "save_every", "keep", "tensorboard", "wandb", "parallel"):
+            values["train"].pop(key)
+        values["model"] = self.model.hash
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def title(self) -> str:
+        row = preset_of(self.model)
+        if row is None:
+            return f"{self.model.template}-{self.model.splitting}"
+        return row.aliases[0] if row.aliases else row.name
+
+    @property
+    def step_tokens(self) -> int:
+        return self.train.batch * self.model.context
+
+
+def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> RunConfig:
+    """The run behind a preset, a template, a recipe or a TOML file, with `key=value` words applied.
+
+    A word is `section.key=value`, or `key=value` alone: keys of data, optim and train are found by name, all others
+    are the model's. `more` are such keys as Python values. A preset alone trains the tiny size on tales.
+    """
+    from stepformer.recipes import load_recipe, recipe_names
+
+    name = str(what)
+    if name.endswith(".toml"):
+        document, recipe = read_toml(name), ""
+    elif name in recipe_names():
+        document, recipe = load_recipe(name).document, name
+    else:
+        try:
+            preset(name)
+        except UnknownNameError as error:
+            hint = suggestion(name, recipe_names())
+            raise UnknownNameError(f"{error} No recipe has that name either.{hint}") from None
+        document, recipe = {"model": {"preset": name, "size": "tiny"}}, ""
+    sections = _sections(document, name)
+    for key, value in [*map(parse_override, overrides), *more.items()]:
+        section, key = _place(key)
+        sections[section][key] = value
+    return _assemble(sections, recipe)
+
+
+def _sections(document: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    """The four sections of a document; what is no section of ours is an error."""
+    known = ["model", *SECTIONS]
+    problems = [
+        f"'{key}' in {where} stands outside a section: put it under one of [{'], ['.join(known)}]."
+        if not isinstance(value, dict)
+        else f"Unknown section '[{key}]' in {where}.{suggestion(key, known)} Known: [{'], ['.join(known)}]."
+        for key, value in document.items()
+        if key not in (*known, "recipe") or not isinstance(value, dict)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return {key: dict(document.get(key, {})) for key in known}
+
+
+def _place(word: str) -> tuple[str, str]:
+    """Section and key of an override's left side."""
+    section, dot, key = word.partition(".")
+    if dot and section in ("model", *SECTIONS):
+        return section, key
+    owners = [name for name, kind in SECTIONS.items() if word in kind.field_names()]
+    return (owners[0], word) if owners else ("model", word)
+
+
+def _assemble(sections: Mapping[str, Mapping[str, Any]], recipe: str) -> RunConfig:
+    problems: list[str] = []
+    built: dict[str, Any] = {}
+    for name, kind in SECTIONS.items():
+        try:
+            built[name] = kind.from_dict(sections[name])
+        except ConfigError as error:
+            problems += error.problems
+    values = dict(sections["model"])
+    try:
+        settings = dict(size_settings(str(values.pop("size", "small"))))
+        settings.update(preset(str(values.pop("preset", "vanilla"))).settings)
+        built["model"] = ModelConfig.from_dict(settings).replace(**values)
+    except UnknownNameError as error:
+        problems.append(f"[model] {error}")
+    except ConfigError as error:
+        known = [key for kind in SECTIONS.values() for key in kind.field_names()]
+        problems += [_elsewhere(problem, known) for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return RunConfig(**built, own_vocabulary="vocab_size" in values, recipe=recipe)
+
+
+def _elsewhere(problem: str, known: list[str]) -> str:
+    """The model's complaint about an unknown key, with a suggestion from the other sections when it has none."""
+    if not problem.startswith("Unknown key '") or "Did you mean" in problem:
+        return f"[model] {problem}"
+    key = problem.split("'")[1]
+    guess = suggestion(key, known)
+    return f"Unknown key '{key}'.{guess}" if guess else f"[model] {problem}"

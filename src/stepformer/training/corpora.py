@@ -1,0 +1,58 @@
+"""The corpus a config asks for: a prepared folder, or the tales, which are made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder
+from stepformer.errors import ConfigError, InputError
+from stepformer.training.config import DataConfig
+from stepformer.training.parallel import World
+
+SMALL = 2 << 30  # bytes up to which every checksum is compared at the start of a run
+
+
+def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Corpus:
+    """Open what `[data]` names. Tales are prepared when they are not there yet; anything else is asked for."""
+    from stepformer.data.prepare import prepare
+    from stepformer.data.sources import open_source
+
+    is_tales = config.corpus == "tales"
+    if not is_tales and (config.dialect is not None or config.count != DataConfig().count):
+        raise ConfigError([f"[data] dialect and count belong to corpus = 'tales'; this is '{config.corpus}'."])
+    given = Path(config.corpus).expanduser()
+    tokenizer = config.tokenizer or ("bpe:1024" if is_tales else "gpt2")
+    if (given / MANIFEST).is_file():
+        return _checked(Corpus(given), config)
+    if not is_tales:
+        folder = given if given.is_dir() else corpus_folder(config.corpus, tokenizer)
+        if not (folder / MANIFEST).is_file():
+            raise InputError(
+                f"The corpus '{config.corpus}' is not prepared (no '{folder / MANIFEST}'): "
+                f"run `stepformer prepare {config.corpus} --tokenizer {tokenizer}` first."
+            )
+        return _checked(Corpus(folder), config)
+    source = open_source("tales", dialect=config.dialect, count=config.count)
+    folder = corpus_folder(source.name, tokenizer)
+    if world.is_main:
+        if not quiet and not (folder / MANIFEST).is_file():
+            Console(stderr=True, highlight=False).print(f"preparing {source.name} with {tokenizer} in {folder} ...")
+        prepare(source, tokenizer, folder)
+    world.barrier()
+    return _checked(Corpus(folder), config)
+
+
+def _checked(corpus: Corpus, config: DataConfig) -> Corpus:
+    """Compare checksums where that takes seconds, and the tokenizer with the one asked for."""
+    name = str(corpus.manifest["tokenizer"]["name"])
+    asked = (config.tokenizer or name).partition(":")
+    if asked[0] != name.partition(":")[0] or (asked[0] == "bpe" and config.tokenizer not in (None, name)):
+        raise InputError(
+            f"[data] tokenizer = '{config.tokenizer}', but the corpus '{corpus.folder}' was prepared with '{name}'."
+        )
+    size = sum(shard["bytes"] for split in corpus.manifest["splits"].values() for shard in split["shards"])
+    if size <= SMALL:
+        corpus.verify()
+    return corpus

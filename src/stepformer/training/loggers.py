@@ -1,0 +1,56 @@
+"""TensorBoard and Weights & Biases, for those who ask; metrics.jsonl is always written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stepformer.errors import StepformerError
+from stepformer.training.config import RunConfig
+
+_LEFT_OUT = {"kind", "step", "val_hash"}
+
+
+class Loggers:
+    """Forwards metric lines to the services that the config names."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if config.train.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise StepformerError(
+                    "train.tensorboard needs TensorBoard: pip install 'stepformer[tensorboard]'."
+                ) from None
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        if config.train.wandb:
+            try:
+                import wandb  # type: ignore[import-not-found, unused-ignore]
+            except ImportError:
+                raise StepformerError("train.wandb needs Weights & Biases: pip install 'stepformer[wandb]'.") from None
+            # one id per folder, so that a resumed run continues its own curves
+            self._wandb = wandb.init(
+                project=config.train.wandb,
+                name=folder.name,
+                id=folder.name,
+                dir=str(folder),
+                resume="allow",
+                config=config.to_dict(),
+            )
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Numbers of one metric line."""
+        numbers = {f"{line['kind']}/{k}": v for k, v in line.items() if k not in _LEFT_OUT}
+        if self._tensorboard is not None:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, line["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=line["step"])
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()

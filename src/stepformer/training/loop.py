@@ -1,0 +1,350 @@
+"""The training loop.
+
+A step is a pure function of the weights, the optimizer's memory and the step number: batches and rates are computed
+from it, and no random numbers are drawn. That is why a resumed run ends with the weights of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepformer.data.batches import Batches
+from stepformer.data.corpus import Corpus
+from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.files import write_json
+from stepformer.model import Model
+from stepformer.optim import Optimizers, scion_init
+from stepformer.training import checkpoints as stored
+from stepformer.training.config import RunConfig
+from stepformer.training.display import Display
+from stepformer.training.evaluation import Evaluation, autocasting, evaluate
+from stepformer.training.loggers import Loggers
+from stepformer.training.parallel import ParallelModel, World
+from stepformer.training.runs import Metrics, RunFolder
+from stepformer.training.speed import flops_per_token, peak_flops
+from stepformer.training.stopping import Stopped, Watch
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far."""
+
+    val_loss: float
+    step: int
+
+
+class Trainer:
+    """One run: model, optimizer, data and folder, from wherever its last checkpoint left it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        folder: RunFolder,
+        world: World,
+        display: Display,
+        label: str = "",
+    ) -> None:
+        self.config, self.corpus, self.folder, self.world, self.display = config, corpus, folder, world, display
+        self.label = label or config.title
+        train, device = config.train, world.device
+        self.precision = precision_of(config, device)
+        self.autocast = torch.bfloat16 if self.precision == "bf16" else None
+        self.micro_batch = micro_batch_of(config, world)
+        self.accumulation = train.batch // (world.size * self.micro_batch)
+        self.batches = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)
+        self.val = corpus.split("val")
+
+        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
+        if config.optim.own_init:
+            scion_init(self.model, config.optim)
+        self.flops = flops_per_token(self.model)
+        self.num_parameters = self.model.num_parameters()
+        self.parallel = ParallelModel(self.model, world, train.parallel, train.compile)
+        self.optimizers = Optimizers(self.model, config.optim, train.steps)
+        self.checkpoints = stored.Checkpoints(folder.checkpoints, world, keep=train.keep)
+        self.step = 0  # completed steps
+        self.seconds = 0.0  # spent in them
+        self.best: Best | None = None
+        self.last: Evaluation | None = None
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
+
+    def load_latest(self) -> bool:
+        """Continue from the newest whole checkpoint; False if there is none yet."""
+        found = self.checkpoints.latest()
+        if found is None:
+            self.checkpoints.remove_after(-1)
+            return False
+        path, state = found
+        stored.load(path, "model", dict(self.model.named_parameters()))
+        stored.load(path, "optimizer", self.optimizers.tensors(create=True))
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.best = Best(**state["best"]) if state["best"] else None
+        if self.world.is_main:
+            self.checkpoints.remove_after(self.step)
+        self.world.barrier()
+        return True
+
+    def fit(self, watch: Watch) -> dict[str, Any]:
+        """Train to the end; returns the result. Raises Stopped when the watch asks, after saving."""
+        train = self.config.train
+        eval_every = train.eval_every or max(1, train.steps // 10)
+        save_every = train.save_every or eval_every
+        metrics = Metrics(self.folder.metrics, self.step) if self.world.is_main else None
+        loggers = Loggers(self.config, self.folder.path) if self.world.is_main else None
+        self.display.begin(train.steps, self.step)
+        try:
+            if self.step == 0:
+                self._evaluate(metrics, loggers)
+            while self.step < train.steps:
+                self._train_step(metrics, loggers)
+                if self.step % eval_every == 0 or self.step == train.steps:
+                    self._evaluate(metrics, loggers)
+                asked = self.world.largest(watch.asked()) if self.step < train.steps else 0
+                if self.step % save_every == 0 or self.step == train.steps or asked:
+                    self.save()
+                if asked:
+                    raise Stopped(asked, self.step)
+            if self.last is None:  # resumed after its last step
+                self._evaluate(None, None)
+            return self._result()
+        finally:
+            self.display.close()
+            self._loader.shutdown(wait=False, cancel_futures=True)
+            self.checkpoints.wait()
+            if metrics is not None and loggers is not None:
+                metrics.close()
+                loggers.close()
+
+    def _train_step(self, metrics: Metrics | None, loggers: Loggers | None) -> None:
+        begin = time.perf_counter()
+        t, config = self.step, self.config
+        self.optimizers.zero_grad()
+        loss = self._gradients(t)
+        norm = self.optimizers.norm()
+        loss_now, norm_now = torch.stack([loss.double(), norm.double()]).tolist()
+        self._check(loss_now, norm_now)
+        if self.optimizers.schedule.perturbs(t):
+            before = self.optimizers.perturb()
+            self.optimizers.zero_grad()
+            self._gradients(t)  # of the same micro-batches, at the perturbed weights
+            self.optimizers.restore(before)
+            norm = self.optimizers.norm()
+            norm_now = float(norm)
+            self._check(loss_now, norm_now)
+        self.optimizers.clip(norm)
+        self.optimizers.step(t)
+        self.step = t + 1
+        took = time.perf_counter() - begin
+        self.seconds += took
+        speed = config.step_tokens / took
+        mfu = self.flops * speed / (peak_flops(self.world.device)[0] * self.world.size)
+        self.display.step(self.step, loss_now, norm_now, speed, mfu)
+        if metrics and loggers and (self.step % config.train.log_every == 0 or self.step == config.train.steps):
+            rates = {f"lr_{role}": rate for role, rate in self.optimizers.rates().items()}
+            line = {"kind": "train", **self._where(), "loss": loss_now, "grad_norm": norm_now, **rates}
+            line |= {"tokens_per_second": speed, "mfu": mfu}
+            metrics.write(**line)
+            loggers.write(line)
+
+    def _gradients(self, t: int) -> Tensor:
+        """Add the mean gradient of step t's batch to the parameters; returns its mean loss, over all ranks."""
+        inputs, targets = self._local_batch(t)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for i in range(self.accumulation):
+            rows = slice(i * self.micro_batch, (i + 1) * self.micro_batch)
+            with self.parallel.micro_batch(last=i + 1 == self.accumulation):
+                with autocasting(self.world.device, self.autocast):
+                    # divided by this rank's micro-batches only: DDP and FSDP2 average over ranks themselves
+                    loss = self.parallel.loss(inputs[rows], targets[rows]) / self.accumulation
+                loss.backward()
+            total += loss.detach()
+        return self.world.sum(total) / self.world.size
+
+    def _local_batch(self, t: int) -> tuple[Tensor, Tensor]:
+        """This rank's share of step t's batch, on its device; the next step's is read meanwhile."""
+        if self._next is None or self._next[0] != t:
+            self._next = (t, self._loader.submit(self._read, t))
+        inputs, targets = self._next[1].result()
+        if t + 1 < self.config.train.steps and not self.optimizers.schedule.perturbs(t):
+            self._next = (t + 1, self._loader.submit(self._read, t + 1))
+        return tuple(part.to(self.world.device, non_blocking=True) for part in (inputs, targets))  # type: ignore[return-value]
+
+    def _read(self, t: int) -> tuple[Tensor, Tensor]:
+        share = self.config.train.batch // self.world.size
+        rows = self.batches.rows(t, self.world.rank * share, (self.world.rank + 1) * share)
+        if self.world.device.type != "cuda":
+            return rows
+        return rows[0].contiguous().pin_memory(), rows[1].contiguous().pin_memory()
+
+    def _where(self) -> dict[str, Any]:
+        return {"step": self.step, "tokens": self.step * self.config.step_tokens, "seconds": round(self.seconds, 3)}
+
+    def _evaluate(self, metrics: Metrics | None, loggers: Loggers | None) -> None:
+        self.display.waiting("evaluating")
+        train = self.config.train
+        found = evaluate(
+            self.parallel.evaluated,
+            self.val,
+            context=self.config.model.context,
+            tokens=train.eval_tokens,
+            micro_batch=self.micro_batch,
+            world=self.world,
+            autocast=self.autocast,
+        )
+        self.last = found
+        if metrics and loggers:
+            line = {"kind": "eval", **self._where(), **found.to_dict()}
+            metrics.write(**line)
+            loggers.write(line)
+        self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}")
+        if self.step and (self.best is None or found.val_loss < self.best.val_loss):
+            self.best = Best(found.val_loss, self.step)
+            self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
+
+    def save(self) -> None:
+        """Everything that the rest of the run depends on."""
+        parts: dict[str, Any] = {
+            "model": dict(self.model.named_parameters()),
+            "optimizer": self.optimizers.tensors(create=True),
+        }
+        self._save_part(stored.step_name(self.step), parts)
+
+    def _save_part(self, name: str, parts: dict[str, dict[str, Any]]) -> None:
+        self.display.waiting("saving")
+        state = {"step": self.step, "seconds": self.seconds, "best": asdict(self.best) if self.best else None}
+        state["config"] = self.config.to_dict()
+        self.checkpoints.save(name, parts, state)
+
+    def _check(self, loss: float, norm: float) -> None:
+        """Stop before an update that would spoil the weights; the weights from before it are saved."""
+        limit = self.config.train.max_loss or math.log(self.config.model.vocab_size) + 4
+        if math.isfinite(norm) and loss <= limit:
+            return
+        if math.isfinite(loss) and math.isfinite(norm):
+            what = f"the loss is {loss:.2f}, above max_loss = {limit:.2f}: the run has diverged"
+        else:
+            what = f"{self._first_bad()} is not finite (loss {loss:g}, gradient norm {norm:g})"
+        self.save()
+        self.checkpoints.wait()
+        where = self.folder.checkpoints / stored.step_name(self.step)
+        raise StepformerError(
+            f"Training stopped in step {self.step + 1}: {what}. The weights from before it are in '{where}'; "
+            "try a lower rate or a longer warm-up."
+        )
+
+    def _first_bad(self) -> str:
+        """The first tensor, in the order of the computation, that is not finite."""
+        for name, parameter in self.model.named_parameters():
+            if not bool(_local(parameter).isfinite().all()):
+                return f"the parameter '{name}'"
+        inputs, targets = self._local_batch(self.step)
+        rows = slice(0, self.micro_batch)
+        found = first_bad_output(self.model, inputs[rows], targets[rows], self.autocast)
+        if found is not None:
+            return f"the output of '{found}'"
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and not bool(_local(parameter.grad).isfinite().all()):
+                return f"the gradient of '{name}'"
+        return "the loss"
+
+    def _result(self) -> dict[str, Any]:
+        assert self.last is not None
+        assert self.best is not None
+        config, weights = self.config, stored.weights_sha256(dict(self.model.named_parameters()))
+        record = {
+            "format": 1,
+            "title": config.title,
+            "label": self.label,
+            "recipe": config.recipe,
+            "seed": config.train.seed,
+            "config_hash": config.hash,
+            "pairing": pairing(config, self.corpus),
+            "steps": self.step,
+            "tokens": self.step * config.step_tokens,
+            **self.last.to_dict(),
+            "best_val_loss": self.best.val_loss,
+            "best_step": self.best.step,
+            "train_seconds": round(self.seconds, 3),
+            "tokens_per_second": self.step * config.step_tokens / self.seconds,
+            "parameters": self.num_parameters,
+            "unigram_entropy": self.val.entropy,
+            "weights_sha256": weights,
+            "precision": self.precision,
+            "device": str(self.world.device.type),
+            "ranks": self.world.size,
+            "status": "finished",
+        }
+        if self.world.is_main:
+            write_json(self.folder.result, record)
+        return record
+
+
+def pairing(config: RunConfig, corpus: Corpus) -> str:
+    """Runs with one pairing and one seed saw the same batches; it names the data, the budget and the evaluation."""
+    splits = f"{corpus.split('train').hash}/{corpus.split('val').hash}"
+    train = config.train
+    return f"{splits}/{config.model.context}x{train.batch}x{train.steps}/{train.eval_tokens}"
+
+
+def precision_of(config: RunConfig, device: torch.device) -> str:
+    """What auto means: bf16 autocast on CUDA, fp32 on the CPU, where bf16 is slower by orders of magnitude."""
+    chosen = config.train.precision
+    if chosen != "auto":
+        return chosen
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def micro_batch_of(config: RunConfig, world: World) -> int:
+    """Sequences per forward pass; it must divide each rank's share of the batch."""
+    batch = config.train.batch
+    if batch % world.size:
+        raise ConfigError([f"[train] batch = {batch} cannot be shared by {world.size} ranks: it does not divide."])
+    share = batch // world.size
+    chosen = config.train.micro_batch
+    if chosen is None:  # tokens in a forward pass that keep the device busy without filling its memory
+        room = max(1, (32_768 if world.device.type == "cuda" else 4_096) // config.model.context)
+        return max(n for n in range(1, min(share, room) + 1) if share % n == 0)
+    if share % chosen:
+        raise ConfigError(
+            [f"[train] micro_batch = {chosen} does not divide the {share} sequences of a step on each rank."]
+        )
+    return chosen
+
+
+@torch.no_grad()
+def first_bad_output(model: nn.Module, inputs: Tensor, targets: Tensor, autocast: torch.dtype | None) -> str | None:
+    """The first submodule whose output is not finite, by running the model once with hooks."""
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+                found.append(name)
+
+        return hook
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    try:
+        with autocasting(inputs.device, autocast):
+            model(inputs, targets)
+    except InputError:
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor

@@ -1,0 +1,142 @@
+"""One process or many: ranks from torchrun, DDP, FSDP2, and the few collectives that training needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from stepformer.errors import InputError
+from stepformer.model import Model
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, this one among them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all; through CPU memory, so that no queue of a device has to empty."""
+        self.largest(0)
+
+    def largest(self, number: int) -> int:
+        """The largest of every rank's number, on every rank; on the CPU, so that no device has to wait."""
+        if self.size == 1:
+            return number
+        value = torch.tensor(number)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return int(value)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over ranks of a small tensor, on every rank."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def from_main(self, value: Any) -> Any:
+        """What the main rank has."""
+        if self.size == 1:
+            return value
+        held = [value]
+        dist.broadcast_object_list(held, src=0, device=torch.device("cpu"))
+        return held[0]
+
+
+def choose_device(choice: str) -> torch.device:
+    """The device of this process: the local rank's GPU, or the CPU."""
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise InputError("device = 'cuda' was asked for, but this torch sees no CUDA device.")
+    if choice == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise InputError(
+            f"This machine has {count} GPU{'s' if count > 1 else ''}, but torchrun started local rank {local}: "
+            f"use --nproc_per_node {count} or fewer. A checkpoint resumes on any number of ranks."
+        )
+    return torch.device("cuda", local)
+
+
+@contextlib.contextmanager
+def joined_world(choice: str) -> Iterator[World]:
+    """This process's place among the ranks that torchrun started, or alone."""
+    device = choose_device(choice)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or dist.is_initialized():
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        yield World(rank, dist.get_world_size() if dist.is_initialized() else 1, device)
+        return
+    # gloo beside nccl: flags and objects travel through CPU memory without a device having to wait
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    try:
+        yield World(dist.get_rank(), size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+class ParallelModel:
+    """A model as its ranks run it: plain, compiled, replicated or sharded; `model` is the module with the weights."""
+
+    def __init__(self, model: Model, world: World, kind: str, compiled: bool) -> None:
+        self.model, self.world = model, world
+        self.sharded = world.size > 1 and kind == "fsdp"
+        run: Any = model
+        if compiled and world.device.type == "cuda" and model.config.d_model <= 128:
+            # torch 2.11 with triton 3.6 cannot compile several rules at these widths otherwise (docs/lab-notebook.md)
+            torch._inductor.config.triton.persistent_reductions = False
+        if self.sharded:
+            mesh = init_device_mesh(world.device.type, (world.size,))
+            for block in model.blocks:
+                if compiled:
+                    block.compile()
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            run = torch.compile(run) if compiled else run
+            if world.size > 1:
+                devices = [world.device] if world.device.type == "cuda" else None
+                run = DistributedDataParallel(run, device_ids=devices)
+        self.run = run
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = self.run(inputs, targets).loss
+        assert isinstance(loss, Tensor)
+        return loss
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Gradients are exchanged once a step, with its last micro-batch."""
+        if isinstance(self.run, FSDPModule):
+            self.run.set_requires_gradient_sync(last)
+            yield
+        elif isinstance(self.run, DistributedDataParallel) and not last:
+            with self.run.no_sync():
+                yield
+        else:
+            yield
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """What evaluation runs: the plain module, so that compiled and other runs are measured alike."""
+        return self.model

@@ -1,0 +1,188 @@
+"""Start, continue, rehearse and measure runs: what the command line and a notebook both call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepformer.data.corpus import Corpus
+from stepformer.data.tokenizers import Tokenizer, load_tokenizer
+from stepformer.errors import ConfigError, InputError
+from stepformer.model import Model
+from stepformer.plugins import load_plugin
+from stepformer.training import checkpoints as stored
+from stepformer.training.config import RunConfig
+from stepformer.training.corpora import open_corpus
+from stepformer.training.display import Display
+from stepformer.training.evaluation import Evaluation, evaluate
+from stepformer.training.loop import Trainer, precision_of
+from stepformer.training.parallel import World, choose_device, joined_world
+from stepformer.training.runs import RunFolder
+from stepformer.training.stopping import Watch
+
+
+def train(
+    config: RunConfig,
+    out: str | Path | None = None,
+    *,
+    max_seconds: float | None = None,
+    quiet: bool = False,
+    label: str = "",
+    plugins: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Train a new run in the folder `out` (default: runs/NAME) and return its result.
+
+    Under torchrun every rank calls it. Raises `Stopped` when a signal or the time limit ends it early, after saving.
+    """
+    with joined_world(config.train.device) as world:
+        corpus = open_corpus(config.data, world, quiet=quiet)
+        config = config.for_vocabulary(corpus.vocab_size)
+        folder = RunFolder(Path(out) if out else default_folder(config, corpus))
+        with _held(folder, world):
+            if folder.exists:
+                raise InputError(
+                    f"'{folder.path}' already holds a run: continue it with `stepformer resume {folder.path}`, "
+                    "or choose another --out."
+                )
+            trainer = Trainer(config, corpus, folder, world, _display(config, label, world, quiet), label)
+            if world.is_main:
+                facts = {"label": label or config.title, "corpus": _facts(corpus)}
+                folder.create(config, facts, corpus.folder / "tokenizer", list(plugins))
+            world.barrier()
+            return _fit(trainer, max_seconds)
+
+
+def resume(
+    path: str | Path, *, max_seconds: float | None = None, quiet: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Continue a run from its last checkpoint, on any number of ranks, and return its result.
+
+    `changes` are keys of [train] that do not change the result, such as micro_batch, device or keep.
+    """
+    folder = RunFolder(Path(path))
+    record = folder.read()
+    for plugin in record.get("plugins", []):
+        load_plugin(plugin)
+    config = RunConfig.from_dict(record["config"])
+    refused = sorted(set(changes) - {"micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile"})
+    if refused:
+        raise ConfigError([f"A run cannot change '{refused[0]}' when it is resumed: train a new one."])
+    config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **changes}})
+    with joined_world(config.train.device) as world, _held(folder, world):
+        corpus = _same_corpus(record["corpus"], folder, config, world)
+        label = str(record.get("label", ""))
+        trainer = Trainer(config, corpus, folder, world, _display(config, label, world, quiet), label)
+        if trainer.load_latest():
+            trainer.display.note(f"{trainer.display.title}  continues after step {trainer.step}")
+        else:
+            trainer.display.note(f"{trainer.display.title}  has no checkpoint yet: it starts again")
+        return _fit(trainer, max_seconds)
+
+
+def _fit(trainer: Trainer, max_seconds: float | None) -> dict[str, Any]:
+    with Watch(max_seconds) as watch:
+        return trainer.fit(watch)
+
+
+def _display(config: RunConfig, label: str, world: World, quiet: bool) -> Display:
+    return Display(f"{label or config.title} s{config.train.seed}", quiet=quiet or not world.is_main)
+
+
+def _facts(corpus: Corpus) -> dict[str, Any]:
+    splits = {name: {"hash": corpus.split(name).hash, "tokens": len(corpus.split(name))} for name in ("train", "val")}
+    return {"folder": str(corpus.folder.resolve()), "tokenizer": corpus.manifest["tokenizer"], "splits": splits}
+
+
+def _same_corpus(facts: dict[str, Any], folder: RunFolder, config: RunConfig, world: World) -> Corpus:
+    """The corpus that the run was trained on, where it was or where it is made; other tokens are refused."""
+    where = Path(facts["folder"])
+    corpus = Corpus(where) if where.is_dir() else open_corpus(config.data, world, quiet=True)
+    for name, known in facts["splits"].items():
+        if corpus.split(name).hash != known["hash"]:
+            raise InputError(
+                f"The run '{folder.path}' was trained on other data: the {name} split of '{corpus.folder}' has hash "
+                f"{corpus.split(name).hash}, not {known['hash']}."
+            )
+    return corpus
+
+
+def default_folder(config: RunConfig, corpus: Corpus) -> Path:
+    """runs/NAME, where NAME says what is trained on what."""
+    what = config.recipe or config.title
+    if config.recipe:
+        what = f"{config.recipe}-{config.title}"
+    return Path("runs") / f"{what}-{corpus.folder.name}-s{config.train.seed}"
+
+
+@contextmanager
+def _held(folder: RunFolder, world: World) -> Iterator[None]:
+    """The main rank holds the folder for all."""
+    if not world.is_main:
+        yield
+        return
+    with folder.locked():
+        yield
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A trained model with what it needs to read and write text."""
+
+    model: Model
+    tokenizer: Tokenizer
+    config: RunConfig
+    record: dict[str, Any]
+    step: int
+    folder: RunFolder
+
+
+def load_run(path: str | Path, which: str = "best", device: str = "auto") -> LoadedRun:
+    """The model of a run: its best weights, or its last ones (`which = "last"`)."""
+    folder = RunFolder(Path(path))
+    record = folder.read()
+    for plugin in record.get("plugins", []):
+        load_plugin(plugin)
+    config = RunConfig.from_dict(record["config"])
+    if which not in ("best", "last"):
+        raise InputError(f"'{which}' is not 'best' or 'last'.")
+    alone = World(0, 1, choose_device(device))
+    kept = stored.Checkpoints(folder.checkpoints, alone)
+    found = kept.latest("best" if which == "best" else "step") or kept.latest("step")
+    if found is None:
+        raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
+    checkpoint, state = found
+    dtype = torch.float64 if precision_of(config, alone.device) == "fp64" else torch.float32
+    model = Model(config.model, seed=0, device=alone.device, dtype=dtype)
+    stored.load(checkpoint, "model", dict(model.named_parameters()))
+    return LoadedRun(model.eval(), load_tokenizer(folder.tokenizer), config, record, int(state["step"]), folder)
+
+
+def evaluate_run(
+    path: str | Path,
+    *,
+    which: str = "best",
+    corpus: str | Path | None = None,
+    tokens: int | None = None,
+    micro_batch: int = 8,
+    device: str = "auto",
+) -> tuple[Evaluation, LoadedRun]:
+    """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus."""
+    run = load_run(path, which, device)
+    world = World(0, 1, run.model.embed.tok_emb.weight.device)
+    opened = Corpus(corpus) if corpus else _same_corpus(run.record["corpus"], run.folder, run.config, world)
+    opened.check_tokenizer(run.tokenizer)
+    found = evaluate(
+        run.model,
+        opened.split("val"),
+        context=run.config.model.context,
+        tokens=tokens or run.config.train.eval_tokens,
+        micro_batch=micro_batch,
+        world=world,
+        autocast=torch.bfloat16 if precision_of(run.config, world.device) == "bf16" else None,
+    )
+    return found, run

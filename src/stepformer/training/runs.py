@@ -1,0 +1,173 @@
+"""A run's folder: what it was asked to do, where it ran, what it measured, its checkpoints.
+
+run.json          config, data and their hashes       tokenizer/    to read and write text without the corpus
+config.toml       the same config, to train again     metrics.jsonl every step and evaluation
+environment.json  versions, device, git revision      checkpoints/  see stepformer.training.checkpoints
+result.json       final numbers, once it is finished
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from stepformer import __version__, files
+from stepformer.errors import InputError, StepformerError
+from stepformer.training.config import RunConfig
+
+FORMAT = 1
+
+
+class RunFolder:
+    """Paths and small files of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.result = path / "result.json"
+        self.tokenizer = path / "tokenizer"
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / "run.json").is_file()
+
+    def create(self, config: RunConfig, facts: dict[str, Any], tokenizer: Path, plugins: list[str]) -> None:
+        """Write what a new run is; `run.json` last, so that a half-made folder is not a run."""
+        if self.path.exists() and any(p.name != "run.lock" for p in self.path.iterdir()) and not self.exists:
+            leftovers = [p.name for p in self.path.iterdir() if p.name not in _OWN]
+            if leftovers:
+                raise InputError(f"'{self.path}' holds other files ('{leftovers[0]}'): choose another --out.")
+        files.write_text(self.path / "config.toml", as_toml(config))
+        files.write_json(self.path / "environment.json", environment())
+        self.tokenizer.mkdir(parents=True, exist_ok=True)
+        for source in tokenizer.iterdir():
+            with files.writing(self.tokenizer / source.name) as file:
+                file.write(source.read_bytes())
+        record = {"format": FORMAT, "stepformer": __version__, "config": config.to_dict(), **facts, "plugins": plugins}
+        files.write_json(self.path / "run.json", record)
+
+    def read(self) -> dict[str, Any]:
+        """The record of the run; sentences for what is no run, or one of a newer stepformer."""
+        if not self.path.is_dir():
+            raise InputError(f"There is no run folder '{self.path}'.")
+        if not self.exists:
+            raise InputError(f"'{self.path}' is not a run: it has no run.json.")
+        record: dict[str, Any] = files.read_json(self.path / "run.json", "run record")
+        if record.get("format") != FORMAT:
+            raise InputError(
+                f"The run '{self.path}' has format {record.get('format')}; this stepformer reads format {FORMAT}."
+            )
+        return record
+
+    def config(self) -> RunConfig:
+        return RunConfig.from_dict(self.read()["config"])
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder: a second process that wants to train in it is told so."""
+        with files.explained(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "run.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise StepformerError(
+                    f"Another process is training in '{self.path}': wait for it or stop it."
+                ) from None
+            yield
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+_OWN = {"run.lock", "config.toml", "environment.json", "tokenizer", "metrics.jsonl", "checkpoints", "tensorboard"}
+
+
+class Metrics:
+    """metrics.jsonl: one JSON object a line, appended; lines beyond a resumed step are dropped."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        lines = list(read_metrics(path)) if path.exists() else []
+        kept = [line for line in lines if line["step"] <= step]
+        if path.exists():
+            files.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.evaluated = {line["step"] for line in kept if line["kind"] == "eval"}
+        with files.explained(path):
+            self._file: IO[str] = path.open("a")
+
+    def write(self, **values: Any) -> None:
+        with files.explained(self.path):
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut by a kill is left out."""
+    text = path.read_text(errors="replace")
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if number < text.count("\n"):
+                raise InputError(f"Line {number} of '{path}' is damaged.") from None
+
+
+def environment() -> dict[str, Any]:
+    """Versions, device and revision, for whoever wonders later."""
+    versions = {"python": platform.python_version(), "stepformer": __version__, "torch": torch.__version__}
+    device: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    if torch.cuda.is_available():
+        device |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
+    return {
+        "versions": versions,
+        "platform": platform.platform(),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "command": sys.argv,
+        "git": git_revision(),
+    }
+
+
+def git_revision() -> dict[str, Any] | None:
+    """Commit of the source tree this package runs from, and whether it has changes; None outside a repository."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    revision = git("rev-parse", "HEAD")
+    return None if revision is None else {"revision": revision, "changed": bool(git("status", "--porcelain"))}
+
+
+def as_toml(config: RunConfig) -> str:
+    """A config as TOML that `stepformer train FILE` reads; keys that are unset are left out."""
+
+    def value(v: Any) -> str:
+        return ("true" if v else "false") if isinstance(v, bool) else json.dumps(v) if isinstance(v, str) else repr(v)
+
+    text = []
+    for section in ("model", "data", "optim", "train"):
+        values = config.to_dict()[section]
+        text.append(f"[{section}]\n" + "".join(f"{k} = {value(v)}\n" for k, v in values.items() if v is not None))
+    return "\n".join(text)

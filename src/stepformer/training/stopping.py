@@ -1,0 +1,70 @@
+"""Stopping well: on a signal or after a time the step is finished, the run saved, and the exit status says why."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+from stepformer.errors import StepformerError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(Exception):  # noqa: N818  (it is no error: the run was asked to stop and did)
+    """The run has been saved and should end with exit status 128 + signal; time over counts as SIGALRM."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+        self.number, self.step = number, step
+
+    @property
+    def status(self) -> int:
+        return 128 + self.number
+
+
+class Watch:
+    """Remembers signals and the time limit until the loop asks; a second Ctrl-C interrupts at once."""
+
+    def __init__(self, max_seconds: float | None = None) -> None:
+        self.deadline = None if max_seconds is None else time.monotonic() + max_seconds
+        self.number = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Watch:
+        for number in SIGNALS:
+            try:
+                self._before[number] = signal.signal(number, self._receive)
+            except ValueError:  # not the main thread: whoever owns it deals with signals
+                break
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.number == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def asked(self) -> int:
+        """The number of the signal that asked to stop, 0 if none did."""
+        if not self.number and self.deadline is not None and time.monotonic() >= self.deadline:
+            return int(signal.SIGALRM)
+        return int(self.number)
+
+
+def seconds(text: str) -> float:
+    """A time such as 90, 90s, 15m, 2h or 1h30m, in seconds."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    total, number = 0.0, ""
+    for mark in text.strip().lower():
+        if mark in units and number:
+            total, number = total + float(number) * units[mark], ""
+        elif mark.isdigit() or (mark == "." and "." not in number):
+            number += mark
+        else:
+            raise StepformerError(f"'{text}' is not a time: write 90, 90s, 15m, 2h or 1h30m.")
+    return total + (float(number) if number.strip(".") else 0.0)
