@@ -15,7 +15,7 @@ from stepformer.schemes import splittings, templates
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-RUNNABLE = ["README.md", "docs/build-a-model.md", "docs/generate-text.md"]
+RUNNABLE = ["README.md", "docs/build-a-model.md", "docs/generate-text.md", "docs/recipes.md"]
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""`stepformer`: list, show and audit architectures."""
+"""The `stepformer` command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from stepformer import __version__
-from stepformer.cli import audit, show
+from stepformer.cli import audit, compare, prepare, runs, show, train
 from stepformer.errors import ConfigError, StepformerError
 from stepformer.plugins import load_plugin
 
@@ -16,10 +16,13 @@ DESCRIPTION = """\
 Transformers whose layers are steps of an optimizer.
 
 A preset is a named point in template x splitting x attention; change one word and get another architecture:
+  stepformer demo                              train a plain GPT and a Nesterov one side by side, in minutes
   stepformer list                              every preset with its equation
   stepformer show yurii                        equations, coefficients, parameter counts
   stepformer show yurii splitting=strang       the same template under another splitting
   stepformer audit yurii                       is it causal, does cached decoding agree, are its gradients right?
+  stepformer train yurii                       train it (tiny, on the embedded tales; see train --help)
+  stepformer compare vanilla yurii --seeds 3   is the difference real? paired seeds, intervals, a plot
 """
 
 
@@ -37,6 +40,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE|MODULE",
         help="import rules of your own first (docs/write-your-own-rule.md); may be repeated",
     )
+    prepare.add_prepare(commands, common)
+    train.add_train(commands, common)
+    train.add_resume(commands, common)
+    runs.add_eval(commands, common)
+    runs.add_generate(commands, common)
+    compare.add_compare(commands, common)
+    compare.add_sweep(commands, common)
+    compare.add_demo(commands, common)
+    train.add_recipes(commands, common)
     show.add_list(commands, common)
     show.add_show(commands, common)
     audit.add_audit(commands, common)
@@ -48,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     top = parser()
     args, extra = top.parse_known_args(argv)
     # argparse takes key=value words only before the first option; people write them anywhere
-    words = args.overrides if args.command == "show" else getattr(args, "names", None)
+    words = getattr(args, "overrides", getattr(args, "names", None))
     unknown = [w for w in extra if words is None or w.startswith("-") or "=" not in w]
     if unknown:
         top.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -169,10 +169,11 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
 @torch.no_grad()
 def scion_init(model: nn.Module, config: OptimConfig) -> None:
     """Scion's own start: block matrices and tables on the unit balls in which its steps are measured."""
-    for _, p, role in named_roles(model):
+    parts = stacked_parts(model) if config.qkv == "split" else {}
+    for name, p, role in named_roles(model):
         if role is Role.MATRIX:
-            rows, cols = p.shape
-            p.copy_(polar(p, "svd") * math.sqrt(rows / cols))
+            pieces = p.chunk(parts.get(name, 1))
+            p.copy_(torch.cat([polar(m, "svd") * math.sqrt(m.shape[0] / m.shape[1]) for m in pieces]))
         elif role is Role.EMBEDDING:
             p.copy_(p.sign() if config.embedding_geometry == "sign" else _unit_rows(p))
 

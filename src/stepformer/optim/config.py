@@ -87,6 +87,10 @@ class OptimConfig(Settings):
             problems.append(f"floor = {self.floor} should be at most 1: it is a fraction of the peak rate.")
         if self.sam == "decay" and self.schedule != "wsd":
             problems.append("sam = 'decay' needs schedule = 'wsd': no other schedule has a decay phase.")
+        if self.polar == "svd" and self.polar_dtype == "bf16":
+            problems.append("polar = 'svd' cannot be computed in bf16: choose polar_dtype = 'auto', 'fp32' or 'fp64'.")
+        if self.radius is not None and self.lr is not None and self.lr > self.radius:
+            problems.append(f"lr = {self.lr} is larger than radius = {self.radius}: a step would leave the ball.")
         if self.decay_start is not None and self.schedule != "wsd":
             problems.append("decay_start belongs to schedule = 'wsd'.")
         if self.name != "scion":

@@ -20,13 +20,14 @@ class Schedule:
         self.config, self.steps = config, steps
         self.warmup = min(steps, max(1, steps // 10)) if config.warmup is None else config.warmup
         self.decay_start = round(steps * 5 / 6) if config.decay_start is None else config.decay_start
+        unset = config.decay_start is None
         problems = []
         if self.warmup > steps:
             problems.append(f"[optim] warmup = {self.warmup} is longer than the run of {steps} steps.")
         if config.schedule == "wsd" and not self.warmup <= self.decay_start <= steps:
             problems.append(
-                f"[optim] decay_start = {self.decay_start} should lie between the end of the warm-up, {self.warmup}, "
-                f"and the last step, {steps}."
+                f"[optim] decay_start = {self.decay_start}{' (unset: five sixths)' if unset else ''} should lie between "
+                f"the end of the warm-up, {self.warmup}, and the length of the run, {steps}."
             )
         if problems:
             raise ConfigError(problems)

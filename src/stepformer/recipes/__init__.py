@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.config import read_toml
-from stepformer.errors import UnknownNameError, suggestion
+from stepformer.errors import ConfigError, UnknownNameError, suggestion
 
 FOLDER = Path(__file__).parent
 
@@ -43,11 +43,21 @@ def load_recipe(name: str) -> Recipe:
         raise UnknownNameError(
             f"There is no recipe '{name}'.{suggestion(name, recipe_names())} `stepformer recipes` lists them."
         )
-    own = read_toml(FOLDER / f"{name}.toml")
+    return read_recipe(FOLDER / f"{name}.toml")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """A recipe or any run's TOML file; `base` under `[recipe]` names a shipped recipe whose keys it changes."""
+    own = read_toml(path)
     about = own.pop("recipe", {})
+    if not isinstance(about, dict):
+        raise ConfigError([f"'recipe' in {path} should be a section, [recipe]."])
     document: dict[str, Any] = {}
     if "base" in about:
-        document = {key: dict(value) for key, value in load_recipe(about["base"]).document.items()}
+        if about["base"] == path.stem and path.parent == FOLDER:
+            raise ConfigError([f"The recipe '{path.stem}' has itself as base."])
+        document = {key: dict(value) for key, value in load_recipe(str(about["base"])).document.items()}
     for section, values in own.items():
-        document[section] = {**document.get(section, {}), **values}
-    return Recipe(name, about, document)
+        mergeable = isinstance(values, dict)
+        document[section] = {**document.get(section, {}), **values} if mergeable else values
+    return Recipe(path.stem, about, document)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepformer.catalogue import preset, preset_of, size_settings
-from stepformer.config import ModelConfig, parse_override, read_toml
+from stepformer.config import ModelConfig, parse_override
 from stepformer.errors import ConfigError, UnknownNameError, suggestion
 from stepformer.optim import OptimConfig, Schedule
 from stepformer.settings import Settings, setting
@@ -106,6 +106,7 @@ class RunConfig:
     def hash(self) -> str:
         """Twelve hex digits of what decides the result: not the devices, the micro-batch, or what is logged."""
         values = self.to_dict()
+        del values["own_vocabulary"], values["recipe"]
         for key in ("micro_batch", "device", "log_every", "save_every", "keep", "tensorboard", "wandb", "parallel"):
             values["train"].pop(key)
         values["model"] = self.model.hash
@@ -117,7 +118,7 @@ class RunConfig:
         row = preset_of(self.model)
         if row is None:
             return f"{self.model.template}-{self.model.splitting}"
-        return row.aliases[0] if row.aliases else row.name
+        return min((row.name, *row.aliases), key=len)
 
     @property
     def step_tokens(self) -> int:
@@ -130,11 +131,11 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
     A word is `section.key=value`, or `key=value` alone: keys of data, optim and train are found by name, all others
     are the model's. `more` are such keys as Python values. A preset alone trains the tiny size on tales.
     """
-    from stepformer.recipes import load_recipe, recipe_names
+    from stepformer.recipes import load_recipe, read_recipe, recipe_names
 
     name = str(what)
     if name.endswith(".toml"):
-        document, recipe = read_toml(name), ""
+        document, recipe = read_recipe(Path(name)).document, ""
     elif name in recipe_names():
         document, recipe = load_recipe(name).document, name
     else:
@@ -159,7 +160,7 @@ def _sections(document: Mapping[str, Any], where: str) -> dict[str, dict[str, An
         if not isinstance(value, dict)
         else f"Unknown section '[{key}]' in {where}.{suggestion(key, known)} Known: [{'], ['.join(known)}]."
         for key, value in document.items()
-        if key not in (*known, "recipe") or not isinstance(value, dict)
+        if key not in known or not isinstance(value, dict)
     ]
     if problems:
         raise ConfigError(problems)

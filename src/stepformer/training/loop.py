@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepformer.catalogue import preset_of
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus
 from stepformer.errors import ConfigError, InputError, StepformerError
@@ -113,7 +114,7 @@ class Trainer:
                 if self.step % save_every == 0 or self.step == train.steps or asked:
                     self.save()
                 if asked:
-                    raise Stopped(asked, self.step)
+                    raise Stopped(asked, self.step, self.folder.path)
             if self.last is None:  # resumed after its last step
                 self._evaluate(None, None)
             return self._result()
@@ -264,6 +265,7 @@ class Trainer:
         record = {
             "format": 1,
             "title": config.title,
+            "preset": row.name if (row := preset_of(config.model)) else "",
             "label": self.label,
             "recipe": config.recipe,
             "seed": config.train.seed,
@@ -286,7 +288,7 @@ class Trainer:
         }
         if self.world.is_main:
             write_json(self.folder.result, record)
-        return record
+        return {**record, "folder": str(self.folder.path)}
 
 
 def pairing(config: RunConfig, corpus: Corpus) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import time
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,9 +18,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class Stopped(Exception):  # noqa: N818  (it is no error: the run was asked to stop and did)
     """The run has been saved and should end with exit status 128 + signal; time over counts as SIGALRM."""
 
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
-        self.number, self.step = number, step
+    def __init__(self, number: int, step: int, folder: Path) -> None:
+        why = "out of time" if number == signal.SIGALRM else f"stopped by {signal.Signals(number).name}"
+        super().__init__(f"{why} after step {step}")
+        self.number, self.step, self.folder = number, step, folder
+
+    @property
+    def command(self) -> str:
+        """What continues the run, on as many ranks as now."""
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        start = f"torchrun --nproc_per_node {ranks} -m stepformer" if ranks > 1 else "stepformer"
+        return f"{start} resume {shlex.quote(str(self.folder))}"
 
     @property
     def status(self) -> int:

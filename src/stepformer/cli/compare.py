@@ -1,0 +1,218 @@
+"""`stepformer compare`, `sweep` and `demo`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from stepformer.cli.runs import continue_text
+from stepformer.cli.show import console
+from stepformer.comparing import Comparison, compare, csv_text, load_records, markdown_text, plot_comparison, rich_table
+from stepformer.comparing.study import Planned, Report, amount, carry_out, grid, plan, seeds_of, submit, words_of
+from stepformer.errors import InputError, StepformerError, UnknownNameError
+from stepformer.files import write_text
+from stepformer.recipes import load_recipe
+from stepformer.training import RunConfig, Stopped, load_run, run_config
+
+DEMO = ("size=tiny", "steps=250", "batch=32", "eval_every=25")
+DEMO_PROMPT = "One morning"
+
+
+def add_compare(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "compare",
+        parents=[common],
+        help="is one architecture better? paired seeds, intervals, table and plot",
+        description="Train architectures x seeds under one budget on the same batches, then compare: mean and "
+        "standard error, paired differences to the baseline with confidence intervals, tokens to reach the baseline's "
+        "loss, time ratio. Started again, it continues and repeats nothing.",
+        epilog="examples:\n"
+        "  stepformer compare vanilla yurii tmm --corpus tales --seeds 3 --budget 200k\n"
+        "  stepformer compare vanilla yurii --seeds 4 --budget 5M optim.name=adamw lr=1e-3\n"
+        "  stepformer compare --recipe momentum-streams-tinystories vanilla yurii tmm --seeds 3\n"
+        "  stepformer compare --runs runs/a runs/b runs/c         finished runs, nothing is trained",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("names", nargs="*", metavar="NAME | key=value", help="presets; settings for all of them")
+    sub.add_argument("--recipe", metavar="RECIPE", help="settings of a paper's experiment; without NAMEs all its runs")
+    sub.add_argument("--runs", nargs="+", metavar="DIR", help="compare these finished runs instead of training")
+    sub.add_argument("--corpus", metavar="NAME|DIR", help="what to train on (default: tales)")
+    sub.add_argument("--budget", metavar="TOKENS", help="tokens each run trains on: 200k, 5M, 1.5B")
+    sub.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: the first)")
+    _study_options(sub)
+    sub.set_defaults(run=run_compare)
+
+
+def add_sweep(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "sweep",
+        parents=[common],
+        help="train every point of a grid of settings",
+        description="Train NAME at every point of a grid, with every seed; then the table of `compare`, the first "
+        "point being the baseline. With --slurm the runs are submitted, and the same command later shows the table.",
+        epilog="examples:\n"
+        "  stepformer sweep yurii --grid lr=0.005,0.01,0.02 --grid optim.name=muon,adamw steps=300\n"
+        "  stepformer sweep tmm size=small corpus=data/tinystories-gpt2 --grid lr=0.01,0.02 --slurm gpus_per_node=1",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("names", nargs="+", metavar="NAME | key=value", help="preset, recipe or TOML file; settings")
+    sub.add_argument("--grid", action="append", required=True, metavar="key=a,b,c", help="an axis; may be repeated")
+    _study_options(sub)
+    sub.set_defaults(run=run_sweep)
+
+
+def _study_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--seeds", default="1", metavar="N|a,b,c", help="how many seeds (from 42 on), or which (1)")
+    sub.add_argument("--out", metavar="DIR", help="folder of all runs, table and plot (default: runs/compare-...)")
+    sub.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per GPU, or one)")
+    sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
+    sub.add_argument("--quiet", action="store_true", help="no progress display")
+    sub.add_argument(
+        "--slurm",
+        nargs="*",
+        metavar="key=value",
+        help="submit the runs with submitit: timeout_min=240 gpus_per_node=1 slurm_partition=...",
+    )
+
+
+def add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "demo",
+        parents=[common],
+        help="a plain GPT and a Nesterov one, trained side by side in minutes",
+        description="Train both on the embedded tales for a few minutes, then table, plot and text from each.",
+    )
+    sub.add_argument("--out", default="runs/demo", metavar="DIR", help="folder (runs/demo)")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, e.g. steps=1000")
+    sub.set_defaults(run=run_demo)
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    names, words = words_of(args.names)
+    if args.runs:
+        if names or words or args.recipe:
+            raise InputError("--runs compares what is there: give no names or settings with it.")
+        records = load_records(args.runs)
+        out = Path(args.out or "runs/compare")
+        return _present(compare(records, args.baseline or records[0].label, args.confidence), out, Report())
+    if args.recipe and not names:
+        names = list(load_recipe(args.recipe).runs)
+    if len(names) < 2:
+        raise InputError("Name at least two architectures to compare, e.g. `stepformer compare vanilla yurii`.")
+    if args.corpus:
+        words.append(f"data.corpus={args.corpus}")
+    variants = {name: _variant(name, args.recipe, words, args.budget) for name in names}
+    baseline = args.baseline or names[0]
+    if baseline not in variants:
+        raise UnknownNameError(f"The baseline '{baseline}' is not among {', '.join(names)}.")
+    tokens = next(iter(variants.values()))
+    what = f"compare-{args.recipe or tokens.data.corpus.replace('/', '-')}-{'-'.join(names)[:60]}"
+    return _study(args, variants, baseline, Path(args.out or f"runs/{what}"))
+
+
+def _variant(name: str, recipe: str | None, words: list[str], budget: str | None) -> RunConfig:
+    config = run_config(recipe, [f"model.preset={name}", *words]) if recipe else run_config(name, words)
+    if budget is None:
+        return config
+    if any(word.removeprefix("train.").startswith("steps=") for word in words):
+        raise InputError("Give --budget or steps, not both.")
+    steps = max(1, round(amount(budget) / config.step_tokens))
+    return run_config(recipe or name, [*([f"model.preset={name}"] if recipe else []), *words, f"train.steps={steps}"])
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    names, words = words_of(args.names)
+    if len(names) != 1:
+        raise InputError("A sweep is over one NAME; use --grid preset=a,b to go over architectures.")
+    variants = grid(names[0], words, args.grid)
+    out = Path(args.out or f"runs/sweep-{Path(names[0]).stem}")
+    return _study(args, variants, next(iter(variants)), out)
+
+
+def _study(args: argparse.Namespace, variants: dict[str, RunConfig], baseline: str, out: Path) -> int:
+    """Train what is missing, then show what there is."""
+    if not 0 < args.confidence < 1:
+        raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
+    if args.jobs is not None and args.jobs < 1:
+        raise InputError(f"--jobs {args.jobs} should be at least 1.")
+    runs = plan(out, variants, seeds_of(args.seeds), quiet=args.quiet)
+    if args.slurm is not None and not all(run.finished for run in runs):
+        given = dict(word.partition("=")[::2] for word in args.slurm)
+        slurm = {key: int(value) if value.isdigit() else value for key, value in given.items()}
+        ids = submit(runs, out, slurm=slurm, plugins=args.plugin)
+        print(f"submitted {len(ids)} runs ({', '.join(ids)}); the same command shows the table when they are done")
+        return 0
+    try:
+        report = carry_out(runs, jobs=args.jobs, quiet=args.quiet, plugins=args.plugin)
+    except Stopped as stopped:
+        done = sum(run.finished for run in runs)
+        print(
+            f"stepformer: {stopped}; {done} of {len(runs)} runs are finished, the rest is saved. The same command "
+            "continues.",
+            file=sys.stderr,
+        )
+        return stopped.status
+    return show_study(runs, report, baseline, args.confidence, out)
+
+
+def show_study(runs: list[Planned], report: Report, baseline: str, confidence: float, out: Path) -> int:
+    """Table and plot of what finished, and a sentence for what failed; 1 if anything did."""
+    status = 0
+    for name, problem in report.failed.items():
+        print(f"stepformer: {name} failed: {problem}", file=sys.stderr)
+        status = 1
+    if report.finished:
+        records = load_records(report.finished)
+        if any(record.label == baseline for record in records):
+            status = _present(compare(records, baseline, confidence), out, report) or status
+        else:
+            print(f"stepformer: no run of the baseline '{baseline}' finished: nothing to compare with", file=sys.stderr)
+    return status
+
+
+def _present(comparison: Comparison, out: Path, report: Report) -> int:
+    terminal = console()
+    terminal.print(rich_table(comparison, terminal.width))
+    write_text(out / "comparison.md", markdown_text(comparison))
+    write_text(out / "comparison.csv", csv_text(comparison))
+    made = [str(out / "comparison.md"), str(out / "comparison.csv")]
+    try:
+        plot_comparison(comparison, out / "comparison.png")
+        made.append(str(out / "comparison.png"))
+    except StepformerError as error:
+        print(f"note: no plot: {error}", file=sys.stderr)
+    print(f"written: {', '.join(made)}")
+    return 1 if report.failed else 0
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """A plain GPT and a Nesterov one: same data, same start, same optimizer."""
+    words = [*DEMO, *args.overrides]
+    names = ("vanilla", "yurii")
+    out = Path(args.out)
+    runs = plan(out, {name: run_config(name, words) for name in names}, [42])
+    tokens = runs[0].config.train.steps * runs[0].config.step_tokens
+    print(
+        f"training {' and '.join(names)} on {tokens:,} tokens of tales each; Ctrl-C saves, the same command continues"
+    )
+    try:
+        report = carry_out(runs, jobs=1, plugins=args.plugin)
+    except Stopped as stopped:
+        print(f"stepformer: {stopped}; saved. The same command continues.", file=sys.stderr)
+        return stopped.status
+    status = show_study(runs, report, names[0], 0.95, out)
+    for folder in report.finished:
+        run = load_run(folder)
+        text = "".join(continue_text(run, DEMO_PROMPT, max_new_tokens=120, temperature=0.7, seed=0))
+        print(f"\n{run.config.title} continues '{DEMO_PROMPT}':\n  {text.strip()}")
+    losses = {record.label: record for record in load_records(report.finished)}
+    if "yurii" in losses and losses["yurii"].unigram_entropy:
+        record = losses["yurii"]
+        print(
+            f"\nyurii's validation loss {record.val_loss:.4f} nats/token; the unigram entropy of the corpus is "
+            f"{record.unigram_entropy:.4f}"
+        )
+    print(f"\ngo on: stepformer generate {out / 'yurii-s42'} 'The old' ; stepformer compare --help")
+    return status

@@ -1,0 +1,172 @@
+"""`stepformer prepare`: a corpus of tokens from the tales, files or a dataset."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from stepformer.cli.show import console
+from stepformer.data.corpus import Corpus, corpus_folder
+from stepformer.data.pieces import Progress
+from stepformer.data.prepare import prepare
+from stepformer.data.readers import DOCUMENT_RULES
+from stepformer.data.sources import TALES_COUNT, open_source
+
+DESCRIPTION = """\
+Turn documents into tokens that a model can be trained on.
+
+SOURCE is one of
+  tales                    small stories made up by a generator, no download
+  PATH                     a .txt, .jsonl or .parquet file, plain or .gz, .xz, .zst, or a folder of such files
+  tinystories, openwebtext, fineweb
+                           from the Hugging Face Hub (needs stepformer[data])
+  hf:OWNER/NAME[:CONFIG]   any other dataset there, or hf:FOLDER for a local copy
+
+About 5 % of the documents, chosen by the checksum of their text, are kept for validation, unless the source has a
+validation split of its own. A preparation that was stopped goes on when the same command is given again.
+"""
+EXAMPLES = """\
+examples:
+  stepformer prepare tales
+  stepformer prepare tales --dialect space --count 20000
+  stepformer prepare books/ --tokenizer bpe:4096 --document file
+  stepformer prepare stories.jsonl.xz --field story --val-field held_out
+  stepformer prepare tinystories --workers 8
+  stepformer prepare hf:HuggingFaceFW/fineweb:sample-10BT --out /scratch/fineweb
+"""
+
+
+def add_prepare(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "prepare",
+        parents=[common],
+        help="make a corpus of tokens from stories, files or a dataset",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("source", metavar="SOURCE", help="tales, a path, a short name or hf:OWNER/NAME")
+    sub.add_argument(
+        "--tokenizer",
+        metavar="KIND",
+        help="gpt2 (or gpt2:FOLDER with its files), bytes, or bpe:N trained on this corpus "
+        "(default: gpt2; bpe:1024 for tales)",
+    )
+    sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the corpus (default: data/NAME-TOKENIZER)")
+    sub.add_argument("--dialect", metavar="D", help="tales: village or space")
+    sub.add_argument("--count", type=int, metavar="N", help=f"tales: number of stories (default: {TALES_COUNT:,})")
+    sub.add_argument("--seed", type=int, metavar="S", help="tales: other stories (default: 0)")
+    sub.add_argument("--field", metavar="F", help="rows: the field with the text (default: text)")
+    sub.add_argument("--val-field", metavar="F", help="rows: a true/false field that marks validation documents")
+    sub.add_argument(
+        "--document",
+        choices=DOCUMENT_RULES,
+        help=".txt: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
+    )
+    sub.add_argument(
+        "--val-fraction", type=float, default=0.05, metavar="X", help="share of validation (default: 0.05)"
+    )
+    sub.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core, 1 if it is little)")
+    sub.add_argument("--verify", action="store_true", help="read all shards again and compare their checksums")
+    sub.add_argument("--force", action="store_true", help="replace another corpus in the folder")
+    sub.set_defaults(run=run_prepare)
+
+
+def run_prepare(args: argparse.Namespace) -> int:
+    source = open_source(
+        args.source,
+        dialect=args.dialect,
+        count=args.count,
+        seed=args.seed,
+        field=args.field,
+        val_field=args.val_field,
+        document=args.document,
+    )
+    tokenizer = args.tokenizer or ("bpe:1024" if args.source == "tales" else "gpt2")
+    out = args.out or corpus_folder(source.name, tokenizer)
+    try:
+        with progress_bar() as report:
+            corpus = prepare(
+                source,
+                tokenizer,
+                out,
+                val_fraction=args.val_fraction,
+                workers=args.workers,
+                progress=report,
+                force=args.force,
+            )
+        if args.verify:
+            corpus.verify()
+    except KeyboardInterrupt:
+        print("stepformer: interrupted; the same command continues where it stopped.", file=sys.stderr)
+        return 130
+    print_corpus(console(), corpus)
+    if args.verify:
+        print("all checksums agree")
+    return 0
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
+    """A bar on standard error, or nothing where that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn(
+            "{task.fields[documents]:,} documents  {task.fields[tokens]:,} tokens  {task.fields[rate]:.1f} MB/s"
+        ),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None, documents=0, tokens=0, rate=0.0)
+        begun: list[tuple[float, int]] = []  # time and bytes at the first report: parts found finished do not count
+
+        def report(now: Progress) -> None:
+            if not begun:
+                begun.append((bar.get_time(), now.bytes))
+            seconds = bar.get_time() - begun[0][0]
+            rate = (now.bytes - begun[0][1]) / 1e6 / seconds if seconds > 0 else 0.0
+            total = now.total_bytes if now.total_bytes and now.total_bytes > now.bytes else None
+            bar.update(
+                task,
+                description=now.stage,
+                completed=now.bytes,
+                total=total,
+                documents=now.documents,
+                tokens=now.tokens,
+                rate=max(0.0, rate),
+            )
+
+        yield report
+
+
+def print_corpus(out: Console, corpus: Corpus) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("split")
+    for column in ("documents", "tokens", "tokens per byte", "unigram entropy", "hash"):
+        table.add_column(column, justify="right")
+    for name, split in corpus.manifest["splits"].items():
+        per_byte = split["tokens"] / split["bytes"] if split["bytes"] else 0.0
+        facts = (f"{split['documents']:,}", f"{split['tokens']:,}", f"{per_byte:.3f}", f"{split['entropy']:.3f} nats")
+        table.add_row(name, *facts, split["hash"])
+    tokenizer = corpus.manifest["tokenizer"]
+    out.print(f"[bold]{corpus.name}[/bold] with tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids)")
+    out.print(table)
+    rule = corpus.manifest["split_rule"]
+    out.print(f"split: {rule['meaning']}", soft_wrap=True, markup=False)
+    if not corpus.manifest["splits"]["val"]["tokens"]:
+        out.print("There is no validation text: training on this corpus cannot be evaluated.", soft_wrap=True)
+    out.print(f"folder: {corpus.folder}", soft_wrap=True, markup=False)
+    out.print(f"train on it: stepformer train yurii corpus={corpus.folder}", soft_wrap=True, markup=False)

@@ -1,0 +1,120 @@
+"""`stepformer eval` and `stepformer generate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from stepformer.errors import InputError
+from stepformer.generation import Generation, stream
+from stepformer.training import evaluate_run, load_run
+from stepformer.training.run import LoadedRun
+
+
+def add_eval(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "eval",
+        parents=[common],
+        help="validation loss of a run's checkpoint",
+        description="Loss on a fixed number of tokens of the validation split: full blocks from its first token on. "
+        "The count and the split's hash are printed with it; only numbers that agree in both may be compared.",
+    )
+    sub.add_argument("folder", metavar="RUN", help="run folder")
+    sub.add_argument("--corpus", metavar="DIR", help="another prepared corpus with the same tokenizer")
+    sub.add_argument("--tokens", type=int, metavar="N", help="how many tokens (default: as in training)")
+    sub.add_argument("--micro-batch", type=int, default=8, metavar="N", help="sequences at once (8)")
+    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    sub.add_argument("--json", action="store_true", help="machine-readable output")
+    _which(sub)
+    sub.set_defaults(run=run_eval)
+
+
+def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "generate",
+        parents=[common],
+        help="text from a trained run",
+        description="Continue a prompt with the run's own tokenizer; the text appears as it is made.",
+    )
+    sub.add_argument("folder", metavar="RUN", help="run folder")
+    sub.add_argument(
+        "prompt", nargs="?", default="", metavar="PROMPT", help="text to continue (default: a new document)"
+    )
+    sub.add_argument("--tokens", type=int, default=200, metavar="N", help="at most so many new tokens (200)")
+    sub.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
+    sub.add_argument("--top-k", type=int, metavar="K")
+    sub.add_argument("--top-p", type=float, metavar="P")
+    sub.add_argument("--seed", type=int, help="for the same text again")
+    sub.add_argument("--samples", type=int, default=1, metavar="N", help="how many continuations (1)")
+    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    _which(sub)
+    sub.set_defaults(run=run_generate)
+
+
+def _which(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    if args.micro_batch < 1:
+        raise InputError(f"--micro-batch {args.micro_batch} should be at least 1.")
+    found, run = evaluate_run(
+        args.folder,
+        which=args.checkpoint,
+        corpus=args.corpus,
+        tokens=args.tokens,
+        micro_batch=args.micro_batch,
+        device=args.device,
+    )
+    if args.json:
+        print(json.dumps({**found.to_dict(), "perplexity": found.perplexity, "step": run.step, "run": args.folder}))
+        return 0
+    print(
+        f"{run.config.title} after step {run.step:,}: loss {found.val_loss:.4f} nats/token, perplexity "
+        f"{found.perplexity:.3f}, on {found.val_tokens:,} tokens of the split {found.val_hash}"
+    )
+    return 0
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    run = load_run(args.folder, args.checkpoint, args.device)
+    if args.samples < 1:
+        raise InputError(f"--samples {args.samples} should be at least 1.")
+    for i in range(args.samples):
+        seed = None if args.seed is None else args.seed + i
+        if args.samples > 1:
+            print(f"{'' if i == 0 else chr(10)}-- sample {i + 1}")
+        for piece in continue_text(
+            run,
+            args.prompt,
+            max_new_tokens=args.tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=seed,
+        ):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        print()
+    return 0
+
+
+def continue_text(run: LoadedRun, prompt: str, **settings: Any) -> Any:
+    """The prompt, then its continuation in pieces of whole characters, until the document ends."""
+    tokenizer = run.tokenizer
+    ids = [tokenizer.eot, *(int(i) for i in tokenizer.encode(prompt))]
+    room = run.config.model.context
+    if len(ids) > room:
+        raise InputError(f"The prompt has {len(ids)} tokens, but the model's context is {room}.")
+    if prompt:
+        yield prompt
+    made = Generation([], [])
+    shown = ""
+    for _ in stream(run.model, [ids], stop=tokenizer.eot, on_context_end="slide", result=made, **settings):
+        text = tokenizer.decode([token for token in made.tokens[0] if token != tokenizer.eot])
+        # a character may be spread over several tokens: hold back what is not whole yet
+        whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        yield whole[len(shown) :]
+        shown = whole

@@ -1,0 +1,247 @@
+"""Many runs under one plan: finished ones are kept, interrupted ones go on, each GPU gets its own process.
+
+STUDY/study.json             the plan
+STUDY/LABEL-sSEED/           one run folder each (stepformer.training.runs)
+STUDY/comparison.{md,csv,png}
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepformer import files
+from stepformer.config import parse_override
+from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.training import RunConfig, Stopped, resume, run_config, train
+from stepformer.training.corpora import open_corpus
+from stepformer.training.parallel import World
+from stepformer.training.runs import RunFolder, as_toml
+from stepformer.training.stopping import Watch
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study."""
+
+    label: str
+    config: RunConfig
+    folder: RunFolder
+
+    @property
+    def finished(self) -> bool:
+        return self.folder.result.is_file()
+
+
+@dataclass
+class Report:
+    """What became of the runs: folders of the finished ones, and a sentence for each that failed."""
+
+    finished: list[Path] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def plan(folder: Path, variants: dict[str, RunConfig], seeds: Sequence[int], *, quiet: bool = False) -> list[Planned]:
+    """Every variant with every seed, seeds outermost, so that an early stop leaves whole pairs.
+
+    A folder that already holds other settings under the same label is refused: its runs would not be comparable.
+    """
+    runs = []
+    alone = World(0, 1, torch.device("cpu"))
+    for seed, (label, variant) in itertools.product(seeds, variants.items()):
+        settings = variant.to_dict()
+        settings["train"]["seed"] = seed
+        config = RunConfig.from_dict(settings)
+        corpus = open_corpus(config.data, alone, quiet=quiet)
+        config = config.for_vocabulary(corpus.vocab_size)
+        run = Planned(label, config, RunFolder(folder / f"{label}-s{seed}"))
+        if run.folder.exists and run.folder.config().hash != config.hash:
+            raise InputError(
+                f"'{run.folder.path}' was trained with other settings: choose another --out for this comparison."
+            )
+        runs.append(run)
+    listed = [{"label": r.label, "seed": r.config.train.seed, "config": r.config.hash} for r in runs]
+    files.write_json(folder / "study.json", {"format": 1, "runs": listed})
+    return runs
+
+
+def carry_out(
+    runs: Iterable[Planned], *, jobs: int | None = None, quiet: bool = False, plugins: Sequence[str] = ()
+) -> Report:
+    """Train what is not finished yet; a run that fails does not keep the others from running."""
+    runs = list(runs)
+    report = Report()
+    missing = [run for run in runs if not run.finished]
+    jobs = max(1, torch.cuda.device_count()) if jobs is None else jobs
+    if jobs > 1 and len(missing) > 1:
+        _in_processes(missing, jobs, report, plugins)
+    else:
+        for run in missing:
+            _here(run, report, quiet, plugins)
+    report.finished = [run.folder.path for run in runs if run.finished]
+    return report
+
+
+def _here(run: Planned, report: Report, quiet: bool, plugins: Sequence[str]) -> None:
+    try:
+        if run.folder.exists:
+            resume(run.folder.path, quiet=quiet)
+        else:
+            train(run.config, run.folder.path, quiet=quiet, label=run.label, plugins=plugins)
+    except StepformerError as error:
+        report.failed[run.folder.path.name] = str(error)
+
+
+def _in_processes(runs: list[Planned], jobs: int, report: Report, plugins: Sequence[str]) -> None:
+    """One process per run, at most `jobs` at a time, GPUs taken in turn."""
+    gpus = torch.cuda.device_count()
+    waiting, running = list(runs), dict[int, tuple[Planned, subprocess.Popen[bytes]]]()
+    with Watch() as watch:
+        while waiting or running:
+            for slot in range(jobs):
+                if slot not in running and waiting and not watch.asked():
+                    run = waiting.pop(0)
+                    running[slot] = (run, _start(run, slot, jobs, gpus, plugins))
+            for slot, (run, process) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[slot]
+                if process.returncode not in (0, 128 + (watch.asked() or signal.SIGTERM)):
+                    text = (run.folder.path.parent / f"{run.folder.path.name}.log").read_text(errors="replace")
+                    last = (text.strip().splitlines() or ["it said nothing"])[-1]
+                    report.failed[run.folder.path.name] = f"exit status {process.returncode}: {last}"
+            if watch.asked():
+                for _, process in running.values():
+                    process.send_signal(signal.SIGTERM)  # each saves and ends
+                for _, process in running.values():
+                    process.wait()
+                raise Stopped(watch.asked(), 0, runs[0].folder.path.parent)
+            time.sleep(0.2)
+
+
+def _start(run: Planned, slot: int, jobs: int, gpus: int, plugins: Sequence[str]) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = str(slot % gpus)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    command = [sys.executable, "-m", "stepformer", *command_of(run, plugins)]
+    log = (run.folder.path.parent / f"{run.folder.path.name}.log").open("ab")
+    with log:
+        # a group of its own: Ctrl-C in the terminal reaches only us, and we pass it on once
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def command_of(run: Planned, plugins: Sequence[str] = ()) -> list[str]:
+    """The words after `stepformer` that train or continue a planned run."""
+    words = [word for plugin in plugins for word in ("--plugin", plugin)]
+    if run.folder.exists:
+        return ["resume", str(run.folder.path), "--quiet", *words]
+    toml = run.folder.path.parent / f"{run.folder.path.name}.toml"
+    files.write_text(toml, as_toml(run.config))
+    return ["train", str(toml), "--out", str(run.folder.path), "--label", run.label, "--quiet", *words]
+
+
+def submit(runs: Iterable[Planned], folder: Path, *, slurm: dict[str, Any], plugins: Sequence[str] = ()) -> list[str]:
+    """Hand every unfinished run to Slurm through submitit; returns the job ids.
+
+    A job that reaches its time limit gets SIGUSR1, saves, and is queued again by submitit.
+    """
+    try:
+        import submitit  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise StepformerError("--slurm needs submitit: pip install 'stepformer[slurm]'.") from None
+    cluster = slurm.pop("cluster", None)
+    executor = submitit.AutoExecutor(folder=str(folder / "slurm"), cluster=cluster)
+    executor.update_parameters(**slurm)
+    jobs = [
+        executor.submit(SlurmRun(str(run.folder.path), command_of(run, plugins))) for run in runs if not run.finished
+    ]
+    return [str(job.job_id) for job in jobs]
+
+
+@dataclass
+class SlurmRun:
+    """A run as a Slurm job: trains, and when it is interrupted goes on in a new job."""
+
+    folder: str
+    words: list[str]
+
+    def __call__(self) -> int:
+        done = subprocess.run([sys.executable, "-m", "stepformer", *self.words], check=False).returncode
+        if done not in (0, 128 + signal.SIGUSR1, 128 + signal.SIGTERM):
+            raise RuntimeError(f"the run '{self.folder}' ended with exit status {done}")
+        return done
+
+    def checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """What submitit queues when the time is over."""
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(SlurmRun(self.folder, ["resume", self.folder, "--quiet"]))
+
+
+def grid(name: str, words: Sequence[str], axes: Sequence[str]) -> dict[str, RunConfig]:
+    """Every point of a grid, `key=a,b,c` an axis, as labelled configs; all bad points are reported at once."""
+    keys, values = [], []
+    for axis in axes:
+        key, text = axis.partition("=")[::2]
+        if not key or not text:
+            raise InputError(f"'{axis}' is no axis: write key=value,value,...")
+        keys.append(key)
+        values.append([part for part in text.split(",") if part])
+    found, problems = {}, []
+    for point in itertools.product(*values):
+        chosen = [f"{key}={value}" for key, value in zip(keys, point, strict=True)]
+        label = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in zip(keys, point, strict=True))
+        try:
+            found[label.replace("/", "-") or name] = run_config(name, [*words, *chosen])
+        except ConfigError as error:
+            problems += [f"{' '.join(chosen)}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def amount(text: str) -> int:
+    """A number of tokens such as 200k, 5M or 1.5B."""
+    factors = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+    word = text.strip().lower().replace(",", "").replace("_", "")
+    factor = factors.get(word[-1:], 1.0)
+    try:
+        found = float(word[:-1] if factor > 1 else word) * factor
+    except ValueError:
+        raise InputError(f"'{text}' is not a number of tokens: write 200k, 5M or 1.5B.") from None
+    if not 1 <= found < 1e15:
+        raise InputError(f"'{text}' is not a sensible number of tokens.")
+    return int(found)
+
+
+def seeds_of(text: str) -> list[int]:
+    """Seeds: `3` means 42, 43, 44; `7,8,11` means those."""
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise InputError(f"'{text}' are no seeds: write how many (3) or which (7,8,11).") from None
+    if "," in text:
+        return list(dict.fromkeys(numbers))
+    if len(numbers) != 1 or not 1 <= numbers[0] <= 1000:
+        raise InputError(f"'{text}' are no seeds: write how many (3) or which (7,8,11).")
+    return list(range(42, 42 + numbers[0]))
+
+
+def words_of(items: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Names and key=value words, told apart."""
+    items = list(items)
+    words = [item for item in items if "=" in item]
+    for word in words:
+        parse_override(word)
+    return [item for item in items if "=" not in item], words

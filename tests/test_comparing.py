@@ -1,0 +1,509 @@
+"""Comparison of finished runs: statistics against known values, refusals, tables and the plot."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from stepformer.comparing import (
+    Comparison,
+    RunRecord,
+    compare,
+    csv_text,
+    load_records,
+    markdown_text,
+    mean_ratio,
+    paired,
+    plot_comparison,
+    rich_table,
+    summarise,
+    t_quantile,
+    tokens_to_reach,
+)
+from stepformer.errors import InputError, StepformerError, UnknownNameError
+
+BUDGET, EVALUATIONS = 8000, 8
+
+
+def write_run(root: Path, label: str, number: int, final: float, *, start: float = 4.0, **changes: Any) -> Path:
+    """A run folder whose evaluation loss falls on a straight line from `start` to `final`."""
+    folder = root / f"{label}-{number}"
+    folder.mkdir(parents=True)
+    result = {
+        "format": 1,
+        "title": label,
+        "preset": "",
+        "label": label,
+        "seed": number,
+        "config_hash": "c0ffee",
+        "pairing": "pair",
+        "steps": 80,
+        "tokens": BUDGET,
+        "val_loss": final,
+        "best_val_loss": final,
+        "best_step": 80,
+        "val_tokens": 6144,
+        "val_hash": "0123456789abcdef0123456789abcdef",
+        "train_seconds": 10.0,
+        "tokens_per_second": 800.0,
+        "parameters": 1000,
+        "unigram_entropy": 3.5,
+        "weights_sha256": "f" * 64,
+        "status": "finished",
+    }
+    (folder / "result.json").write_text(json.dumps(result | changes))
+    lines: list[dict[str, Any]] = []
+    for i in range(EVALUATIONS + 1):
+        step, tokens = 80 * i // EVALUATIONS, BUDGET * i // EVALUATIONS
+        if step:
+            lines.append(
+                {"kind": "train", "step": step, "tokens": tokens, "loss": 3.0, "grad_norm": 1.0, "seconds": 1.0}
+            )
+        loss = start + (final - start) * i / EVALUATIONS
+        lines.append({"kind": "eval", "step": step, "tokens": tokens, "val_loss": loss, "seconds": 1.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def runs(root: Path, losses: dict[str, dict[int, float]], **changes: Any) -> list[RunRecord]:
+    return load_records(
+        write_run(root, label, seed, loss, **changes) for label, seeds in losses.items() for seed, loss in seeds.items()
+    )
+
+
+def three(root: Path) -> Comparison:
+    losses = {
+        "vanilla": {42: 2.00, 43: 2.02, 44: 1.99},
+        "yurii": {42: 1.90, 43: 1.925, 44: 1.885},
+        "tmm": {42: 2.05, 43: 1.99, 44: 2.00},
+    }
+    return compare(runs(root, losses), "vanilla")
+
+
+@pytest.mark.parametrize(
+    ("p", "df", "value"),
+    [
+        (0.975, 1, 12.706204736432095),
+        (0.975, 2, 4.302652729911275),
+        (0.975, 3, 3.182446305284263),
+        (0.975, 4, 2.7764451051977987),
+        (0.975, 9, 2.2621571628540993),
+        (0.975, 30, 2.0422724563012373),
+        (0.975, 1e8, 1.9599640),
+        (0.995, 5, 4.032142983557536),
+        (0.9995, 1, 636.6192487687),
+        (0.95, 1, math.tan(0.45 * math.pi)),  # one degree of freedom is Cauchy
+        (0.6, 2, 0.2 * math.sqrt(2 / (4 * 0.6 * 0.4))),  # two have a closed form
+        (1e-12, 2, -(1 - 2e-12) * math.sqrt(2 / (4e-12 * (1 - 1e-12)))),
+        (0.5, 7, 0.0),
+    ],
+)
+def test_quantiles_of_student_t(p: float, df: float, value: float) -> None:
+    assert t_quantile(p, df) == pytest.approx(value, rel=2e-8, abs=1e-12)
+    if p > 0.01:
+        assert t_quantile(1 - p, df) == pytest.approx(-value, rel=2e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize(("p", "df"), [(0.0, 3), (1.0, 3), (float("nan"), 3), (0.9, 0)])
+def test_quantiles_need_a_probability_and_degrees_of_freedom(p: float, df: float) -> None:
+    with pytest.raises(InputError):
+        t_quantile(p, df)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_interval_covers_the_truth_as_often_as_it_says(n: int) -> None:
+    """Seed noise ten times the difference's own is common to both runs and must not widen the interval."""
+    rng = np.random.default_rng(n)
+    trials, inside, widths = 2000, 0, []
+    for _ in range(trials):
+        base = 2 + 0.1 * rng.standard_normal(n)
+        other = base - 0.02 + 0.01 * rng.standard_normal(n)
+        result = paired(dict(enumerate(base.tolist())), dict(enumerate(other.tolist())))
+        assert result.low is not None
+        assert result.high is not None
+        inside += result.low <= -0.02 <= result.high
+        assert (result.low <= 0 <= result.high) == (result.p_value is not None and result.p_value >= 0.05)
+        widths.append((result.high - result.low) / 2)
+    assert inside / trials == pytest.approx(0.95, abs=3.5 * math.sqrt(0.95 * 0.05 / trials))
+    assert np.median(widths) < 2 * t_quantile(0.975, n - 1) * 0.01 / math.sqrt(n)
+
+
+def test_summary_by_hand() -> None:
+    summary = summarise([1.0, 2.0, 4.0, 5.0])
+    assert (summary.n, summary.mean) == (4, 3.0)
+    assert summary.std == pytest.approx(math.sqrt(10 / 3))
+    assert summary.standard_error == pytest.approx(math.sqrt(10 / 12))
+    assert summarise([7.0]) == dataclasses.replace(summary, n=1, mean=7.0, standard_error=None, std=None)
+    with pytest.raises(InputError):
+        summarise([])
+
+
+def test_paired_difference_by_hand() -> None:
+    result = paired({1: 2.0, 2: 3.0, 3: 5.0, 9: 100.0}, {3: 4.7, 2: 2.8, 1: 1.9, 8: -100.0})
+    assert (result.n, result.seeds, result.unpaired) == (3, (1, 2, 3), (8, 9))
+    assert result.mean == pytest.approx(-0.2)
+    assert result.standard_error == pytest.approx(0.1 / math.sqrt(3))
+    half = 4.302652729911275 * 0.1 / math.sqrt(3)
+    assert (result.low, result.high) == (pytest.approx(-0.2 - half), pytest.approx(-0.2 + half))
+    t = 2 * math.sqrt(3)
+    assert result.p_value == pytest.approx(1 - t / math.sqrt(2 + t * t))  # closed form for two degrees of freedom
+    assert result.verdict == "no difference shown"
+    assert paired({1: 2.0, 2: 3.0, 3: 5.0}, {1: 1.9, 2: 2.8, 3: 4.7}, confidence=0.9).verdict == "better"
+    assert paired({1: 1.9, 2: 2.8, 3: 4.7}, {1: 2.0, 2: 3.0, 3: 5.0}, confidence=0.9).verdict == "worse"
+
+
+def test_one_pair_has_no_interval_and_says_so() -> None:
+    result = paired({1: 2.0}, {1: 1.5, 2: 1.0})
+    assert (result.n, result.mean, result.low, result.high, result.p_value) == (1, -0.5, None, None, None)
+    assert result.verdict == "one seed: no interval"
+    assert str(result) == "-0.5000 (one seed: no interval)"
+
+
+def test_equal_runs_show_no_difference() -> None:
+    same = paired({1: 2.0, 2: 3.0}, {1: 2.0, 2: 3.0})
+    assert (same.low, same.high, same.p_value, same.verdict) == (0.0, 0.0, 1.0, "no difference shown")
+
+
+def test_nothing_to_pair() -> None:
+    with pytest.raises(InputError, match="no seed in common"):
+        paired({1: 2.0}, {2: 2.0})
+    with pytest.raises(InputError, match="confidence level"):
+        paired({1: 2.0}, {1: 2.0}, confidence=95)
+
+
+@pytest.mark.parametrize(
+    ("curve", "target", "tokens"),
+    [
+        ([(0, 4.0), (100, 3.0), (200, 2.0)], 2.5, 150.0),
+        ([(0, 4.0), (100, 3.0), (200, 2.0)], 3.0, 100.0),
+        ([(0, 4.0), (100, 3.0), (200, 2.0)], 2.0, 200.0),
+        ([(0, 4.0), (100, 3.0), (200, 2.0)], 1.99, None),
+        ([(0, 4.0), (100, 3.0), (200, 2.0)], 5.0, 0.0),
+        ([(0, 4.0), (100, 2.0), (200, 3.0), (300, 1.0)], 2.5, 75.0),  # the first time, not the last
+        ([(0, 4.0), (100, 4.5), (200, 3.5)], 4.0, 0.0),
+        ([(0, 4.0), (100, 4.5), (200, 3.5)], 3.75, 175.0),
+        ([], 1.0, None),
+    ],
+)
+def test_tokens_to_reach(curve: list[tuple[int, float]], target: float, tokens: float | None) -> None:
+    assert tokens_to_reach(curve, target) == (None if tokens is None else pytest.approx(tokens))
+
+
+def test_ratios_are_inverted_by_swapping() -> None:
+    a, b = {1: 2.0, 2: 8.0, 3: 5.0}, {1: 1.0, 2: 16.0, 4: 9.0}
+    assert mean_ratio(a, b) == pytest.approx(1.0)
+    assert mean_ratio({1: 2.0, 2: 2.0}, {1: 4.0, 2: 2.0}) == pytest.approx(math.sqrt(2))
+
+
+def test_comparison_by_hand(tmp_path: Path) -> None:
+    comparison = three(tmp_path)
+    base, yurii, tmm = comparison.rows
+    assert [row.label for row in comparison.rows] == ["vanilla", "yurii", "tmm"]
+    assert (base.verdict, yurii.verdict, tmm.verdict) == ("baseline", "better", "no difference shown")
+    assert base.difference is None
+    assert base.tokens_fraction == pytest.approx(1.0)
+    assert yurii.difference is not None
+    assert yurii.difference.mean == pytest.approx(-0.1)
+    # straight lines from 4: the baseline's loss is met after (4 - base) / (4 - other) of the budget
+    hand = np.mean([2.00 / 2.10, 1.98 / 2.075, 2.01 / 2.115])
+    assert yurii.tokens_fraction == pytest.approx(hand)
+    assert (tmm.reached, tmm.tokens_fraction) == (1, None)
+    assert (comparison.tokens, comparison.val_tokens, comparison.seeds) == (BUDGET, 6144, (42, 43, 44))
+    assert comparison.unigram_entropy == 3.5
+    assert [note for note in comparison.notes if "tmm" in note or "yurii" in note] == []
+    assert "among 2" in comparison.notes[-1]
+    assert "10%" in comparison.notes[-1]
+
+
+def test_the_baseline_may_be_any_label(tmp_path: Path) -> None:
+    records = runs(tmp_path, {"a": {1: 2.0, 2: 2.1}, "b": {1: 1.9, 2: 2.0}})
+    assert [row.label for row in compare(records, "b").rows] == ["b", "a"]
+    assert compare(records, "b").rows[1].verdict == "worse"
+
+
+def test_speed(tmp_path: Path) -> None:
+    records = runs(tmp_path, {"a": {1: 2.0}}) + runs(
+        tmp_path, {"b": {1: 1.9}}, train_seconds=12.5, tokens_per_second=640.0, parameters=2000
+    )
+    row = compare(records, "a").rows[1]
+    assert (row.speed_ratio, row.time_ratio) == (pytest.approx(0.8), pytest.approx(1.25))
+    assert row.parameters == 2000
+
+
+def test_unpaired_seeds_are_left_out_and_reported(tmp_path: Path) -> None:
+    comparison = compare(runs(tmp_path, {"a": {1: 2.0, 2: 2.1, 3: 2.2}, "b": {2: 2.0, 3: 2.1, 4: 9.0}}), "a")
+    row = comparison.rows[1]
+    assert row.difference is not None
+    assert row.difference.seeds == (2, 3)
+    assert row.difference.mean == pytest.approx(-0.1)
+    assert row.seeds == (2, 3, 4)
+    assert "b: seed 4 left out of the difference, the baseline has no such run." in comparison.notes
+    assert "b: seed 1 of the baseline left out of the difference, there is no such run." in comparison.notes
+    for text in (markdown_text(comparison), printed(comparison), csv_text(comparison)):
+        assert "seed 4 left out" in " ".join(text.split())
+
+
+def test_no_common_seed(tmp_path: Path) -> None:
+    comparison = compare(runs(tmp_path, {"a": {1: 2.0}, "b": {2: 1.9}}), "a")
+    row = comparison.rows[1]
+    assert (row.verdict, row.difference, row.speed_ratio, row.tokens_fraction) == ("no common seed", None, None, None)
+    plot_comparison(comparison, tmp_path / "plot.png")
+    assert "no common seed" in markdown_text(comparison)
+
+
+def test_small_differences_need_four_pairs(tmp_path: Path) -> None:
+    losses = {"a": {1: 2.0, 2: 2.1, 3: 2.2}, "b": {1: 1.998, 2: 2.0979, 3: 2.1981}}
+    comparison = compare(runs(tmp_path / "three", losses), "a")
+    assert comparison.rows[1].verdict == "better"
+    assert comparison.notes == (
+        "b: a difference under 0.003 is not to be claimed from 3 paired seeds; it needs at least 4.",
+    )
+    assert "better *" in printed(comparison)
+    assert "better \\*" in markdown_text(comparison)
+    losses["a"][4], losses["b"][4] = 2.3, 2.298
+    comparison = compare(runs(tmp_path / "four", losses), "a")
+    assert comparison.rows[1].verdict == "better"
+    assert comparison.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"val_hash": "beef"}, r"different splits \(hashes 0123456789ab and beef\)"),
+        ({"val_tokens": 5000}, r"different numbers of tokens \(6,144 and 5,000\)"),
+        ({"pairing": "other"}, r"different batches \(pairing pair and other\)"),
+    ],
+)
+def test_refuses_runs_that_do_not_measure_one_thing(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+    records = runs(tmp_path, {"a": {1: 2.0}}) + runs(tmp_path, {"b": {1: 1.9}}, **change)
+    with pytest.raises(StepformerError, match=sentence):
+        compare(records, "a")
+
+
+def test_refuses_unequal_budgets_doubles_and_mixed_labels(tmp_path: Path) -> None:
+    a, b = runs(tmp_path, {"a": {1: 2.0}, "b": {1: 1.9}})
+    with pytest.raises(StepformerError, match="budgets are 8,000 and 9,000"):
+        compare([a, dataclasses.replace(b, tokens=9000)], "a")
+    with pytest.raises(StepformerError, match="both seed 1 of 'a'"):
+        compare([a, b, a], "a")
+    with pytest.raises(StepformerError, match="not one architecture"):
+        compare([a, b, dataclasses.replace(a, seed=2, parameters=7)], "a")
+    with pytest.raises(StepformerError, match="no runs to compare"):
+        compare([], "a")
+    with pytest.raises(StepformerError, match="confidence level"):
+        compare([a, b], "a", confidence=1.0)
+    with pytest.raises(UnknownNameError, match="No run is labelled 'c'"):
+        compare([a, b], "c")
+
+
+def test_loads_what_was_written(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path, "a", 7, 2.0, unigram_entropy=None, preset="nesterov-lie-trotter"))
+    assert (record.label, record.seed, record.val_loss, record.unigram_entropy) == ("a", 7, 2.0, None)
+    assert record.preset == "nesterov-lie-trotter"
+    assert record.curve[0] == (0, 4.0)
+    assert record.curve[-1] == (BUDGET, 2.0)
+    assert len(record.curve) == EVALUATIONS + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"val_loss": "low"}, "its 'val_loss' is not a finite number"),
+        ({"val_loss": float("nan")}, "its 'val_loss' is not a finite number"),
+        ({"seed": 1.5}, "its 'seed' is not a whole number"),
+        ({"seed": True}, "its 'seed' is not a whole number"),
+        ({"val_hash": None}, "its 'val_hash' is not text"),
+        ({"train_seconds": 0}, "its 'train_seconds' is not above zero"),
+        ({"format": 2}, "has format 2; this version reads format 1"),
+        ({"status": "diverged"}, r"is not finished \(status 'diverged'\)"),
+        ({"val_loss": 1.7}, "do not end with the loss in result.json"),
+        ({"steps": 70}, "do not end with the loss in result.json"),
+    ],
+)
+def test_damaged_results(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
+    folder = write_run(tmp_path, "a", 1, 2.0, **change)
+    with pytest.raises(InputError, match=sentence) as raised:
+        RunRecord.load(folder)
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_missing_and_cut_files(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="There is no run folder"):
+        RunRecord.load(tmp_path / "none")
+    folder = write_run(tmp_path, "a", 1, 2.0)
+    result = folder / "result.json"
+    whole = json.loads(result.read_text())
+    del whole["pairing"]
+    result.write_text(json.dumps(whole))
+    with pytest.raises(InputError, match="it has no 'pairing'"):
+        RunRecord.load(folder)
+    result.write_text(json.dumps(whole)[:50])
+    with pytest.raises(InputError, match="is damaged: it is not valid JSON"):
+        RunRecord.load(folder)
+    result.write_text("[1]")
+    with pytest.raises(InputError, match="not a JSON object"):
+        RunRecord.load(folder)
+    result.unlink()
+    with pytest.raises(InputError, match="There is no result of a finished run"):
+        RunRecord.load(folder)
+
+
+def test_damaged_metrics(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "a", 1, 2.0)
+    path = folder / "metrics.jsonl"
+    whole = RunRecord.load(folder)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines)[:-20])  # the last evaluation is cut: the result has it
+    assert RunRecord.load(folder) == whole
+    path.write_bytes(b"".join(lines) + b'{"kind": "train", "note": "\xc3')
+    assert RunRecord.load(folder) == whole
+    path.write_bytes(b"".join([*lines[:2], b'{"kind": "ev\n', *lines[2:]]))
+    with pytest.raises(InputError, match=r"damaged in line 3: it is not valid JSON"):
+        RunRecord.load(folder)
+    path.write_bytes(b"".join([lines[0], b"3\n", *lines[1:]]))
+    with pytest.raises(InputError, match=r"damaged in line 2: it is not a JSON object"):
+        RunRecord.load(folder)
+    path.write_bytes(b"".join([lines[0], b'{"kind": "eval", "step": 5, "tokens": 500}\n', *lines[1:]]))
+    with pytest.raises(InputError, match=r"damaged in line 2: it has no 'val_loss'"):
+        RunRecord.load(folder)
+    path.write_bytes(b"".join(line for line in lines if b'"train"' in line))
+    with pytest.raises(InputError, match="has no evaluation"):
+        RunRecord.load(folder)
+    path.unlink()
+    with pytest.raises(InputError, match="There is no metrics file"):
+        RunRecord.load(folder)
+
+
+def test_a_resumed_run_counts_its_later_evaluations(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "a", 1, 2.0)
+    whole = RunRecord.load(folder)
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lost = json.dumps({"kind": "eval", "step": 50, "tokens": 5000, "val_loss": 9.0, "seconds": 1.0}) + "\n"
+    path.write_text("".join([*lines[:9], lost, *lines[9:]]))
+    assert RunRecord.load(folder) == whole
+
+
+def printed(comparison: Comparison, width: int = 120) -> str:
+    out = Console(width=width, file=io.StringIO(), highlight=False)
+    out.print(rich_table(comparison, width))
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_terminal_table(tmp_path: Path) -> None:
+    text = printed(three(tmp_path))
+    row = next(line for line in text.splitlines() if line.startswith("yurii"))
+    for part in ("1.9033 ± 0.0117", "-0.1000 [-0.1124, -0.0876]", "better", "95.2%", "1.00 x", "1,000"):
+        assert part in row
+    assert "1 of 3" in text
+    flat = " ".join(text.split())
+    for part in (
+        "6,144 tokens of split 0123456789ab",
+        "seeds 42, 43, 44",
+        "95% confidence",
+        "entropy of the corpus: 3.5",
+    ):
+        assert part in flat
+    assert max(map(len, text.splitlines())) <= 120
+    narrow = printed(three(tmp_path / "narrow"), 80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    for part in ("difference ", "-0.1000", "[-0.1124, -0.0876]", "1.9033", "± 0.0117"):
+        assert part in narrow
+
+
+def test_markdown_has_equal_columns(tmp_path: Path) -> None:
+    text = markdown_text(three(tmp_path))
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 5
+    assert len({len(line) for line in table}) == 1
+    assert {line.count("|") for line in table} == {10}
+    for part in ("6,144 tokens of split 0123456789ab", "seeds 42, 43, 44", "95% confidence"):
+        assert part in text
+    odd = compare(runs(tmp_path / "odd", {"a|b": {1: 2.0}, "x_y *z*": {1: 1.9}}), "a|b")
+    assert "a\\|b" in markdown_text(odd)
+    assert "x\\_y \\*z\\*" in markdown_text(odd)
+
+
+def test_csv_reads_back(tmp_path: Path) -> None:
+    comparison = compare(runs(tmp_path, {"a, b": {1: 2.0, 2: 2.1}, 'k="1"\n[red]': {1: 1.9, 2: 2.2}}), "a, b")
+    rows = list(csv.DictReader(io.StringIO(csv_text(comparison))))
+    assert [row["architecture"] for row in rows] == ["a, b", 'k="1"\n[red]']
+    difference = comparison.rows[1].difference
+    assert difference is not None
+    for name, value in (("difference", difference.mean), ("difference_low", difference.low)):
+        assert float(rows[1][name]) == pytest.approx(value, abs=1e-6)
+    assert rows[1]["difference"][0] in "+-"
+    assert rows[0]["difference"] == ""
+    for row in rows:
+        assert (row["val_tokens"], row["val_hash"]) == ("6144", comparison.val_hash)
+        assert (row["seeds"], row["confidence"]) == ("1 2", "0.95")
+    assert "[red]" in printed(comparison)
+
+
+def test_one_seed_everywhere(tmp_path: Path) -> None:
+    comparison = compare(runs(tmp_path, {"a": {1: 2.0}, "b": {1: 1.9}}), "a")
+    assert comparison.rows[1].verdict == "one seed: no interval"
+    text = markdown_text(comparison)
+    assert "one seed: no interval" in text
+    assert "±" not in text.split("\n", 1)[1]
+    row = list(csv.DictReader(io.StringIO(csv_text(comparison))))[1]
+    assert (row["difference"], row["difference_low"], row["loss_standard_error"]) == ("-0.100000", "", "")
+    plot_comparison(comparison, tmp_path / "plot.png")
+    assert picture_size(tmp_path / "plot.png")
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG, every chunk's checksum verified."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    position, kinds = 8, []
+    while position < len(data):
+        (length,) = struct.unpack(">I", data[position : position + 4])
+        chunk = data[position + 4 : position + 8 + length]
+        assert zlib.crc32(chunk) == struct.unpack(">I", data[position + 8 + length : position + 12 + length])[0]
+        kinds.append(chunk[:4])
+        position += 12 + length
+    assert (kinds[0], kinds[-1]) == (b"IHDR", b"IEND")
+    return struct.unpack(">II", data[16:24])
+
+
+def test_plot(tmp_path: Path) -> None:
+    pyplot_before = "matplotlib.pyplot" in sys.modules
+    plot_comparison(three(tmp_path), tmp_path / "new" / "plot.png")
+    width, height = picture_size(tmp_path / "new" / "plot.png")
+    assert 1000 < width < 2500
+    assert 500 < height < 1500
+    assert ("matplotlib.pyplot" in sys.modules) == pyplot_before
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["plot.png"]
+
+
+def test_plot_of_odd_comparisons(tmp_path: Path) -> None:
+    plot_comparison(compare(runs(tmp_path / "1", {"a": {1: 2.0}}), "a"), tmp_path / "alone.png")
+    plot_comparison(compare(runs(tmp_path / "2", {"$a": {1: 2.0}, "_b_$^": {1: 2.0}}), "$a"), tmp_path / "odd.png")
+    plot_comparison(compare(runs(tmp_path / "3", {"a": {1: 4.0}, "b": {1: 4.0}}), "a"), tmp_path / "flat.png")
+    plot_comparison(
+        compare(runs(tmp_path / "4", {"a" * 90: {1: 4.0}, "b " * 45: {1: 3.0}}), "a" * 90), tmp_path / "long.png"
+    )
+    for name in ("alone", "odd", "flat", "long"):
+        assert picture_size(tmp_path / f"{name}.png")
+
+
+def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = three(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(StepformerError, match=r"pip install 'stepformer\[plot\]'"):
+        plot_comparison(comparison, tmp_path / "plot.png")
+    assert not (tmp_path / "plot.png").exists()
