@@ -131,5 +131,6 @@ def _shared(matrices: list[Tensor], work: Callable[[Tensor], Tensor]) -> list[Te
     if mine:
         done[: len(mine)] = work(torch.stack(mine))
     everything = done.new_empty(world * share, *done.shape[1:])
-    dist.all_gather_into_tensor(everything, done)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(everything, done)
     return list(everything[: len(matrices)])

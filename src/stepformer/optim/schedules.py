@@ -26,7 +26,7 @@ class Schedule:
             problems.append(f"[optim] warmup = {self.warmup} is longer than the run of {steps} steps.")
         if config.schedule == "wsd" and not self.warmup <= self.decay_start <= steps:
             problems.append(
-                f"[optim] decay_start = {self.decay_start}{' (unset: five sixths)' if unset else ''} should lie between "
+                f"[optim] decay_start = {self.decay_start}{' (unset: 5/6 of all)' if unset else ''} should lie between "
                 f"the end of the warm-up, {self.warmup}, and the length of the run, {steps}."
             )
         if problems:

@@ -100,7 +100,8 @@ class Trainer:
         train = self.config.train
         eval_every = train.eval_every or max(1, train.steps // 10)
         save_every = train.save_every or eval_every
-        metrics = Metrics(self.folder.metrics, self.step) if self.world.is_main else None
+        # a run that starts again drops all lines of its first attempt, the evaluation before the first step included
+        metrics = Metrics(self.folder.metrics, self.step or -1) if self.world.is_main else None
         loggers = Loggers(self.config, self.folder.path) if self.world.is_main else None
         self.display.begin(train.steps, self.step)
         try:

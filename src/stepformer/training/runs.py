@@ -45,10 +45,10 @@ class RunFolder:
 
     def create(self, config: RunConfig, facts: dict[str, Any], tokenizer: Path, plugins: list[str]) -> None:
         """Write what a new run is; `run.json` last, so that a half-made folder is not a run."""
-        if self.path.exists() and any(p.name != "run.lock" for p in self.path.iterdir()) and not self.exists:
-            leftovers = [p.name for p in self.path.iterdir() if p.name not in _OWN]
-            if leftovers:
-                raise InputError(f"'{self.path}' holds other files ('{leftovers[0]}'): choose another --out.")
+        files.remove_unfinished(self.path)
+        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in _OWN) if self.path.is_dir() else []
+        if foreign:
+            raise InputError(f"'{self.path}' holds other files ('{foreign[0]}'): choose another --out.")
         files.write_text(self.path / "config.toml", as_toml(config))
         files.write_json(self.path / "environment.json", environment())
         self.tokenizer.mkdir(parents=True, exist_ok=True)

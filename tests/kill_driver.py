@@ -1,0 +1,153 @@
+"""Kills training runs at chosen calls and continues them; started by test_kill.py as a program of its own.
+
+It imports the package once and forks for every run, so that a fault point costs a fraction of a second. A child that is
+told to die wraps one function and sends itself SIGKILL before or after the n-th call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runs import small_run
+from stepformer import files
+from stepformer.optim import Optimizers
+from stepformer.training import RunConfig, checkpoints, resume, train
+from stepformer.training.loop import Trainer
+from stepformer.training.runs import Metrics, RunFolder
+
+POINTS: dict[str, tuple[Any, str]] = {
+    "sync": (files, "sync"),
+    "rename": (files, "rename"),
+    "manifest": (files, "write_json"),
+    "tensors": (checkpoints, "save_file"),
+    "tidy": (files, "remove_unfinished"),
+    "gradients": (Trainer, "_gradients"),
+    "update": (Optimizers, "step"),
+    "restore": (Optimizers, "restore"),
+    "metrics": (Metrics, "write"),
+    "create": (RunFolder, "create"),
+}
+
+
+def wrapped(original: Callable[..., Any], act: Callable[[str], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        act("before")
+        result = original(*args, **kwargs)
+        act("after")
+        return result
+
+    return call
+
+
+def arm(point: str, when: str, number: int) -> None:
+    """Die at the `number`-th call (from 0) of a point."""
+    owner, name = POINTS[point]
+    calls = {"before": 0, "after": 0}
+
+    def act(now: str) -> None:
+        if now == when and calls[now] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls[now] += 1
+
+    setattr(owner, name, wrapped(getattr(owner, name), act))
+
+
+def in_child(work: Callable[[], None], kill_after: float | None = None) -> int:
+    """Run `work` in a forked process; returns its exit status, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(Exception):
+            work()
+            status = 0
+        os._exit(status)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def go_on(config: RunConfig, folder: Path) -> None:
+    """What a user does after a kill: resume, or start again if the run had not even begun."""
+    if RunFolder(folder).exists:
+        resume(folder, quiet=True)
+    else:
+        train(config, folder, quiet=True)
+
+
+def counted(config: RunConfig, folder: Path) -> dict[str, int]:
+    """How often each point is passed in an uninterrupted run."""
+    counts = dict.fromkeys(POINTS, 0)
+
+    def work() -> None:
+        for point, (owner, name) in POINTS.items():
+
+            def act(now: str, point: str = point) -> None:
+                counts[point] += now == "before"
+
+            setattr(owner, name, wrapped(getattr(owner, name), act))
+        train(config, folder, quiet=True)
+        (folder.parent / "counts.json").write_text(json.dumps(counts))
+
+    assert in_child(work) == 0
+    found: dict[str, int] = json.loads((folder.parent / "counts.json").read_text())
+    return found
+
+
+def weights(folder: Path) -> str:
+    return str(json.loads((folder / "result.json").read_text())["weights_sha256"])
+
+
+def metrics(folder: Path) -> list[Any]:
+    """Steps, losses and rates of all lines: what does not depend on time."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[line["kind"], line["step"], line.get("loss", line.get("val_loss"))] for line in lines]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = json.loads(sys.argv[1])
+    base = Path(job["folder"])
+    config = small_run(Path(job["corpus"]), **job["settings"])
+    counts = counted(config, base / "whole")
+    reference, lines = weights(base / "whole"), metrics(base / "whole")
+    results = []
+    for point, when, number in job["points"]:
+        count = counts[point]
+        number = number if number >= 0 else count + number
+        if not 0 <= number < count:
+            continue
+        folder = base / f"{point}-{when}-{number}"
+
+        def dying(point: str = point, when: str = when, number: int = number, folder: Path = folder) -> None:
+            arm(point, when, number)
+            train(config, folder, quiet=True)
+
+        killed = in_child(dying)
+        finished = in_child(lambda folder=folder: go_on(config, folder))  # type: ignore[misc]
+        same = finished == 0 and weights(folder) == reference and metrics(folder) == lines
+        results.append([f"{point} {when} {number}", killed == -signal.SIGKILL, finished, same])
+    for name, delays in job["random"]:
+        folder = base / name
+        for delay in delays:
+            in_child(lambda folder=folder: go_on(config, folder), kill_after=delay)  # type: ignore[misc]
+        finished = in_child(lambda folder=folder: go_on(config, folder))  # type: ignore[misc]
+        same = finished == 0 and weights(folder) == reference and metrics(folder) == lines
+        results.append([name, True, finished, same])
+    print(json.dumps({"counts": counts, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

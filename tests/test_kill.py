@@ -1,0 +1,95 @@
+"""A run killed at any moment and resumed ends with the weights of one that was left alone, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import make_corpus
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus")).folder
+
+
+def drive(corpus: Path, folder: Path, points: list[Any], moments: list[Any], **settings: Any) -> dict[str, Any]:
+    job = {"corpus": str(corpus), "folder": str(folder), "settings": settings, "points": points, "random": moments}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "kill_driver.py"), json.dumps(job)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def check(found: dict[str, Any], expected: int) -> None:
+    assert len(found["results"]) >= expected, found["counts"]
+    wrong = [name for name, killed, finished, same in found["results"] if not (killed and finished == 0 and same)]
+    assert not wrong, wrong
+
+
+def every(point: str, numbers: range | list[int]) -> list[list[Any]]:
+    return [[point, when, n] for n in numbers for when in ("before", "after")]
+
+
+SHORT = {"steps": 6, "save_every": 2, "eval_every": 3}
+
+
+def test_killed_at_every_stage_of_a_save_and_of_a_step(corpus: Path, tmp_path: Path) -> None:
+    """Every file operation of a new run's first two saves, the last ones of all, and steps around their updates."""
+    points = [
+        *(["sync", "before", n] for n in range(12)),
+        *(["rename", "before", n] for n in range(12)),
+        *(["tensors", "after", n] for n in range(4)),
+        ["create", "before", 0],
+        ["create", "after", 0],
+        ["tidy", "before", 2],
+        *every("gradients", [0, 3]),
+        *every("update", [3, 5]),
+        *every("metrics", [0, 4]),
+        *every("rename", [-1]),
+    ]
+    check(drive(corpus, tmp_path, points, [], **SHORT), 40)
+
+
+@pytest.mark.slow
+def test_killed_before_and_after_every_call(corpus: Path, tmp_path: Path) -> None:
+    names = ("sync", "rename", "tensors", "manifest", "tidy", "gradients", "update", "metrics")
+    points = [point for name in names for point in every(name, range(24))]
+    check(drive(corpus, tmp_path, points, []), 200)
+
+
+def test_killed_at_random_moments(corpus: Path, tmp_path: Path) -> None:
+    """Three kills each, at moments drawn with a fixed seed."""
+    generator = random.Random(0)
+    moments = [[f"random-{i}", [generator.uniform(0.05, 0.5) for _ in range(3)]] for i in range(6)]
+    check(drive(corpus, tmp_path, [], moments, steps=20), 6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sam": "always"},
+        {"optim.name": "adamw", "batch": 16, "micro_batch": 4},
+        {"optim.name": "scion", "save_every": 5, "schedule": "wsd"},
+    ],
+    ids=["sam", "adamw", "scion"],
+)
+def test_other_optimizers_and_sam(corpus: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    points = [*every("gradients", [5]), *every("restore", [2]), *every("update", [4]), *every("rename", [9])]
+    check(drive(corpus, tmp_path, points, [], **{**SHORT, **settings}), 6)
