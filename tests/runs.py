@@ -30,6 +30,6 @@ def make_corpus(folder: Path, count: int = 40, tokenizer: str = "bytes") -> Corp
     return prepare(open_source("tales", count=count), tokenizer, folder, val_fraction=0.2, workers=1)
 
 
-def small_run(corpus: Path, name: str = "yurii", **changes: Any) -> RunConfig:
+def small_run(data: Path, name: str = "yurii", **changes: Any) -> RunConfig:
     """The config of a run that takes well under a second."""
-    return run_config(name, **{**SMALL, "corpus": str(corpus), **changes})
+    return run_config(name, **{**SMALL, "corpus": str(data), **changes})

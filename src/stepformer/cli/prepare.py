@@ -72,9 +72,7 @@ def add_prepare(commands: Any, common: argparse.ArgumentParser) -> None:
         choices=DOCUMENT_RULES,
         help=".txt: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
     )
-    sub.add_argument(
-        "--val-fraction", type=float, default=0.05, metavar="X", help="share of validation (default: 0.05)"
-    )
+    sub.add_argument("--val-fraction", type=float, metavar="X", help="share of validation (default: 0.05, tales 0.02)")
     sub.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core, 1 if it is little)")
     sub.add_argument("--verify", action="store_true", help="read all shards again and compare their checksums")
     sub.add_argument("--force", action="store_true", help="replace another corpus in the folder")

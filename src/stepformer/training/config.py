@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from stepformer.catalogue import preset, preset_of, size_settings
 from stepformer.config import ModelConfig, parse_override
+from stepformer.data.sources import TALES_COUNT
 from stepformer.errors import ConfigError, UnknownNameError, suggestion
 from stepformer.optim import OptimConfig, Schedule
 from stepformer.settings import Settings, setting
@@ -27,7 +28,7 @@ class DataConfig(Settings):
     corpus: str = setting("tales", "name of a corpus (`stepformer prepare` makes it) or the folder of a prepared one")
     tokenizer: str | None = setting(None, "gpt2, bytes or bpe:N; unset: gpt2, for tales bpe:1024")
     dialect: str | None = setting(None, "tales: which dialect (unset: the first)")
-    count: int = setting(60_000, "tales: how many stories", least=1)
+    count: int = setting(TALES_COUNT, "tales: how many stories", least=1)
 
 
 @dataclass(frozen=True)

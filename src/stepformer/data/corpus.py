@@ -1,0 +1,177 @@
+"""A prepared corpus: shards of token ids, the tokenizer that made them, and a manifest that vouches for both."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepformer import files
+from stepformer.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_name
+from stepformer.errors import InputError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+SPLITS = ("train", "val")
+
+
+def corpus_folder(name: str, tokenizer_spec: str) -> Path:
+    """Where a corpus lies unless told otherwise: `data/NAME-TOKENIZER`, in $STEPFORMER_HOME if that is set."""
+    home = os.environ.get("STEPFORMER_HOME", "")
+    folder = re.sub(r"[^\w.-]+", "-", f"{name}-{tokenizer_name(tokenizer_spec)}")
+    return Path(home) / "data" / folder if home else Path("data") / folder
+
+
+class TokenSplit:
+    """The tokens of one split, in order, read from the shards as they are needed."""
+
+    def __init__(self, folder: Path, name: str, facts: dict[str, Any], dtype: np.dtype[Any]) -> None:
+        self.name = name
+        self.hash: str = facts["hash"]
+        self.documents: int = facts["documents"]
+        self.bytes: int = facts["bytes"]
+        self.entropy: float = facts["entropy"]
+        self._length: int = facts["tokens"]
+        self._dtype = dtype
+        self._paths = [folder / shard["file"] for shard in facts["shards"]]
+        self._ends = np.cumsum([shard["tokens"] for shard in facts["shards"]], dtype=np.int64)
+        self._maps: dict[int, NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict[str, Any]:  # another process opens the shards itself
+        return {**self.__dict__, "_maps": {}}
+
+    def _shard(self, index: int) -> NDArray[Any]:
+        if index not in self._maps:
+            try:
+                self._maps[index] = np.memmap(self._paths[index], dtype=self._dtype, mode="r")
+            except (OSError, ValueError) as error:
+                raise InputError(f"Shard '{self._paths[index]}' cannot be read: {error}.") from None
+        return self._maps[index]
+
+    def tokens(self, start: int, stop: int) -> NDArray[Any]:
+        """The tokens from `start` up to `stop`, as stored (uint16 or uint32)."""
+        if not 0 <= start <= stop <= self._length:
+            raise InputError(
+                f"Tokens {start} to {stop} of the split '{self.name}' do not exist: it has {self._length:,}."
+            )
+        result = np.empty(stop - start, dtype=self._dtype)
+        self._copy(start, result)
+        return result
+
+    def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """The `length` tokens from each start on, (len(starts), length)."""
+        starts = np.asarray(starts, dtype=np.int64)
+        if length < 0 or (starts.size and not (starts.min() >= 0 and starts.max() + length <= self._length)):
+            raise InputError(
+                f"Rows of {length} tokens from {starts.min()} to {starts.max()} do not all exist: "
+                f"the split '{self.name}' has {self._length:,} tokens."
+            )
+        result = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(result, starts.tolist(), strict=True):
+            self._copy(start, row)
+        return result
+
+    def _copy(self, start: int, target: NDArray[Any]) -> None:
+        """Fill `target` with the tokens from `start` on, shard by shard."""
+        done = 0
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        while done < len(target):
+            shard = self._shard(index)
+            first = start + done - (int(self._ends[index]) - len(shard))
+            part = shard[first : first + len(target) - done]
+            target[done : done + len(part)] = part
+            done += len(part)
+            index += 1
+
+
+class Corpus:
+    """A folder that `stepformer prepare` finished. Opening it checks the shards' sizes, `verify` their bytes."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.name: str = self.manifest["name"]
+        self.dtype: np.dtype[Any] = np.dtype(self.manifest["dtype"]).newbyteorder("<")
+        for shard in self._shards():
+            path = self.folder / shard["file"]
+            if not path.is_file():
+                raise InputError(f"{self._damaged(shard)}: the file is missing.{AGAIN}")
+            if (size := path.stat().st_size) != shard["bytes"]:
+                raise InputError(f"{self._damaged(shard)}: it has {size:,} bytes instead of {shard['bytes']:,}.{AGAIN}")
+
+    def _shards(self) -> list[dict[str, Any]]:
+        return [shard for split in self.manifest["splits"].values() for shard in split["shards"]]
+
+    def _damaged(self, shard: dict[str, Any]) -> str:
+        return f"Shard '{shard['file']}' of '{self.folder}' is damaged"
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer the shards were written with."""
+        tokenizer = load_tokenizer(self.folder / TOKENIZER)
+        self.check_tokenizer(tokenizer)
+        return tokenizer
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Refuse a tokenizer other than the one the tokens were made with."""
+        written = self.manifest["tokenizer"]
+        if tokenizer.fingerprint != written["fingerprint"]:
+            raise InputError(
+                f"The tokens of '{self.folder}' were made by the tokenizer {written['name']} with fingerprint "
+                f"{written['fingerprint']}, not by {tokenizer.name} with fingerprint {tokenizer.fingerprint}."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.manifest["tokenizer"]["vocab_size"])
+
+    def split(self, name: str) -> TokenSplit:
+        if name not in self.manifest["splits"]:
+            known = ", ".join(self.manifest["splits"])
+            raise InputError(f"The corpus '{self.folder}' has no split '{name}'; it has {known}.")
+        return TokenSplit(self.folder, name, self.manifest["splits"][name], self.dtype)
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Read every shard and compare its checksum; `progress` is told the bytes as they are read."""
+        for shard in self._shards():
+            try:
+                found = files.sha256(self.folder / shard["file"], progress)
+            except OSError as error:
+                raise InputError(f"{self._damaged(shard)}: it cannot be read ({error.strerror}).") from None
+            if found != shard["sha256"]:
+                raise InputError(f"{self._damaged(shard)}: its checksum is not the one in the manifest.{AGAIN}")
+        self.check_tokenizer(self.tokenizer)
+
+
+AGAIN = " Prepare the corpus again with --force."
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a finished corpus."""
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise InputError(f"There is no corpus '{folder}'; `stepformer prepare --help` says how to make one.")
+    if not path.exists():
+        raise InputError(f"The corpus in '{folder}' was not finished (no {MANIFEST}); run stepformer prepare again.")
+    manifest = files.read_json(path, "manifest")
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+        raise InputError(f"The manifest '{path}' is damaged: it has no format version.")
+    if manifest["format"] > FORMAT:
+        raise InputError(
+            f"The corpus '{folder}' has format version {manifest['format']}, newer than this stepformer can read "
+            f"({FORMAT}); upgrade stepformer."
+        )
+    missing = {"name", "dtype", "job", "tokenizer", "splits"} - manifest.keys()
+    if missing:
+        raise InputError(f"The manifest '{path}' is damaged: it lacks {', '.join(sorted(missing))}.")
+    return manifest

@@ -1,0 +1,204 @@
+"""The pieces of a corpus in the making: which split a text belongs to, its tokens, and the file that keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepformer import files
+from stepformer.data.corpus import SPLITS
+from stepformer.data.readers import Document, Split
+from stepformer.data.tokenizers import Tokenizer, load_tokenizer
+from stepformer.errors import InputError
+
+PIECE_CHARACTERS, PIECE_SEGMENTS = 2_000_000, 2000
+RULES = {
+    "marked": "as the source says; documents it leaves open by the sha256 of their text",
+    "hash": "validation if the sha256 of the text, as a fraction, is below val_fraction",
+    "tail": "fewer than 100 documents: the end of each, val_fraction of its characters, is validation",
+}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a preparation is; `total_bytes` is an estimate, None if there is none."""
+
+    stage: str  # "training the tokenizer", "tokenising" or "writing shards"
+    documents: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    total_bytes: int | None = None
+
+
+class Segment(NamedTuple):
+    """A document, or a piece of a very long one."""
+
+    split: Split
+    text: str
+    ends: bool  # is this the end of its document?
+
+
+class Encoded(NamedTuple):
+    """The tokens of a piece with its counts: {split: number} for documents, bytes and tokens."""
+
+    counts: dict[str, dict[str, int]]
+    tokens: dict[str, NDArray[Any]]
+
+
+def divide(document: Document, rule: str, val_fraction: float) -> list[tuple[Split, str]]:
+    """The split of a document; under the rule `tail`, its two parts. Depends on nothing but the document."""
+    text = document.text
+    if document.split is not None:
+        return [(document.split, text)]
+    if rule == "tail":
+        cut = _tail(text, val_fraction)
+        return [("train", text[:cut]), ("val", text[cut:])] if cut < len(text) else [("train", text)]
+    share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    return [("val" if share < val_fraction else "train", text)]
+
+
+def _tail(text: str, fraction: float) -> int:
+    """Where the last `fraction` of a text begins: after a line, else before a word, else at any character."""
+    tail = round(len(text) * fraction)
+    cut = len(text) - tail
+    low = max(1, cut - tail // 2)
+    line = text.rfind("\n", low, cut) + 1
+    word = text.rfind(" ", low, cut + 1)
+    cut = line if line > low else word if word >= low else cut
+    return cut if text[:cut].strip() and text[cut:].strip() else len(text)
+
+
+_SEAM = re.compile(r"(?<=\S)[ \n](?=\S)")
+
+
+def segments_of(text: str, limit: int) -> list[str]:
+    """A very long text in segments of at most `limit` characters.
+
+    They are cut before a single space or line end, where GPT-2's pattern cuts as well, so that the tokens are those of
+    the whole text. Only a text with no such place within the last 10,000 characters of a segment is cut anywhere.
+    """
+    found = []
+    start = 0
+    while len(text) - start > limit:
+        end = start + limit
+        for seam in _SEAM.finditer(text, max(start + 1, end - 10_000), end):
+            end = seam.start()
+        found.append(text[start:end])
+        start = end
+    return [*found, text[start:]]
+
+
+class Tally:
+    """Running totals over parts."""
+
+    def __init__(self, total_bytes: int | None) -> None:
+        self.documents, self.bytes, self.tokens = (dict.fromkeys(SPLITS, 0) for _ in range(3))
+        self.total_bytes = total_bytes
+
+    def add(self, header: dict[str, Any]) -> None:
+        for split in SPLITS:
+            self.documents[split] += header["documents"][split]
+            self.bytes[split] += header["bytes"][split]
+            self.tokens[split] += header["tokens"][split]
+
+    def progress(self) -> Progress:
+        documents, size, tokens = (sum(c.values()) for c in (self.documents, self.bytes, self.tokens))
+        return Progress("tokenising", documents, size, tokens, self.total_bytes)
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """The unigram entropy in nats: the loss of the best model that ignores the context."""
+    share = counts[counts > 0] / max(1, counts.sum())
+    return round(float(-(share * np.log(share)).sum()), 6) + 0.0
+
+
+def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
+    return np.dtype("<u2" if tokenizer.vocab_size <= 65_536 else "<u4")
+
+
+def encode(tokenizer: Tokenizer, segments: list[Segment]) -> Encoded:
+    """The tokens of a piece, each document followed by end of text."""
+    counts = {what: dict.fromkeys(SPLITS, 0) for what in ("documents", "bytes", "tokens")}
+    ids: dict[str, list[int]] = {split: [] for split in SPLITS}
+    for segment, tokens in zip(segments, tokenizer.encode_batch([s.text for s in segments]), strict=True):
+        ids[segment.split] += tokens
+        counts["bytes"][segment.split] += len(segment.text.encode())
+        if segment.ends:
+            ids[segment.split].append(tokenizer.eot)
+            counts["documents"][segment.split] += 1
+    counts["tokens"] = {split: len(ids[split]) for split in SPLITS}
+    return Encoded(counts, {split: np.array(ids[split], dtype=dtype_of(tokenizer)) for split in SPLITS})
+
+
+def write_part(path: Path, encoded: Encoded, last: bool) -> dict[str, Any]:
+    """Keep the tokens of a piece: a line with its counts, then the tokens of each split."""
+    header = {**encoded.counts, "last": last}
+    with files.writing(path) as file:
+        file.write(json.dumps(header, sort_keys=True).encode() + b"\n")
+        for split in SPLITS:
+            file.write(encoded.tokens[split].tobytes())
+    return header
+
+
+def read_part(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """The header of a part and, as views of the file, its tokens."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.readline())
+            start = file.tell()
+        tokens = header["tokens"]
+        number = sum(tokens[split] for split in SPLITS)
+        width = (path.stat().st_size - start) // number if number else 2
+        if width not in (2, 4) or path.stat().st_size != start + number * width:
+            raise ValueError
+    except (OSError, ValueError, KeyError):
+        raise InputError(f"The unfinished part '{path}' is damaged: delete it and prepare again.") from None
+    found = np.memmap(path, f"<u{width}", "r", start, (number,)) if number else np.zeros(0, "<u2")
+    return header, {"train": found[: tokens["train"]], "val": found[tokens["train"] :]}
+
+
+def start_workers(number: int, tokenizer: Path) -> ProcessPoolExecutor:
+    """Processes that tokenise. Unlike a `Pool` this notices when one of them is killed."""
+    context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of torch and tokenizers
+    pool = ProcessPoolExecutor(number, context, initializer=_start_worker, initargs=(str(tokenizer),))
+    # Ctrl-C reaches every process of a terminal. The workers inherit that it is blocked; the first process decides.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for _ in range(number):  # each starts one worker
+            pool.submit(int)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pool
+
+
+_worker: list[Tokenizer] = []
+
+
+def _start_worker(tokenizer: str) -> None:
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _worker.append(load_tokenizer(tokenizer))
+
+
+def _leave_with_parent() -> None:
+    """A worker would wait for work forever if its parent were killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def encode_in_worker(segments: list[Segment]) -> Encoded:
+    return encode(_worker[0], segments)

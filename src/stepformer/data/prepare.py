@@ -1,0 +1,368 @@
+"""From documents to a corpus: split, tokenise in pieces, put the pieces together.
+
+The pieces and their order depend on the source alone. Each becomes a part file, whole or absent, so a killed job goes
+on with what is missing, and the corpus is the same bytes for any number of workers and interruptions. The manifest is
+written last: a folder without one is not a corpus.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepformer import files
+from stepformer.data.corpus import FORMAT, MANIFEST, SPLITS, TOKENIZER, Corpus, read_manifest
+from stepformer.data.pieces import (
+    PIECE_CHARACTERS,
+    PIECE_SEGMENTS,
+    RULES,
+    Encoded,
+    Progress,
+    Segment,
+    Tally,
+    divide,
+    dtype_of,
+    encode,
+    encode_in_worker,
+    entropy,
+    read_part,
+    segments_of,
+    start_workers,
+    write_part,
+)
+from stepformer.data.sources import Source
+from stepformer.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind, tokenizer_name
+from stepformer.errors import InputError, StepformerError
+
+PARTS = ".parts"
+LOCK = ".lock"
+BPE_SAMPLE = 20_000_000  # characters of training text that a BPE is trained on
+SMALL_SOURCE = 20_000_000  # bytes below which starting processes costs more than it gains
+FEW_DOCUMENTS = 100
+
+
+def prepare(
+    source: Source,
+    tokenizer_spec: str,
+    out: Path,
+    *,
+    val_fraction: float | None = None,
+    workers: int | None = None,
+    shard_tokens: int = 100_000_000,
+    progress: Callable[[Progress], None] | None = None,
+    force: bool = False,
+) -> Corpus:
+    """Prepare a corpus in `out`, or continue there, or return it at once if it is finished.
+
+    `force` replaces a finished corpus; the old one is kept until the new one has been tokenised.
+    """
+    tokenizer_kind(tokenizer_spec)
+    val_fraction = source.val_fraction if val_fraction is None else val_fraction
+    if not 0 <= val_fraction < 1:
+        raise InputError(f"The validation fraction must be at least 0 and below 1, not {val_fraction}.")
+    if shard_tokens < 1:
+        raise InputError(f"A shard must hold at least 1 token, not {shard_tokens}.")
+    if workers is None:
+        small = source.approximate_bytes is not None and source.approximate_bytes < SMALL_SOURCE
+        workers = 1 if small else cores()
+    if workers < 1:
+        raise InputError(f"The number of workers must be at least 1, not {workers}.")
+    job = Job(source, tokenizer_spec, Path(out), val_fraction, shard_tokens, progress)
+    kept = (job.out / MANIFEST).exists() and not force
+    if kept and not job.parts.exists():
+        return job.finished()  # a finished corpus may lie where nothing can be written
+    with locked(job.out):
+        if (job.out / MANIFEST).exists() and not force:
+            corpus = job.finished()
+            shutil.rmtree(job.parts, ignore_errors=True)
+            return corpus
+        job.begin()
+        job.encode(workers)
+        job.assemble()
+    return Corpus(job.out)
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a second process out of the folder; take away again a folder in which nothing was begun."""
+    path = folder / LOCK
+    with contextlib.ExitStack() as stack:
+        with files.explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("a"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.stat(path)  # gone if another process has just given up and taken it away
+        except OSError:
+            raise StepformerError(f"Another process is preparing the corpus in '{folder}'; wait for it.") from None
+        try:
+            yield
+        finally:
+            if [entry.name for entry in folder.iterdir()] == [LOCK]:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    folder.rmdir()
+
+
+class Job:
+    """One preparation: what it depends on, and its state on disk."""
+
+    def __init__(
+        self,
+        source: Source,
+        spec: str,
+        out: Path,
+        val_fraction: float,
+        shard_tokens: int,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.source, self.spec, self.out = source, spec, out
+        self.val_fraction, self.shard_tokens, self.progress = val_fraction, shard_tokens, progress
+        self.parts = out / PARTS
+        self.settings = {
+            "source": source.description,
+            "tokenizer": tokenizer_name(spec),
+            "val_fraction": val_fraction,
+            "shard_tokens": shard_tokens,
+        }
+        recipe = [self.settings, FORMAT, PIECE_CHARACTERS, PIECE_SEGMENTS, BPE_SAMPLE, FEW_DOCUMENTS]
+        self.fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+        self.rule = ""
+        self.pinned: dict[str, Any] = {}
+        self.tokenizer: Tokenizer
+
+    def finished(self) -> Corpus:
+        """The corpus that is already there, if it is this one."""
+        there = read_manifest(self.out)
+        if there["job"] != self.fingerprint:
+            was = {
+                "source": there.get("source"),
+                "tokenizer": there["tokenizer"]["name"],
+                "val_fraction": there.get("split_rule", {}).get("val_fraction"),
+                "shard_tokens": there.get("shard_tokens"),
+            }
+            other = [key for key, value in self.settings.items() if was[key] != value] or ["version of stepformer"]
+            raise InputError(
+                f"'{self.out}' already holds the corpus '{there['name']}' with {there['tokenizer']['name']} tokens, "
+                f"made with another {' and '.join(other)}: choose another folder (--out) or replace it (--force)."
+            )
+        return Corpus(self.out)
+
+    def begin(self) -> None:
+        """Take up the parts of this job, or clear those of another; then settle the split rule and the tokenizer."""
+        state_file, saved = self.parts / "job.json", self.parts / TOKENIZER
+        state = files.read_json(state_file, "state of the preparation") if state_file.exists() else {}
+        begun = state.get("job") == self.fingerprint
+        self.pinned = self.source.pin(state["pinned"] if begun else {})
+        self.rule = state["rule"] if begun else self._choose_rule()
+        if begun and (saved / "tokenizer.json").exists():
+            self.tokenizer = load_tokenizer(saved)
+        else:
+            if tokenizer_kind(self.spec)[0] == "bpe":
+                self._report(Progress("training the tokenizer"))
+            self.tokenizer = make_tokenizer(self.spec, self._sample)
+        if not begun:
+            shutil.rmtree(self.parts, ignore_errors=True)
+            files.write_json(state_file, {"job": self.fingerprint, "rule": self.rule, "pinned": self.pinned})
+        for folder in (self.out, self.parts, saved):
+            files.remove_unfinished(folder)
+        if not (saved / "tokenizer.json").exists():
+            self.tokenizer.save(saved)
+
+    def _choose_rule(self) -> str:
+        if self.source.marked:
+            return "marked"
+        count = sum(1 for _ in itertools.islice(self.source, FEW_DOCUMENTS))
+        if not count:
+            raise InputError(f"The source '{self.source.name}' has no documents with text.")
+        return "tail" if count < FEW_DOCUMENTS else "hash"
+
+    def _sample(self) -> Iterator[str]:
+        """The first training texts, for training a tokenizer."""
+        size = 0
+        for unit in range(len(self.source.units())):
+            for segments, _ in self.pieces(unit):
+                for segment in segments:
+                    if segment.split == "train":
+                        yield segment.text[: BPE_SAMPLE - size]
+                        size += len(segment.text)
+                        if size >= BPE_SAMPLE:
+                            return
+
+    def pieces(self, unit: int) -> Iterator[tuple[list[Segment], bool]]:
+        """The pieces of a unit, and whether each is its last (an empty unit has one, empty piece)."""
+        held: list[Segment] = []
+        size = 0
+        for document in self.source.documents(unit):
+            for split, text in divide(document, self.rule, self.val_fraction):
+                texts = segments_of(text, PIECE_CHARACTERS)
+                for i, part in enumerate(texts):
+                    held.append(Segment(split, part, i == len(texts) - 1))
+                    size += len(part)
+                    if size >= PIECE_CHARACTERS or len(held) >= PIECE_SEGMENTS:
+                        yield held, False
+                        held, size = [], 0
+        yield held, True
+
+    def encode(self, workers: int) -> None:
+        """Make every part that is not there yet."""
+        done = Tally(self.source.approximate_bytes)
+        pool: ProcessPoolExecutor | None = None
+        waiting: deque[tuple[Path, bool, Future[Encoded]]] = deque()
+        try:
+            for path, segments, last in self._missing(done):
+                if workers == 1:
+                    self._keep(path, encode(self.tokenizer, segments), last, done)
+                    continue
+                pool = pool or start_workers(workers, self.parts / TOKENIZER)
+                waiting.append((path, last, pool.submit(encode_in_worker, segments)))
+                while len(waiting) > 2 * workers:  # bounds the text in memory
+                    self._keep_next(waiting, done)
+            while waiting:
+                self._keep_next(waiting, done)
+        except StepformerError:  # the source: what was read before it failed is worth keeping
+            with contextlib.suppress(StepformerError, BrokenProcessPool):
+                while waiting:
+                    self._keep_next(waiting, done)
+            raise
+        except BrokenProcessPool:
+            raise StepformerError(
+                "A worker process was killed (out of memory?); the finished parts are kept: "
+                "the same command continues, with --workers 1 if it happens again."
+            ) from None
+        finally:
+            if pool:
+                pool.shutdown(cancel_futures=True)
+
+    def _missing(self, done: Tally) -> Iterator[tuple[Path, list[Segment], bool]]:
+        """The pieces without a part; a unit whose parts are all there is not even read."""
+        for unit in range(len(self.source.units())):
+            headers = self._headers(unit)
+            for header in headers:
+                done.add(header)
+            if headers:
+                self._report(done.progress())
+            if headers and headers[-1]["last"]:
+                continue
+            for number, (segments, last) in enumerate(self.pieces(unit)):
+                if number >= len(headers):
+                    yield self._part(unit, number), segments, last
+
+    def _part(self, unit: int, number: int) -> Path:
+        return self.parts / f"{unit:06d}-{number:06d}.part"
+
+    def _headers(self, unit: int) -> list[dict[str, Any]]:
+        """The headers of a unit's parts, up to the first that is missing or damaged (it is made again)."""
+        headers: list[dict[str, Any]] = []
+        with contextlib.suppress(InputError):
+            while (path := self._part(unit, len(headers))).exists():
+                headers.append(read_part(path)[0])
+        return headers
+
+    def _keep_next(self, waiting: deque[tuple[Path, bool, Future[Encoded]]], done: Tally) -> None:
+        path, last, future = waiting.popleft()
+        self._keep(path, future.result(), last, done)
+
+    def _keep(self, path: Path, encoded: Encoded, last: bool, done: Tally) -> None:
+        done.add(write_part(path, encoded, last))
+        self._report(done.progress())
+
+    def _report(self, progress: Progress) -> None:
+        if self.progress:
+            self.progress(progress)
+
+    def assemble(self) -> None:
+        """Put the parts together. Nothing old is deleted before every part is there."""
+        paths = [path for unit in range(len(self.source.units())) for path in self._unit_parts(unit)]
+        totals = Tally(None)
+        for path in paths:
+            totals.add(read_part(path)[0])
+        if not totals.documents["train"]:
+            raise InputError(f"The source '{self.source.name}' has no training documents with text.")
+        with files.explained(self.out):
+            (self.out / MANIFEST).unlink(missing_ok=True)
+            for old in self.out.iterdir():
+                if re.fullmatch(r"(train|val)-\d{5}\.bin", old.name):
+                    old.unlink()
+            shutil.rmtree(self.out / TOKENIZER, ignore_errors=True)
+        self.tokenizer.save(self.out / TOKENIZER)
+        splits = {}
+        for split in SPLITS:
+            self._report(Progress("writing shards", sum(totals.documents.values()), tokens=sum(totals.tokens.values())))
+            splits[split] = {
+                "tokens": totals.tokens[split],
+                "documents": totals.documents[split],
+                "bytes": totals.bytes[split],
+                **self._write_split(split, (read_part(path)[1][split] for path in paths)),
+            }
+        from stepformer import __version__
+
+        files.write_json(
+            self.out / MANIFEST,
+            {
+                "format": FORMAT,
+                "name": self.source.name,
+                "job": self.fingerprint,
+                "source": self.source.description,
+                "pinned": self.pinned,
+                "shard_tokens": self.shard_tokens,
+                "split_rule": {"rule": self.rule, "meaning": RULES[self.rule], "val_fraction": self.val_fraction},
+                "tokenizer": self.tokenizer.describe(),
+                "dtype": dtype_of(self.tokenizer).name,
+                "splits": splits,
+                "stepformer": __version__,
+            },
+        )
+        shutil.rmtree(self.parts, ignore_errors=True)
+
+    def _unit_parts(self, unit: int) -> Iterator[Path]:
+        for number in itertools.count():
+            path = self._part(unit, number)
+            yield path
+            if read_part(path)[0]["last"]:
+                return
+
+    def _write_split(self, split: str, arrays: Iterable[NDArray[Any]]) -> dict[str, Any]:
+        shards: list[dict[str, Any]] = []
+        content = hashlib.sha256()
+        counts = np.zeros(self.tokenizer.vocab_size, dtype=np.int64)
+        stream = (array for array in arrays if len(array))
+        rest = next(stream, None)
+        while rest is not None:
+            name = f"{split}-{len(shards):05d}.bin"
+            digest, room = hashlib.sha256(), self.shard_tokens
+            with files.writing(self.out / name) as file:
+                while room and rest is not None:
+                    taken, rest = rest[:room], rest[room:]
+                    block = taken.tobytes()
+                    file.write(block)
+                    digest.update(block)
+                    content.update(block)
+                    counts += np.bincount(taken, minlength=len(counts))
+                    room -= len(taken)
+                    if not len(rest):
+                        rest = next(stream, None)
+            tokens = self.shard_tokens - room
+            size = tokens * dtype_of(self.tokenizer).itemsize
+            shards.append({"file": name, "tokens": tokens, "bytes": size, "sha256": digest.hexdigest()})
+        return {"shards": shards, "hash": content.hexdigest()[:16], "entropy": entropy(counts)}

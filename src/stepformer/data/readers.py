@@ -1,0 +1,210 @@
+"""Documents out of files: .txt, JSON lines and .parquet, each plain or compressed with gzip, xz or zstandard."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
+
+from stepformer.data.tokenizers import END_OF_TEXT, valid
+from stepformer.errors import InputError, StepformerError, suggestion
+
+Split = Literal["train", "val"]
+DOCUMENT_RULES = ("auto", "file", "line", "paragraph")
+COMPRESSIONS = {".gz": 3.0, ".xz": 4.0, ".zst": 3.5}  # how much text a byte of such a file holds, roughly
+FORMATS = {".txt": 1.0, ".jsonl": 1.0, ".ndjson": 1.0, ".json": 1.0, ".parquet": 2.0}
+
+
+class Document(NamedTuple):
+    text: str
+    split: Split | None  # the split its source puts it in; None: the rule of the corpus decides
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the text is: the field of a row, the field that marks validation rows, how a .txt is cut."""
+
+    field: str = "text"
+    val_field: str | None = None
+    document: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.document not in DOCUMENT_RULES:
+            raise InputError(
+                f"A .txt is cut into documents by one of {', '.join(DOCUMENT_RULES)}, not '{self.document}'."
+                f"{suggestion(self.document, DOCUMENT_RULES)}"
+            )
+
+    def row(self, row: Any, where: str) -> Document | None:
+        """The document in a row of a table, None if it is empty; `where` begins the sentence if it is wrong."""
+        if not isinstance(row, Mapping):
+            raise InputError(f'{where} is not an object with fields, such as {{"{self.field}": ...}}.')
+        for field in (self.field, self.val_field):
+            if field is not None and field not in row:
+                named = "a text field" if field == self.field else "a field that marks validation"
+                raise InputError(
+                    f"{where} has no field '{field}' ({named}); it has {', '.join(map(str, row)) or 'none at all'}."
+                    f"{suggestion(field, map(str, row))}"
+                )
+        text = row[self.field]
+        if text is None:
+            return None
+        if not isinstance(text, str):
+            raise InputError(f"The field '{self.field}' holds {type(text).__name__}, not text: {_lower(where)}.")
+        split: Split | None = None
+        if self.val_field is not None:
+            mark = row[self.val_field]
+            if mark not in (True, False):  # 0 and 1 are these too
+                raise InputError(f"The field '{self.val_field}' must be true or false, not {mark!r}: {_lower(where)}.")
+            split = "val" if mark else "train"
+        return Document(valid(text), split) if text.strip() else None
+
+
+def _lower(where: str) -> str:
+    return where[0].lower() + where[1:]
+
+
+def extensions(path: Path) -> tuple[str, str]:
+    """The format and compression of a file by its name, e.g. ('.jsonl', '.xz'); ('', '') if it is none of ours."""
+    name = path.name.lower()
+    packing = next((ending for ending in COMPRESSIONS if name.endswith(ending)), "")
+    form = Path(name.removesuffix(packing)).suffix
+    return (form, packing) if form in FORMATS else ("", "")
+
+
+def approximate_text(path: Path) -> int:
+    """About how many bytes of text a file holds."""
+    form, packing = extensions(path)
+    return int(path.stat().st_size * FORMATS[form] * COMPRESSIONS.get(packing, 1.0))
+
+
+def need(module: str) -> ModuleType:
+    """Import a package of the extra `data`, or say how to get it."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise StepformerError(
+            f"The package '{package}' is needed for this and is not installed: pip install 'stepformer[data]'."
+        ) from None
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever can go wrong while reading a file into one sentence that names it."""
+    try:
+        yield
+    except (InputError, StepformerError):
+        raise
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{path}' is not UTF-8 text: {error.reason} at byte {error.start:,} of a block.") from None
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise InputError(f"'{path}' is damaged: {_sentence(error)}.") from None
+    except OSError as error:  # pyarrow's too, without an error number where the content is at fault
+        if error.errno is None:
+            raise InputError(f"'{path}' is damaged: {_sentence(error)}.") from None
+        raise InputError(f"'{path}' cannot be read: {error.strerror}.") from None
+    except ValueError as error:  # pyarrow.ArrowInvalid
+        raise InputError(f"'{path}' is damaged: {_sentence(error)}.") from None
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def opened(path: Path) -> BinaryIO:
+    """The unpacked bytes of a file. A truncated one raises instead of ending early."""
+    packing = extensions(path)[1]
+    if packing == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if packing == ".xz":
+        return cast(BinaryIO, lzma.open(path, "rb"))
+    if packing == ".zst":  # zstandard's own reader takes a truncated file for a short one; pyarrow's does not
+        arrow = need("pyarrow")
+        return cast(BinaryIO, io.BufferedReader(arrow.input_stream(str(path), compression="zstd")))
+    return path.open("rb")
+
+
+def read_documents(path: Path, layout: Layout) -> Iterator[Document]:
+    """The documents of a file, in order, without empty ones."""
+    form = extensions(path)[0]
+    reader: Callable[[Path, Layout], Iterator[Document]] = read_lines
+    if form == ".txt":
+        reader = read_text
+    elif form == ".parquet":
+        reader = read_parquet
+    with reading(path):
+        yield from reader(path, layout)
+
+
+def read_text(path: Path, layout: Layout) -> Iterator[Document]:
+    if layout.val_field is not None:
+        raise InputError(f"'{path}' is plain text, which has no field '{layout.val_field}'.")
+    with opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig") as lines:
+        for text in cut_text(lines, layout.document):
+            if text.strip():
+                yield Document(valid(text), None)
+
+
+def cut_text(lines: Iterator[str] | io.TextIOWrapper, rule: str) -> Iterator[str]:
+    """Documents of a text file. `auto`: what stands between lines with nothing but <|endoftext|>."""
+    if rule == "line":
+        yield from (line.rstrip("\n") for line in lines)
+        return
+    held: list[str] = []
+    marked = False
+    for line in lines:
+        ends = (rule == "auto" and line.strip() == END_OF_TEXT) or (rule == "paragraph" and not line.strip())
+        if ends:
+            yield "".join(held).strip("\n")
+            held, marked = [], True
+        else:
+            held.append(line)
+    text = "".join(held)
+    yield text.strip("\n") if marked or rule == "paragraph" else text
+
+
+def read_lines(path: Path, layout: Layout) -> Iterator[Document]:
+    """One JSON object to a line."""
+    with opened(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"Line {number:,} of '{path}'"
+            try:
+                row = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+            except ValueError:  # no JSON, or no UTF-8
+                raise InputError(f"{where} is not valid JSON; JSON lines have one object to a line.") from None
+            document = layout.row(row, where)
+            if document:
+                yield document
+
+
+def read_parquet(path: Path, layout: Layout) -> Iterator[Document]:
+    parquet = need("pyarrow.parquet")
+    arrow = need("pyarrow")
+    with opened(path) as raw:
+        # a packed table must be unpacked into memory: its table of contents is at the end
+        table = parquet.ParquetFile(arrow.BufferReader(raw.read()) if extensions(path)[1] else raw)
+        names = table.schema_arrow.names
+        wanted = [name for name in (layout.field, layout.val_field) if name is not None]
+        if missing := [name for name in wanted if name not in names]:
+            layout.row(dict.fromkeys(names), f"'{path}'")
+            raise InputError(f"'{path}' has no field '{missing[0]}'.")
+        number = 0
+        for batch in table.iter_batches(batch_size=1024, columns=wanted):
+            for row in batch.to_pylist():
+                number += 1
+                document = layout.row(row, f"Row {number:,} of '{path}'")
+                if document:
+                    yield document

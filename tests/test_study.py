@@ -1,0 +1,166 @@
+"""Comparisons and sweeps: paired, resumable, nothing repeated."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stepformer as sf
+from runs import make_corpus
+from stepformer.cli import main
+from stepformer.comparing.study import amount, grid, seeds_of
+from stepformer.training.loop import Trainer
+from stepformer.training.stopping import Watch
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
+
+
+def words(corpus: Path, *more: str) -> list[str]:
+    small = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "eval_tokens=256", "device=cpu"]
+    return [*small, f"corpus={corpus}", *more]
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the runs that take a step, one entry a step."""
+    taken: list[str] = []
+    original = Trainer._train_step
+
+    def step(self: Trainer, *args: Any) -> None:
+        original(self, *args)
+        taken.append(self.folder.path.name)
+
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    return taken
+
+
+def test_compare_trains_pairs_and_repeats_nothing(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "study"
+    command = ["compare", "vanilla", "yurii", "tmm", "--seeds", "2", "--budget", "512", "--out", str(out), "--quiet"]
+    command += words(corpus)
+    taken = count_steps(monkeypatch)
+    with monkeypatch.context() as patch:  # interrupted in the middle of the third run
+        patch.setattr(Watch, "asked", lambda self: int(signal.SIGINT) if len(taken) == 20 else 0)
+        assert main(command) == 128 + signal.SIGINT
+    assert "2 of 6 runs are finished, the rest is saved" in capsys.readouterr().err
+    assert taken == ["vanilla-s42"] * 8 + ["yurii-s42"] * 8 + ["tmm-s42"] * 4
+    taken.clear()
+    assert main(command) == 0
+    assert taken == ["tmm-s42"] * 4 + [f"{name}-s43" for name in ("vanilla", "yurii", "tmm") for _ in range(8)]
+    printed = capsys.readouterr().out
+    assert "yurii" in printed
+    assert "95%" in printed.replace("95 %", "95%")
+    taken.clear()
+    assert main(command) == 0
+    assert not taken
+    rows = list(csv.DictReader((out / "comparison.csv").read_text().splitlines()))
+    assert [row["architecture"] for row in rows] == ["vanilla", "yurii", "tmm"]
+    assert (out / "comparison.png").read_bytes()[:4] == b"\x89PNG"
+    losses = {
+        (label, seed): json.loads((out / f"{label}-s{seed}" / "result.json").read_text())["val_loss"]
+        for label in ("vanilla", "yurii")
+        for seed in (42, 43)
+    }
+    by_hand = sum(losses["yurii", seed] - losses["vanilla", seed] for seed in (42, 43)) / 2
+    assert float(rows[1]["difference"]) == pytest.approx(by_hand, abs=1e-6)
+    # other settings under the same names would not be comparable
+    assert main([*command, "lr=0.5"]) == 2
+    assert "was trained with other settings" in capsys.readouterr().err
+
+
+def test_a_failing_run_does_not_stop_the_others(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = Trainer._check
+
+    def check(self: Trainer, loss: float, norm: float) -> None:
+        original(self, loss if self.label == "vanilla" else float("nan"), norm)
+
+    monkeypatch.setattr(Trainer, "_check", check)
+    command = ["compare", "vanilla", "yurii", "--budget", "256", "--out", str(tmp_path / "s"), "--quiet"]
+    assert main([*command, *words(corpus)]) == 1
+    captured = capsys.readouterr()
+    assert "yurii-s42 failed: Training stopped in step 1" in captured.err
+    assert "vanilla" in captured.out
+
+
+def test_sweep_over_a_grid_in_processes(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sweep"
+    command = ["sweep", "yurii", "--grid", "lr=0.01,0.02", "--out", str(out), "--jobs", "2", "steps=4"]
+    assert main([*command, *words(corpus)]) == 0, capsys.readouterr().err
+    assert sorted(p.name for p in out.iterdir() if p.is_dir()) == ["lr-0.01-s42", "lr-0.02-s42"]
+    for lr in (0.01, 0.02):
+        assert json.loads((out / f"lr-{lr}-s42" / "run.json").read_text())["config"]["optim"]["lr"] == lr
+
+
+def test_slurm_through_submitit(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """submitit's local executor runs the same jobs that Slurm would get."""
+    submitit = pytest.importorskip("submitit")
+    assert submitit
+    out = tmp_path / "sweep"
+    command = ["sweep", "yurii", "--grid", "lr=0.01", "--out", str(out), "steps=2", *words(corpus)]
+    assert main([*command, "--slurm", "cluster=local", "timeout_min=5"]) == 0, capsys.readouterr().err
+    assert "submitted 1 runs" in capsys.readouterr().out
+    import time
+
+    deadline = time.monotonic() + 120
+    while not (out / "lr-0.01-s42" / "result.json").exists():
+        assert time.monotonic() < deadline, [p.read_text()[-2000:] for p in (out / "slurm").glob("*.err")]
+        time.sleep(0.2)
+
+
+def test_amounts_and_seeds() -> None:
+    assert [amount(text) for text in ("200k", "5M", "1.5B", "1,000", "77")] == [
+        200_000,
+        5_000_000,
+        1_500_000_000,
+        1000,
+        77,
+    ]
+    assert seeds_of("3") == [42, 43, 44]
+    assert seeds_of("7,8,11") == [7, 8, 11]
+    for text in ("", "many", "0", "-1k"):
+        with pytest.raises(sf.InputError, match="number of tokens"):
+            amount(text)
+    for text in ("", "x", "0"):
+        with pytest.raises(sf.InputError, match="are no seeds"):
+            seeds_of(text)
+
+
+def test_bad_grids_report_every_point() -> None:
+    with pytest.raises(sf.ConfigError) as raised:
+        grid("yurii", [], ["lr=a,b"])
+    assert [p.split(":")[0] for p in raised.value.problems] == ["lr=a", "lr=b"]
+    with pytest.raises(sf.InputError, match="'lr' is no axis"):
+        grid("yurii", [], ["lr"])
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["compare", "vanilla"], "Name at least two architectures"),
+        (["compare", "vanilla", "yuri"], "Did you mean 'yurii'?"),
+        (["compare", "vanilla", "yurii", "--baseline", "tmm"], "The baseline 'tmm' is not among vanilla, yurii"),
+        (["compare", "vanilla", "yurii", "--budget", "1M", "steps=5"], "Give --budget or steps, not both"),
+        (["compare", "--runs", "nowhere"], "There is no run folder 'nowhere'"),
+        (["sweep", "vanilla", "yurii", "--grid", "lr=1"], "A sweep is over one NAME"),
+        (["train", "yurri"], "Did you mean 'yurii'?"),
+        (["train", "yurii", "stepz=3"], "Did you mean 'steps'?"),
+        (["train", "momentum-streams-tinystorie"], "Did you mean 'momentum-streams-tinystories'?"),
+        (["resume", "nowhere"], "There is no run folder 'nowhere'"),
+        (["eval", "nowhere"], "There is no run folder 'nowhere'"),
+        (["generate", "nowhere"], "There is no run folder 'nowhere'"),
+    ],
+)
+def test_bad_words_are_sentences(command: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,477 @@
+"""The training loop: exact resume, accumulation, evaluation, bad input, nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import stepformer as sf
+from runs import make_corpus, small_run
+from stepformer import files
+from stepformer.data.corpus import Corpus
+from stepformer.optim import Optimizers
+from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, resume, run_config, train
+from stepformer.training.evaluation import evaluate
+from stepformer.training.loop import Trainer
+from stepformer.training.parallel import World
+from stepformer.training.runs import RunFolder, read_metrics
+from stepformer.training.stopping import Watch, seconds
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
+
+
+def go(data: Path, out: Path, name: str = "yurii", **changes: Any) -> dict[str, Any]:
+    return train(small_run(data, name, **changes), out, quiet=True)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
+    """Make the watch ask for a stop once so many steps are done."""
+    taken = [0]
+    original = Optimizers.step
+
+    def counting(self: Optimizers, t: int) -> None:
+        original(self, t)
+        taken[0] += 1
+
+    monkeypatch.setattr(Optimizers, "step", counting)
+    monkeypatch.setattr(Watch, "asked", lambda self: int(number) if taken[0] == step else 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optim.name": "adamw", "schedule": "wsd", "decay_start": 8},
+        {"sam": "always", "rho": 0.1},
+        {"sam": "decay", "schedule": "wsd", "decay_start": 6},
+        {"optim.name": "polargrad", "momentum_warmup": 9, "qkv": "split"},
+        {"batch": 24, "micro_batch": 2, "seed": 3},
+    ],
+    ids=["muon", "adamw-wsd", "sam", "sawd", "polargrad", "accumulation"],
+)
+@pytest.mark.parametrize("step", [1, 5, 7])
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], step: int
+) -> None:
+    whole = go(corpus, tmp_path / "whole", **changes)
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        with pytest.raises(Stopped) as stopped:
+            go(corpus, tmp_path / "halves", **changes)
+    assert stopped.value.status == 128 + signal.SIGTERM
+    assert stopped.value.command == f"stepformer resume {tmp_path / 'halves'}"
+    again = resume(tmp_path / "halves", quiet=True)
+    assert again["weights_sha256"] == whole["weights_sha256"]
+    assert (again["val_loss"], again["best_val_loss"]) == (whole["val_loss"], whole["best_val_loss"])
+    lines = [
+        [(m["kind"], m["step"]) for m in read_metrics(tmp_path / f / "metrics.jsonl")] for f in ("whole", "halves")
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_the_runs_above_stop_in_the_middle_of_epochs_and_cross_their_ends(corpus: Path) -> None:
+    blocks = (len(Corpus(corpus).split("train")) - 16) // 16
+    assert 7 * 24 < blocks < 12 * 24  # the accumulating run: the second epoch begins after the last stop
+    assert blocks % 24  # inside a batch
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "train"]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    last = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return load_file(last / "model.safetensors")
+
+
+@pytest.mark.parametrize("sam", ["off", "always"])
+def test_accumulation_changes_nothing(corpus: Path, tmp_path: Path, sam: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 x 2 and 2 x 4, also changed in the middle of a run: fp64, 20 steps, 1e-9 (measured 1e-15)."""
+    common = {"steps": 20, "batch": 8, "sam": sam, "clip": 0.3, "save_every": 10}
+    go(corpus, tmp_path / "a", micro_batch=4, **common)
+    go(corpus, tmp_path / "b", micro_batch=2, **common)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 9)
+        with pytest.raises(Stopped):
+            go(corpus, tmp_path / "c", micro_batch=4, **common)
+    resume(tmp_path / "c", quiet=True, micro_batch=2)
+    for other in ("b", "c"):
+        np.testing.assert_allclose(losses(tmp_path / "a"), losses(tmp_path / other), atol=1e-9, rtol=0)
+        a, b = tensors(tmp_path / "a"), tensors(tmp_path / other)
+        assert max(float((a[n] - b[n]).abs().max()) for n in a) < 1e-9
+
+
+def test_clipping_was_active_above(corpus: Path, tmp_path: Path) -> None:
+    go(corpus, tmp_path / "a", steps=2)
+    norms = [line["grad_norm"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl") if line["kind"] == "train"]
+    assert min(norms) > 0.3
+
+
+def test_one_step_is_what_the_parts_say(corpus: Path, tmp_path: Path) -> None:
+    """The loop against its pieces put together by hand: batch, loss, clip, optimizer."""
+    config = small_run(corpus, steps=3).for_vocabulary(257)
+    opened = Corpus(corpus)
+    from stepformer.data.batches import Batches
+
+    batches = Batches(opened.split("train"), 16, 8, config.train.seed)
+    model = sf.Model(config.model, seed=config.train.seed, dtype=torch.float64)
+    optimizers = Optimizers(model, config.optim, 3)
+    seen = []
+    for t in range(3):
+        optimizers.zero_grad()
+        loss = model(*batches.batch(t)).loss
+        assert loss is not None
+        loss.backward()
+        optimizers.clip()
+        optimizers.step(t)
+        seen.append(loss.item())
+    go(corpus, tmp_path / "run", steps=3)
+    np.testing.assert_allclose(losses(tmp_path / "run"), seen, atol=1e-12)
+    trained = tensors(tmp_path / "run")
+    assert max(float((trained[n] - p.detach()).abs().max()) for n, p in model.named_parameters()) < 1e-12
+
+
+def test_two_architectures_see_the_same_batches(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[torch.Tensor]] = {"vanilla": [], "tmm": []}
+    for name, rows in seen.items():
+        original = Trainer._read
+
+        def reading(self: Trainer, t: int, rows: list[torch.Tensor] = rows, original: Any = original) -> Any:
+            found = original(self, t)
+            rows.append(found[0])
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_read", reading)
+            go(corpus, tmp_path / name, name, steps=4)
+    assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
+
+
+def test_evaluation_does_not_depend_on_the_micro_batch(corpus: Path, tmp_path: Path) -> None:
+    go(corpus, tmp_path / "run", precision="fp32", steps=4)
+    found = [evaluate_run(tmp_path / "run", micro_batch=n)[0] for n in (1, 3, 8)]
+    assert len({(f.val_tokens, f.val_hash) for f in found}) == 1
+    assert max(abs(f.val_loss - found[0].val_loss) for f in found) < 1e-6
+
+
+def test_evaluation_is_full_blocks_from_the_first_token(corpus: Path) -> None:
+    opened = Corpus(corpus)
+    val, config = opened.split("val"), small_run(corpus).for_vocabulary(257)
+    model = sf.Model(config.model, seed=1, dtype=torch.float64)
+    found = evaluate(model, val, context=16, tokens=100, micro_batch=4, world=ALONE)
+    assert found.val_tokens == 96  # six blocks; four tokens are dropped
+    by_hand = []
+    with torch.no_grad():
+        for block in range(6):
+            row = torch.from_numpy(val.tokens(16 * block, 16 * block + 17).astype(np.int64))[None]
+            by_hand.append(model(row[:, :-1], row[:, 1:]).loss.item())
+    assert abs(found.val_loss - np.mean(by_hand)) < 1e-12
+    whole = evaluate(model, val, context=16, tokens=10**9, micro_batch=4, world=ALONE)
+    assert whole.val_tokens == (len(val) - 1) // 16 * 16
+    with pytest.raises(sf.InputError, match="too few for one block of 16"):
+        evaluate(model, val, context=16, tokens=15, micro_batch=4, world=ALONE)
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ("gradient", "the gradient of 'blocks.0.attn.qkv.weight' is not finite"),
+        ("weight", "the parameter 'blocks.1.mlp.up.weight' is not finite"),
+        ("output", "the output of 'blocks.0.mlp' is not finite"),
+    ],
+)
+def test_nan_stops_before_it_spoils_the_weights(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, sentence: str
+) -> None:
+    whole = go(corpus, tmp_path / "whole")
+    original = Trainer._gradients
+
+    def poisoned(self: Trainer, t: int) -> torch.Tensor:
+        parameters = dict(self.model.named_parameters())
+        if t == 7 and where == "weight":
+            with torch.no_grad():
+                parameters["blocks.1.mlp.up.weight"][0, 0] = math.nan
+        hook = None
+        if t == 7 and where == "output":
+            hook = self.model.blocks[0].mlp.register_forward_hook(lambda m, a, out: out * math.inf)
+        loss = original(self, t)
+        if hook is not None and not isinstance(loss, bool):
+            self._hook = hook  # type: ignore[attr-defined]  # stays: the diagnosis runs the model once more
+        if t == 7 and where == "gradient":
+            gradient = parameters["blocks.0.attn.qkv.weight"].grad
+            assert gradient is not None
+            gradient[1, 1] = math.inf
+        return loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_gradients", poisoned)
+        with pytest.raises(sf.StepformerError, match=f"stopped in step 8: {sentence}") as raised:
+            go(corpus, tmp_path / "bad")
+    assert "step-00000007" in str(raised.value)
+    assert (tmp_path / "bad" / "checkpoints" / "step-00000007" / "manifest.json").is_file()
+    if where != "weight":  # the checkpoint from before is good: without the poison the run ends as if nothing was
+        assert resume(tmp_path / "bad", quiet=True)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_divergence_stops(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(sf.StepformerError, match=r"the loss is \d+\.\d+, above max_loss = 3\.00: the run has diverged"):
+        go(corpus, tmp_path / "run", max_loss=3.0)
+    assert RunFolder(tmp_path / "run").exists
+
+
+def test_keep_and_best(corpus: Path, tmp_path: Path) -> None:
+    result = go(corpus, tmp_path / "run", keep=3, save_every=2)
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == [f"best-{result['best_step']:08d}", "step-00000008", "step-00000010", "step-00000012"]
+    assert load_run(tmp_path / "run", "best").step == result["best_step"]
+    assert load_run(tmp_path / "run", "last").step == 12
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(corpus: Path, tmp_path: Path) -> None:
+    whole = go(corpus, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    last = tmp_path / "run" / "checkpoints" / "step-00000012"
+    model = last / "model.safetensors"
+    data = model.read_bytes()
+    for damaged, sentence in (
+        (data[:-8], "has .* bytes, not"),
+        (data[:-1] + bytes([data[-1] ^ 1]), "the checksum of 'model.safetensors' does not match"),
+    ):
+        model.write_bytes(damaged)
+        with pytest.raises(sf.InputError, match=f"step-00000012' is damaged: .*{sentence}"):
+            checkpoints.verify(last)
+    with pytest.warns(UserWarning, match="step-00000012' is damaged.*Going back to 'step-00000009'"):
+        again = resume(tmp_path / "run", quiet=True)
+    assert again["weights_sha256"] == whole["weights_sha256"]
+    checkpoints.verify(last)  # it was written anew
+    for folder in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        (folder / "optimizer.safetensors").unlink()
+    with pytest.raises(sf.InputError, match=r"'optimizer.safetensors' is missing"):
+        resume(tmp_path / "run", quiet=True)
+
+
+def test_a_checkpoint_without_manifest_does_not_count(corpus: Path, tmp_path: Path) -> None:
+    whole = go(corpus, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000012" / "manifest.json").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resume(tmp_path / "run", quiet=True)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_other_formats_are_refused(corpus: Path, tmp_path: Path) -> None:
+    go(corpus, tmp_path / "run", keep=1)
+    path = next((tmp_path / "run" / "checkpoints").glob("step-*")) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for version, sentence in ((99, "a newer stepformer wrote it"), (0, "this stepformer reads format 1")):
+        path.write_text(json.dumps({**manifest, "format": version}))
+        with pytest.raises(sf.InputError, match=f"has format {version}; {sentence}"):
+            resume(tmp_path / "run", quiet=True)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "format": 7}))
+    with pytest.raises(sf.InputError, match="has format 7; this stepformer reads format 1"):
+        resume(tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize("number", [3, 6, 8])
+def test_a_full_disk_loses_nothing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    whole = go(corpus, tmp_path / "whole")
+    calls, original = [0], files.sync
+
+    def full(file: Any) -> None:
+        calls[0] += 1
+        if calls[0] > number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync", full)
+        with pytest.raises(
+            sf.StepformerError, match=r"The disk is full: .* could not be written; older files are whole"
+        ):
+            go(corpus, tmp_path / "run")
+    if RunFolder(tmp_path / "run").exists:
+        again = resume(tmp_path / "run", quiet=True)
+    else:
+        again = go(corpus, tmp_path / "run")
+    assert again["weights_sha256"] == whole["weights_sha256"]
+    assert not list((tmp_path / "run").rglob(".tmp-*"))
+
+
+def test_a_full_disk_inside_safetensors(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import SafetensorError
+
+    def full(*args: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(sf.StepformerError, match="The disk is full"):
+        go(corpus, tmp_path / "run")
+
+
+def test_a_second_process_is_refused(corpus: Path, tmp_path: Path) -> None:
+    go(corpus, tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with RunFolder(tmp_path / "run").locked():
+        with pytest.raises(sf.StepformerError, match="Another process is training in"):
+            resume(tmp_path / "run", quiet=True)
+        with pytest.raises(sf.StepformerError, match="Another process is training in"):
+            go(corpus, tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_is_used_once(corpus: Path, tmp_path: Path) -> None:
+    go(corpus, tmp_path / "run", steps=2)
+    with pytest.raises(sf.InputError, match="already holds a run: continue it with `stepformer resume"):
+        go(corpus, tmp_path / "run", steps=2)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("precious")
+    with pytest.raises(sf.InputError, match=r"holds other files \('thesis.tex'\)"):
+        go(corpus, tmp_path / "other")
+    assert (tmp_path / "other" / "thesis.tex").read_text() == "precious"
+
+
+def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
+    go(corpus, tmp_path / "run", steps=2)
+    other = make_corpus(tmp_path / "other", count=41).folder
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record["corpus"]["folder"] = str(other)
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(sf.InputError, match="was trained on other data: the train split"):
+        resume(tmp_path / "run", quiet=True)
+    words = make_corpus(tmp_path / "words", tokenizer="bpe:300").folder
+    with pytest.raises(sf.InputError, match="were made by the tokenizer bpe:300"):
+        evaluate_run(tmp_path / "run", corpus=words)
+    with pytest.raises(sf.ConfigError, match="vocab_size = 256 is smaller than the corpus's vocabulary of 257"):
+        go(corpus, tmp_path / "small", vocab_size=256)
+
+
+def test_a_damaged_shard_stops_before_training(corpus: Path, tmp_path: Path) -> None:
+    broken = make_corpus(tmp_path / "broken").folder
+    shard = broken / "train-00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(sf.InputError, match=r"Shard 'train-00000.bin' .* is damaged"):
+        go(broken, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"corpus": "no-such-corpus"}, "is not prepared .* run `stepformer prepare no-such-corpus --tokenizer gpt2`"),
+        ({"micro_batch": 3}, "micro_batch = 3 does not divide the 8 sequences"),
+        ({"tokenizer": "gpt2"}, "was prepared with 'bytes'"),
+        ({"count": 3}, "dialect and count belong to corpus = 'tales'"),
+        ({"context": 100_000}, "too few for a context of 100000"),
+    ],
+)
+def test_runs_that_cannot_work(corpus: Path, tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((sf.InputError, sf.ConfigError), match=sentence):
+        go(corpus, tmp_path / "run", **changes)
+    assert not RunFolder(tmp_path / "run").exists
+
+
+def test_what_may_not_change_in_a_resumed_run(corpus: Path, tmp_path: Path) -> None:
+    go(corpus, tmp_path / "run", steps=2)
+    with pytest.raises(sf.ConfigError, match="A run cannot change 'batch' when it is resumed"):
+        resume(tmp_path / "run", batch=4)
+    with pytest.raises(sf.InputError, match="There is no run folder"):
+        resume(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(sf.InputError, match=r"is not a run: it has no run.json"):
+        resume(tmp_path / "empty")
+
+
+def test_the_run_folder_tells_everything(corpus: Path, tmp_path: Path) -> None:
+    result = go(corpus, tmp_path / "run")
+    again = run_config(tmp_path / "run" / "config.toml")
+    assert again.hash == RunFolder(tmp_path / "run").config().hash
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["git"] is None or len(environment["git"]["revision"]) == 40
+    repeated = train(again, tmp_path / "again", quiet=True)
+    assert repeated["weights_sha256"] == result["weights_sha256"]
+    evaluations = [m for m in read_metrics(tmp_path / "run" / "metrics.jsonl") if m["kind"] == "eval"]
+    assert [m["step"] for m in evaluations] == [0, 4, 8, 12]
+    assert all(m["val_tokens"] == 512 and m["val_hash"] == result["val_hash"] for m in evaluations)
+
+
+def test_tensorboard(corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    go(corpus, tmp_path / "run", steps=2, tensorboard=True)
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
+
+
+def test_missing_wandb_names_the_extra(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(sf.StepformerError, match=r"pip install 'stepformer\[wandb\]'"):
+        go(corpus, tmp_path / "run", wandb="project")
+
+
+def start(corpus: Path, out: Path, *words: str) -> subprocess.Popen[str]:
+    settings = {**{"n_layer": 2, "n_head": 2, "d_model": 16, "context": 16, "batch": 8, "device": "cpu"}}
+    command = [
+        "train",
+        "yurii",
+        f"corpus={corpus}",
+        *(f"{k}={v}" for k, v in settings.items()),
+        "--out",
+        str(out),
+        *words,
+    ]
+    return subprocess.Popen(
+        [sys.executable, "-m", "stepformer", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_save_and_say_how_to_go_on(corpus: Path, tmp_path: Path, number: signal.Signals) -> None:
+    process = start(corpus, tmp_path / "run", "steps=100000", "eval_every=100000", "save_every=100000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, said
+    assert f"stopped by {number.name}" in said
+    assert f"stepformer resume {tmp_path / 'run'}" in said
+    steps = [m["step"] for m in read_metrics(metrics)]
+    assert checkpoints.verify(next((tmp_path / "run" / "checkpoints").glob("step-*")))["step"] == steps[-1]
+
+
+def test_max_time(corpus: Path, tmp_path: Path) -> None:
+    process = start(corpus, tmp_path / "run", "steps=100000", "eval_every=100000", "--max-time", "1s")
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGALRM, said
+    assert "out of time after step" in said
+    for text, number in (("90", 90), ("90s", 90), ("1h30m", 5400), ("1.5m", 90), ("2d", 172_800)):
+        assert seconds(text) == number
+    with pytest.raises(sf.StepformerError, match="'soon' is not a time"):
+        seconds("soon")
