@@ -1,5 +1,7 @@
 """stepformer: transformers whose layers are steps of an optimizer, chosen by a word in the config."""
 
+from typing import TYPE_CHECKING, Any
+
 from stepformer.catalogue import build, load_config, model_config, preset, presets, register_preset
 from stepformer.config import ModelConfig
 from stepformer.errors import ConfigError, InputError, StepformerError, UnknownNameError
@@ -20,7 +22,22 @@ from stepformer.schemes import (
     unit,
 )
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from stepformer.training import evaluate_run, load_run, resume, run_config, train
+
+__version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Training is imported when it is first asked for: a model alone should not wait for it."""
+    if name in _TRAINING:
+        import stepformer.training
+
+        return getattr(stepformer.training, name)
+    raise AttributeError(f"module 'stepformer' has no attribute '{name}'")
+
+
+_TRAINING = ("evaluate_run", "load_run", "resume", "run_config", "train")
 
 __all__ = [
     "MLP",
@@ -40,8 +57,10 @@ __all__ = [
     "UnknownNameError",
     "Values",
     "build",
+    "evaluate_run",
     "free",
     "load_config",
+    "load_run",
     "model_config",
     "positive",
     "preset",
@@ -51,5 +70,8 @@ __all__ = [
     "register_preset",
     "register_splitting",
     "register_template",
+    "resume",
+    "run_config",
+    "train",
     "unit",
 ]

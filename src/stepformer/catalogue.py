@@ -55,6 +55,7 @@ class Preset:
         return ModelConfig.from_dict({**SIZES["small"], **self.settings})
 
 
+OTHER_SECTIONS = ("data", "optim", "train", "recipe")  # of a run's file; a model alone does not read them
 YURII, STREAMS = "zimin2026yuriiformer", "gai2026momentum"
 _PRESETS: dict[str, Preset] = {}
 _ALIASES: dict[str, str] = {}
@@ -248,7 +249,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
         if not isinstance(value, dict)
         else f"Unknown section '[{key}]' in {path}.{suggestion(key, ['model'])} Known: [model]."
         for key, value in document.items()
-        if key != "model"
+        if key not in ("model", *OTHER_SECTIONS) or not isinstance(value, dict)
     ]
     if not problems and not (isinstance(document.get("model"), dict) and document["model"]):
         problems = [f"{path} has no [model] table, or an empty one; a line such as preset = 'yurii' belongs there."]

@@ -47,6 +47,9 @@ class TrainConfig(Settings):
     keep: int = setting(2, "how many of the latest checkpoints stay; the best stays besides", least=1)
     log_every: int = setting(1, "steps between lines of metrics.jsonl", least=1)
     precision: Literal["auto", "fp32", "bf16", "fp64"] = setting("auto", "bf16 autocast on CUDA, fp32 on CPU")
+    deterministic: bool = setting(
+        False, "on CUDA: the same bits every time, at some cost in speed (CPU runs always are)"
+    )
     compile: bool = setting(False, "torch.compile the training step")
     parallel: Literal["ddp", "fsdp"] = setting("ddp", "on several ranks: replicate the model, or shard it")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "CUDA when it is there")

@@ -56,6 +56,8 @@ class Trainer:
         self.config, self.corpus, self.folder, self.world, self.display = config, corpus, folder, world, display
         self.label = label or config.title
         train, device = config.train, world.device
+        if train.deterministic:
+            torch.use_deterministic_algorithms(True)
         self.precision = precision_of(config, device)
         self.autocast = torch.bfloat16 if self.precision == "bf16" else None
         self.micro_batch = micro_batch_of(config, world)

@@ -78,6 +78,8 @@ def choose_device(choice: str) -> torch.device:
 @contextlib.contextmanager
 def joined_world(choice: str) -> Iterator[World]:
     """This process's place among the ranks that torchrun started, or alone."""
+    # cuBLAS reads this when it starts; without it deterministic runs are refused by torch
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = choose_device(choice)
     if device.type == "cuda":
         torch.cuda.set_device(device)
