@@ -1,3 +1,4 @@
+# make demo       set up .venv, then train a plain GPT and a Nesterov one side by side: table, plot, text (minutes)
 # make test       set up .venv, lint, type-check, run the fast tests (under 12 minutes on 2 cores)
 # make test-all   the complete set: also compiled models, every preset's full audit
 # make test-gpu   CUDA tests, with a python that has pytest and a GPU build of torch (PYTHON=...)
@@ -10,7 +11,7 @@ WORKERS ?= 2
 # The tests use tiny matrices: one thread per worker beats several fighting over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: test test-all test-gpu lint audit format clean setup
+.PHONY: demo test test-all test-gpu lint audit format clean setup
 
 setup: $(STAMP)
 
@@ -18,6 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/stepformer demo
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests docs
@@ -41,4 +45,4 @@ format: $(STAMP)
 	$(BIN)/ruff format src tests docs
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist data runs/demo *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

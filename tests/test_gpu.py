@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 import stepformer as sf
 from helpers import shake, tiny, tokens
+from runs import make_corpus, small_run
 from stepformer.memory import estimate_memory
+from stepformer.optim import OptimConfig, Optimizers
+from stepformer.training import Stopped, checkpoints, resume, train
+from stepformer.training.stopping import Watch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -113,3 +120,71 @@ def test_memory_estimate_is_near_the_measured_peak(name: str, checkpointing: boo
     estimate = estimate_memory(config, batch, autocast=torch.bfloat16, optimizer_copies=0).training
     print(f"{name} checkpointing={checkpointing}: estimate {estimate / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB")
     assert 0.85 <= estimate / peak <= 1.15
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"optim.name": "adamw", "sam": "always"}, {"optim.name": "scion", "micro_batch": 2}],
+    ids=["muon", "adamw-sam", "scion"],
+)
+def test_a_resumed_run_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """bf16 autocast, fused AdamW, checkpoints written in the background, deterministic kernels."""
+    corpus = make_corpus(tmp_path / "corpus", count=4).folder
+    settings = {"device": "cuda", "precision": "bf16", "deterministic": True, "d_model": 64, **changes}
+    try:
+        whole = train(small_run(corpus, **settings), tmp_path / "whole", quiet=True)
+        calls = [0]
+
+        def asked(self: Watch) -> int:
+            calls[0] += 1
+            return 15 if calls[0] == 5 else 0
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Watch, "asked", asked)
+            with pytest.raises(Stopped):
+                train(small_run(corpus, **settings), tmp_path / "cut", quiet=True)
+        checkpoints.verify(tmp_path / "cut" / "checkpoints" / "step-00000005")
+        assert resume(tmp_path / "cut", quiet=True)["weights_sha256"] == whole["weights_sha256"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_run_on_cuda_follows_the_one_on_the_cpu(tmp_path: Path) -> None:
+    """fp64 on both: the same losses to 1e-9, so that nothing but rounding depends on the device."""
+    corpus = make_corpus(tmp_path / "corpus", count=4).folder
+    losses = [
+        train(small_run(corpus, device=device, polar_dtype="fp64"), tmp_path / device, quiet=True)["val_loss"]
+        for device in ("cpu", "cuda")
+    ]
+    assert abs(losses[0] - losses[1]) < 1e-9
+
+
+def test_a_compiled_run(tmp_path: Path) -> None:
+    """At width 64, where triton 3.6 fails unless the trainer helps it; the losses stay those of the eager run."""
+    torch._dynamo.reset()
+    corpus = make_corpus(tmp_path / "corpus", count=4).folder
+    settings = {"device": "cuda", "precision": "fp32", "d_model": 64}
+    losses = [
+        train(small_run(corpus, compile=compiled, **settings), tmp_path / str(compiled), quiet=True)["val_loss"]
+        for compiled in (False, True)
+    ]
+    assert abs(losses[0] - losses[1]) < 1e-3  # fp32, 12 steps through bf16 Newton-Schulz
+
+
+def test_the_optimizer_step_does_not_wait_for_the_device() -> None:
+    model = tiny("yurii", dtype=torch.float32, **HEADS).cuda()
+    optimizers = Optimizers(model, OptimConfig(), 10)
+    ids = tokens(4, 64, 101).cuda()
+    for t in range(3):
+        loss = model(ids, ids).loss
+        assert loss is not None
+        loss.backward()
+        torch.cuda.set_sync_debug_mode("error" if t else "default")
+        try:
+            optimizers.clip()
+            optimizers.step(t)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizers.zero_grad()

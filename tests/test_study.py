@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import stepformer as sf
+from real_data import GPT2, TINYSTORIES, needs_gpt2, needs_tinystories
 from runs import make_corpus
 from stepformer.cli import main
 from stepformer.comparing.study import amount, grid, seeds_of
@@ -164,3 +165,69 @@ def test_bad_grids_report_every_point() -> None:
 def test_bad_words_are_sentences(command: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_demo_in_miniature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "steps=4", "count=300", "batch=4", "eval_every=2", "eval_tokens=1024"]) == 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "runs/demo/comparison.png").stat().st_size > 10_000
+    assert "vanilla continues 'One morning':" in printed
+    assert "yurii continues 'One morning':" in printed
+    assert "the unigram entropy of the corpus is" in printed
+
+
+@pytest.mark.slow
+def test_demo_learns_in_four_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo itself. Its training time is that of the machine: four minutes on two free cores."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo"]) == 0
+    results = [json.loads((tmp_path / f"runs/demo/{n}-s42/result.json").read_text()) for n in ("vanilla", "yurii")]
+    assert all(result["val_loss"] < result["unigram_entropy"] / 2 for result in results)
+    with capsys.disabled():
+        print(f"\ndemo: {sum(result['train_seconds'] for result in results):.0f} s of training")
+
+
+def test_train_eval_generate(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(tmp_path / "run")
+    assert main(["train", "tmm", "--out", run, "--quiet", "--set", "steps=4", *words(corpus, "eval_every=2")]) == 0
+    assert "validation loss" in capsys.readouterr().out
+    assert main(["eval", run, "--json", "--micro-batch", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = json.loads(Path(run, "result.json").read_text())["best_val_loss"]
+    assert found["val_loss"] == pytest.approx(best, abs=1e-6)
+    texts = []
+    for _ in range(2):
+        assert main(["generate", run, "Once upon", "--tokens", "30", "--seed", "3"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("Once upon")
+    assert len(texts[0]) > len("Once upon\n")
+    assert main(["generate", run, "x" * 17]) == 2
+    assert "The prompt has 18 tokens, but the model's context is 16" in capsys.readouterr().err
+
+
+def test_dry_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "yurii", "--dry-run", "--out", str(tmp_path / "run"), *words(corpus, "steps=10")]) == 0
+    printed = capsys.readouterr().out
+    assert "10 x 64 tokens = 640 tokens" in printed
+    for word in ("parameters", "memory", "time", "epochs"):
+        assert word in printed
+    assert not (tmp_path / "run").exists()
+
+
+@needs_gpt2
+@needs_tinystories
+def test_real_stories_from_prepare_to_text_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TinyStories with GPT-2's BPE; that the token count is tiktoken's own is tested in test_prepare.py."""
+    folder, run = str(tmp_path / "stories"), str(tmp_path / "run")
+    command = ["prepare", str(TINYSTORIES), "--tokenizer", f"gpt2:{GPT2}", "--val-field", "in_val_head"]
+    assert main([*command, "--out", folder, "--workers", "1"]) == 0
+    small = ["n_layer=1", "n_head=2", "d_model=16", "context=64", "batch=4", "eval_tokens=256", "steps=3", "device=cpu"]
+    assert main(["train", "yurii", f"corpus={folder}", "--out", run, "--quiet", *small]) == 0
+    assert json.loads(Path(run, "run.json").read_text())["config"]["model"]["vocab_size"] == 50_304
+    capsys.readouterr()
+    assert main(["generate", run, "Once upon a time", "--tokens", "5", "--seed", "0"]) == 0
+    assert capsys.readouterr().out.startswith("Once upon a time")

@@ -475,3 +475,31 @@ def test_max_time(corpus: Path, tmp_path: Path) -> None:
         assert seconds(text) == number
     with pytest.raises(sf.StepformerError, match="'soon' is not a time"):
         seconds("soon")
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_close_to_the_eager_one(corpus: Path, tmp_path: Path) -> None:
+    """inductor on the CPU reorders sums: fp32, twelve steps."""
+    eager = go(corpus, tmp_path / "eager", precision="fp32")
+    compiled = go(corpus, tmp_path / "compiled", precision="fp32", compile=True)
+    assert abs(eager["val_loss"] - compiled["val_loss"]) < 1e-4
+
+
+def test_a_rule_of_ones_own_is_resumed_from_anywhere(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plug-in's path is stored whole, so that another working folder does not matter."""
+    (tmp_path / "own.py").write_text(
+        "import stepformer as sf\n"
+        "from stepformer.schemes.first_order import Nesterov\n"
+        "@sf.register_template('own-nesterov', equation='as nesterov')\n"
+        "class OwnNesterov(Nesterov):\n    pass\n"
+    )
+    small = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "steps=2", "eval_tokens=256", "device=cpu"]
+    command = [sys.executable, "-m", "stepformer"]
+    for folder, words in (
+        (tmp_path, ["train", "own-nesterov", f"corpus={corpus}", "--out", "run", "--plugin", "own.py", *small]),
+        (corpus, ["eval", str(tmp_path / "run")]),
+    ):
+        done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from stepformer.files import write_text
 from stepformer.recipes import load_recipe
 from stepformer.training import RunConfig, Stopped, load_run, run_config
 
-DEMO = ("size=tiny", "steps=250", "batch=32", "eval_every=25")
+DEMO = ("size=tiny", "steps=300", "batch=32", "eval_every=50", "eval_tokens=65536")
 DEMO_PROMPT = "One morning"
 
 

@@ -16,7 +16,7 @@ DEFAULTS: dict[str, dict[str, float | str]] = {
     "muon": {"lr": 0.02, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "jordan"},
     "adamw": {"lr": 6e-4, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
     "polargrad": {"lr": 0.05, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
-    "scion": {"lr": 0.02, "lr_embedding": 2e-3, "lr_norm": 2e-3, "lr_coefficient": 3e-3, "scaling": "spectral"},
+    "scion": {"lr": 0.05, "lr_embedding": 5e-3, "lr_norm": 2e-3, "lr_coefficient": 3e-3, "scaling": "spectral"},
 }
 for _name, _values in DEFAULTS.items():
     _values["wd_matrix"] = 0.1 if _name == "adamw" else 0.0

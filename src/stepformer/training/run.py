@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer
-from stepformer.errors import ConfigError, InputError
+from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.files import write_text
 from stepformer.model import Model
 from stepformer.plugins import load_plugin
 from stepformer.training import checkpoints as stored
@@ -52,7 +53,8 @@ def train(
             trainer = Trainer(config, corpus, folder, world, _display(config, label, world, quiet), label)
             if world.is_main:
                 facts = {"label": label or config.title, "corpus": _facts(corpus)}
-                folder.create(config, facts, corpus.folder / "tokenizer", list(plugins))
+                whole = [str(Path(plugin).resolve()) if Path(plugin).is_file() else plugin for plugin in plugins]
+                folder.create(config, facts, corpus.folder / "tokenizer", whole)
             world.barrier()
             return _fit(trainer, max_seconds)
 
@@ -85,8 +87,18 @@ def resume(
 
 
 def _fit(trainer: Trainer, max_seconds: float | None) -> dict[str, Any]:
-    with Watch(max_seconds) as watch:
-        return trainer.fit(watch)
+    """Train; a run that cannot go on leaves a note, so that a script does not start it again and again."""
+    failure = trainer.folder.failure
+    if trainer.world.is_main:
+        failure.unlink(missing_ok=True)
+    try:
+        with Watch(max_seconds) as watch:
+            return trainer.fit(watch)
+    except StepformerError as error:
+        if trainer.world.is_main:
+            with contextlib.suppress(StepformerError):  # a full disk, say: the error itself matters more
+                write_text(failure, f"{error}\n")
+        raise
 
 
 def _display(config: RunConfig, label: str, world: World, quiet: bool) -> Display:
@@ -119,7 +131,7 @@ def default_folder(config: RunConfig, corpus: Corpus) -> Path:
     return Path("runs") / f"{what}-{corpus.folder.name}-s{config.train.seed}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _held(folder: RunFolder, world: World) -> Iterator[None]:
     """The main rank holds the folder for all."""
     if not world.is_main:

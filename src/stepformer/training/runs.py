@@ -3,7 +3,7 @@
 run.json          config, data and their hashes       tokenizer/    to read and write text without the corpus
 config.toml       the same config, to train again     metrics.jsonl every step and evaluation
 environment.json  versions, device, git revision      checkpoints/  see stepformer.training.checkpoints
-result.json       final numbers, once it is finished
+result.json       final numbers, once finished        failed.txt    why it cannot go on, if it cannot
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.result = path / "result.json"
+        self.failure = path / "failed.txt"
         self.tokenizer = path / "tokenizer"
 
     @property
@@ -92,7 +93,16 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-_OWN = {"run.lock", "config.toml", "environment.json", "tokenizer", "metrics.jsonl", "checkpoints", "tensorboard"}
+_OWN = {
+    "run.lock",
+    "config.toml",
+    "environment.json",
+    "tokenizer",
+    "metrics.jsonl",
+    "checkpoints",
+    "tensorboard",
+    "failed.txt",
+}
 
 
 class Metrics:
