@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, extra = top.parse_known_args(argv)
     # argparse takes key=value words only before the first option; people write them anywhere
     words = getattr(args, "overrides", getattr(args, "names", None))
-    unknown = [w for w in extra if words is None or w.startswith("-") or "=" not in w]
+    takes_names = "names" in args
+    unknown = [w for w in extra if words is None or w.startswith("-") or not (takes_names or "=" in w)]
     if unknown:
         top.error(f"unrecognized arguments: {' '.join(unknown)}")
     if words is not None:

@@ -182,14 +182,19 @@ def _place(word: str) -> tuple[str, str]:
 
 # The tiny size in some hundred steps: tables that move as slowly as in a paper's ten thousand steps hardly learn.
 # 250 steps of vanilla on tales end at 3.12 nats with tables at 6e-4 and at 1.01 with 6e-3 (docs/lab-notebook.md).
-TINY_RATES = {"lr_embedding": 6e-3, "lr_norm": 6e-3}
+TINY_RATES: dict[str, dict[str, float]] = {
+    "muon": {"lr_embedding": 6e-3, "lr_norm": 6e-3},
+    "polargrad": {"lr_embedding": 6e-3, "lr_norm": 6e-3},
+    "adamw": {"lr": 6e-3, "lr_embedding": 6e-3, "lr_norm": 6e-3},
+}
 
 
 def _assemble(sections: Mapping[str, Mapping[str, Any]], recipe: str) -> RunConfig:
     problems: list[str] = []
     built: dict[str, Any] = {}
-    if sections["model"].get("size") == "tiny" and sections["optim"].get("name") != "scion":
-        sections = {**sections, "optim": {**TINY_RATES, **sections["optim"]}}
+    if sections["model"].get("size") == "tiny":
+        rates = TINY_RATES.get(str(sections["optim"].get("name", "muon")), {})
+        sections = {**sections, "optim": {**rates, **sections["optim"]}}
     for name, kind in SECTIONS.items():
         try:
             built[name] = kind.from_dict(sections[name])
