@@ -45,4 +45,4 @@ format: $(STAMP)
 	$(BIN)/ruff format src tests docs
 
 clean:
-	rm -rf $(VENV) build dist data runs/demo *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -87,32 +87,38 @@ def go_on(config: RunConfig, folder: Path) -> None:
         train(config, folder, quiet=True)
 
 
-def counted(config: RunConfig, folder: Path) -> dict[str, int]:
-    """How often each point is passed in an uninterrupted run."""
+def counted(config: RunConfig, folder: Path) -> tuple[dict[str, int], tuple[float, float]]:
+    """How often each point is passed in an uninterrupted run; when its first step begins and when it ends."""
     counts = dict.fromkeys(POINTS, 0)
+    times: list[float] = []
+    begin = time.monotonic()
 
     def work() -> None:
         for point, (owner, name) in POINTS.items():
 
             def act(now: str, point: str = point) -> None:
                 counts[point] += now == "before"
+                if point == "gradients":
+                    times.append(time.monotonic() - begin)
 
             setattr(owner, name, wrapped(getattr(owner, name), act))
         train(config, folder, quiet=True)
-        (folder.parent / "counts.json").write_text(json.dumps(counts))
+        record = {"counts": counts, "first": times[0], "end": time.monotonic() - begin}
+        (folder.parent / "counts.json").write_text(json.dumps(record))
 
     assert in_child(work) == 0
-    found: dict[str, int] = json.loads((folder.parent / "counts.json").read_text())
-    return found
+    found = json.loads((folder.parent / "counts.json").read_text())
+    return found["counts"], (found["first"], found["end"])
 
 
 def weights(folder: Path) -> str:
     return str(json.loads((folder / "result.json").read_text())["weights_sha256"])
 
 
-def metrics(folder: Path) -> list[Any]:
-    """Steps, losses and rates of all lines: what does not depend on time."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def metrics(folder: Path, whole: bool = True) -> list[Any]:
+    """Kinds, steps and losses of all lines: what does not depend on time. A killed run's last line may be cut."""
+    text = (folder / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in (text if whole else text[:-1])]
     return [[line["kind"], line["step"], line.get("loss", line.get("val_loss"))] for line in lines]
 
 
@@ -121,7 +127,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     base = Path(job["folder"])
     config = small_run(Path(job["corpus"]), **job["settings"])
-    counts = counted(config, base / "whole")
+    counts, (first, end) = counted(config, base / "whole")
     reference, lines = weights(base / "whole"), metrics(base / "whole")
     results = []
     for point, when, number in job["points"]:
@@ -139,13 +145,17 @@ def main() -> None:
         finished = in_child(lambda folder=folder: go_on(config, folder))  # type: ignore[misc]
         same = finished == 0 and weights(folder) == reference and metrics(folder) == lines
         results.append([f"{point} {when} {number}", killed == -signal.SIGKILL, finished, same])
-    for name, delays in job["random"]:
+    for name, moments in job["random"]:
         folder = base / name
-        for delay in delays:
-            in_child(lambda folder=folder: go_on(config, folder), kill_after=delay)  # type: ignore[misc]
+        landed = 0  # kills between the first step and the end
+        for moment in moments:  # 0 is the first step of a new run, 1 its end
+            delay = max(0.0, first + moment * (end - first))
+            status = in_child(lambda folder=folder: go_on(config, folder), kill_after=delay)  # type: ignore[misc]
+            stepped = (folder / "metrics.jsonl").exists() and len(metrics(folder, whole=False)) > 1
+            landed += status == -signal.SIGKILL and stepped
         finished = in_child(lambda folder=folder: go_on(config, folder))  # type: ignore[misc]
         same = finished == 0 and weights(folder) == reference and metrics(folder) == lines
-        results.append([name, True, finished, same])
+        results.append([name, landed, finished, same])
     print(json.dumps({"counts": counts, "results": results}))
 
 

@@ -75,10 +75,15 @@ def test_killed_before_and_after_every_call(corpus: Path, tmp_path: Path) -> Non
 
 
 def test_killed_at_random_moments(corpus: Path, tmp_path: Path) -> None:
-    """Three kills each, at moments drawn with a fixed seed."""
+    """Two kills each, at moments drawn with a fixed seed between the first step and the end of an undisturbed run."""
     generator = random.Random(0)
-    moments = [[f"random-{i}", [generator.uniform(0.05, 0.5) for _ in range(3)]] for i in range(6)]
-    check(drive(corpus, tmp_path, [], moments, steps=20), 6)
+    moments = [[f"random-{i}", [generator.uniform(-0.2, 0.9) for _ in range(2)]] for i in range(8)]
+    found = drive(corpus, tmp_path, [], moments, steps=20)
+    assert sum(landed for _, landed, _, _ in found["results"]) >= 4, found[
+        "results"
+    ]  # some are early, by chance or load
+    wrong = [name for name, _, finished, same in found["results"] if finished or not same]
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize(

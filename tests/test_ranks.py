@@ -15,11 +15,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from runs import make_corpus, small_run
+from stepformer.errors import StepformerError
 from stepformer.training import Stopped, load_run, resume, train
+from stepformer.training.loop import Trainer
 from stepformer.training.runs import read_metrics
 from stepformer.training.stopping import Watch
 
-SETTINGS: dict[str, Any] = {"steps": 20, "clip": 0.3, "eval_every": 10, "save_every": 5}
+# 37 blocks of evaluation: the last round is ragged on one rank and idle on the other
+SETTINGS: dict[str, Any] = {"steps": 20, "clip": 0.3, "eval_every": 10, "save_every": 5, "eval_tokens": 37 * 16}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,8 @@ def worker(rank: int, jobs: list[dict[str, Any]], folder: str) -> None:
                 return 15 if calls[0] == job["stop_after"] and rank == 1 else 0  # only one rank hears it
 
             Watch.asked = asked  # type: ignore[method-assign]
+        if job.get("poison"):
+            poison()
         try:
             if job["do"] == "train":
                 train(small_run(Path(job["corpus"]), **job["settings"]), job["out"], quiet=True)
@@ -50,10 +55,38 @@ def worker(rank: int, jobs: list[dict[str, Any]], folder: str) -> None:
         except Stopped as stopped:
             if stopped.step != job["stop_after"]:
                 raise
+        except StepformerError as error:
+            Path(folder, f"error-{rank}").write_text(str(error))
         Watch.asked = lambda self: 0  # type: ignore[method-assign]
     dist.barrier()
     Path(folder, f"done-{rank}").touch()
     os._exit(0)  # the tear-down of gloo hung on busy cores before (see test_parallel.py); the work is done
+
+
+def poison() -> None:
+    """One element of one weight becomes NaN in step 4; under FSDP only one rank holds it."""
+    original = Trainer._gradients
+
+    def poisoned(self: Trainer, t: int) -> torch.Tensor:
+        if t == 3:
+            weight = dict(self.model.named_parameters())["blocks.1.mlp.up.weight"]
+            local = getattr(weight, "to_local", lambda: weight)()
+            with torch.no_grad():
+                if self.world.rank == 1 or local is weight:
+                    local[-1, -1] = float("nan")
+        return original(self, t)
+
+    Trainer._gradients = poisoned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_agree_on_what_went_wrong(corpus: Path, tmp_path: Path, kind: str) -> None:
+    settings = {**SETTINGS, "parallel": kind, "save_every": 2}
+    job = {"do": "train", "corpus": str(corpus), "out": str(tmp_path / "run"), "settings": settings, "poison": True}
+    on_two_ranks([job], tmp_path / "ranks")
+    said = {file.read_text() for file in (tmp_path / "ranks").glob("error-*")}
+    assert len(said) == 1
+    assert "in step 4: the parameter 'blocks.1.mlp.up.weight' is not finite" in said.pop()
 
 
 def on_two_ranks(jobs: list[dict[str, Any]], folder: Path) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stepformer as sf
 from real_data import GPT2, TINYSTORIES, needs_gpt2, needs_tinystories
@@ -81,12 +85,12 @@ def test_compare_trains_pairs_and_repeats_nothing(
 def test_a_failing_run_does_not_stop_the_others(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = Trainer._check
+    original = Trainer._gradients
 
-    def check(self: Trainer, loss: float, norm: float) -> None:
-        original(self, loss if self.label == "vanilla" else float("nan"), norm)
+    def gradients(self: Trainer, t: int) -> torch.Tensor:
+        return original(self, t) * (1.0 if self.label == "vanilla" else float("nan"))
 
-    monkeypatch.setattr(Trainer, "_check", check)
+    monkeypatch.setattr(Trainer, "_gradients", gradients)
     command = ["compare", "vanilla", "yurii", "--budget", "256", "--out", str(tmp_path / "s"), "--quiet"]
     assert main([*command, *words(corpus)]) == 1
     captured = capsys.readouterr()
@@ -111,12 +115,60 @@ def test_slurm_through_submitit(corpus: Path, tmp_path: Path, capsys: pytest.Cap
     command = ["sweep", "yurii", "--grid", "lr=0.01", "--out", str(out), "steps=2", *words(corpus)]
     assert main([*command, "--slurm", "cluster=local", "timeout_min=5"]) == 0, capsys.readouterr().err
     assert "submitted 1 runs" in capsys.readouterr().out
-    import time
-
     deadline = time.monotonic() + 120
     while not (out / "lr-0.01-s42" / "result.json").exists():
         assert time.monotonic() < deadline, [p.read_text()[-2000:] for p in (out / "slurm").glob("*.err")]
         time.sleep(0.2)
+
+
+def test_a_slurm_job_whose_time_is_over_saves_and_goes_on(corpus: Path, tmp_path: Path) -> None:
+    """What submitit does then: its handler calls `checkpoint()` while the job waits for the run."""
+    pytest.importorskip("submitit")
+    run = str(tmp_path / "run")
+    train = ["train", "yurii", "--out", run, "--quiet", "steps=100000", "eval_every=100000", *words(corpus)]
+    script = (
+        "import signal, sys\nfrom stepformer.comparing.study import SlurmRun\n"
+        f"job = SlurmRun({run!r}, {train!r})\n"
+        "def over(*args):\n    print(job.checkpoint().function.words); sys.stdout.flush(); sys.exit(0)\n"
+        "signal.signal(signal.SIGUSR2, over)\njob()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    metrics = Path(run, "metrics.jsonl")
+    deadline = time.monotonic() + 100
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR2)
+    said, _ = process.communicate(timeout=60)
+    assert said.strip() == str(["resume", run, "--quiet"])
+    assert list(Path(run, "checkpoints").glob("step-*/manifest.json"))
+
+
+def test_a_signal_while_a_run_finishes_stops_the_study(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = count_steps(monkeypatch)
+    monkeypatch.setattr(Watch, "asked", lambda self: int(signal.SIGINT) if len(taken) == 4 else 0)
+    command = ["compare", "vanilla", "yurii", "--budget", "256", "--out", str(tmp_path / "s"), "--quiet"]
+    assert main([*command, *words(corpus)]) == 130
+    assert set(taken) == {"vanilla-s42"}
+
+
+def test_a_grid_over_the_budget_lists_losses(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["sweep", "yurii", "--grid", "steps=2,4", "--out", str(tmp_path / "s"), "--quiet", *words(corpus)]
+    assert main(command) == 0
+    assert "there are no paired differences" in capsys.readouterr().out
+
+
+def test_a_prepared_file_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that the error names makes the corpus that the run then finds."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("Some words about nothing in particular.\n" * 200)
+    small = words(Path("notes.txt"), "steps=2", "tokenizer=bytes")
+    assert main(["train", "yurii", "--quiet", *small]) == 2
+    assert main(["prepare", "notes.txt", "--tokenizer", "bytes"]) == 0
+    assert main(["train", "yurii", "--quiet", *small]) == 0
 
 
 def test_amounts_and_seeds() -> None:
@@ -152,6 +204,13 @@ def test_bad_grids_report_every_point() -> None:
         (["compare", "vanilla", "yuri"], "Did you mean 'yurii'?"),
         (["compare", "vanilla", "yurii", "--baseline", "tmm"], "The baseline 'tmm' is not among vanilla, yurii"),
         (["compare", "vanilla", "yurii", "--budget", "1M", "steps=5"], "Give --budget or steps, not both"),
+        (["compare", "vanilla", "vanilla"], "A name stands twice"),
+        (["compare", "vanilla", "yurii", "seed=7"], "Give the seeds with --seeds"),
+        (["compare", "vanilla", "yurii", "--budget", "1"], "is less than half a step of 4,096 tokens"),
+        (["sweep", "vanilla", "--grid", "seed=1,2"], "Give the seeds with --seeds"),
+        (["sweep", "vanilla", "--grid", "lr=,"], "'lr=,' is no axis"),
+        (["compare", "vanilla", "yurii", "--seeds", ","], "are no seeds"),
+        (["train", "vanilla", "--max-time", ""], "is not a time"),
         (["compare", "--runs", "nowhere"], "There is no run folder 'nowhere'"),
         (["sweep", "vanilla", "yurii", "--grid", "lr=1"], "A sweep is over one NAME"),
         (["train", "yurri"], "Did you mean 'yurii'?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -126,9 +127,11 @@ def test_clipping_was_active_above(corpus: Path, tmp_path: Path) -> None:
     assert min(norms) > 0.3
 
 
-def test_one_step_is_what_the_parts_say(corpus: Path, tmp_path: Path) -> None:
-    """The loop against its pieces put together by hand: batch, loss, clip, optimizer."""
-    config = small_run(corpus, steps=3).for_vocabulary(257)
+@pytest.mark.parametrize("sam", ["off", "always"])
+def test_one_step_is_what_the_parts_say(corpus: Path, tmp_path: Path, sam: str) -> None:
+    """The loop against its pieces put together by hand: batch, loss, clip, optimizer; with SAM a second gradient."""
+    settings = {"steps": 3, "sam": sam, "rho": 0.5, "clip": 0.2}
+    config = small_run(corpus, **settings).for_vocabulary(257)
     opened = Corpus(corpus)
     from stepformer.data.batches import Batches
 
@@ -141,10 +144,15 @@ def test_one_step_is_what_the_parts_say(corpus: Path, tmp_path: Path) -> None:
         loss = model(*batches.batch(t)).loss
         assert loss is not None
         loss.backward()
+        if sam == "always":
+            before = optimizers.perturb()
+            optimizers.zero_grad()
+            model(*batches.batch(t)).loss.backward()
+            optimizers.restore(before)
         optimizers.clip()
         optimizers.step(t)
         seen.append(loss.item())
-    go(corpus, tmp_path / "run", steps=3)
+    go(corpus, tmp_path / "run", **settings)
     np.testing.assert_allclose(losses(tmp_path / "run"), seen, atol=1e-12)
     trained = tensors(tmp_path / "run")
     assert max(float((trained[n] - p.detach()).abs().max()) for n, p in model.named_parameters()) < 1e-12
@@ -210,12 +218,9 @@ def test_nan_stops_before_it_spoils_the_weights(
         if t == 7 and where == "weight":
             with torch.no_grad():
                 parameters["blocks.1.mlp.up.weight"][0, 0] = math.nan
-        hook = None
-        if t == 7 and where == "output":
-            hook = self.model.blocks[0].mlp.register_forward_hook(lambda m, a, out: out * math.inf)
+        if t == 7 and where == "output":  # the hook stays: the diagnosis runs the model once more
+            self.model.blocks[0].mlp.register_forward_hook(lambda m, a, out: out * math.inf)
         loss = original(self, t)
-        if hook is not None and not isinstance(loss, bool):
-            self._hook = hook  # type: ignore[attr-defined]  # stays: the diagnosis runs the model once more
         if t == 7 and where == "gradient":
             gradient = parameters["blocks.0.attn.qkv.weight"].grad
             assert gradient is not None
@@ -226,10 +231,76 @@ def test_nan_stops_before_it_spoils_the_weights(
         patch.setattr(Trainer, "_gradients", poisoned)
         with pytest.raises(sf.StepformerError, match=f"stopped in step 8: {sentence}") as raised:
             go(corpus, tmp_path / "bad")
-    assert "step-00000007" in str(raised.value)
-    assert (tmp_path / "bad" / "checkpoints" / "step-00000007" / "manifest.json").is_file()
-    if where != "weight":  # the checkpoint from before is good: without the poison the run ends as if nothing was
-        assert resume(tmp_path / "bad", quiet=True)["weights_sha256"] == whole["weights_sha256"]
+    # weights that are already bad are not saved: the last good checkpoint is named instead
+    assert ("step-00000006" if where == "weight" else "step-00000007") in str(raised.value)
+    assert (tmp_path / "bad" / "failed.txt").read_text().strip() == str(raised.value)
+    for folder in (tmp_path / "bad" / "checkpoints").glob("step-*"):
+        assert all(t.isfinite().all() for t in load_file(folder / "model.safetensors").values())
+    # without the poison the run goes on as if nothing had happened
+    assert resume(tmp_path / "bad", quiet=True)["weights_sha256"] == whole["weights_sha256"]
+    assert not (tmp_path / "bad" / "failed.txt").exists()
+
+
+def test_nan_in_coefficients_that_are_not_clipped_is_seen(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Trainer._gradients
+
+    def poisoned(self: Trainer, t: int) -> torch.Tensor:
+        loss = original(self, t)
+        gradient = dict(self.model.named_parameters())["blocks.0.coefficients.mu_attn"].grad
+        assert gradient is not None
+        if t == 4:
+            gradient.fill_(math.nan)
+        return loss
+
+    monkeypatch.setattr(Trainer, "_gradients", poisoned)
+    with pytest.raises(sf.StepformerError, match=r"in step 5: the gradient of 'blocks.0.coefficients.mu_attn' is not"):
+        go(corpus, tmp_path / "run", clip_coefficients=False)
+
+
+def test_nan_that_an_evaluation_finds_first(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last update spoils the weights: no NaN is written, none becomes the best, the good checkpoint stays."""
+    original = Optimizers.step
+
+    def spoil(self: Optimizers, t: int) -> None:
+        original(self, t)
+        if t == 11:
+            with torch.no_grad():
+                self.parameters[0].fill_(math.nan)
+
+    monkeypatch.setattr(Optimizers, "step", spoil)
+    with pytest.raises(sf.StepformerError, match=r"after step 12: the parameter .* is not finite .*step-00000009"):
+        go(corpus, tmp_path / "run")
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert load_run(tmp_path / "run").step == 8
+
+
+def test_the_best_evaluation_is_the_best(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations that go down and up: the lowest one counts, also when the run was stopped after it."""
+    from stepformer.training import loop
+
+    table = {0: 9.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 3.1, 12: 3.2}
+    numbers = iter([*table.values(), *(table[step] for step in (0, 2, 4, 6, 8, 10, 12))])
+    original = loop.evaluate
+
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        return dataclasses.replace(original(*args, **kwargs), val_loss=next(numbers))
+
+    monkeypatch.setattr(loop, "evaluate", evaluated)
+    whole = go(corpus, tmp_path / "whole", eval_every=2)
+    assert (whole["best_step"], whole["best_val_loss"]) == (4, 3.0)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(Stopped):
+            go(corpus, tmp_path / "halves", eval_every=2)
+    again = resume(tmp_path / "halves", quiet=True)
+    assert (again["best_step"], again["best_val_loss"]) == (4, 3.0)
+    assert load_run(tmp_path / "halves").step == 4
+
+
+def test_scion_with_its_own_start_is_no_divergence(corpus: Path, tmp_path: Path) -> None:
+    assert go(corpus, tmp_path / "run", **{"optim.name": "scion"}, own_init=True)["steps"] == 12
 
 
 def test_divergence_stops(corpus: Path, tmp_path: Path) -> None:
@@ -263,6 +334,8 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(corpus: Path, 
         again = resume(tmp_path / "run", quiet=True)
     assert again["weights_sha256"] == whole["weights_sha256"]
     checkpoints.verify(last)  # it was written anew
+    last.rename(last.with_name("step-00000012.bak"))  # a copy of one's own does not disturb
+    resume(tmp_path / "run", quiet=True)
     for folder in (tmp_path / "run" / "checkpoints").glob("step-*"):
         (folder / "optimizer.safetensors").unlink()
     with pytest.raises(sf.InputError, match=r"'optimizer.safetensors' is missing"):
@@ -316,6 +389,21 @@ def test_a_full_disk_loses_nothing(corpus: Path, tmp_path: Path, monkeypatch: py
     assert not list((tmp_path / "run").rglob(".tmp-*"))
 
 
+def test_a_full_disk_leaves_no_half_checkpoint(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = files.write_json
+
+    def full(path: Path, value: Any) -> None:
+        if path.name == "manifest.json" and "step-00000006" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(path, value)
+
+    monkeypatch.setattr(files, "write_json", full)
+    with pytest.raises(sf.StepformerError, match="disk is full"):
+        go(corpus, tmp_path / "run")
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["best-00000004", "step-00000003"]
+
+
 def test_a_full_disk_inside_safetensors(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors import SafetensorError
 
@@ -364,6 +452,19 @@ def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
         go(corpus, tmp_path / "small", vocab_size=256)
 
 
+def test_data_that_was_damaged_or_moved_since(corpus: Path, tmp_path: Path) -> None:
+    own = make_corpus(tmp_path / "own", count=4).folder
+    go(own, tmp_path / "run", steps=2)
+    own.rename(tmp_path / "moved")
+    with pytest.raises(sf.InputError, match=r"is not in '.*own': say where it is with corpus=DIR"):
+        resume(tmp_path / "run", quiet=True)
+    assert resume(tmp_path / "run", quiet=True, corpus=tmp_path / "moved")["steps"] == 2
+    shard = tmp_path / "moved" / "train-00000.bin"
+    shard.write_bytes(bytes(100) + shard.read_bytes()[100:])
+    with pytest.raises(sf.InputError, match=r"Shard 'train-00000.bin' .* is damaged"):
+        resume(tmp_path / "run", quiet=True, corpus=tmp_path / "moved")
+
+
 def test_a_damaged_shard_stops_before_training(corpus: Path, tmp_path: Path) -> None:
     broken = make_corpus(tmp_path / "broken").folder
     shard = broken / "train-00000.bin"
@@ -378,7 +479,10 @@ def test_a_damaged_shard_stops_before_training(corpus: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"corpus": "no-such-corpus"}, "is not prepared .* run `stepformer prepare no-such-corpus --tokenizer gpt2`"),
+        ({"corpus": "no-such-corpus"}, "There is no source 'no-such-corpus': it is neither a file or folder nor"),
+        ({"corpus": "tinystories"}, "is not prepared .* run `stepformer prepare tinystories --tokenizer gpt2` first"),
+        ({"eval_tokens": 8}, "too few for one block of 16"),
+        ({"lr": 1e38}, "is no sensible rate"),
         ({"micro_batch": 3}, "micro_batch = 3 does not divide the 8 sequences"),
         ({"tokenizer": "gpt2"}, "was prepared with 'bytes'"),
         ({"count": 3}, "dialect and count belong to corpus = 'tales'"),
@@ -473,8 +577,9 @@ def test_max_time(corpus: Path, tmp_path: Path) -> None:
     assert "out of time after step" in said
     for text, number in (("90", 90), ("90s", 90), ("1h30m", 5400), ("1.5m", 90), ("2d", 172_800)):
         assert seconds(text) == number
-    with pytest.raises(sf.StepformerError, match="'soon' is not a time"):
-        seconds("soon")
+    for text in ("soon", "", ".s", "1h30x", "²"):
+        with pytest.raises(sf.StepformerError, match="is not a time"):
+            seconds(text)
 
 
 @pytest.mark.slow

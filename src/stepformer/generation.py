@@ -62,6 +62,8 @@ def stream(
 
     device = model.embed.tok_emb.weight.device
     generator = torch.Generator(device)
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise InputError(f"seed = {seed} should fit in 64 bits.")
     generator.seed() if seed is None else generator.manual_seed(seed)
     context = model.config.context
     active = [True] * len(rows)

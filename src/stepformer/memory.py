@@ -58,7 +58,7 @@ def estimate_memory(
     *,
     time: int | None = None,
     autocast: torch.dtype | None = None,
-    optimizer_copies: int = 2,
+    optimizer_copies: float = 2,
 ) -> MemoryEstimate:
     """Memory of a training step on `batch` sequences of `time` tokens (default: the context), weights in fp32.
 
@@ -82,7 +82,7 @@ def estimate_memory(
     return MemoryEstimate(
         parameters=parameters,
         gradients=trained,
-        optimizer=optimizer_copies * trained,
+        optimizer=int(optimizer_copies * trained),
         activations=activations,
         logit_gradient=4 * batch * time * config.vocab_size,
         cache=config.n_layer * block.splitting.calls()["attn"] * per_call,

@@ -7,9 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from stepformer.cli.runs import continue_text
 from stepformer.cli.show import console
-from stepformer.comparing import Comparison, compare, csv_text, load_records, markdown_text, plot_comparison, rich_table
+from stepformer.comparing import (
+    Comparison,
+    RunRecord,
+    compare,
+    csv_text,
+    load_records,
+    markdown_text,
+    plot_comparison,
+    rich_table,
+)
 from stepformer.comparing.study import Planned, Report, amount, carry_out, grid, plan, seeds_of, submit, words_of
 from stepformer.errors import InputError, StepformerError, UnknownNameError
 from stepformer.files import write_text
@@ -64,7 +75,7 @@ def add_sweep(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _study_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--seeds", default="1", metavar="N|a,b,c", help="how many seeds (from 42 on), or which (1)")
+    sub.add_argument("--seeds", metavar="N|a,b,c", help="how many seeds (from 42 on), or which (1; a recipe's own)")
     sub.add_argument("--out", metavar="DIR", help="folder of all runs, table and plot (default: runs/compare-...)")
     sub.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per GPU, or one)")
     sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
@@ -103,12 +114,19 @@ def run_compare(args: argparse.Namespace) -> int:
         raise InputError("Name at least two architectures to compare, e.g. `stepformer compare vanilla yurii`.")
     if args.corpus:
         words.append(f"data.corpus={args.corpus}")
-    variants = {name: _variant(name, args.recipe, words, args.budget) for name in names}
-    baseline = args.baseline or names[0]
+    labels = [Path(name).stem if name.endswith(".toml") else name for name in names]
+    if len(set(labels)) < len(labels):
+        raise InputError(f"A name stands twice among {', '.join(labels)}.")
+    variants = {
+        label: _variant(name, args.recipe, words, args.budget) for label, name in zip(labels, names, strict=True)
+    }
+    baseline = args.baseline or labels[0]
     if baseline not in variants:
-        raise UnknownNameError(f"The baseline '{baseline}' is not among {', '.join(names)}.")
-    tokens = next(iter(variants.values()))
-    what = f"compare-{args.recipe or tokens.data.corpus.replace('/', '-')}-{'-'.join(names)[:60]}"
+        raise UnknownNameError(f"The baseline '{baseline}' is not among {', '.join(labels)}.")
+    if args.recipe and args.seeds is None:
+        args.seeds = ",".join(map(str, load_recipe(args.recipe).about.get("seeds", [42])))
+    corpus = Path(variants[baseline].data.corpus).name
+    what = f"compare-{args.recipe or corpus}-{'-'.join(labels)[:60]}"
     return _study(args, variants, baseline, Path(args.out or f"runs/{what}"))
 
 
@@ -118,7 +136,9 @@ def _variant(name: str, recipe: str | None, words: list[str], budget: str | None
         return config
     if any(word.removeprefix("train.").startswith("steps=") for word in words):
         raise InputError("Give --budget or steps, not both.")
-    steps = max(1, round(amount(budget) / config.step_tokens))
+    steps = round(amount(budget) / config.step_tokens)
+    if steps < 1:
+        raise InputError(f"--budget {budget} is less than half a step of {config.step_tokens:,} tokens.")
     return run_config(recipe or name, [*([f"model.preset={name}"] if recipe else []), *words, f"train.steps={steps}"])
 
 
@@ -137,7 +157,7 @@ def _study(args: argparse.Namespace, variants: dict[str, RunConfig], baseline: s
         raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
     if args.jobs is not None and args.jobs < 1:
         raise InputError(f"--jobs {args.jobs} should be at least 1.")
-    runs = plan(out, variants, seeds_of(args.seeds), quiet=args.quiet)
+    runs = plan(out, variants, seeds_of(args.seeds or "1"), quiet=args.quiet)
     if args.slurm is not None and not all(run.finished for run in runs):
         given = dict(word.partition("=")[::2] for word in args.slurm)
         slurm = {key: int(value) if value.isdigit() else value for key, value in given.items()}
@@ -165,11 +185,26 @@ def show_study(runs: list[Planned], report: Report, baseline: str, confidence: f
         status = 1
     if report.finished:
         records = load_records(report.finished)
-        if any(record.label == baseline for record in records):
+        if len({(record.pairing, record.tokens) for record in records}) > 1:
+            _list(records)  # a grid over batch, steps or context: losses, but no paired differences
+        elif any(record.label == baseline for record in records):
             status = _present(compare(records, baseline, confidence), out, report) or status
         else:
             print(f"stepformer: no run of the baseline '{baseline}' finished: nothing to compare with", file=sys.stderr)
     return status
+
+
+def _list(records: list[RunRecord]) -> None:
+    """Runs that cannot be paired: their losses, side by side."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "seed", "final loss", "best loss", "tokens", "tokens/s", "evaluated on"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for record in records:
+        losses = (f"{record.val_loss:.4f}", f"{record.best_val_loss:.4f}")
+        amounts = (f"{record.tokens:,}", f"{record.tokens_per_second:,.0f}", f"{record.val_tokens:,}")
+        table.add_row(record.label, str(record.seed), *losses, *amounts)
+    console().print(table)
+    print("These runs differ in their batches or their budget: there are no paired differences.")
 
 
 def _present(comparison: Comparison, out: Path, report: Report) -> int:

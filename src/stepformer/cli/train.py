@@ -18,7 +18,9 @@ from stepformer.cli.show import console
 from stepformer.errors import InputError, StepformerError
 from stepformer.memory import estimate_memory
 from stepformer.model import Model
+from stepformer.optim import OptimConfig
 from stepformer.recipes import load_recipe, recipe_names
+from stepformer.roles import Role, named_roles
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
@@ -177,9 +179,8 @@ def dry_run(config: RunConfig) -> int:
     train_, micro = config.train, micro_batch_of(config, world)
     precision = precision_of(config, alone.device)
     dtype = torch.bfloat16 if precision == "bf16" else None
-    copies = 1 if config.optim.name in ("muon", "scion", "polargrad") else 2
     meta = Model(config.model, device="meta")
-    memory = estimate_memory(config.model, micro, autocast=dtype, optimizer_copies=copies)
+    memory = estimate_memory(config.model, micro, autocast=dtype, optimizer_copies=optimizer_copies(meta, config.optim))
     step_seconds, how = _step_time(config, micro, ranks, alone, dtype)
     rows = [
         (
@@ -212,6 +213,15 @@ def dry_run(config: RunConfig) -> int:
     for note in notes:
         print(f"note: {note}")
     return 0
+
+
+def optimizer_copies(model: Model, config: OptimConfig) -> float:
+    """Numbers the optimizer keeps per parameter, on average: one of momentum, two moments of AdamW, SAM's way back."""
+    kept = 0
+    for _, p, role in named_roles(model):
+        steepest = config.name == "scion" or (role is Role.MATRIX and config.name != "adamw")
+        kept += p.numel() * (1 if steepest else 2)
+    return kept / model.num_parameters() + (config.sam != "off")
 
 
 def _step_time(config: RunConfig, micro: int, ranks: int, world: World, dtype: torch.dtype | None) -> tuple[float, str]:

@@ -56,6 +56,9 @@ def plan(folder: Path, variants: dict[str, RunConfig], seeds: Sequence[int], *, 
 
     A folder that already holds other settings under the same label is refused: its runs would not be comparable.
     """
+    problems = [f"'{label}' cannot be a folder's name." for label in variants if label != Path(label).name]
+    if problems:
+        raise ConfigError(problems)
     runs = []
     alone = World(0, 1, torch.device("cpu"))
     for seed, (label, variant) in itertools.product(seeds, variants.items()):
@@ -86,18 +89,21 @@ def carry_out(
     if jobs > 1 and len(missing) > 1:
         _in_processes(missing, jobs, report, plugins)
     else:
-        for run in missing:
-            _here(run, report, quiet, plugins)
+        with Watch() as watch:
+            for run in missing:
+                _here(run, report, quiet, plugins, watch)
+                if watch.asked() and run is not missing[-1]:  # it came while that run was finishing
+                    raise Stopped(watch.asked(), None, run.folder.path.parent)
     report.finished = [run.folder.path for run in runs if run.finished]
     return report
 
 
-def _here(run: Planned, report: Report, quiet: bool, plugins: Sequence[str]) -> None:
+def _here(run: Planned, report: Report, quiet: bool, plugins: Sequence[str], watch: Watch) -> None:
     try:
         if run.folder.exists:
-            resume(run.folder.path, quiet=quiet)
+            resume(run.folder.path, quiet=quiet, watch=watch)
         else:
-            train(run.config, run.folder.path, quiet=quiet, label=run.label, plugins=plugins)
+            train(run.config, run.folder.path, quiet=quiet, label=run.label, plugins=plugins, watch=watch)
     except StepformerError as error:
         report.failed[run.folder.path.name] = str(error)
 
@@ -125,14 +131,16 @@ def _in_processes(runs: list[Planned], jobs: int, report: Report, plugins: Seque
                     process.send_signal(signal.SIGTERM)  # each saves and ends
                 for _, process in running.values():
                     process.wait()
-                raise Stopped(watch.asked(), 0, runs[0].folder.path.parent)
+                raise Stopped(watch.asked(), None, runs[0].folder.path.parent)
             time.sleep(0.2)
 
 
 def _start(run: Planned, slot: int, jobs: int, gpus: int, plugins: Sequence[str]) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = str(slot % gpus)
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+        names = visible.split(",") if visible else [str(i) for i in range(gpus)]
+        environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     command = [sys.executable, "-m", "stepformer", *command_of(run, plugins)]
     log = (run.folder.path.parent / f"{run.folder.path.name}.log").open("ab")
@@ -154,39 +162,52 @@ def command_of(run: Planned, plugins: Sequence[str] = ()) -> list[str]:
 def submit(runs: Iterable[Planned], folder: Path, *, slurm: dict[str, Any], plugins: Sequence[str] = ()) -> list[str]:
     """Hand every unfinished run to Slurm through submitit; returns the job ids.
 
-    A job that reaches its time limit gets SIGUSR1, saves, and is queued again by submitit.
+    A job that reaches its time limit saves and is queued again by submitit, which keeps its jobs as pickles of its own
+    in the study's folder.
     """
     try:
         import submitit  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         raise StepformerError("--slurm needs submitit: pip install 'stepformer[slurm]'.") from None
-    cluster = slurm.pop("cluster", None)
-    executor = submitit.AutoExecutor(folder=str(folder / "slurm"), cluster=cluster)
-    executor.update_parameters(**slurm)
+    slurm = dict(slurm)
+    try:
+        executor = submitit.AutoExecutor(folder=str(folder / "slurm"), cluster=slurm.pop("cluster", None))
+        executor.update_parameters(**slurm)
+    except (NameError, ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"submitit refuses the --slurm settings: {error}") from None
     jobs = [
         executor.submit(SlurmRun(str(run.folder.path), command_of(run, plugins))) for run in runs if not run.finished
     ]
     return [str(job.job_id) for job in jobs]
 
 
-@dataclass
 class SlurmRun:
-    """A run as a Slurm job: trains, and when it is interrupted goes on in a new job."""
+    """A run as a Slurm job: trains, and when its time is over saves and goes on in a new job."""
 
-    folder: str
-    words: list[str]
+    def __init__(self, folder: str, words: list[str]) -> None:
+        self.folder, self.words = folder, words
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> int:
-        done = subprocess.run([sys.executable, "-m", "stepformer", *self.words], check=False).returncode
-        if done not in (0, 128 + signal.SIGUSR1, 128 + signal.SIGTERM):
-            raise RuntimeError(f"the run '{self.folder}' ended with exit status {done}")
-        return done
+        self._process = subprocess.Popen([sys.executable, "-m", "stepformer", *self.words])
+        # not wait(): it holds a lock that checkpoint(), called in a signal handler meanwhile, would wait for
+        while (status := self._process.poll()) is None:
+            time.sleep(0.5)
+        if status:
+            raise RuntimeError(f"the run '{self.folder}' ended with exit status {status}")
+        return status
 
     def checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """What submitit queues when the time is over."""
+        """Called by submitit in its signal handler when the time is over: let the run save, queue what continues it."""
         import submitit
 
-        return submitit.helpers.DelayedSubmission(SlurmRun(self.folder, ["resume", self.folder, "--quiet"]))
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            while self._process.poll() is None:
+                time.sleep(0.1)
+        begun = RunFolder(Path(self.folder)).exists
+        words = ["resume", self.folder, "--quiet"] if begun else self.words
+        return submitit.helpers.DelayedSubmission(SlurmRun(self.folder, words))
 
 
 def grid(name: str, words: Sequence[str], axes: Sequence[str]) -> dict[str, RunConfig]:
@@ -196,8 +217,11 @@ def grid(name: str, words: Sequence[str], axes: Sequence[str]) -> dict[str, RunC
         key, text = axis.partition("=")[::2]
         if not key or not text:
             raise InputError(f"'{axis}' is no axis: write key=value,value,...")
+        refuse_seed(key)
         keys.append(key)
         values.append([part for part in text.split(",") if part])
+        if not values[-1]:
+            raise InputError(f"'{axis}' is no axis: write key=value,value,...")
     found, problems = {}, []
     for point in itertools.product(*values):
         chosen = [f"{key}={value}" for key, value in zip(keys, point, strict=True)]
@@ -231,7 +255,7 @@ def seeds_of(text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise InputError(f"'{text}' are no seeds: write how many (3) or which (7,8,11).") from None
-    if "," in text:
+    if "," in text and numbers and min(numbers) >= 0:
         return list(dict.fromkeys(numbers))
     if len(numbers) != 1 or not 1 <= numbers[0] <= 1000:
         raise InputError(f"'{text}' are no seeds: write how many (3) or which (7,8,11).")
@@ -243,5 +267,11 @@ def words_of(items: Iterable[str]) -> tuple[list[str], list[str]]:
     items = list(items)
     words = [item for item in items if "=" in item]
     for word in words:
-        parse_override(word)
+        refuse_seed(parse_override(word)[0])
     return [item for item in items if "=" not in item], words
+
+
+def refuse_seed(key: str) -> None:
+    """Seeds belong to the study, which pairs runs by them."""
+    if key in ("seed", "train.seed"):
+        raise InputError("Give the seeds with --seeds, e.g. --seeds 7,8,11: runs are paired by them.")

@@ -97,9 +97,10 @@ class Optimizers:
     def rates(self) -> dict[str, float]:
         return {group["role"]: group["lr"] for group in self.groups()}
 
-    def norm(self) -> Tensor:
-        """The global norm of the gradients that take part in clipping."""
-        return global_norm([p.grad for p in self.clipped if p.grad is not None])
+    def norm(self, *, everything: bool = False) -> Tensor:
+        """The global norm of the gradients that take part in clipping, or of all."""
+        members = self.parameters if everything else self.clipped
+        return global_norm([p.grad for p in members if p.grad is not None])
 
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Scale the gradients down to the global norm `clip`; returns the norm before, over what takes part."""
@@ -114,8 +115,7 @@ class Optimizers:
     @torch.no_grad()
     def perturb(self) -> list[Tensor]:
         """SAM's first half: move every parameter by rho g / ||g||; returns where they were, for `restore`."""
-        norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
-        scale = self.config.rho / (norm + 1e-12)
+        scale = self.config.rho / (self.norm(everything=True) + 1e-12)
         before = []
         for p in self.parameters:
             before.append(p.detach().clone())

@@ -84,6 +84,9 @@ class OptimConfig(Settings):
         for key in ("beta1", "beta2", "momentum", "momentum_start"):
             if getattr(self, key) >= 1:
                 problems.append(f"{key} = {getattr(self, key)} should be below 1.")
+        for key in ("lr", "lr_embedding", "lr_norm", "lr_coefficient"):
+            if getattr(self, key) > 100:
+                problems.append(f"{key} = {getattr(self, key):g} is no sensible rate: it should be at most 100.")
         if self.floor > 1:
             problems.append(f"floor = {self.floor} should be at most 1: it is a fraction of the peak rate.")
         if self.sam == "decay" and self.schedule != "wsd":

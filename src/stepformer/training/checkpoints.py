@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -81,36 +82,50 @@ class Checkpoints:
                 dcp.save(dict(tensors), storage_writer=writer)
 
     def _finish(self, temporary: Path, final: Path, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
-        with _explained(final):
-            if parts:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-                for part, tensors in parts.items():
-                    save_file(dict(tensors), temporary / f"{part}.safetensors")
-            listed = {}
-            for path in sorted(temporary.rglob("*.safetensors")):
-                with path.open("rb+") as file:
-                    files.sync(file)
-                listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
-            files.write_json(temporary / MANIFEST, {"format": FORMAT, "files": listed, "state": dict(state)})
-            if final.exists():  # a damaged one that a resumed run has passed again
-                files.rename(final, self.folder / f"{files.TEMPORARY}old-{final.name}")
-            files.rename(temporary, final)
-            self._tidy(final.name)
+        try:
+            with _explained(final):
+                self._write(temporary, final, parts, state)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)  # what does not fit must not fill the disk either
+            raise
+
+    def _write(self, temporary: Path, final: Path, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
+        if parts:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            for part, tensors in parts.items():
+                save_file(dict(tensors), temporary / f"{part}.safetensors")
+        listed = {}
+        for path in sorted(temporary.rglob("*.safetensors")):
+            with path.open("rb+") as file:
+                files.sync(file)
+            listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+        files.write_json(temporary / MANIFEST, {"format": FORMAT, "files": listed, "state": dict(state)})
+        if final.exists():  # a damaged one that a resumed run has passed again
+            self._set_aside(final.name)
+        files.rename(temporary, final)
+        self._tidy(final.name)
 
     def _tidy(self, newest: str) -> None:
         """Remove what is superseded, but nothing a run could still need, and what killed processes left behind."""
-        kind = newest.partition("-")[0]
-        names = self.names(kind)
-        for name in names[: -self.keep] if kind == "step" else names[:-1]:
-            doomed = self.folder / f"{files.TEMPORARY}old-{name}"
-            files.rename(self.folder / name, doomed)  # a half-deleted folder must not carry a checkpoint's name
+        # the best before the newest stays until a step checkpoint knows of the newest: a kill in between needs it
+        doomed_names = self.names("best")[: -1 if newest.startswith("step") else -2]
+        if newest.startswith("step"):
+            doomed_names += self.names("step")[: -self.keep]
+        for name in doomed_names:
+            self._set_aside(name)
         files.remove_unfinished(self.folder)
+
+    def _set_aside(self, name: str) -> None:
+        """Take a checkpoint's name away before it is deleted: half a folder must not carry it."""
+        aside = self.folder / f"{files.TEMPORARY}old-{name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        files.rename(self.folder / name, aside)
 
     def names(self, kind: str) -> list[str]:
         """Checkpoints of a kind ("step" or "best") that have a manifest, oldest first."""
-        found = self.folder.glob(f"{kind}-*/{MANIFEST}")
-        return sorted(path.parent.name for path in found)
+        found = (path.parent.name for path in self.folder.glob(f"{kind}-*/{MANIFEST}"))
+        return sorted(name for name in found if re.fullmatch(rf"{kind}-\d{{8,}}", name))
 
     def remove_after(self, step: int) -> None:
         """Forget checkpoints beyond a step: a run that continues from an earlier one writes them again."""

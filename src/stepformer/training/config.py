@@ -63,7 +63,7 @@ SECTIONS: dict[str, type[Settings]] = {"data": DataConfig, "optim": OptimConfig,
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides what a run computes. `vocab` says whether the model section fixes the vocabulary."""
+    """Everything that decides what a run computes."""
 
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)

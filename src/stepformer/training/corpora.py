@@ -25,32 +25,34 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     given = Path(config.corpus).expanduser()
     tokenizer = config.tokenizer or ("bpe:1024" if is_tales else "gpt2")
     if (given / MANIFEST).is_file():
-        return _checked(Corpus(given), config)
-    if not is_tales:
-        folder = given if given.is_dir() else corpus_folder(config.corpus, tokenizer)
-        if not (folder / MANIFEST).is_file():
-            raise InputError(
-                f"The corpus '{config.corpus}' is not prepared (no '{folder / MANIFEST}'): "
-                f"run `stepformer prepare {config.corpus} --tokenizer {tokenizer}` first."
-            )
-        return _checked(Corpus(folder), config)
-    source = open_source("tales", dialect=config.dialect, count=config.count)
+        return checked(Corpus(given), config.tokenizer)
+    if is_tales:
+        source = open_source("tales", dialect=config.dialect, count=config.count)
+    else:
+        source = open_source(config.corpus)
     folder = corpus_folder(source.name, tokenizer)
+    if not is_tales and not (folder / MANIFEST).is_file():
+        raise InputError(
+            f"The corpus '{config.corpus}' is not prepared (no '{folder / MANIFEST}'): "
+            f"run `stepformer prepare {config.corpus} --tokenizer {tokenizer}` first."
+        )
+    if not is_tales:
+        return checked(Corpus(folder), config.tokenizer)
     if world.is_main:
         if not quiet and not (folder / MANIFEST).is_file():
             Console(stderr=True, highlight=False).print(f"preparing {source.name} with {tokenizer} in {folder} ...")
         prepare(source, tokenizer, folder)
     world.barrier()
-    return _checked(Corpus(folder), config)
+    return checked(Corpus(folder), config.tokenizer)
 
 
-def _checked(corpus: Corpus, config: DataConfig) -> Corpus:
+def checked(corpus: Corpus, tokenizer: str | None = None) -> Corpus:
     """Compare checksums where that takes seconds, and the tokenizer with the one asked for."""
     name = str(corpus.manifest["tokenizer"]["name"])
-    asked = (config.tokenizer or name).partition(":")
-    if asked[0] != name.partition(":")[0] or (asked[0] == "bpe" and config.tokenizer not in (None, name)):
+    asked = tokenizer or name
+    if asked.partition(":")[0] != name.partition(":")[0] or (asked.startswith("bpe") and asked != name):
         raise InputError(
-            f"[data] tokenizer = '{config.tokenizer}', but the corpus '{corpus.folder}' was prepared with '{name}'."
+            f"[data] tokenizer = '{tokenizer}', but the corpus '{corpus.folder}' was prepared with '{name}'."
         )
     size = sum(shard["bytes"] for split in corpus.manifest["splits"].values() for shard in split["shards"])
     if size <= SMALL:

@@ -48,6 +48,17 @@ class Evaluation:
         return asdict(self)
 
 
+def check_blocks(split: EvaluatedSplit, context: int, tokens: int) -> int:
+    """How many full blocks an evaluation has; none is an error."""
+    blocks = min(tokens, len(split) - 1) // context
+    if blocks < 1:
+        raise InputError(
+            f"The validation split has {len(split):,} tokens and {tokens:,} were asked for: "
+            f"too few for one block of {context}."
+        )
+    return blocks
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -61,12 +72,7 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Mean loss over the first `tokens` tokens of a split, in full blocks; ranks share the blocks."""
-    blocks = min(tokens, len(split) - 1) // context
-    if blocks < 1:
-        raise InputError(
-            f"The validation split has {len(split):,} tokens and {tokens:,} were asked for: "
-            f"too few for one block of {context}."
-        )
+    blocks = check_blocks(split, context, tokens)
     stride = micro_batch * world.size
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     was_training = model.training

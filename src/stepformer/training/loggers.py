@@ -14,7 +14,7 @@ _LEFT_OUT = {"kind", "step", "val_hash"}
 class Loggers:
     """Forwards metric lines to the services that the config names."""
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, identity: str) -> None:
         self._tensorboard: Any = None
         self._wandb: Any = None
         if config.train.tensorboard:
@@ -30,11 +30,11 @@ class Loggers:
                 import wandb  # type: ignore[import-not-found, unused-ignore]
             except ImportError:
                 raise StepformerError("train.wandb needs Weights & Biases: pip install 'stepformer[wandb]'.") from None
-            # one id per folder, so that a resumed run continues its own curves
+            # one id per run, so that a resumed run continues its own curves and no other's
             self._wandb = wandb.init(
                 project=config.train.wandb,
                 name=folder.name,
-                id=folder.name,
+                id=identity,
                 dir=str(folder),
                 resume="allow",
                 config=config.to_dict(),

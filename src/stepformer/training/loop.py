@@ -10,7 +10,7 @@ import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,13 @@ from stepformer.catalogue import preset_of
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus
 from stepformer.errors import ConfigError, InputError, StepformerError
-from stepformer.files import write_json
+from stepformer.files import remove_unfinished, write_json
 from stepformer.model import Model
 from stepformer.optim import Optimizers, scion_init
 from stepformer.training import checkpoints as stored
 from stepformer.training.config import RunConfig
 from stepformer.training.display import Display
-from stepformer.training.evaluation import Evaluation, autocasting, evaluate
+from stepformer.training.evaluation import Evaluation, autocasting, check_blocks, evaluate
 from stepformer.training.loggers import Loggers
 from stepformer.training.parallel import ParallelModel, World
 from stepformer.training.runs import Metrics, RunFolder
@@ -56,14 +56,14 @@ class Trainer:
         self.config, self.corpus, self.folder, self.world, self.display = config, corpus, folder, world, display
         self.label = label or config.title
         train, device = config.train, world.device
-        if train.deterministic:
-            torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(train.deterministic)
         self.precision = precision_of(config, device)
         self.autocast = torch.bfloat16 if self.precision == "bf16" else None
         self.micro_batch = micro_batch_of(config, world)
         self.accumulation = train.batch // (world.size * self.micro_batch)
         self.batches = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)
         self.val = corpus.split("val")
+        check_blocks(self.val, config.model.context, train.eval_tokens)
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
@@ -83,9 +83,13 @@ class Trainer:
 
     def load_latest(self) -> bool:
         """Continue from the newest whole checkpoint; False if there is none yet."""
+        if self.world.is_main:
+            remove_unfinished(self.folder.checkpoints)
+        self.world.barrier()
         found = self.checkpoints.latest()
         if found is None:
-            self.checkpoints.remove_after(-1)
+            if self.world.is_main:
+                self.checkpoints.remove_after(-1)
             return False
         path, state = found
         stored.load(path, "model", dict(self.model.named_parameters()))
@@ -104,7 +108,7 @@ class Trainer:
         save_every = train.save_every or eval_every
         # a run that starts again drops all lines of its first attempt, the evaluation before the first step included
         metrics = Metrics(self.folder.metrics, self.step or -1) if self.world.is_main else None
-        loggers = Loggers(self.config, self.folder.path) if self.world.is_main else None
+        loggers = Loggers(self.config, self.folder.path, str(self.folder.read()["id"])) if self.world.is_main else None
         self.display.begin(train.steps, self.step)
         try:
             if self.step == 0:
@@ -134,17 +138,13 @@ class Trainer:
         t, config = self.step, self.config
         self.optimizers.zero_grad()
         loss = self._gradients(t)
-        norm = self.optimizers.norm()
-        loss_now, norm_now = torch.stack([loss.double(), norm.double()]).tolist()
-        self._check(loss_now, norm_now)
+        norm, loss_now, norm_now = self._measured(loss)
         if self.optimizers.schedule.perturbs(t):
             before = self.optimizers.perturb()
             self.optimizers.zero_grad()
             self._gradients(t)  # of the same micro-batches, at the perturbed weights
             self.optimizers.restore(before)
-            norm = self.optimizers.norm()
-            norm_now = float(norm)
-            self._check(loss_now, norm_now)
+            norm, loss_now, norm_now = self._measured(loss)
         self.optimizers.clip(norm)
         self.optimizers.step(t)
         self.step = t + 1
@@ -159,6 +159,19 @@ class Trainer:
             line |= {"tokens_per_second": speed, "mfu": mfu}
             metrics.write(**line)
             loggers.write(line)
+
+    def _measured(self, loss: Tensor) -> tuple[Tensor, float, float]:
+        """The gradient norm that clipping uses, and loss and norm as numbers, once they are known to be good."""
+        norm = self.optimizers.norm()
+        everything = norm if self.config.optim.clip_coefficients else self.optimizers.norm(everything=True)
+        loss_now, norm_now, all_now = torch.stack([loss.double(), norm.double(), everything.double()]).tolist()
+        limit = max_loss_of(self.config)
+        if not (math.isfinite(loss_now) and math.isfinite(all_now)):
+            self._fail(f"in step {self.step + 1}", f"(loss {loss_now:g}, gradient norm {all_now:g})")
+        if loss_now > limit:
+            what = f"the loss is {loss_now:.2f}, above max_loss = {limit:.2f}: the run has diverged"
+            self._fail(f"in step {self.step + 1}", what, diagnose=False)
+        return norm, loss_now, norm_now
 
     def _gradients(self, t: int) -> Tensor:
         """Add the mean gradient of step t's batch to the parameters; returns its mean loss, over all ranks."""
@@ -206,6 +219,8 @@ class Trainer:
             autocast=self.autocast,
         )
         self.last = found
+        if not math.isfinite(found.val_loss):
+            self._fail(f"after step {self.step}", f"(validation loss {found.val_loss:g})")
         if metrics and loggers:
             line = {"kind": "eval", **self._where(), **found.to_dict()}
             metrics.write(**line)
@@ -229,37 +244,56 @@ class Trainer:
         state["config"] = self.config.to_dict()
         self.checkpoints.save(name, parts, state)
 
-    def _check(self, loss: float, norm: float) -> None:
-        """Stop before an update that would spoil the weights; the weights from before it are saved."""
-        limit = self.config.train.max_loss or math.log(self.config.model.vocab_size) + 4
-        if math.isfinite(norm) and loss <= limit:
-            return
-        if math.isfinite(loss) and math.isfinite(norm):
-            what = f"the loss is {loss:.2f}, above max_loss = {limit:.2f}: the run has diverged"
+    def _fail(self, when: str, what: str, *, diagnose: bool = True) -> NoReturn:
+        """Stop with a sentence and good weights: those before the update that would have spoilt them, if they are."""
+        culprit, good = self._first_bad() if diagnose else ("", True)
+        name = stored.step_name(self.step)
+        if good and name not in self.checkpoints.names("step"):
+            self.save()
+            self.checkpoints.wait()
+        whole = self.checkpoints.names("step")
+        if good:
+            where = f"The weights from before it are in '{self.folder.checkpoints / name}'"
+        elif whole:
+            where = f"The last whole checkpoint is '{self.folder.checkpoints / whole[-1]}'"
         else:
-            what = f"{self._first_bad()} is not finite (loss {loss:g}, gradient norm {norm:g})"
-        self.save()
-        self.checkpoints.wait()
-        where = self.folder.checkpoints / stored.step_name(self.step)
+            where = "There was no checkpoint yet"
+        why = f"{culprit} is not finite {what}" if diagnose else what
         raise StepformerError(
-            f"Training stopped in step {self.step + 1}: {what}. The weights from before it are in '{where}'; "
-            "try a lower rate or a longer warm-up."
+            f"Training stopped {when}: {why}. {where}; try a lower rate, a longer warm-up or more frequent checkpoints."
         )
 
-    def _first_bad(self) -> str:
-        """The first tensor, in the order of the computation, that is not finite."""
-        for name, parameter in self.model.named_parameters():
-            if not bool(_local(parameter).isfinite().all()):
-                return f"the parameter '{name}'"
-        inputs, targets = self._local_batch(self.step)
-        rows = slice(0, self.micro_batch)
-        found = first_bad_output(self.model, inputs[rows], targets[rows], self.autocast)
-        if found is not None:
-            return f"the output of '{found}'"
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and not bool(_local(parameter.grad).isfinite().all()):
-                return f"the gradient of '{name}'"
-        return "the loss"
+    def _first_bad(self) -> tuple[str, bool]:
+        """The first tensor, in the order of the computation, that is not finite; and whether the weights are.
+
+        Ranks look at their own shards and micro-batches and agree on the earliest find after each stage, so that none
+        of them waits for another that has gone on.
+        """
+        names = [name for name, _ in self.model.named_parameters()]
+        bad = [i for i, p in enumerate(self.model.parameters()) if not bool(_local(p).isfinite().all())]
+        first = self._earliest(bad)
+        if first is not None:
+            return f"the parameter '{names[first]}'", False
+        modules = [name for name, _ in self.model.named_modules()]
+        inputs, targets = self._local_batch(min(self.step, self.config.train.steps - 1))
+        bad = []
+        for i in range(self.accumulation):
+            rows = slice(i * self.micro_batch, (i + 1) * self.micro_batch)
+            found = first_bad_output(self.model, inputs[rows], targets[rows], self.autocast)
+            bad += [] if found is None else [modules.index(found)]
+        first = self._earliest(bad)
+        if first is not None:
+            return f"the output of '{modules[first]}'", True
+        gradients = [p.grad for p in self.model.parameters()]
+        bad = [i for i, g in enumerate(gradients) if g is not None and not bool(_local(g).isfinite().all())]
+        first = self._earliest(bad)
+        return ("the loss" if first is None else f"the gradient of '{names[first]}'"), True
+
+    def _earliest(self, found: list[int]) -> int | None:
+        """The smallest index any rank has found."""
+        nowhere = 1 << 40
+        first = -self.world.largest(-min(found, default=nowhere))
+        return None if first == nowhere else first
 
     def _result(self) -> dict[str, Any]:
         assert self.last is not None
@@ -307,6 +341,13 @@ def precision_of(config: RunConfig, device: torch.device) -> str:
     if chosen != "auto":
         return chosen
     return "bf16" if device.type == "cuda" else "fp32"
+
+
+def max_loss_of(config: RunConfig) -> float:
+    """The loss above which a run has diverged: ln V is what knowing nothing costs. Scion's own start is far above."""
+    if config.train.max_loss is not None:
+        return config.train.max_loss
+    return math.inf if config.optim.own_init else math.log(config.model.vocab_size) + 4
 
 
 def micro_batch_of(config: RunConfig, world: World) -> int:

@@ -140,5 +140,8 @@ class ParallelModel:
 
     @property
     def evaluated(self) -> nn.Module:
-        """What evaluation runs: the plain module, so that compiled and other runs are measured alike."""
+        """What evaluation runs: the module itself, without the wrapper that compiles or replicates it.
+
+        (Sharded models are compiled block by block in place; their evaluation is compiled too.)
+        """
         return self.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from stepformer.model import Model
 from stepformer.plugins import load_plugin
 from stepformer.training import checkpoints as stored
 from stepformer.training.config import RunConfig
-from stepformer.training.corpora import open_corpus
+from stepformer.training.corpora import checked, open_corpus
 from stepformer.training.display import Display
 from stepformer.training.evaluation import Evaluation, evaluate
 from stepformer.training.loop import Trainer, precision_of
@@ -35,64 +36,82 @@ def train(
     quiet: bool = False,
     label: str = "",
     plugins: Sequence[str] = (),
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Train a new run in the folder `out` (default: runs/NAME) and return its result.
 
-    Under torchrun every rank calls it. Raises `Stopped` when a signal or the time limit ends it early, after saving.
+    Under torchrun every rank calls it. Raises `Stopped` when a signal or the time limit ends it early, after saving;
+    `watch` is one that several runs share.
     """
     with joined_world(config.train.device) as world:
         corpus = open_corpus(config.data, world, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)
         folder = RunFolder(Path(out) if out else default_folder(config, corpus))
         with _held(folder, world):
-            if folder.exists:
+            if world.from_main(folder.exists):
                 raise InputError(
                     f"'{folder.path}' already holds a run: continue it with `stepformer resume {folder.path}`, "
                     "or choose another --out."
                 )
             trainer = Trainer(config, corpus, folder, world, _display(config, label, world, quiet), label)
             if world.is_main:
-                facts = {"label": label or config.title, "corpus": _facts(corpus)}
+                facts = {"label": label or config.title, "corpus": _facts(corpus), "precision": trainer.precision}
                 whole = [str(Path(plugin).resolve()) if Path(plugin).is_file() else plugin for plugin in plugins]
                 folder.create(config, facts, corpus.folder / "tokenizer", whole)
             world.barrier()
-            return _fit(trainer, max_seconds)
+            return _fit(trainer, watch or Watch(max_seconds))
+
+
+MAY_CHANGE = ("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile")
 
 
 def resume(
-    path: str | Path, *, max_seconds: float | None = None, quiet: bool = False, **changes: Any
+    path: str | Path,
+    *,
+    max_seconds: float | None = None,
+    quiet: bool = False,
+    watch: Watch | None = None,
+    corpus: str | Path | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Continue a run from its last checkpoint, on any number of ranks, and return its result.
 
-    `changes` are keys of [train] that do not change the result, such as micro_batch, device or keep.
+    `changes` are keys of [train] that change the result by rounding at most, such as micro_batch, device or keep; the
+    precision stays what it was. `corpus` says where the same corpus is now, if it was moved.
     """
     folder = RunFolder(Path(path))
     record = folder.read()
     for plugin in record.get("plugins", []):
         load_plugin(plugin)
     config = RunConfig.from_dict(record["config"])
-    refused = sorted(set(changes) - {"micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile"})
+    refused = sorted(set(changes) - set(MAY_CHANGE))
     if refused:
-        raise ConfigError([f"A run cannot change '{refused[0]}' when it is resumed: train a new one."])
-    config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **changes}})
+        raise ConfigError(
+            [
+                f"A run cannot change '{refused[0]}' when it is resumed: train a new one. It may change "
+                f"{', '.join(MAY_CHANGE)}, and corpus, the place of the same one."
+            ]
+        )
+    kept = {"precision": record.get("precision", config.train.precision)}
+    config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})
     with joined_world(config.train.device) as world, _held(folder, world):
-        corpus = _same_corpus(record["corpus"], folder, config, world)
+        opened = _same_corpus(record["corpus"], folder, config, world, corpus)
         label = str(record.get("label", ""))
-        trainer = Trainer(config, corpus, folder, world, _display(config, label, world, quiet), label)
+        trainer = Trainer(config, opened, folder, world, _display(config, label, world, quiet), label)
         if trainer.load_latest():
             trainer.display.note(f"{trainer.display.title}  continues after step {trainer.step}")
         else:
             trainer.display.note(f"{trainer.display.title}  has no checkpoint yet: it starts again")
-        return _fit(trainer, max_seconds)
+        return _fit(trainer, watch or Watch(max_seconds))
 
 
-def _fit(trainer: Trainer, max_seconds: float | None) -> dict[str, Any]:
+def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
     """Train; a run that cannot go on leaves a note, so that a script does not start it again and again."""
     failure = trainer.folder.failure
     if trainer.world.is_main:
         failure.unlink(missing_ok=True)
     try:
-        with Watch(max_seconds) as watch:
+        with watch:
             return trainer.fit(watch)
     except StepformerError as error:
         if trainer.world.is_main:
@@ -110,10 +129,16 @@ def _facts(corpus: Corpus) -> dict[str, Any]:
     return {"folder": str(corpus.folder.resolve()), "tokenizer": corpus.manifest["tokenizer"], "splits": splits}
 
 
-def _same_corpus(facts: dict[str, Any], folder: RunFolder, config: RunConfig, world: World) -> Corpus:
-    """The corpus that the run was trained on, where it was or where it is made; other tokens are refused."""
-    where = Path(facts["folder"])
-    corpus = Corpus(where) if where.is_dir() else open_corpus(config.data, world, quiet=True)
+def _same_corpus(
+    facts: dict[str, Any], folder: RunFolder, config: RunConfig, world: World, moved: str | Path | None
+) -> Corpus:
+    """The corpus that the run was trained on, where it was or where it is now; other tokens are refused."""
+    where = Path(moved or facts["folder"])
+    if not where.is_dir() and moved is None and config.data.corpus == "tales":
+        where = open_corpus(config.data, world, quiet=True).folder  # made again
+    if not where.is_dir():
+        raise InputError(f"The corpus of '{folder.path}' is not in '{where}': say where it is with corpus=DIR.")
+    corpus = checked(Corpus(where))
     for name, known in facts["splits"].items():
         if corpus.split(name).hash != known["hash"]:
             raise InputError(
@@ -164,7 +189,10 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto") -> Loa
         raise InputError(f"'{which}' is not 'best' or 'last'.")
     alone = World(0, 1, choose_device(device))
     kept = stored.Checkpoints(folder.checkpoints, alone)
-    found = kept.latest("best" if which == "best" else "step") or kept.latest("step")
+    found = kept.latest("best" if which == "best" else "step")
+    if found is None and which == "best" and kept.names("step"):
+        warnings.warn(f"'{folder.path}' has no best checkpoint yet: its last one is used.", stacklevel=2)
+        found = kept.latest("step")
     if found is None:
         raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
     checkpoint, state = found
@@ -186,13 +214,15 @@ def evaluate_run(
     """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus."""
     run = load_run(path, which, device)
     world = World(0, 1, run.model.embed.tok_emb.weight.device)
-    opened = Corpus(corpus) if corpus else _same_corpus(run.record["corpus"], run.folder, run.config, world)
+    opened = (
+        checked(Corpus(corpus)) if corpus else _same_corpus(run.record["corpus"], run.folder, run.config, world, None)
+    )
     opened.check_tokenizer(run.tokenizer)
     found = evaluate(
         run.model,
         opened.split("val"),
         context=run.config.model.context,
-        tokens=tokens or run.config.train.eval_tokens,
+        tokens=run.config.train.eval_tokens if tokens is None else tokens,
         micro_batch=micro_batch,
         world=world,
         autocast=torch.bfloat16 if precision_of(run.config, world.device) == "bf16" else None,

@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import platform
-import shutil
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,7 +56,8 @@ class RunFolder:
         for source in tokenizer.iterdir():
             with files.writing(self.tokenizer / source.name) as file:
                 file.write(source.read_bytes())
-        record = {"format": FORMAT, "stepformer": __version__, "config": config.to_dict(), **facts, "plugins": plugins}
+        record = {"format": FORMAT, "stepformer": __version__, "id": secrets.token_hex(6), "config": config.to_dict()}
+        record |= {**facts, "plugins": plugins}
         files.write_json(self.path / "run.json", record)
 
     def read(self) -> dict[str, Any]:
@@ -80,7 +81,9 @@ class RunFolder:
         """Hold the folder: a second process that wants to train in it is told so."""
         with files.explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "run.lock").open("a") as lock:
+        with contextlib.ExitStack() as stack:
+            with files.explained(self.path):
+                lock = stack.enter_context((self.path / "run.lock").open("a"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -88,9 +91,6 @@ class RunFolder:
                     f"Another process is training in '{self.path}': wait for it or stop it."
                 ) from None
             yield
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 _OWN = {
@@ -114,7 +114,6 @@ class Metrics:
         kept = [line for line in lines if line["step"] <= step]
         if path.exists():
             files.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.evaluated = {line["step"] for line in kept if line["kind"] == "eval"}
         with files.explained(path):
             self._file: IO[str] = path.open("a")
 
@@ -174,7 +173,13 @@ def as_toml(config: RunConfig) -> str:
     """A config as TOML that `stepformer train FILE` reads; keys that are unset are left out."""
 
     def value(v: Any) -> str:
-        return ("true" if v else "false") if isinstance(v, bool) else json.dumps(v) if isinstance(v, str) else repr(v)
+        return (
+            ("true" if v else "false")
+            if isinstance(v, bool)
+            else json.dumps(v, ensure_ascii=False)
+            if isinstance(v, str)
+            else repr(v)
+        )
 
     text = []
     for section in ("model", "data", "optim", "train"):

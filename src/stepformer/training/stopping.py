@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import time
@@ -12,22 +13,28 @@ from typing import Any
 
 from stepformer.errors import StepformerError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # the last one is submitit's
 
 
 class Stopped(Exception):  # noqa: N818  (it is no error: the run was asked to stop and did)
     """The run has been saved and should end with exit status 128 + signal; time over counts as SIGALRM."""
 
-    def __init__(self, number: int, step: int, folder: Path) -> None:
+    def __init__(self, number: int, step: int | None, folder: Path) -> None:
         why = "out of time" if number == signal.SIGALRM else f"stopped by {signal.Signals(number).name}"
-        super().__init__(f"{why} after step {step}")
+        super().__init__(why if step is None else f"{why} after step {step}")
         self.number, self.step, self.folder = number, step, folder
 
     @property
     def command(self) -> str:
         """What continues the run, on as many ranks as now."""
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        start = f"torchrun --nproc_per_node {ranks} -m stepformer" if ranks > 1 else "stepformer"
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+        start = "stepformer"
+        if ranks > 1:
+            nodes = (
+                f"--nnodes {ranks // local} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if ranks > local else ""
+            )
+            start = f"torchrun {nodes}--nproc-per-node {local} -m stepformer"
         return f"{start} resume {shlex.quote(str(self.folder))}"
 
     @property
@@ -42,8 +49,13 @@ class Watch:
         self.deadline = None if max_seconds is None else time.monotonic() + max_seconds
         self.number = 0
         self._before: dict[int, Any] = {}
+        self._depth = 0
 
     def __enter__(self) -> Watch:
+        """May be entered again while it is held: a study holds it around runs that hold it themselves."""
+        self._depth += 1
+        if self._depth > 1:
+            return self
         for number in SIGNALS:
             try:
                 self._before[number] = signal.signal(number, self._receive)
@@ -52,8 +64,10 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._depth -= 1
+        if self._depth == 0:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.number == signal.SIGINT == number:
@@ -69,13 +83,9 @@ class Watch:
 
 def seconds(text: str) -> float:
     """A time such as 90, 90s, 15m, 2h or 1h30m, in seconds."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-    total, number = 0.0, ""
-    for mark in text.strip().lower():
-        if mark in units and number:
-            total, number = total + float(number) * units[mark], ""
-        elif mark.isdigit() or (mark == "." and "." not in number):
-            number += mark
-        else:
-            raise StepformerError(f"'{text}' is not a time: write 90, 90s, 15m, 2h or 1h30m.")
-    return total + (float(number) if number.strip(".") else 0.0)
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
+    word = text.strip().lower()
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", word)
+    if not parts or "".join(number + unit for number, unit in parts) != word:
+        raise StepformerError(f"'{text}' is not a time: write 90, 90s, 15m, 2h or 1h30m.")
+    return sum(float(number) * units[unit] for number, unit in parts)
