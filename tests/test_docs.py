@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -11,11 +12,19 @@ from pathlib import Path
 import pytest
 
 import stepformer as sf
+from stepformer.recipes import load_recipe, recipe_names
 from stepformer.schemes import splittings, templates
+from stepformer.training.config import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-RUNNABLE = ["README.md", "docs/build-a-model.md", "docs/generate-text.md", "docs/recipes.md"]
+RUNNABLE = [
+    "README.md",
+    *(
+        f"docs/{page}.md"
+        for page in ("build-a-model", "generate-text", "optimizers", "prepare-data", "recipes", "train")
+    ),
+]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -118,6 +127,21 @@ def test_the_catalogue_numbers_in_the_readme() -> None:
     assert f"**{len(shipped)} templates**" in text
     assert f"**{len(splittings.names())} splittings**" in text
     assert f"**{len(sf.presets())} presets**" in text
+    recipes = [load_recipe(name) for name in recipe_names()]
+    assert f"**{len(recipes)} recipes** | the papers' {sum(len(recipe.runs) for recipe in recipes)} runs" in text
+
+
+def test_keys_named_in_the_pages_exist() -> None:
+    """A renamed key must not live on in the pages."""
+    pages = "\n".join(
+        (ROOT / "docs" / f"{page}.md").read_text() for page in ("train", "optimizers", "many-gpus", "compare")
+    )
+    keys = {key for kind in SECTIONS.values() for key in kind.field_names()}
+    for word in re.findall(r"`(?:optim|train|data)\.(\w+)`", pages):
+        assert word in keys, word
+    for word in re.findall(r"`(\w+)=[^`]*`", pages):
+        known = keys | {f.name for f in dataclasses.fields(sf.ModelConfig)} | {"preset", "size", "key"}
+        assert word in known, word
 
 
 def test_no_machine_paths_or_hosts() -> None:
