@@ -41,7 +41,9 @@ class TrainConfig(Settings):
     batch: int = setting(32, "sequences in a step, over all ranks and micro-batches", least=1)
     micro_batch: int | None = setting(None, "sequences in one forward pass (unset: chosen by device)", least=1)
     seed: int = setting(42, "of initial weights and data order", least=0)
-    eval_every: int | None = setting(None, "steps between evaluations (unset: a tenth of all)", least=1)
+    eval_every: int | None = setting(
+        None, "steps between evaluations (unset: ten in a run, four if it is short)", least=1
+    )
     eval_tokens: int = setting(EVAL_TOKENS, "tokens of an evaluation, or the whole split if it is smaller", least=1)
     save_every: int | None = setting(None, "steps between checkpoints (unset: as evaluations)", least=1)
     keep: int = setting(2, "how many of the latest checkpoints stay; the best stays besides", least=1)

@@ -63,7 +63,8 @@ class Trainer:
         self.accumulation = train.batch // (world.size * self.micro_batch)
         self.batches = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)
         self.val = corpus.split("val")
-        check_blocks(self.val, config.model.context, train.eval_tokens)
+        blocks = check_blocks(self.val, config.model.context, train.eval_tokens)
+        self.eval_every = eval_every_of(config, blocks * config.model.context)
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
@@ -104,8 +105,7 @@ class Trainer:
     def fit(self, watch: Watch) -> dict[str, Any]:
         """Train to the end; returns the result. Raises Stopped when the watch asks, after saving."""
         train = self.config.train
-        eval_every = train.eval_every or max(1, train.steps // 10)
-        save_every = train.save_every or eval_every
+        save_every = train.save_every or self.eval_every
         # a run that starts again drops all lines of its first attempt, the evaluation before the first step included
         metrics = Metrics(self.folder.metrics, self.step or -1) if self.world.is_main else None
         loggers = Loggers(self.config, self.folder.path, str(self.folder.read()["id"])) if self.world.is_main else None
@@ -115,7 +115,7 @@ class Trainer:
                 self._evaluate(metrics, loggers)
             while self.step < train.steps:
                 self._train_step(metrics, loggers)
-                if self.step % eval_every == 0 or self.step == train.steps:
+                if self.step % self.eval_every == 0 or self.step == train.steps:
                     self._evaluate(metrics, loggers)
                 asked = self.world.largest(watch.asked()) if self.step < train.steps else 0
                 if self.step % save_every == 0 or self.step == train.steps or asked:
@@ -341,6 +341,14 @@ def precision_of(config: RunConfig, device: torch.device) -> str:
     if chosen != "auto":
         return chosen
     return "bf16" if device.type == "cuda" else "fp32"
+
+
+def eval_every_of(config: RunConfig, eval_tokens: int) -> int:
+    """Steps between evaluations: as asked, or ten in a run; fewer, but four, if they would read more than half as many
+    tokens as training does."""
+    train = config.train
+    affordable = train.steps * config.step_tokens / (2 * eval_tokens)
+    return train.eval_every or max(1, train.steps // max(4, min(10, int(affordable))))
 
 
 def max_loss_of(config: RunConfig) -> float:
