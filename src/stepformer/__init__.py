@@ -1,6 +1,11 @@
 """stepformer: transformers whose layers are steps of an optimizer, chosen by a word in the config."""
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# Before torch starts its threads: waiting threads should sleep, not spin. On two cores shared with other programs a
+# training step was up to eight times slower with spinning threads (docs/lab-notebook.md).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from stepformer.catalogue import build, load_config, model_config, preset, presets, register_preset
 from stepformer.config import ModelConfig
