@@ -121,7 +121,9 @@ def test_slurm_through_submitit(corpus: Path, tmp_path: Path, capsys: pytest.Cap
         time.sleep(0.2)
 
 
-def test_a_slurm_job_whose_time_is_over_saves_and_goes_on(corpus: Path, tmp_path: Path) -> None:
+def test_a_slurm_job_whose_time_is_over_saves_and_goes_on(
+    corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """What submitit does then: its handler calls `checkpoint()` while the job waits for the run."""
     pytest.importorskip("submitit")
     run = str(tmp_path / "run")
@@ -133,6 +135,7 @@ def test_a_slurm_job_whose_time_is_over_saves_and_goes_on(corpus: Path, tmp_path
         "signal.signal(signal.SIGUSR2, over)\njob()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    request.addfinalizer(process.kill)
     metrics = Path(run, "metrics.jsonl")
     deadline = time.monotonic() + 100
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
@@ -169,6 +172,17 @@ def test_a_prepared_file_is_found_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert main(["train", "yurii", "--quiet", *small]) == 2
     assert main(["prepare", "notes.txt", "--tokenizer", "bytes"]) == 0
     assert main(["train", "yurii", "--quiet", *small]) == 0
+
+
+def test_a_folder_made_of_other_data_is_no_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file called tinystories.txt gets the folder that recipes look in for the dataset, and is not taken for it."""
+    monkeypatch.chdir(tmp_path)
+    Path("tinystories.txt").write_text("Once upon a time there was a file.\n" * 200)
+    assert main(["prepare", "tinystories.txt", "--tokenizer", "bytes"]) == 0
+    assert main(["train", "yurii", "corpus=tinystories", "tokenizer=bytes", "--quiet"]) == 2
+    assert "was not made from 'tinystories' but from" in capsys.readouterr().err
 
 
 def test_amounts_and_seeds() -> None:
@@ -215,6 +229,8 @@ def test_bad_grids_report_every_point() -> None:
         (["sweep", "vanilla", "yurii", "--grid", "lr=1"], "A sweep is over one NAME"),
         (["train", "yurri"], "Did you mean 'yurii'?"),
         (["train", "yurii", "stepz=3"], "Did you mean 'steps'?"),
+        (["train", "yurii", "learning_rate=3"], "Here it is called 'lr'"),
+        (["train", "yurii", "batch_size=3"], "Here it is called 'batch'"),
         (["train", "momentum-streams-tinystorie"], "Did you mean 'momentum-streams-tinystories'?"),
         (["resume", "nowhere"], "There is no run folder 'nowhere'"),
         (["eval", "nowhere"], "There is no run folder 'nowhere'"),

@@ -430,6 +430,8 @@ def test_a_folder_is_used_once(corpus: Path, tmp_path: Path) -> None:
     go(corpus, tmp_path / "run", steps=2)
     with pytest.raises(sf.InputError, match="already holds a run: continue it with `stepformer resume"):
         go(corpus, tmp_path / "run", steps=2)
+    with pytest.raises(sf.InputError, match=r"already holds a run with another train.steps: choose another --out"):
+        go(corpus, tmp_path / "run", steps=3)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("precious")
     with pytest.raises(sf.InputError, match=r"holds other files \('thesis.tex'\)"):

@@ -76,7 +76,9 @@ def add_sweep(commands: Any, common: argparse.ArgumentParser) -> None:
 
 def _study_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--seeds", metavar="N|a,b,c", help="how many seeds (from 42 on), or which (1; a recipe's own)")
-    sub.add_argument("--out", metavar="DIR", help="folder of all runs, table and plot (default: runs/compare-...)")
+    sub.add_argument(
+        "--out", metavar="DIR", help="folder of all runs, table and plot (default: runs/compare-... or runs/sweep-...)"
+    )
     sub.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per GPU, or one)")
     sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
     sub.add_argument("--quiet", action="store_true", help="no progress display")

@@ -44,8 +44,8 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--tokens", type=int, default=200, metavar="N", help="at most so many new tokens (200)")
     sub.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
-    sub.add_argument("--top-k", type=int, metavar="K")
-    sub.add_argument("--top-p", type=float, metavar="P")
+    sub.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
+    sub.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that make up P")
     sub.add_argument("--seed", type=int, help="for the same text again")
     sub.add_argument("--samples", type=int, default=1, metavar="N", help="how many continuations (1)")
     sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -108,11 +108,12 @@ def continue_text(run: LoadedRun, prompt: str, **settings: Any) -> Any:
     room = run.config.model.context
     if len(ids) > room:
         raise InputError(f"The prompt has {len(ids)} tokens, but the model's context is {room}.")
-    if prompt:
-        yield prompt
     made = Generation([], [])
     shown = ""
-    for _ in stream(run.model, [ids], stop=tokenizer.eot, on_context_end="slide", result=made, **settings):
+    steps = stream(run.model, [ids], stop=tokenizer.eot, on_context_end="slide", result=made, **settings)
+    for number, _ in enumerate(steps):
+        if number == 0 and prompt:  # not before the settings have been found good
+            yield prompt
         text = tokenizer.decode([token for token in made.tokens[0] if token != tokenizer.eot])
         # a character may be spread over several tokens: hold back what is not whole yet
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,19 @@ def settings_help() -> str:
     for name, kind in SECTIONS.items():
         text.append(f"[{name}]")
         for f in dataclasses.fields(kind):
-            default = "" if f.default is None else f" ({str(f.default).lower() if f.default is True else f.default})"
-            text.append(f"  {f.name:<20} {f.metadata['help']}{default}")
+            value = str(f.default).lower() if isinstance(f.default, bool) else f.default
+            default = "" if f.default is None else f" ({value})"
+            text.append(f"  {f.name:<20} {f.metadata['help']}{choices(kind, f.name)}{default}")
     return "\n".join(text)
+
+
+def choices(kind: type, name: str) -> str:
+    """The words a key may be, in braces; nothing for other types."""
+    hint = typing.get_type_hints(kind)[name]
+    for part in (hint, *typing.get_args(hint)):
+        if typing.get_origin(part) is typing.Literal:
+            return f" {{{','.join(map(str, typing.get_args(part)))}}}"
+    return ""
 
 
 def add_train(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -54,7 +65,8 @@ def add_train(commands: Any, common: argparse.ArgumentParser) -> None:
         "  stepformer train yuriiformer-tinystories preset=vanilla --dry-run\n"
         "  stepformer train yurii optim.name=adamw lr=1e-3 --out runs/adamw\n"
         "  torchrun --nproc_per_node 8 -m stepformer train tmm size=small parallel=fsdp\n\n"
-        "keys (key=value or section.key=value; model keys: `stepformer show NAME`)\n" + settings_help(),
+        "keys (key=value or section.key=value)\n[model]\n  preset, size {tiny,small,medium}, and all that "
+        "`stepformer show NAME` lists\n" + settings_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     sub.add_argument("name", metavar="PRESET|RECIPE|FILE.toml", help="what to train")
@@ -90,7 +102,13 @@ def _limits(sub: argparse.ArgumentParser) -> None:
 
 
 def add_recipes(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser("recipes", parents=[common], help="list the papers' experiments that can be trained")
+    sub = commands.add_parser(
+        "recipes",
+        parents=[common],
+        help="list the papers' experiments that can be trained",
+        description="List the recipes, or show one: architectures, parameter counts, published values, settings. "
+        "`stepformer train RECIPE preset=NAME` trains one of its architectures.",
+    )
     sub.add_argument("name", nargs="?", metavar="RECIPE", help="show one: its settings and published values")
     sub.set_defaults(run=run_recipes)
 
@@ -166,6 +184,7 @@ def dry_run(config: RunConfig) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     world = World(0, ranks, alone.device)
     notes = []
+    asked = config
     try:
         corpus = open_corpus(config.data, alone, quiet=True)
         config = config.for_vocabulary(corpus.vocab_size)
@@ -201,9 +220,10 @@ def dry_run(config: RunConfig) -> int:
         ("time", f"{duration(step_seconds * train_.steps)} ({config.step_tokens / step_seconds:,.0f} tokens/s, {how})"),
     ]
     if config.recipe:
-        published = load_recipe(config.recipe).runs.get(config.title, {}).get("published")
-        if published is not None:
-            rows.append(("published", f"{published} ({load_recipe(config.recipe).about.get('figure', '')})"))
+        recipe = load_recipe(config.recipe)
+        published = recipe.runs.get(config.title, {}).get("published")
+        if published is not None and asked.hash == run_config(config.recipe, [f"model.preset={config.title}"]).hash:
+            rows.append(("published", f"{published} ({recipe.about.get('figure', '')})"))
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -57,7 +57,8 @@ def markdown_text(comparison: Comparison) -> str:
     """A GitHub table, padded so that it also reads well as text, followed by what was measured and the notes."""
     lines = [[_cell(text) for text in _header(comparison)]]
     lines += [[_cell(text) for text in _cells(row)] for row in comparison.rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    # at least two: a delimiter such as "-:" needs its hyphen
+    widths = [max(2, *(len(line[column]) for line in lines)) for column in range(len(lines[0]))]
     rule = ["-" * w if c in TEXT_COLUMNS else "-" * (w - 1) + ":" for c, w in enumerate(widths)]
     out = []
     for line in [lines[0], rule, *lines[1:]]:

@@ -123,7 +123,8 @@ class RunConfig:
     def title(self) -> str:
         row = preset_of(self.model)
         if row is None:
-            return f"{self.model.template}-{self.model.splitting}"
+            plain = self.model.splitting == "lie-trotter"
+            return self.model.template if plain else f"{self.model.template}-{self.model.splitting}"
         return min((row.name, *row.aliases), key=len)
 
     @property
@@ -217,10 +218,27 @@ def _assemble(sections: Mapping[str, Mapping[str, Any]], recipe: str) -> RunConf
     return RunConfig(**built, own_vocabulary="vocab_size" in values, recipe=recipe)
 
 
+# What other trainers call our keys.
+SYNONYMS = {
+    "learning_rate": "lr",
+    "batch_size": "batch",
+    "max_iters": "steps",
+    "max_steps": "steps",
+    "block_size": "context",
+    "n_embd": "d_model",
+    "weight_decay": "wd_matrix",
+    "warmup_iters": "warmup",
+    "grad_clip": "clip",
+    "eval_interval": "eval_every",
+    "dataset": "corpus",
+}
+
+
 def _elsewhere(problem: str, known: list[str]) -> str:
     """The model's complaint about an unknown key, with a suggestion from the other sections when it has none."""
-    if not problem.startswith("Unknown key '") or "Did you mean" in problem:
+    foreign = any(f"Unknown key '{word}'" in problem for word in SYNONYMS)
+    if not problem.startswith("Unknown key '") or ("Did you mean" in problem and not foreign):
         return f"[model] {problem}"
     key = problem.split("'")[1]
-    guess = suggestion(key, known)
+    guess = f" Here it is called '{SYNONYMS[key]}'." if key in SYNONYMS else suggestion(key, known)
     return f"Unknown key '{key}'.{guess}" if guess else f"[model] {problem}"

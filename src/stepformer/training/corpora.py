@@ -37,7 +37,14 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
             f"run `stepformer prepare {config.corpus} --tokenizer {tokenizer}` first."
         )
     if not is_tales:
-        return checked(Corpus(folder), config.tokenizer)
+        corpus = Corpus(folder)
+        made_of = corpus.manifest.get("source", {})
+        if made_of.get("kind") != source.description.get("kind"):
+            raise InputError(
+                f"'{folder}' was not made from '{config.corpus}' but from {made_of.get('kind', 'other data')} "
+                f"'{corpus.name}': if you mean it, say corpus={folder}."
+            )
+        return checked(corpus, config.tokenizer)
     if world.is_main:
         if not quiet and not (folder / MANIFEST).is_file():
             Console(stderr=True, highlight=False).print(f"preparing {source.name} with {tokenizer} in {folder} ...")

@@ -71,6 +71,7 @@ class Trainer:
         if config.optim.own_init:
             scion_init(self.model, config.optim)
         self.flops = flops_per_token(self.model)
+        self.peak = peak_flops(device)[0] * world.size
         self.num_parameters = self.model.num_parameters()
         self.parallel = ParallelModel(self.model, world, train.parallel, train.compile)
         self.optimizers = Optimizers(self.model, config.optim, train.steps)
@@ -122,7 +123,8 @@ class Trainer:
                     self.save()
                 if asked:
                     raise Stopped(asked, self.step, self.folder.path)
-            if self.last is None:  # resumed after its last step
+            if self.last is None:
+                self.display.note(f"{self.display.title}  was finished already; it is evaluated once more")
                 self._evaluate(None, None)
             return self._result()
         finally:
@@ -151,7 +153,8 @@ class Trainer:
         took = time.perf_counter() - begin
         self.seconds += took
         speed = config.step_tokens / took
-        mfu = self.flops * speed / (peak_flops(self.world.device)[0] * self.world.size)
+        self.peak = max(self.peak, self.flops * speed)  # a peak measured on a busy CPU may be too low
+        mfu = self.flops * speed / self.peak
         self.display.step(self.step, loss_now, norm_now, speed, mfu)
         if metrics and loggers and (self.step % config.train.log_every == 0 or self.step == config.train.steps):
             rates = {f"lr_{role}": rate for role, rate in self.optimizers.rates().items()}

@@ -49,10 +49,7 @@ def train(
         folder = RunFolder(Path(out) if out else default_folder(config, corpus))
         with _held(folder, world):
             if world.from_main(folder.exists):
-                raise InputError(
-                    f"'{folder.path}' already holds a run: continue it with `stepformer resume {folder.path}`, "
-                    "or choose another --out."
-                )
+                raise InputError(_taken(folder, config))
             trainer = Trainer(config, corpus, folder, world, _display(config, label, world, quiet), label)
             if world.is_main:
                 facts = {"label": label or config.title, "corpus": _facts(corpus), "precision": trainer.precision}
@@ -122,6 +119,24 @@ def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
 
 def _display(config: RunConfig, label: str, world: World, quiet: bool) -> Display:
     return Display(f"{label or config.title} s{config.train.seed}", quiet=quiet or not world.is_main)
+
+
+def _taken(folder: RunFolder, config: RunConfig) -> str:
+    """What to do about a folder that has a run: continue it if it is this one, else take another."""
+    there = folder.config().to_dict()
+    differ = [
+        f"{section}.{key}"
+        for section, values in config.to_dict().items()
+        if isinstance(values, dict)
+        for key in values
+        if there.get(section, {}).get(key) != values[key]
+    ]
+    if differ:
+        return f"'{folder.path}' already holds a run with another {', '.join(differ[:4])}: choose another --out."
+    return (
+        f"'{folder.path}' already holds a run: continue it with `stepformer resume {folder.path}`, "
+        "or choose another --out."
+    )
 
 
 def _facts(corpus: Corpus) -> dict[str, Any]:
