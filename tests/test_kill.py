@@ -28,7 +28,7 @@ def drive(corpus: Path, folder: Path, points: list[Any], moments: list[Any], **s
         [sys.executable, str(HERE / "kill_driver.py"), json.dumps(job)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1500,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
