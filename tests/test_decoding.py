@@ -109,7 +109,7 @@ def test_a_cache_records_no_gradients_and_crosses_autocast() -> None:
     model, ids = shake(tiny("yurii", dtype=torch.float32)).train(), tokens(2)
     with torch.autocast("cpu", torch.bfloat16):
         cache = model.new_cache(2)
-        assert cache.slots[0][0].k.dtype == torch.bfloat16
+        assert cache.slots[0][0].stored["k"].dtype == torch.bfloat16
         first = model(ids[:, :5], cache=cache).logits
     assert not first.requires_grad
     later = model(ids[:, 5:], cache=cache).logits

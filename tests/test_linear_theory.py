@@ -59,7 +59,7 @@ def test_gradient_descent_rate() -> None:
     worst = 0.0
     for curvature in CURVATURES.tolist():
         oracle = lambda point, c=curvature: -gamma * c * point  # noqa: E731
-        s = Substep(turn, oracle, Values({}), None).take(State(torch.ones(1, dtype=torch.float64)))
+        s = Substep(turn, oracle, Values({"step": 1.0}), None).take(State(torch.ones(1, dtype=torch.float64)))
         worst = max(worst, s.x.abs().item())
     assert worst == pytest.approx((KAPPA - 1) / (KAPPA + 1), abs=1e-12)
 

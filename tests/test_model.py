@@ -13,11 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import stepformer as sf
 from helpers import shake, tiny, tokens
 from stepformer.memory import estimate_memory
-from stepformer.oracles.attention import SoftmaxAttention, rotate
 from stepformer.oracles.mlp import MLP
+from stepformer.oracles.softmax import SoftmaxAttention, rotate
 from stepformer.roles import declare, named_roles
 from stepformer.schemes.matrix_functions import inverse_square_root, newton_schulz
 
+INTEGRATORS = ("presymp-euler", "exp-euler", "conformal-euler", "ab2", "etd-ab2")  # those with friction
 COUNTS = {  # as published; counted by hand from the equations where the papers are silent
     "vanilla": 124_373_760,
     "yurii": 163_812_168,
@@ -39,12 +40,28 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
     **{f"imex-ln-k{k}-{order}": 163_812_156 for k in (1, 2) for order in ("ama", "mam")},
     "verlet-ama": 163_812_156,
     "verlet-mam": 163_812_156,
+    # By hand, d = 768, 12 layers: one pair of tables 39,419,904; per layer MLP 8 d^2, norms d each, and attention
+    # W_Q, W_K, C (Hamiltonian), A, V (linear) or 4 d^2; gainless norms have none. Coefficients per layer: h_x, h_y,
+    # mu, beta, gamma and alpha, or c_log and c_lin; h of linear attention; r and keep per head; a map r of d x heads.
+    "symp-plain-euler": 117_314_376,
+    **{f"symp-{name}": 117_314_388 for name in INTEGRATORS},
+    "linear": 110_217_996,
+    "linear-yurii": 149_656_404,
+    "linear-symp-plain-euler": 149_656_392,
+    **{f"linear-symp-{name}": 149_656_404 for name in INTEGRATORS},
+    "entropy": 124_354_560,
+    "entropy-head": 124_354_704,
+    "entropy-token": 124_465_296,
+    "entropy-floor": 124_354_560,
+    "kl": 124_354_560,
+    "kl-previous": 124_354_560,
+    "kl-carried": 124_354_704,
 }
 
 
 def test_counts_cover_the_catalogue() -> None:
     assert {sf.preset(name).name for name in COUNTS} == set(sf.presets())
-    assert len(sf.presets()) == 26
+    assert len(sf.presets()) == 47
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from stepformer.config import ModelConfig
 from stepformer.oracles import Call, attentions, make_norm, mlps
-from stepformer.schemes import State, Substep, splittings, templates
-from stepformer.schemes.coefficients import CoefficientBank
+from stepformer.schemes import State, Substep, free, splittings, templates, unit
+from stepformer.schemes.coefficients import Coefficient, CoefficientBank
+from stepformer.schemes.hamiltonian import Fields
+
+VALUE_MIX = 0.5  # lambda of the value residual, fixed or at its start
 
 
 class Block(nn.Module):
@@ -22,6 +25,7 @@ class Block(nn.Module):
         self.template = templates[config.template].component(
             config.n_head, config.head_dim, **config.options_of("template")
         )
+        self.template.first, self.template.last = layer == 0, layer == config.n_layer - 1
         self.splitting = splittings[config.splitting].component(
             layer=layer, n_layer=config.n_layer, **config.options_of("splitting")
         )
@@ -39,16 +43,39 @@ class Block(nn.Module):
 
         turns = self.splitting.oracles
         self.coefficients = CoefficientBank(
-            {**self.template.coefficients, **self.splitting.coefficients}, tuple(turns), self.splitting.shares
+            {turn: {**self.template.coefficients_of(turn), **self.splitting.coefficients} for turn in turns},
+            self.splitting.shares,
+            {turn: self.template.constants_of(turn) for turn in turns},
         )
-        self.norm_keys = self.splitting.norm_keys() if self.template.normalises else {}
+        self.extras = CoefficientBank({"block": _extra_coefficients(config)})
+        self.embedding_skip, self.value_residual = config.embedding_skip, config.value_residual
+        keys = self.splitting.norm_keys()
+        self.norm_keys = {turn: key for turn, key in keys.items() if self.template.normalises_in(turn)}
         self.aux_norms = nn.ModuleDict(
             {key: nn.LayerNorm(d, eps=eps, bias=False) for key in dict.fromkeys(self.norm_keys.values())}
         )
         self.aux_norm_gain = config.aux_norm_gain
-        self.unused = frozenset(name for turn in self.splitting.idle() for name in self._owned_by(turn))
+        self.unused = self._find_unused(config)
         for name in self.unused:
             self.get_parameter(name).requires_grad_(False)
+
+    def _find_unused(self, config: ModelConfig) -> frozenset[str]:
+        """Names of the parameters that cannot reach the logits in this block."""
+        calls = self.splitting.calls()["attn"]
+        alone = self.template.first and calls == 1  # the model's first and this block's only attention call
+        parts = [*self.template.unused(config)]
+        parts += [f"attn.{name}" for name in self.attn.unused(first=self.template.first, calls=calls)]
+        parts += ["extras.lambda_v"] if alone and "lambda_v" in self.extras.specs else []
+        names = {name for turn in self.splitting.idle() for name in self._owned_by(turn)}
+        for part in parts:
+            found = {name for name, _ in self.named_parameters() if f"{name}.".startswith(f"{part}.")}
+            names |= found
+        return frozenset(names)
+
+    def banks(self) -> list[CoefficientBank]:
+        """All learned scalars of the layer: the template's and splitting's, the extras', the attention's."""
+        own = getattr(self.attn, "coefficients", None)
+        return [self.coefficients, self.extras, *([own] if isinstance(own, CoefficientBank) else [])]
 
     def _owned_by(self, turn: str) -> list[str]:
         """Names of the parameters that this turn alone uses."""
@@ -74,17 +101,35 @@ class Block(nn.Module):
         assert answer is not None
         return answer
 
+    def fields_at(self, point: Tensor, y: Tensor, *, call: Call) -> Fields:
+        """The fields of a Hamiltonian attention at a point and a momentum, both (B, T, d)."""
+        return self.attn.fields(self.attn_norm(point), y, call)
+
     def forward(self, s: State, call: Call, plain: bool = False) -> State:
         """One step of the template; with `plain`, the ordinary residual block (hybrid inference)."""
-        call = replace(call, used=0)  # its own count of attention calls, also when checkpointing runs it twice
-        if plain:
-            return self.residual(s, call)
+        # Its own count of attention calls and its own memory, also when checkpointing runs it twice.
+        call = replace(call, used=0, memory=dict(s.memory), value_mix=self.value_mix())
+        if self.embedding_skip:
+            x, x0 = self.extras.value("skip_x"), self.extras.value("skip_x0")
+            s = s.replace(x=x * s.x + x0 * s.memory["x0"])
+        s = self.residual(s, call) if plain else self.splitting.step(self.turns(call), s)
+        return State(s.x, s.streams, call.memory)
+
+    def turns(self, call: Call) -> dict[str, Substep]:
+        """The template bound to what each turn uses."""
         values = self.coefficients.values()
         turns = {}
         for turn, oracles in self.splitting.oracles.items():
-            norm = self.aux_norms[self.norm_keys[turn]] if self.norm_keys else None
-            turns[turn] = Substep(self.template, partial(self.ask, oracles, call=call), values[turn], norm)
-        return self.splitting.step(turns, s)
+            norm = self.aux_norms[self.norm_keys[turn]] if turn in self.norm_keys else None
+            fields = partial(self.fields_at, call=call) if self.attn.has_fields and "attn" in oracles else None
+            turns[turn] = Substep(self.template, partial(self.ask, oracles, call=call), values[turn], norm, fields)
+        return turns
+
+    def value_mix(self) -> Tensor | float | None:
+        """lambda of the value residual in this layer; None without one."""
+        if self.value_residual == "off":
+            return None
+        return VALUE_MIX if self.value_residual == "fixed" else self.extras.value("lambda_v")
 
     def residual(self, s: State, call: Call) -> State:
         """The ordinary residual block with this layer's oracles; streams pass through."""
@@ -92,3 +137,14 @@ class Block(nn.Module):
         for oracle in ("attn", "mlp"):
             x = x + self.ask((oracle,), x, call=call)
         return s.replace(x=x)
+
+
+def _extra_coefficients(config: ModelConfig) -> dict[str, Coefficient]:
+    """Learned scalars of the value residual and the embedding skip."""
+    extras: dict[str, Coefficient] = {}
+    if config.value_residual in ("free", "unit"):
+        extras["lambda_v"] = (free if config.value_residual == "free" else unit)(VALUE_MIX, "mix")
+    if config.embedding_skip:
+        extras["skip_x"] = free(1 - config.embedding_skip_start, "mix")
+        extras["skip_x0"] = free(config.embedding_skip_start, "mix")
+    return extras

@@ -1,4 +1,4 @@
-"""Named presets and sizes: one table that drives the command line, the docs, the audit and the tests."""
+"""Named presets and sizes: what drives the command line, the docs, the audit and the tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepformer import architectures
 from stepformer.config import ModelConfig, merge, read_toml
 from stepformer.errors import ConfigError, StepformerError, UnknownNameError, suggestion
 from stepformer.oracles import attentions, mlps
@@ -56,7 +57,6 @@ class Preset:
 
 
 OTHER_SECTIONS = ("data", "optim", "train", "recipe")  # of a run's file; a model alone does not read them
-YURII, STREAMS = "zimin2026yuriiformer", "gai2026momentum"
 _PRESETS: dict[str, Preset] = {}
 _ALIASES: dict[str, str] = {}
 
@@ -78,106 +78,7 @@ def register_preset(
     _ALIASES.update(dict.fromkeys((name, *aliases), name))
 
 
-def _catalogue() -> None:
-    def yurii(name: str, best: str, equation: str, *, aliases: tuple[str, ...] = (), **settings: Any) -> None:
-        published = f"TinyStories best validation loss {best}"
-        register_preset(name, equation=equation, cite=YURII, aliases=aliases, published=published, **settings)
-
-    def streams(name: str, equation: str, *, aliases: tuple[str, ...] = (), **settings: Any) -> None:
-        register_preset(name, equation=equation, cite=STREAMS, aliases=aliases, **settings)
-
-    # A = Attn(LN .), M = MLP(LN .); LN_v is the velocity norm, LN_u the update norm.
-    yurii("gd-euler", "1.107", "x' = x + A(x) + M(x)", template="gd", splitting="parallel")
-    yurii("gd-lie-trotter", "1.106", "x += A(x); x += M(x)", template="gd", aliases=("vanilla",))
-    yurii(
-        "polyak-euler",
-        "1.099",
-        "v' = LN_v(beta v + gamma (A(x) + M(x))); x' = x + v'",
-        template="heavy-ball",
-        splitting="parallel",
-    )
-    yurii(
-        "polyak-lie-trotter",
-        "1.083",
-        "for O in A, M: v = LN_v(beta v + gamma O(x)); x += v",
-        template="heavy-ball",
-        aliases=("hb",),
-    )
-    yurii(
-        "nesterov-euler",
-        "1.101",
-        "z = x + mu v; v' = LN_v(beta v + gamma (A(z) + M(z))); x' = x + v'",
-        template="nesterov",
-        splitting="parallel",
-    )
-    yurii(
-        "nesterov-lie-trotter",
-        "1.078",
-        "for O in A, M: v = LN_v(beta v + gamma O(x + mu v)); x += v",
-        template="nesterov",
-        aliases=("yurii",),
-    )
-    yurii(
-        "symplectic-euler",
-        "1.080",
-        "v = LN_v(beta v - gamma A(x + mu v)); x += delta v; v = LN_v(beta v - gamma' M(x + mu v))",
-        template="nesterov",
-        splitting="symplectic-euler",
-    )
-    best = {
-        ("once", 1): ("1.086", "1.083"),
-        ("every", 1): ("1.078", "1.112"),
-        ("once", 2): ("1.078", "1.081"),
-        ("every", 2): ("1.070", "1.097"),
-    }
-    for k in (1, 2):
-        for norm in ("once", "every"):
-            for order, value in zip(("ama", "mam"), best[norm, k], strict=True):
-                a, m = ("A", "M") if order == "ama" else ("M", "A")
-                n = "LN_v" if norm == "every" else ""
-                end = "x' = x + V'" if norm == "every" else "V' = LN_v(V'); x' = x + V'"
-                refine = f"{n}(beta V + gamma' {m}(x + mu' V))" if k == 1 else f"{n}(beta V + gamma' {m}(x + mu' V'))"
-                refine = f"V' = {refine}" if k == 1 else f"V' = V; {k} times V' = {refine}"
-                yurii(
-                    f"imex{'-ln' if norm == 'every' else ''}-k{k}-{order}",
-                    value,
-                    f"V = {n}(beta v + gamma {a}(x + mu v)); {refine}; {end}",
-                    template="nesterov",
-                    splitting="imex",
-                    order=order,
-                    k=k,
-                    velocity_norm=norm,
-                )
-    for order, value in (("ama", "1.074"), ("mam", "1.077")):
-        turns = "A/2, M, A/2" if order == "ama" else "M/2, A, M/2"
-        yurii(
-            f"verlet-{order}",
-            value,
-            f"for O in {turns}: v = LN_v(beta v + gamma O(x + mu v)); x += v",
-            template="nesterov",
-            splitting="strang",
-            order=order,
-        )
-
-    tmm = "for O in A, M: v = LN_v(beta v + gamma O(x + mu v)); x += nu v"
-    streams("tmm", tmm, template="triple-momentum", aliases=("tmm-lie-trotter",))
-    streams("tmm-zero", f"{tmm}; v_0 = 0", template="triple-momentum", aux_init="zero")
-    moments = "m = beta1 m + (1-beta1) g; s = beta2 s + (1-beta2) g g"
-    streams("adam", f"g = O(x); {moments}; x += gamma LN_u(m / (sqrt s + eps))", template="adam")
-    streams("adamw", f"g = O(x); {moments}; x = (1-lambda) x + gamma LN_u(m / (sqrt s + eps))", template="adamw")
-    streams(
-        "rmsprop",
-        "g = O(x); s = beta2 s + (1-beta2) g g; x += gamma LN_u(g / (sqrt s + eps))",
-        template="rmsprop",
-    )
-    streams("muon", "m = beta m + (1-beta) O(x); x += gamma LN_u(NS5(m))", template="muon")
-    streams("ortho", "x += gamma LN_u(NS5(O(x)))", template="ortho")
-    covariance = "G = O(x); R = betaR R + (1-betaR) G^T G"
-    streams("soap", f"{covariance}; m = beta1 m + (1-beta1) G; x += gamma LN_u(m R^(-1/2))", template="soap")
-    streams("shampoo", f"{covariance}; x += gamma LN_u(G R^(-1/2))", template="shampoo")
-
-
-_catalogue()
+architectures.register_all(register_preset)
 
 
 def presets(pattern: str = "*") -> list[str]:
@@ -193,7 +94,7 @@ def preset(name: str) -> Preset:
         return _PRESETS[_ALIASES[name]]
     if name in templates:
         entry = templates[name]
-        return Preset(entry.name, {"template": entry.name}, entry.equation, "")
+        return Preset(entry.name, {"template": entry.name, **entry.component.goes_with}, entry.equation, "")
     known = [*_ALIASES, *(e.name for e in templates)]
     raise UnknownNameError(f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them.")
 
@@ -302,6 +203,11 @@ def citations(config: ModelConfig) -> list[str]:
     ):
         keys += [key for key in registry[name].cite if key not in keys]
     keys.append("ba2016layer" if config.norm == "layernorm" else "zhang2019root")
-    if config.positions == "rotary":
-        keys.append("su2024roformer")
-    return keys
+    extras = {
+        "su2024roformer": config.positions == "rotary",
+        "zhou2025value": config.value_residual != "off",
+        "shortcuts": config.embedding_skip,
+        "gemma2024gemma": config.logit_softcap is not None,
+        "henry2020query": config.options.get("qk_norm", False),
+    }
+    return keys + [key for key, used in extras.items() if used and key not in keys]

@@ -55,6 +55,15 @@ class ModelConfig:
     bias: bool = setting(False, "biases in linear maps and norms (imported GPT-2 weights need them)")
     aux_init: Literal["embed", "zero"] = setting("embed", "auxiliary streams start from own tables, or at zero")
     aux_norm_gain: float = setting(1.0, "initial gain of the auxiliary norms LN_v and LN_u")
+    value_residual: Literal["off", "fixed", "free", "unit"] = setting(
+        "off", "values mix with those of the first layer: half and half, or by a learned lambda (unit: in (0, 1))"
+    )
+    embedding_skip: bool = setting(False, "before each layer x becomes a learned mix of itself and the embedding")
+    embedding_skip_start: float = setting(0.0, "initial share of the embedding in that mix")
+    logit_softcap: float | None = setting(None, "logits become c tanh(logits / c) with this c (default: none)")
+    document_separator: int | None = setting(
+        None, "token id that begins a document; attention stays inside documents (default: they see each other)"
+    )
     activation_checkpointing: bool = setting(False, "recompute each block in the backward pass to save memory")
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -120,11 +129,13 @@ class ModelConfig:
         the library later leaves old hashes alone. What does not change the function does not enter: how it is
         computed, which ids are sampled, and settings of streams and norms that the template does not have.
         """
-        left_out = {"activation_checkpointing", "attention_backend", "real_vocab"}
+        left_out = {"activation_checkpointing", "attention_backend", "real_vocab", "chunk", "query_chunk"}
+        if not self.embedding_skip:
+            left_out.add("embedding_skip_start")
         template = templates[self.template].component
         if not any(stream.start == "embed" for stream in template.streams.values()):
             left_out.add("aux_init")
-        if template.normalises is None:
+        if template.normalises is None and not template.integrates:
             left_out.add("aux_norm_gain")
         values = {k: v for k, v in self.to_dict().items() if k not in left_out}
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
@@ -189,7 +200,18 @@ def _problems(config: ModelConfig) -> list[str]:
     if not (unknown_component or option_problems or wrong):
         refusals = [registry[getattr(config, kind)].component.refusal(config) for kind, registry in _COMPONENTS.items()]
         problems += [sentence for sentence in refusals if sentence]
+        problems += _extra_problems(config)
     return problems
+
+
+def _extra_problems(config: ModelConfig) -> list[str]:
+    """Extras that the chosen components cannot take."""
+    if config.value_residual != "off" and not attentions[config.attention].component.has_values:
+        return [
+            f"value_residual = '{config.value_residual}' mixes values, and attention '{config.attention}' has none: "
+            "leave it off, or use another attention."
+        ]
+    return []
 
 
 def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
@@ -200,9 +222,16 @@ def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
         if key not in wrong and value is not None and value < 1:
             problems.append(f"{key} = {value} should be at least 1.")
             wrong = wrong | {key}
-    for key in ("norm_eps", "aux_norm_gain"):
-        if key not in wrong and not 0 < getattr(config, key) < math.inf:
-            problems.append(f"{key} = {getattr(config, key)} should be above 0 and finite.")
+    for key in ("norm_eps", "aux_norm_gain", "logit_softcap"):
+        value = getattr(config, key)
+        if key not in wrong and value is not None and not 0 < value < math.inf:
+            problems.append(f"{key} = {value} should be above 0 and finite.")
+    if "embedding_skip_start" not in wrong and not math.isfinite(config.embedding_skip_start):
+        problems.append(f"embedding_skip_start = {config.embedding_skip_start} should be finite.")
+    separator = config.document_separator
+    known = not wrong & {"document_separator", "vocab_size"}
+    if known and separator is not None and not 0 <= separator < config.vocab_size:
+        problems.append(f"document_separator = {separator} is no id of a vocabulary of {config.vocab_size}.")
     real = config.real_vocab
     if not wrong & {"real_vocab", "vocab_size"} and real is not None and not 1 <= real <= config.vocab_size:
         problems.append(f"real_vocab = {real} should lie between 1 and vocab_size = {config.vocab_size}.")

@@ -78,7 +78,7 @@ def estimate_memory(
     trained = sum(4 * n for n, requires_grad in weights.values() if requires_grad)
     block = Model(config.replace(n_layer=1), device="meta").blocks[0]
     slot = block.attn.new_slot(batch, config.context, torch.device("meta"), autocast or torch.float32)
-    per_call = sum(t.numel() * t.element_size() for t in vars(slot).values() if isinstance(t, Tensor))
+    per_call = sum(t.numel() * t.element_size() for t in slot.tensors())
     return MemoryEstimate(
         parameters=parameters,
         gradients=trained,
@@ -99,7 +99,7 @@ def _saved_bytes(config: ModelConfig, batch: int, time: int, autocast: torch.dty
         return t
 
     def count_state(block: Block, args: tuple[State, Any]) -> None:
-        for t in (args[0].x, *args[0].streams.values()):
+        for t in (args[0].x, *args[0].streams.values(), *args[0].memory.values()):
             count(t)
 
     model = Model(config, device="meta")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from stepformer.block import Block
 from stepformer.config import ModelConfig
 from stepformer.errors import InputError, StepformerError, suggestion
-from stepformer.oracles import Cache, Call, make_norm
+from stepformer.oracles import Cache, fresh_call, make_norm
 from stepformer.roles import Role, named_roles
 from stepformer.schemes import State, templates
 
@@ -76,13 +76,13 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.plain_layers: frozenset[int] = frozenset()
-        streams = templates[config.template].component.streams
-        self.starts = {name: stream.start for name, stream in streams.items()}
         with torch.device("meta"):  # allocated and drawn once, in reset_parameters
             self.embed = Tables(config)
+            blocks = Blocks(Block(config, layer=i) for i in range(config.n_layer))
+            self.starts = {name: stream.start for name, stream in blocks[0].template.streams.items()}
             tabled = [name for name, start in self.starts.items() if start == "embed" and config.aux_init == "embed"]
             self.aux_embed = nn.ModuleDict({name: Tables(config) for name in tabled})
-            self.blocks = Blocks(Block(config, layer=i) for i in range(config.n_layer))
+            self.blocks = blocks
             self.final_norm = make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type == "cuda" and not torch.cuda.is_available():
@@ -112,6 +112,7 @@ class Model(nn.Module):
             f"blocks.{i}.{oracle}.{getattr(block, oracle).output_map}.weight"
             for i, block in enumerate(self.blocks)
             for oracle in ("attn", "mlp")
+            if getattr(block, oracle).output_map is not None
         }
         for name, parameter, role in named_roles(self):
             if role is Role.NORM:
@@ -149,8 +150,17 @@ class Model(nn.Module):
         return sum(p.numel() for n, p in self.named_parameters() if not any(f"{w}." in n for w in left_out))
 
     def coefficients(self) -> list[dict[str, float]]:
-        """Current values of the learned coefficients, one dictionary per layer."""
-        return [{k: b.coefficients.value(k).item() for k in b.coefficients.specs} for b in self.blocks]
+        """Current values of the learned coefficients, one dictionary per layer; `r[3]` is that of head 3."""
+        layers: list[dict[str, float]] = []
+        for block in self.blocks:
+            values: dict[str, float] = {}
+            for bank in block.banks():
+                for key, spec in bank.specs.items():
+                    numbers = bank.value(key).tolist()
+                    names = [key] if spec.size == 1 else [f"{key}[{i}]" for i in range(spec.size)]
+                    values.update(zip(names, numbers, strict=True))
+            layers.append(values)
+        return layers
 
     def pin_coefficients(self, layer: int | None = None, **values: float | Tensor) -> None:
         """Replace mapped coefficient values, e.g. `pin_coefficients(mu=0.0)` or `(layer=3, nu_attn=0.5)`.
@@ -160,13 +170,14 @@ class Model(nn.Module):
         """
         blocks = list(self.blocks) if layer is None else [self.blocks[layer]]
         for word, value in values.items():
-            if not sum(block.coefficients.pin(word, value) for block in blocks):
-                known = blocks[0].coefficients.names()
+            if not sum(bank.pin(word, value) for block in blocks for bank in block.banks()):
+                known = [name for bank in blocks[0].banks() for name in bank.names()]
                 raise InputError(f"There is no coefficient '{word}' here.{suggestion(word, known)}")
 
     def unpin_coefficients(self) -> None:
         for block in self.blocks:
-            block.coefficients.pinned.clear()
+            for bank in block.banks():
+                bank.pinned.clear()
 
     def start(self, tokens: Tensor, positions: Tensor) -> State:
         """The state before the first layer: token embedding, and each auxiliary stream at its start."""
@@ -176,6 +187,9 @@ class Model(nn.Module):
             if start == "embed":
                 has_table = name in self.aux_embed
                 streams[name] = self.aux_embed[name](tokens, positions) if has_table else torch.zeros_like(x)
+            elif isinstance(start, float):
+                wide = torch.promote_types(x.dtype, torch.float32)
+                streams[name] = torch.full((1,), start, dtype=wide, device=x.device)
             elif start == "zero":
                 streams[name] = torch.zeros_like(x)
             elif start == "ones":
@@ -183,11 +197,37 @@ class Model(nn.Module):
             else:
                 eye = torch.eye(self.config.head_dim, dtype=x.dtype, device=x.device)
                 streams[name] = eye.expand(*x.shape[:2], -1, -1)
-        return State(x, streams)
+        return State(x, streams, {"x0": x} if self.config.embedding_skip else {})
 
     def head(self, x: Tensor) -> Tensor:
-        """Logits (B, T, V) from the last x: final norm and the token table."""
-        return F.linear(self.final_norm(x), self.embed.tok_emb.weight)
+        """Logits (B, T, V) from the last x: final norm, the token table and, if there is one, the soft cap."""
+        logits = F.linear(self.final_norm(x), self.embed.tok_emb.weight)
+        cap = self.config.logit_softcap
+        if cap is None:
+            return logits
+        wide = logits if logits.dtype == torch.float64 else logits.float()  # bf16 has no room between 29.9 and 30
+        return cap * torch.tanh(wide / cap)
+
+    @torch.no_grad()
+    def observe(self, tokens: Tensor) -> list[dict[str, list[Tensor]]]:
+        """What the oracles report about themselves on tokens (B, T): one dictionary per layer, in order of the calls.
+
+        Constrained attention reports the share of rows with an unreachable target and the inverse temperatures,
+        Hamiltonian attention the share of scores beyond their bound.
+        """
+        self._check(tokens, None, None, None, False)
+        call = fresh_call(tokens.long(), None, self.config.document_separator)
+        s = self.start(tokens.long(), call.positions)
+        layers: list[dict[str, list[Tensor]]] = []
+        for i, block in enumerate(self.blocks):
+            seen: dict[str, list[Tensor]] = {}
+
+            def note(name: str, value: Tensor, seen: dict[str, list[Tensor]] = seen) -> None:
+                seen.setdefault(name, []).append(value)
+
+            s = block(s, replace(call, observe=note), i in self.plain_layers)
+            layers.append(seen)
+        return layers
 
     def forward(
         self,
@@ -211,10 +251,8 @@ class Model(nn.Module):
     def _forward(
         self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, lengths: Tensor | None, last_only: bool
     ) -> Output:
-        if cache is None:
-            call = Call(torch.arange(tokens.shape[1], device=tokens.device), lengths=lengths)
-        else:
-            call = cache.call(tokens, lengths)
+        separator = self.config.document_separator
+        call = fresh_call(tokens, lengths, separator) if cache is None else cache.call(tokens, lengths, separator)
         s = self.start(tokens, call.positions)
         checkpointing = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
@@ -223,7 +261,7 @@ class Model(nn.Module):
             plain = i in self.plain_layers
             s = checkpoint(block, s, call, plain, use_reentrant=False) if checkpointing else block(s, call, plain)
         if cache is not None:
-            cache.advance(tokens.shape[1], lengths)
+            cache.advance(call, tokens.shape[1])
         x = s.x
         if last_only:
             x = x[:, -1:] if lengths is None else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
@@ -299,10 +337,30 @@ class Model(nn.Module):
         stop: int | Collection[int] | None = None,
         seed: int | None = None,
         on_context_end: Literal["stop", "slide"] = "stop",
+        beams: int | None = None,
+        length_penalty: float = 1.0,
     ) -> Generation:
-        """Continue one prompt or several of different length; `stepformer.generation.stream` explains the settings."""
+        """Continue one prompt or several of different length; `stepformer.generation.stream` explains the settings.
+
+        With `beams` nothing is drawn: each prompt gets its best continuation by beam search (`stepformer.beams`).
+        """
+        from stepformer.beams import beam_search
         from stepformer.generation import Generation, stream
 
+        if beams is not None:
+            if temperature != 1.0 or (top_k, top_p, seed) != (None, None, None):
+                raise InputError("Beam search draws nothing: temperature, top_k, top_p and seed do not go with beams.")
+            return beam_search(
+                self,
+                prompts,
+                beams=beams,
+                length_penalty=length_penalty,
+                max_new_tokens=max_new_tokens,
+                stop=stop,
+                on_context_end=on_context_end,
+            )
+        if length_penalty != 1.0:
+            raise InputError(f"length_penalty = {length_penalty} ranks beams: it needs `beams`.")
         result = Generation([], [])
         steps = stream(
             self,

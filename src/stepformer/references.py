@@ -233,3 +233,59 @@ _add(
     volume="568",
     year="2024",
 )
+_add(
+    "stein2026sympformer",
+    "misc",
+    author="Stein, Viktor and Li, Wuchen and Steidl, Gabriele",
+    title="{SympFormer}: Accelerated attention blocks via Inertial Dynamics on Density Manifolds",
+    year="2026",
+    eprint="2603.16535",
+    archivePrefix="arXiv",
+)
+_add(
+    "cox2002exponential",
+    "article",
+    author="Cox, Steven M. and Matthews, Paul C.",
+    title="Exponential Time Differencing for Stiff Systems",
+    journal="Journal of Computational Physics",
+    volume="176",
+    year="2002",
+)
+_add(
+    "constrained-transformers",
+    "misc",
+    title="Transformers as Constrained Optimization",
+    note="Post, CC BY 4.0; its text names no author and no year",
+)
+_add(
+    "shortcuts",
+    "misc",
+    title="Efficient Training of Transformer Models Through Architectural Shortcuts and Optimized Momentum Scheduling",
+    note="Manuscript; its text names no author and no year",
+)
+_add(
+    "zhou2025value",
+    "misc",
+    author="Zhou, Zhanchao and Wu, Tianyi and Jiang, Zhiyun and Obeid, Fares and Lan, Zhenzhong",
+    title="Value Residual Learning",
+    year="2024",
+    eprint="2410.17897",
+    archivePrefix="arXiv",
+)
+_add(
+    "gemma2024gemma",
+    "misc",
+    author="{Gemma Team}",
+    title="Gemma 2: Improving Open Language Models at a Practical Size",
+    year="2024",
+    eprint="2408.00118",
+    archivePrefix="arXiv",
+)
+_add(
+    "henry2020query",
+    "inproceedings",
+    author="Henry, Alex and Dachapally, Prudhvi Raj and Pawar, Shubham and Chen, Yuxuan",
+    title="Query-Key Normalization for Transformers",
+    booktitle="Findings of EMNLP",
+    year="2020",
+)

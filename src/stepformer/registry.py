@@ -18,6 +18,7 @@ class Component:
 
     name: str = ""
     options: Mapping[str, Option] = {}
+    exact_gradient: Mapping[str, Any] = {}  # options under which no gradient is stopped on purpose, for the audit
 
     @classmethod
     def refusal(cls, config: ModelConfig) -> str | None:

@@ -107,7 +107,9 @@ def run_list(args: argparse.Namespace) -> int:
     width = max(map(len, names))
     for row, name in zip(rows, names, strict=True):
         calls = _calls(row.config)
-        what = f"{row.config.template} x {row.config.splitting}, {calls['attn']}+{calls['mlp']} oracle calls"
+        parts = [row.config.template, row.config.splitting]
+        parts += [row.config.attention] if row.config.attention != "softmax" else []
+        what = f"{' x '.join(parts)}, {calls['attn']}+{calls['mlp']} oracle calls"
         out.print(f"[bold]{name:<{width}}[/bold]  {what}", soft_wrap=True)
         out.print(f"    {row.equation}", soft_wrap=True, markup=False)
     return 0
@@ -119,6 +121,7 @@ def _row(row: Preset) -> dict[str, Any]:
         "aliases": list(row.aliases),
         "template": row.config.template,
         "splitting": row.config.splitting,
+        "attention": row.config.attention,
         "settings": dict(row.settings),
         "equation": row.equation,
         "calls": _calls(row.config),
@@ -137,8 +140,14 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     block = model.blocks[0]
     row = preset_of(config)
     coefficients = [
-        {"name": key, "range": spec.interval, "start": spec.start, "kind": spec.kind}
-        for key, spec in block.coefficients.specs.items()
+        {
+            "name": key if spec.size == 1 else f"{key} (per head)",
+            "range": spec.interval,
+            "start": spec.start,
+            "kind": spec.kind,
+        }
+        for bank in block.banks()
+        for key, spec in bank.specs.items()
     ]
     streams = {
         name: {"start": _start(config, stream.start), "meaning": stream.meaning}
@@ -178,10 +187,12 @@ def _has_size(config: ModelConfig, size: str) -> bool:
     return all(getattr(config, key) == value for key, value in SIZES[size].items())
 
 
-def _start(config: ModelConfig, start: str) -> str:
+def _start(config: ModelConfig, start: str | float) -> str:
+    if isinstance(start, float):
+        return f"{start:g}, one number for all tokens"
     if start == "embed":
         return "zero" if config.aux_init == "zero" else "own token and position tables"
-    return {"ones": "all ones", "identity": "identity matrices"}[start]
+    return {"ones": "all ones", "zero": "zero", "identity": "identity matrices"}[start]
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -215,8 +226,8 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
     table.add_row(f"template {config.template}", escape(f"{equations['template']}{own}"))
     table.add_row(f"splitting {config.splitting}", escape(equations["splitting"]))
     norm = "LN" if config.norm == "layernorm" else "RMSNorm"
-    table.add_row(f"attention {config.attention}", escape(f"{equations['attention']};  z = {norm}(point)"))
-    table.add_row(f"MLP {config.mlp}", escape(f"{equations['mlp']};  z = {norm}(point)"))
+    table.add_row(f"attention {config.attention}", escape(f"{equations['attention']};  u = {norm}(point)"))
+    table.add_row(f"MLP {config.mlp}", escape(f"{equations['mlp']};  u = {norm}(point)"))
     calls = facts["calls"]
     table.add_row("oracle calls", f"{calls['attn']} attention + {calls['mlp']} MLP per layer")
     for name, stream in facts["streams"].items():

@@ -32,10 +32,10 @@ from stepformer.catalogue import model_config, preset_of
 from stepformer.config import ModelConfig
 from stepformer.errors import ConfigError, InputError, StepformerError
 from stepformer.model import Model
-from stepformer.oracles import Call
+from stepformer.oracles import attentions, fresh_call, mlps
 from stepformer.plugins import import_file
 from stepformer.roles import Role
-from stepformer.schemes import templates
+from stepformer.schemes import splittings, templates
 
 GEOMETRY = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 16, "vocab_size": 16}
 
@@ -156,17 +156,19 @@ def _builds(config: ModelConfig, name: str, seed: int) -> tuple[bool, str]:
         return False, f"template '{config.template}' states no equation"
     model = shaken(config, seed)
     tokens = _tokens(config, seed)
-    call = Call(torch.arange(config.context))
+    call = fresh_call(tokens)
     s = model.start(tokens, call.positions)
     block = model.blocks[0]
     for turn, values in block.coefficients.values().items():
+        if block.template.integrates and turn == "attn":
+            continue  # the integrator takes this turn as a whole
         g = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(seed), dtype=s.x.dtype)
         inputs = {"x": s.x, **s.streams, "g": g}
         before = {key: (t, t._version) for key, t in inputs.items()}
         kicked = block.template.kick(s, values, g)
         if kicked.x is not s.x:
             return False, f"kick() moves x (turn '{turn}'); only drift() may"
-        norm = block.aux_norms[block.norm_keys[turn]] if block.norm_keys else torch.nn.Identity()
+        norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else torch.nn.Identity()
         block.template.drift(block.template.normalise(kicked, norm), values)
         changed = [key for key, (t, version) in before.items() if t._version != version]
         if changed:
@@ -301,16 +303,52 @@ def _gradients_reach(config: ModelConfig, seed: int) -> tuple[bool, str]:
 
 
 def _equations(config: ModelConfig, seed: int, transcription: Transcription | None) -> tuple[bool, str]:
-    model = shaken(config, seed)
     tokens = _tokens(config, seed)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    worst = _against_differences(_without_stops(config), seed, inputs, targets)
+    if not worst <= DIFFERENCE_TOLERANCE:
+        return False, f"gradients differ from finite differences by {worst:.1e} of the largest"
+
+    model = shaken(config, seed)
+    independent = transcription(model, inputs) if transcription else None
+    if independent is None:
+        return True, f"fd {worst:.0e}, not transcribed"
+    used, gradients, largest = _gradients(model, inputs, targets)
+    apart = [_difference(independent, model(inputs).logits) / independent.abs().max().item()]
+    other = torch.nn.functional.cross_entropy(independent.flatten(0, 1), targets.flatten())
+    theirs = torch.autograd.grad(other, list(used.values()), allow_unused=True)
+    for name, gradient in zip(used, theirs, strict=True):
+        if gradient is None:
+            return False, f"the transcription does not use {name}"
+        apart.append(_difference(gradient, gradients[name]) / largest)
+    farthest = _largest(apart)
+    if not farthest <= TRANSCRIPTION_TOLERANCE:
+        return False, f"values or gradients differ from the transcribed equations by {farthest:.1e} of the largest"
+    return True, f"fd {worst:.0e}, tr {farthest:.0e}"
+
+
+def _without_stops(config: ModelConfig) -> ModelConfig:
+    """The same architecture with gradients flowing everywhere, so that finite differences can agree with them."""
+    chosen = (templates[config.template], splittings[config.splitting], attentions[config.attention], mlps[config.mlp])
+    return config.replace(**{key: value for entry in chosen for key, value in entry.component.exact_gradient.items()})
+
+
+def _gradients(
+    model: Model, inputs: Tensor, targets: Tensor
+) -> tuple[dict[str, torch.nn.Parameter], dict[str, Tensor], float]:
+    """The parameters that receive gradients, the gradients, and the largest norm among them."""
     loss = model(inputs, targets).loss
     assert loss is not None
     loss.backward()
     used = {n: p for n, p in model.named_parameters() if p.grad is not None}
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    largest = max(g.norm().item() for g in gradients.values())
+    gradients = {n: p.grad for n, p in used.items() if p.grad is not None}
+    return used, gradients, max(g.norm().item() for g in gradients.values())
 
+
+def _against_differences(config: ModelConfig, seed: int, inputs: Tensor, targets: Tensor) -> float:
+    """Largest disagreement of gradients with central differences along random directions, relative to the largest."""
+    model = shaken(config, seed)
+    used, gradients, largest = _gradients(model, inputs, targets)
     generator = torch.Generator().manual_seed(seed + 3)
     errors, step = [], 1e-5
     probe = copy.deepcopy(model)
@@ -328,24 +366,7 @@ def _equations(config: ModelConfig, seed: int, transcription: Transcription | No
             measured = (values[0] - values[1]) / (2 * step)
             expected = (gradients[name] * direction).sum()
             errors.append(_difference(measured, expected) / largest)
-    worst = _largest(errors)
-    if not worst <= DIFFERENCE_TOLERANCE:
-        return False, f"gradients differ from finite differences by {worst:.1e} of the largest"
-
-    independent = transcription(model, inputs) if transcription else None
-    if independent is None:
-        return True, f"fd {worst:.0e}, not transcribed"
-    apart = [_difference(independent, model(inputs).logits) / independent.abs().max().item()]
-    names, parameters = zip(*used.items(), strict=True)
-    other = torch.nn.functional.cross_entropy(independent.flatten(0, 1), targets.flatten())
-    for name, gradient in zip(names, torch.autograd.grad(other, parameters, allow_unused=True), strict=True):
-        if gradient is None:
-            return False, f"the transcription does not use {name}"
-        apart.append(_difference(gradient, gradients[name]) / largest)
-    farthest = _largest(apart)
-    if not farthest <= TRANSCRIPTION_TOLERANCE:
-        return False, f"values or gradients differ from the transcribed equations by {farthest:.1e} of the largest"
-    return True, f"fd {worst:.0e}, tr {farthest:.0e}"
+    return _largest(errors)
 
 
 def load_transcription(path: str | Path | None = None) -> Transcription | None:

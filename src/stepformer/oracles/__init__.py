@@ -1,7 +1,9 @@
 """Gradient oracles: attention, MLP, their norms and the caches of incremental decoding."""
 
+# Importing a module registers its attentions.
+from stepformer.oracles import constrained, hamiltonian, linear, softmax  # noqa: F401
 from stepformer.oracles.attention import Attention, attentions, register_attention
-from stepformer.oracles.caches import Cache, Call
+from stepformer.oracles.caches import Cache, Call, fresh_call
 from stepformer.oracles.mlp import MLP, mlps, register_mlp
 from stepformer.oracles.norms import make_norm
 
@@ -11,6 +13,7 @@ __all__ = [
     "Cache",
     "Call",
     "attentions",
+    "fresh_call",
     "make_norm",
     "mlps",
     "register_attention",

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from stepformer.options import choice
-from stepformer.oracles.caches import Call, KeyValueSlot, Slot
+from stepformer.oracles.caches import Call, Slot
 from stepformer.registry import Component, Registry
+from stepformer.schemes.hamiltonian import Fields
+
+if TYPE_CHECKING:
+    from stepformer.config import ModelConfig
 
 
 class Attention(Component, nn.Module):
     """An attention oracle: `forward(u, call)` maps normalised tokens (B, T, d) to their update (B, T, d).
 
     It must be causal, and it declares what one call has to remember (`new_slot`) for incremental decoding.
-    Parameters start by their role (`stepformer.roles`); a method `initialise` may set others afterwards.
+    Parameters start by their role (`stepformer.roles`); a method `initialise` may set others afterwards. Learned
+    scalars of its own live in a `CoefficientBank` called `coefficients`.
     """
 
-    output_map = "out"  # its weight starts smaller the deeper the model
+    output_map: str | None = "out"  # its weight starts smaller the deeper the model; None if there is no such map
     stacked: Mapping[str, int] = {}  # weights that hold several matrices (roles.stacked_parts)
+    has_values = False  # whether it gathers values and passes them through `call.mix_values` (value residual)
+    has_fields = False  # whether it is a Hamiltonian attention: `fields` instead of `forward`
+    can_rotate = True  # whether rotary positions have a meaning
+    can_bias = True
+
+    def unused(self, *, first: bool, calls: int) -> tuple[str, ...]:
+        """Parameters that cannot reach the logits in the first block, or when a block calls it so many times."""
+        return ()
 
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Slot:
         raise NotImplementedError(
@@ -32,70 +44,58 @@ class Attention(Component, nn.Module):
     def forward(self, u: Tensor, call: Call) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} does not attend: define forward().")
 
+    def fields(self, u: Tensor, y: Tensor, call: Call) -> Fields:
+        """For a Hamiltonian attention: its velocity and force at normalised tokens u and momenta y (B, T, d)."""
+        raise NotImplementedError(f"{type(self).__name__} has no fields: define fields().")
+
+    @classmethod
+    def refusal(cls, config: ModelConfig) -> str | None:
+        if config.positions == "rotary" and not cls.can_rotate:
+            return f"Attention '{cls.name}' has no queries and keys to rotate: use positions = 'learned'."
+        if config.bias and not cls.can_bias:
+            return f"Attention '{cls.name}' is made of bilinear forms, which a bias would break: use bias = false."
+        return None
+
+    # for Hamiltonian attentions: which parameters do nothing in special places
+
+    @classmethod
+    def forces_at_rest(cls, config: ModelConfig) -> bool:
+        """Whether there is a force where all momenta are zero."""
+        return True
+
+    @classmethod
+    def idle_at_rest(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Parameters without effect while all momenta are zero."""
+        return ()
+
+    @classmethod
+    def idle_without_force(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Parameters that only the force uses."""
+        return ()
+
 
 attentions: Registry[Attention] = Registry("attention", Attention)
 register_attention = attentions.register
 
 
-@register_attention(
-    "softmax",
-    equation="g_i = W_O sum_{j<=i} softmax_j(q_i.k_j / sqrt(head_dim)) W_V z_j;  q = W_Q z, k = W_K z, per head",
-    cite="vaswani2017attention",
-)
-class SoftmaxAttention(Attention):
-    """Causal multi-head softmax attention with a fused projection for queries, keys and values."""
+def over_queries(part: Callable[[slice], Any], queries: int, chunk: int, dim: int) -> Any:
+    """`part(rows)` for consecutive stretches of `chunk` queries, joined along `dim`; 0 means all at once.
 
-    options = {
-        "attention_backend": choice(
-            "sdpa", "math", help="fused kernels, or plain products that are twice differentiable"
-        ),
-    }
-
-    stacked = {"qkv.weight": 3}
-
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, attention_backend: str = "sdpa") -> None:
-        super().__init__()
-        self.n_head, self.head_dim = n_head, d_model // n_head
-        self.rotary, self.backend = rotary, attention_backend
-        self.qkv = nn.Linear(d_model, 3 * d_model, bias=bias)
-        self.out = nn.Linear(d_model, d_model, bias=bias)
-
-    def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> KeyValueSlot:
-        return KeyValueSlot((batch, self.n_head, capacity, self.head_dim), device, dtype)
-
-    def forward(self, u: Tensor, call: Call) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in self.qkv(u).chunk(3, dim=-1))
-        if self.rotary:
-            q, k = rotate(q, call.positions), rotate(k, call.positions)
-        slot = call.next_slot()
-        if isinstance(slot, KeyValueSlot):
-            k, v = slot.extend(k, v, call)
-        # Only a single new token that sees every stored key may do without causal masking.
-        causal = call.mask is None and (q.shape[2] == k.shape[2])
-        attend = attend_math if self.backend == "math" else F.scaled_dot_product_attention
-        gathered = attend(q, k, v, attn_mask=call.mask, is_causal=causal)
-        return self.out(gathered.transpose(1, 2).flatten(-2))
+    Each stretch is computed again in the backward pass, so that no tensor of all queries times all keys exists.
+    `part` returns a tensor or a tuple of tensors.
+    """
+    if chunk == 0 or queries <= chunk:
+        return part(slice(0, queries))
+    parts = []
+    for begin in range(0, queries, chunk):
+        rows = slice(begin, min(begin + chunk, queries))
+        again = torch.is_grad_enabled()
+        parts.append(checkpoint(part, rows, use_reentrant=False) if again else part(rows))
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, dim=dim)
+    return tuple(torch.cat(pieces, dim=dim) for pieces in zip(*parts, strict=True))
 
 
-def attend_math(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v in plain products: it has second derivatives, fused kernels have none."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if is_causal:
-        attn_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    return torch.softmax(scores, dim=-1) @ v
-
-
-def rotate(t: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary: turn the pairs (i, i + head_dim/2) of t (B, H, T, head_dim) by position * base^(-2i/head_dim)."""
-    half = t.shape[-1] // 2
-    # Angles in at least fp32: bf16 cannot tell position 1023 from 1024.
-    wide = torch.promote_types(t.dtype, torch.float32)
-    rates = base ** (-torch.arange(half, device=t.device, dtype=wide) / half)
-    angles = positions[..., None].to(wide) * rates  # (T, half) or (B, T, half)
-    if angles.ndim == 3:
-        angles = angles[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = t[..., :half], t[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(t.dtype)
+def at_least_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors in fp32, or in fp64 if they are."""
+    return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)

@@ -1,4 +1,4 @@
-"""Memory of past tokens for incremental decoding.
+"""Where the tokens of a forward pass stand, and the memory of past tokens for incremental decoding.
 
 Streams live along depth and belong to one token each, so nothing but the attention's own memory has to be kept.
 Every attention *call* owns a slot: a block that asks its attention twice, at two points, has two.
@@ -10,8 +10,8 @@ natural, and padding can neither be seen nor shift anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -25,37 +25,67 @@ class Slot(Protocol):
 
     def select(self, rows: Tensor) -> None: ...
 
+    def tensors(self) -> list[Tensor]: ...
 
-class KeyValueSlot:
-    """Keys and values of one attention call, (B, H, capacity, head_dim)."""
 
-    def __init__(self, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> None:
-        self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+class TokenSlot:
+    """Something of every past token, by name: keys and values, or whatever an attention looks up again.
 
-    def extend(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Store new keys and values (B, H, T, head_dim) at their positions; return all that may be visible."""
-        if call.uniform:
-            self.k[:, :, call.start : call.end] = k
-            self.v[:, :, call.start : call.end] = v
-        else:
-            rows = torch.arange(k.shape[0], device=k.device)[:, None]
-            self.k[rows, :, call.positions] = k.transpose(1, 2)
-            self.v[rows, :, call.positions] = v.transpose(1, 2)
+    `k=(heads, width, dtype)` declares a tensor (B, heads, capacity, width).
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device, **kinds: tuple[int, int, torch.dtype]) -> None:
+        self.stored = {
+            name: torch.zeros(batch, heads, capacity, width, device=device, dtype=dtype)
+            for name, (heads, width, dtype) in kinds.items()
+        }
+
+    def extend(self, call: Call, **new: Tensor) -> tuple[Tensor, ...]:
+        """Store new tensors (B, heads, T, width) at their positions; return all that may be visible."""
+        for name, value in new.items():
+            stored = self.stored[name]
+            if call.uniform:
+                stored[:, :, call.start : call.end] = value
+            else:
+                rows = torch.arange(value.shape[0], device=value.device)[:, None]
+                stored[rows, :, call.positions] = value.transpose(1, 2).to(stored.dtype)
         # .to(): a cache made under autocast may be read outside it
-        return self.k[:, :, : call.end].to(k.dtype), self.v[:, :, : call.end].to(v.dtype)
+        return tuple(self.stored[name][:, :, : call.end].to(value.dtype) for name, value in new.items())
 
     def select(self, rows: Tensor) -> None:
-        self.k, self.v = self.k[rows], self.v[rows]
+        self.stored = {name: tensor[rows] for name, tensor in self.stored.items()}
+
+    def tensors(self) -> list[Tensor]:
+        return list(self.stored.values())
+
+
+class StateSlot:
+    """The running sum of a linear attention call, (B, d, d): the same size however long the text."""
+
+    def __init__(self, batch: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+        wide = torch.promote_types(dtype, torch.float32)  # a sum over all tokens needs the digits
+        self.state = torch.zeros(batch, width, width, device=device, dtype=wide)
+        self.moved: Tensor | None = None  # the same with newer momenta, where an integrator moves with them
+
+    def select(self, rows: Tensor) -> None:
+        self.state = self.state[rows]
+        self.moved = None if self.moved is None else self.moved[rows]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.state] if self.moved is None else [self.state, self.moved]
 
 
 @dataclass
 class Call:
     """Where the tokens of this forward pass stand; what an attention needs to know besides its input.
 
-    positions: (T,) or, when rows differ, (B, T). mask: (B, 1, T, end), True where a key is visible; None means
+    positions: (T,) or, when rows differ, (B, T). mask: (B or 1, 1, T, end), True where a key is visible; None means
     plain causal attention among the new tokens (or, for one new token on rows of equal length, all keys).
     lengths: (B,), how many of each row's tokens are real, when prompts are padded on the right.
+    origins: (B, T), where each token's document begins, if documents do not see each other.
+    memory: what this and shallower layers leave for deeper ones (`State.memory`), to read and to write.
+    value_mix: lambda of the value residual, None without one.
+    observe: called with a name and a tensor by oracles that have something to report.
     """
 
     positions: Tensor
@@ -66,6 +96,10 @@ class Call:
     lengths: Tensor | None = None
     slots: Sequence[Slot] | None = None
     used: int = 0
+    origins: Tensor | None = None
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    value_mix: Tensor | float | None = None
+    observe: Callable[[str, Tensor], None] | None = None
 
     def next_slot(self) -> Slot | None:
         """The cache of the attention call that is about to happen, in execution order within a block."""
@@ -73,6 +107,46 @@ class Call:
             return None
         self.used += 1
         return self.slots[self.used - 1]
+
+    def visible(self, rows: slice = slice(None)) -> Tensor:
+        """True where a query of `rows` sees a key: (T, keys) or (B or 1, 1, T, keys)."""
+        if self.mask is not None:
+            return self.mask[:, :, rows]
+        keys = torch.arange(max(self.end, self.positions.shape[-1]), device=self.positions.device)
+        return keys <= self.positions[rows, None]
+
+    def counts(self) -> Tensor:
+        """How many tokens each token sees, itself included: (T,) or (B, T)."""
+        return self.positions + 1 if self.origins is None else self.positions - self.origins + 1
+
+    def mix_values(self, v: Tensor) -> Tensor:
+        """The value residual: (1 - lambda) v + lambda v_1, v_1 being the values of the model's first call."""
+        if self.value_mix is None:
+            return v
+        if "v1" not in self.memory:
+            self.memory["v1"] = v
+            return v
+        return (1 - self.value_mix) * v + self.value_mix * self.memory["v1"]
+
+
+def fresh_call(tokens: Tensor, lengths: Tensor | None = None, separator: int | None = None) -> Call:
+    """How a forward pass without a cache sees its tokens (B, T)."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    call = Call(positions, end=tokens.shape[1], lengths=lengths)
+    return call if separator is None else within_documents(call, tokens == separator, torch.zeros_like(tokens[:, 0]))
+
+
+def within_documents(call: Call, begins: Tensor, origin: Tensor) -> Call:
+    """The same call with every token confined to its document.
+
+    begins: (B, T), True where a token opens a new document; origin: (B,), where the document before them began.
+    A document is a contiguous stretch, so its first position says all: keys from there to the query are visible.
+    """
+    positions = call.positions.expand(begins.shape)
+    origins = torch.where(begins, positions, origin[:, None]).cummax(dim=1).values
+    keys = torch.arange(max(call.end, begins.shape[1]), device=begins.device)
+    mask = (keys <= positions[..., None]) & (keys >= origins[..., None])
+    return replace(call, mask=mask[:, None], origins=origins)
 
 
 class Cache:
@@ -82,6 +156,7 @@ class Cache:
         self.slots = slots
         self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.origins = torch.zeros_like(self.lengths)  # where each row's current document began
         self.longest = 0  # a Python bound on `lengths`, so that no step asks the device
         self.uniform = True
 
@@ -89,7 +164,7 @@ class Cache:
     def batch(self) -> int:
         return self.lengths.shape[0]
 
-    def call(self, tokens: Tensor, lengths: Tensor | None = None) -> Call:
+    def call(self, tokens: Tensor, lengths: Tensor | None = None, separator: int | None = None) -> Call:
         """How a forward pass over `tokens` (B, T) sees this cache."""
         batch, width = tokens.shape
         if batch != self.batch:
@@ -108,10 +183,15 @@ class Cache:
         else:
             positions = self.lengths[:, None] + steps
             mask = (torch.arange(end, device=tokens.device) <= positions[..., None])[:, None]
-        return Call(positions, mask, start, end, self.uniform, lengths)
+        call = Call(positions, mask, start, end, self.uniform, lengths)
+        return call if separator is None else within_documents(call, tokens == separator, self.origins)
 
-    def advance(self, width: int, lengths: Tensor | None = None) -> None:
+    def advance(self, call: Call, width: int) -> None:
         """Count the tokens just written: `width` in every row, or `lengths[b]` real ones in row b."""
+        lengths = call.lengths
+        if call.origins is not None:
+            ends = torch.full_like(self.lengths, width) if lengths is None else lengths.to(self.lengths.device)
+            self.origins = call.origins.gather(1, ends[:, None] - 1)[:, 0]
         if lengths is None:
             self.lengths += width
         else:
@@ -123,7 +203,7 @@ class Cache:
 
     def select(self, rows: Tensor) -> None:
         """Keep some rows, in this order (beam search, finished prompts)."""
-        self.lengths = self.lengths[rows]
+        self.lengths, self.origins = self.lengths[rows], self.origins[rows]
         self.longest = int(self.lengths.max())
         self.uniform = bool((self.lengths == self.longest).all())
         for layer in self.slots:

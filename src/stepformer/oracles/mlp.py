@@ -41,7 +41,7 @@ mlps: Registry[MLP] = Registry("mlp", MLP)
 register_mlp = mlps.register
 
 
-@register_mlp("gelu", equation="g = W_2 gelu(W_1 z)", cite="hendrycks2016gaussian")
+@register_mlp("gelu", equation="g = W_2 gelu(W_1 u)", cite="hendrycks2016gaussian")
 class GeluMLP(MLP):
     """Two maps with the exact (erf) GELU between them; hidden width 4 d."""
 
@@ -49,7 +49,7 @@ class GeluMLP(MLP):
         return F.gelu(h)
 
 
-@register_mlp("gelu-tanh", equation="g = W_2 gelu_tanh(W_1 z)", cite="hendrycks2016gaussian")
+@register_mlp("gelu-tanh", equation="g = W_2 gelu_tanh(W_1 u)", cite="hendrycks2016gaussian")
 class TanhGeluMLP(MLP):
     """The tanh approximation of GELU, as in the released GPT-2 weights."""
 
@@ -57,7 +57,7 @@ class TanhGeluMLP(MLP):
         return F.gelu(h, approximate="tanh")
 
 
-@register_mlp("swiglu", equation="g = W_2 (silu(W_g z) * W_1 z)", cite="shazeer2020glu")
+@register_mlp("swiglu", equation="g = W_2 (silu(W_g u) * W_1 u)", cite="shazeer2020glu")
 class SwigluMLP(MLP):
     """A gated MLP; hidden width 8/3 d (to a multiple of 8), so that it has as many parameters as GELU's 4 d."""
 

@@ -1,7 +1,7 @@
 """The mathematics of depth: state, coefficients, templates and splittings."""
 
 # Importing a module registers its rules.
-from stepformer.schemes import adaptive, first_order, kronecker, spectral  # noqa: F401
+from stepformer.schemes import adaptive, first_order, hamiltonian, kronecker, spectral  # noqa: F401
 from stepformer.schemes.coefficients import Coefficient, Values, free, positive, unit
 from stepformer.schemes.splittings import Splitting, Substep, register_splitting, splittings
 from stepformer.schemes.state import State

@@ -1,7 +1,8 @@
 """Learned scalars of a depth rule, each behind a map that keeps it in its range.
 
 A rule declares specifications (`unit(0.5)`, `positive(1.0)`); a block turns them into raw parameters of shape
-(1,) and hands the mapped values to the rule. A test can pin a value the map never reaches (0 or 1).
+(1,) and hands the mapped values to the rule. An attention may have one of each per head, shape (n_head,).
+A test can pin a value the map never reaches (0 or 1).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 
 from stepformer.errors import InputError
 
-Kind = Literal["memory", "lookahead", "step", "drift", "decay"]
+Kind = Literal["memory", "lookahead", "step", "drift", "decay", "damping", "mix", "target"]
 """What a coefficient does; a splitting shares whole kinds inside a layer.
 
 memory: how much of an old stream survives (beta); lookahead: how far ahead the oracle looks (mu);
 step: the gain on the oracle's answer (gamma); drift: how far x follows the streams (nu, delta);
-decay: how much of x itself is forgotten (lambda).
+decay: how much of x itself is forgotten (lambda); damping: friction of a momentum in time (c_log, c_lin);
+mix: how much of an older tensor enters (values, embedding, prior); target: what a constraint asks for (r).
 """
 
 
@@ -33,6 +35,7 @@ class Coefficient:
     start: float
     range: Literal["unit", "positive", "free"]
     kind: Kind
+    size: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -63,9 +66,9 @@ class Coefficient:
         return {"unit": "(0, 1)", "positive": "(0, inf)", "free": "(-inf, inf)"}[self.range]
 
 
-def unit(start: float = 0.5, kind: Kind = "step") -> Coefficient:
-    """A coefficient in (0, 1), behind a sigmoid."""
-    return Coefficient(start, "unit", kind)
+def unit(start: float = 0.5, kind: Kind = "step", size: int = 1) -> Coefficient:
+    """A coefficient in (0, 1), behind a sigmoid; `size` of them, e.g. one per head."""
+    return Coefficient(start, "unit", kind, size)
 
 
 def positive(start: float = math.log(2.0), kind: Kind = "step") -> Coefficient:
@@ -91,21 +94,31 @@ class Values:
 
 
 class CoefficientBank(nn.Module):
-    """The raw coefficients of one layer, stored under `name` (shared) or `name_substep`."""
+    """The raw coefficients of one layer, stored under `name` (shared or alone) or `name_substep`.
 
-    def __init__(self, specs: Mapping[str, Coefficient], substeps: tuple[str, ...], shared: frozenset[str]) -> None:
+    `substeps` says which coefficients each substep uses; a kind in `shared` exists once for all of them. `constants`
+    are numbers that a substep reads the same way but nobody learns.
+    """
+
+    def __init__(
+        self,
+        substeps: Mapping[str, Mapping[str, Coefficient]],
+        shared: frozenset[str] = frozenset(),
+        constants: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         super().__init__()
+        self.constants = constants or {}
         self.specs: dict[str, Coefficient] = {}
         self.keys_of: dict[str, dict[str, str]] = {substep: {} for substep in substeps}
         self.pinned: dict[str, Tensor] = {}
-        for substep in substeps:
+        for substep, specs in substeps.items():
             for name, spec in specs.items():
-                alone = len(substeps) == 1 or spec.kind in shared
-                key = name if alone else f"{name}_{substep}"
+                users = [other for other in substeps.values() if name in other]
+                key = name if len(users) == 1 or spec.kind in shared else f"{name}_{substep}"
                 self.keys_of[substep][name] = key
                 if key not in self.specs:
                     self.specs[key] = spec
-                    self.register_parameter(key, nn.Parameter(torch.empty(1)))
+                    self.register_parameter(key, nn.Parameter(torch.empty(spec.size)))
 
     def initialise(self) -> None:
         for key, spec in self.specs.items():
@@ -125,7 +138,10 @@ class CoefficientBank(nn.Module):
     def values(self) -> dict[str, Values]:
         """Mapped values for every substep, each coefficient mapped once."""
         mapped = {key: self.value(key) for key in self.specs}
-        return {sub: Values({name: mapped[k] for name, k in keys.items()}) for sub, keys in self.keys_of.items()}
+        return {
+            sub: Values({**{name: mapped[k] for name, k in keys.items()}, **self.constants.get(sub, {})})
+            for sub, keys in self.keys_of.items()
+        }
 
     def names(self) -> list[str]:
         """Every word that `pin` understands."""
@@ -142,8 +158,8 @@ class CoefficientBank(nn.Module):
         keys = keys or sorted({ks[word] for ks in self.keys_of.values() if word in ks})
         for key in keys:
             raw = self.get_parameter(key)
-            pinned = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).reshape(1)
-            if not bool(pinned.isfinite()):
+            pinned = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).expand(raw.shape)
+            if not bool(pinned.isfinite().all()):
                 raise InputError(f"{word} = {value} is not finite.")
             self.pinned[key] = pinned
         return len(keys)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from stepformer.schemes.coefficients import Values, positive, unit
+from stepformer.options import Option, flag
+from stepformer.schemes.coefficients import Coefficient, Values, positive, unit
 from stepformer.schemes.state import State
 from stepformer.schemes.template import Stream, Template, register_template, scaled
 
@@ -19,10 +21,38 @@ VELOCITY = Stream("embed", "velocity")
 
 @register_template("gd", equation="x' = x + g(x)", cite="geshkovski2025mathematical")
 class GradientDescent(Template):
-    """Follow the oracle's answer: the residual connection of every pre-norm GPT."""
+    """Follow the oracle's answer: the residual connection of every pre-norm GPT.
+
+    With a step size, x' = x + alpha g(x) for attention and x + beta g(x) for the MLP: the step from x that maximises
+    <g, x'> - |x' - x|^2 / (2 alpha).
+    """
+
+    options = {
+        "alpha": Option(1.0, help="step size of the attention (of both oracles under 'parallel')", minimum=1e-6),
+        "beta": Option(1.0, help="step size of the MLP", minimum=1e-6),
+        "learned_steps": flag(False, help="learn the step sizes (positive, per layer) from these values"),
+    }
+    alpha: float
+    beta: float
+    learned_steps: bool
+
+    @classmethod
+    def refusal(cls, config: ModelConfig) -> str | None:
+        if config.splitting == "parallel" and config.option("beta") != 1:
+            return "Splitting 'parallel' takes one step with both oracles: its step size is alpha, leave beta out."
+        return None
+
+    def step_size(self, turn: str) -> float:
+        return self.beta if turn == "mlp" else self.alpha
+
+    def coefficients_of(self, turn: str) -> Mapping[str, Coefficient]:
+        return {"step": positive(self.step_size(turn), "step")} if self.learned_steps else {}
+
+    def constants_of(self, turn: str) -> Mapping[str, float]:
+        return {} if self.learned_steps else {"step": self.step_size(turn)}
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
-        return s.replace(u=scaled(scale, g))
+        return s.replace(u=scaled(scale * c.step, g))
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
         return s.without("u").replace(x=s.x + s.u)

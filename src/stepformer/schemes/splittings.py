@@ -10,6 +10,7 @@ from torch import Tensor
 from stepformer.options import choice, flag, integer
 from stepformer.registry import Component, Registry
 from stepformer.schemes.coefficients import Coefficient, Values, positive
+from stepformer.schemes.hamiltonian import FieldsAt, HamiltonianStep
 from stepformer.schemes.state import State
 from stepformer.schemes.template import Template, templates
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Substep:
-    """A turn: the template bound to the oracle, the coefficients and the auxiliary norm that this turn uses."""
+    """A turn: the template bound to the oracle, the coefficients and the auxiliary norm that this turn uses.
+
+    A Hamiltonian attention has `fields` instead of an answer; then the template integrates them.
+    """
 
     def __init__(
         self,
@@ -26,8 +30,9 @@ class Substep:
         oracle: Callable[[Tensor], Tensor],
         c: Values,
         norm: Callable[[Tensor], Tensor] | None,
+        fields: FieldsAt | None = None,
     ) -> None:
-        self.template, self.oracle, self.c, self.norm = template, oracle, c, norm
+        self.template, self.oracle, self.c, self.norm, self.fields = template, oracle, c, norm, fields
 
     def ask(self, s: State) -> Tensor:
         """The oracle's answer at the point where the template looks."""
@@ -43,7 +48,11 @@ class Substep:
         return self.template.drift(s, self.c, scale)
 
     def take(self, s: State, scale: float = 1.0) -> State:
-        """The whole turn: ask, kick, normalise, drift."""
+        """The whole turn: ask, kick, normalise, drift; or one step of the template's own integrator."""
+        if self.fields is not None:
+            assert isinstance(self.template, HamiltonianStep)
+            assert self.norm is not None
+            return self.template.integrate(s, self.c, self.fields, self.norm)
         return self.drift(self.normalise(self.kick(s, self.ask(s), scale)), scale)
 
 
@@ -72,7 +81,8 @@ class Splitting(Component):
 
     @classmethod
     def refusal(cls, config: ModelConfig) -> str | None:
-        if cls.needs_velocity and not templates[config.template].component.has_velocity():
+        template = templates[config.template].component
+        if cls.needs_velocity and not template.has_velocity() and not template.integrates:
             usable = ", ".join(e.name for e in templates if e.component.has_velocity())
             others = ", ".join(e.name for e in splittings if not e.component.needs_velocity)
             return (

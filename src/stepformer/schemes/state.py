@@ -1,4 +1,4 @@
-"""The state of the tokens at one depth: the positions `x` and whatever streams the depth rule carries."""
+"""The state of the tokens at one depth: the positions `x`, the streams of the depth rule, the oracles' memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ class State:
     """`x` (B, T, d) and named per-token streams, e.g. `State(x, {"v": v})`; immutable by convention.
 
     Streams read as attributes (`s.v`) and change through `replace`, so an update rule looks like its equation.
+    `memory` is what the oracles and the block hand on to deeper layers (the embedding x_0, the first values v_1, the
+    prior of a KL constraint): oracles reach it through their `Call`, templates never touch it.
     It is a dataclass and a registered pytree because those are the two ways in which torch finds the tensors inside
     (FSDP2 of torch 2.13 looks into dataclasses only, checkpointing and compilation into pytrees).
     """
 
     x: Tensor
     streams: dict[str, Tensor] = field(default_factory=dict)
+    memory: dict[str, Tensor] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Tensor:
-        if name == "streams" or name not in self.streams:  # the first guard keeps copy and pickle from recursing
+        if (
+            name in ("streams", "memory") or name not in self.streams
+        ):  # the first guard keeps copy and pickle from recursing
             raise AttributeError(f"this state has no stream '{name}'")
         return self.streams[name]
 
@@ -31,26 +36,30 @@ class State:
         streams = dict(self.streams)
         streams.update(changes)
         x = streams.pop("x", self.x)
-        return State(x, streams)
+        return State(x, streams, self.memory)
 
-    def without(self, name: str) -> State:
-        """The same state with one stream dropped."""
-        streams = dict(self.streams)
-        del streams[name]
-        return State(self.x, streams)
+    def without(self, *names: str) -> State:
+        """The same state without these streams, where it has them."""
+        return State(self.x, {k: t for k, t in self.streams.items() if k not in names}, self.memory)
 
     def __repr__(self) -> str:
-        parts = [f"x{tuple(self.x.shape)}", *(f"{k}{tuple(t.shape)}" for k, t in self.streams.items())]
+        named = {**self.streams, **self.memory}
+        parts = [f"x{tuple(self.x.shape)}", *(f"{k}{tuple(t.shape)}" for k, t in named.items())]
         return f"State({', '.join(parts)})"
 
 
 def _flatten(s: State) -> tuple[list[Any], Any]:
-    return [s.x, *s.streams.values()], tuple(s.streams)
+    return [s.x, *s.streams.values(), *s.memory.values()], (tuple(s.streams), tuple(s.memory))
 
 
 def _unflatten(leaves: Any, names: Any) -> State:
-    x, *streams = leaves
-    return State(x, dict(zip(names, streams, strict=True)))
+    x, *rest = leaves
+    streams, memory = names
+    return State(
+        x,
+        dict(zip(streams, rest[: len(streams)], strict=True)),
+        dict(zip(memory, rest[len(streams) :], strict=True)),
+    )
 
 
 pytree.register_pytree_node(State, _flatten, _unflatten, serialized_type_name="stepformer.State")

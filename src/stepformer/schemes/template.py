@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from stepformer.errors import InputError
 from stepformer.registry import Component, Registry
 from stepformer.schemes.coefficients import Coefficient, Values
 from stepformer.schemes.state import State
+
+if TYPE_CHECKING:
+    from stepformer.config import ModelConfig
 
 Start = Literal["embed", "zero", "ones", "identity"]
 
@@ -21,15 +24,17 @@ class Stream:
     """A per-token tensor carried through depth.
 
     start = "embed": its own token and position tables (or zero, `aux_init`), shape (B, T, d);
-    "zero" and "ones": constant, (B, T, d); "identity": one identity matrix per token, (B, T, head_dim, head_dim).
+    "zero" and "ones": constant, (B, T, d); "identity": one identity matrix per token, (B, T, head_dim, head_dim);
+    a number: one scalar for all tokens that starts there, such as a clock.
     """
 
-    start: Start
+    start: Start | float
     meaning: str
 
     def __post_init__(self) -> None:
-        if self.start not in get_args(Start):
-            raise InputError(f"A stream starts from {' or '.join(map(repr, get_args(Start)))}, not {self.start!r}.")
+        if not isinstance(self.start, float) and self.start not in get_args(Start):
+            words = ", ".join(map(repr, get_args(Start)))
+            raise InputError(f"A stream starts from {words} or a float, not {self.start!r}.")
 
 
 class Template(Component):
@@ -45,11 +50,17 @@ class Template(Component):
     `scale` is the step fraction: 1/2 in a half step, -1 where a kick subtracts. A rule that works on a velocity
     applies it in `kick`; a rule whose auxiliary norm would erase it applies it in `drift`, never in both.
     A rule without velocity proposes its update as the stream `u` in `kick`, and `drift` consumes it.
+
+    A rule with `integrates = True` takes the attention's turn as a whole instead (`integrate`), from the velocity and
+    force fields of a Hamiltonian attention; its other turns go as above (schemes/hamiltonian.py).
     """
 
     streams: Mapping[str, Stream] = {}
     coefficients: Mapping[str, Coefficient] = {}
     normalises: str | None = None
+    integrates = False
+    goes_with: Mapping[str, str] = {}  # settings without which the bare name of this template has no meaning
+    first = last = False  # whether the block is the first, the last of its model; set by the block
 
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
         self.n_head = n_head
@@ -64,6 +75,22 @@ class Template(Component):
         Momentum splittings (IMEX, symplectic Euler) and hybrid inference need one.
         """
         return "v" in cls.streams
+
+    def coefficients_of(self, turn: str) -> Mapping[str, Coefficient]:
+        """The learned scalars that one turn ("attn", "mlp" or "both") uses."""
+        return self.coefficients
+
+    def constants_of(self, turn: str) -> Mapping[str, float]:
+        """Numbers that a turn reads like coefficients, but that are set and not learned."""
+        return {}
+
+    def normalises_in(self, turn: str) -> str | None:
+        """The stream that the auxiliary norm of this turn acts on, None for a turn without one."""
+        return self.normalises
+
+    def unused(self, config: ModelConfig) -> tuple[str, ...]:
+        """Parts of the block, by name, that cannot reach the logits: modules (`attn`) or parameters of them."""
+        return ()
 
     def query(self, s: State, c: Values) -> Tensor:
         return s.x
@@ -88,6 +115,6 @@ templates: Registry[Template] = Registry("template", Template)
 register_template = templates.register
 
 
-def scaled(scale: float, value: Tensor) -> Tensor:
+def scaled(scale: float | Tensor, value: Tensor) -> Tensor:
     """`scale * value` without the multiplication when there is nothing to scale."""
-    return value if scale == 1.0 else scale * value
+    return value if isinstance(scale, float) and scale == 1.0 else scale * value

@@ -1,0 +1,190 @@
+"""Attention whose weights solve a constrained problem: as sharp as an entropy floor or a KL ball allows.
+
+For each query and head, with scores s_j = q.k_j / sqrt(head_dim) over t visible keys and a prior p,
+
+    max_a s.a   subject to   KL(a || p) <= rho       gives   a = softmax(ln p + beta s)
+
+with the inverse temperature beta fixed by the constraint. Entropy is the uniform prior with rho = ln t - h. So the
+scale of the scores does not matter; the target is what is set or learned.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stepformer.options import Option, choice, flag, integer
+from stepformer.oracles.attention import at_least_fp32, over_queries, register_attention
+from stepformer.oracles.caches import Call
+from stepformer.oracles.constraint import constrained_softmax
+from stepformer.oracles.softmax import MultiHeadAttention
+from stepformer.schemes.coefficients import CoefficientBank, unit
+
+if TYPE_CHECKING:
+    from stepformer.config import ModelConfig
+
+CITE = "constrained-transformers"
+
+
+class ConstrainedAttention(MultiHeadAttention):
+    """What entropy- and KL-constrained attention share: the target, the solve, the gathering."""
+
+    options = {
+        **MultiHeadAttention.options,
+        "target": choice(
+            "fixed", "head", "token", help="the ratio r is fixed, learned per head, or a map of the token"
+        ),
+        "query_chunk": integer(256, minimum=0, help="queries at a time (uniform prior only), to save memory; 0: all"),
+    }
+    ceiling: float | None = None
+
+    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, **options: Any) -> None:
+        super().__init__(d_model, n_head, bias=bias, rotary=rotary, qk_norm=options.pop("qk_norm", False))
+        for key, option in self.options.items():
+            if key != "qk_norm":
+                setattr(self, key, options.get(key, option.default))
+        learned = {} if self.target == "fixed" else {"r": unit(self.ratio, "target", size=n_head)}
+        self.coefficients = CoefficientBank({"attn": {**learned, **self.prior_coefficients()}})
+        self.ratio_map = nn.Linear(d_model, n_head, bias=False) if self.target == "token" else None
+
+    target: str
+    ratio: float
+    query_chunk: int
+
+    def prior_coefficients(self) -> dict[str, Any]:
+        return {}
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        if self.ratio_map is not None:
+            self.ratio_map.weight.zero_()
+
+    @classmethod
+    def refusal(cls, config: ModelConfig) -> str | None:
+        if not 0 < config.option("ratio") < 1:
+            return f"ratio = {config.option('ratio'):g} should lie strictly between 0 and 1."
+        return super().refusal(config)
+
+    def ratios(self, u: Tensor) -> Tensor | float:
+        """r: a number, (H, 1) or (B, H, T)."""
+        if self.target == "fixed":
+            return self.ratio
+        if self.ratio_map is None:
+            return self.coefficients.value("r")[:, None]
+        return torch.sigmoid(self.coefficients.get_parameter("r")[:, None] + self.ratio_map(u).mT)
+
+    def radius(self, u: Tensor, call: Call) -> Tensor:
+        """rho of every query, broadcastable to (B, H, T)."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how far attention may go: define radius().")
+
+    def log_prior(self, call: Call) -> Tensor | None:
+        return None
+
+    def forward(self, u: Tensor, call: Call) -> Tensor:
+        q, k, v = self.project(u, call)
+        with torch.autocast(u.device.type, enabled=False):
+            q, k = at_least_fp32(q, k)
+            radius = self.radius(u, call).to(q.dtype).expand(q.shape[:3])
+            prior = self.log_prior(call)
+
+            def attend(rows: slice) -> Tensor:
+                scores = q[:, :, rows] @ k.mT / math.sqrt(self.head_dim)
+                solved = constrained_softmax(
+                    scores, radius[:, :, rows], call.visible(rows), prior, ceiling=self.ceiling
+                )
+                self.remember(solved.log_weights, call)
+                if call.observe is not None:
+                    call.observe("rows with an unreachable target", solved.capped.float().mean())
+                    call.observe("inverse temperature", solved.beta)
+                return solved.weights @ v.to(scores.dtype)
+
+            gathered = over_queries(attend, q.shape[2], self.query_chunk if self.chunks() else 0, dim=2)
+        return self.merge(gathered.to(v.dtype))
+
+    def chunks(self) -> bool:
+        """Whether queries may be treated some at a time."""
+        return True
+
+    def remember(self, log_weights: Tensor, call: Call) -> None:
+        """What the next attention call needs of this one's weights."""
+
+
+@register_attention(
+    "entropy",
+    equation="g = W_O a V, a = argmax s.a subject to H(a) >= h: a = softmax(beta s) with H(a) = h;  h = r ln t",
+    cite=CITE,
+)
+class EntropyAttention(ConstrainedAttention):
+    """Softmax attention at the temperature that gives each row its target entropy, or (floor) at least that."""
+
+    options = {
+        **ConstrainedAttention.options,
+        "ratio": Option(0.5, help="r of the target entropy h = r ln t, between 0 and 1", minimum=0.0),
+        "target_form": choice("log", "support", help="h = r ln t, or h = ln(1 + r (t - 1)), a fraction of the support"),
+        "constraint": choice("equality", "floor", help="always at the target, or ordinary softmax unless too sharp"),
+        "tau": Option(1.0, help="temperature of the ordinary softmax under constraint = 'floor'", minimum=1e-6),
+    }
+    target_form: str
+    constraint: str
+    tau: float
+
+    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, **options: Any) -> None:
+        super().__init__(d_model, n_head, bias=bias, rotary=rotary, **options)
+        self.ceiling = 1 / self.tau if self.constraint == "floor" else None
+
+    def radius(self, u: Tensor, call: Call) -> Tensor:
+        t = call.counts().to(torch.promote_types(u.dtype, torch.float32))
+        t = t if t.ndim == 1 else t[:, None]
+        r = self.ratios(u)
+        if self.target_form == "log":
+            return (1 - r) * t.log()
+        return t.log() - torch.log1p(r * (t - 1))
+
+
+@register_attention(
+    "kl",
+    equation="g = W_O a V, a = argmax s.a subject to KL(a || p) <= rho: a = softmax(ln p + beta s) with KL = rho;  "
+    "rho = r ln t; p uniform, the layer below, or carried: ln p = keep ln a_below",
+    cite=CITE,
+)
+class KLAttention(ConstrainedAttention):
+    """A trust-region step from a prior: uniform, or the attention of the same head one call before."""
+
+    options = {
+        **ConstrainedAttention.options,
+        "ratio": Option(0.1, help="r of the radius rho = r ln t, between 0 and 1", minimum=0.0),
+        "prior": choice(
+            "uniform", "previous", "carried", help="p: uniform, the call before, or a forgetting mean of it"
+        ),
+        "detach_prior": flag(False, help="no gradient into the prior"),
+    }
+    exact_gradient = {"detach_prior": False}
+    prior: str
+    detach_prior: bool
+
+    def prior_coefficients(self) -> dict[str, Any]:
+        return {"keep": unit(0.5, "mix", size=self.n_head)} if self.prior == "carried" else {}
+
+    def unused(self, *, first: bool, calls: int) -> tuple[str, ...]:
+        return ("coefficients.keep",) if self.prior == "carried" and first and calls == 1 else ()
+
+    def radius(self, u: Tensor, call: Call) -> Tensor:
+        t = call.counts().to(torch.promote_types(u.dtype, torch.float32))
+        return self.ratios(u) * (t if t.ndim == 1 else t[:, None]).log()
+
+    def log_prior(self, call: Call) -> Tensor | None:
+        if self.prior == "uniform" or "log_prior" not in call.memory:
+            return None
+        below = call.memory["log_prior"]
+        # The uniform part of ln p is constant over the visible keys, so it vanishes in the normalisation.
+        return below if self.prior == "previous" else self.coefficients.value("keep")[:, None, None] * below
+
+    def chunks(self) -> bool:
+        return self.prior == "uniform"
+
+    def remember(self, log_weights: Tensor, call: Call) -> None:
+        if self.prior != "uniform":
+            call.memory["log_prior"] = log_weights.detach() if self.detach_prior else log_weights

@@ -1,0 +1,219 @@
+"""Softmax Hamiltonian attention: attention as the energy of moving tokens, in its causal row form.
+
+With scores S_ij = u_i.A u_j, A = tau W_Q^T W_K, n_i visible tokens and a symmetric positive B,
+
+    z_i = (1/n_i) sum_{j<=i} exp(S_ij),   a_i = (y_i.B y_i) / d,
+    F_i = B y_i / z_i,
+    G_i = (1/n_i) sum_{j<=i} exp(S_ij) (a_i / (2 z_i^2) + a_j / (2 z_j^2) + kappa) A u_j.
+
+Without a mask and with symmetric A this is the Hamiltonian flow of sum_i a_i / (2 z_i) - (kappa / 2n) sum_ij exp(S_ij)
+(up to the factor d in a). Under a causal mask the exact gradient of that energy would hear from later tokens
+(docs/reading-the-future.md); the row form above keeps each row to what it may see.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepformer.options import Option, choice, flag, integer
+from stepformer.oracles.attention import Attention, at_least_fp32, over_queries, register_attention
+from stepformer.oracles.caches import Call, TokenSlot
+from stepformer.oracles.linear import needs_integrator
+from stepformer.oracles.softmax import rotate
+from stepformer.schemes.coefficients import CoefficientBank, positive
+from stepformer.schemes.hamiltonian import SYMP
+
+if TYPE_CHECKING:
+    from stepformer.config import ModelConfig
+
+RIDGE = 1e-6
+
+
+@register_attention(
+    "hamiltonian",
+    equation="F_i = B y_i / z_i;  G_i = (1/n_i) sum_{j<=i} e^{S_ij} (a_i/2z_i^2 + a_j/2z_j^2 + kappa) A u_j;  "
+    "S_ij = u_i.A u_j, z_i = (1/n_i) sum_{j<=i} e^{S_ij}, a_i = y_i.B y_i / d",
+    cite=SYMP,
+)
+class HamiltonianAttention(Attention):
+    """The two fields of softmax attention as a Hamiltonian system, causal by construction."""
+
+    options = {
+        "force": choice(
+            "row", "query", "full", help="which keys' kinetic terms enter: all visible, or the query's own"
+        ),
+        "kernel": choice("single", "per-head", help="one kernel of full rank, or the mean over one per head"),
+        "metric": choice("learned", "derived", help="B = C C^T + 1e-6 I, or Sym(W_V A^-1)"),
+        "symmetric": flag(False, help="W_K = W_Q, so that A is symmetric"),
+        "kappa": Option(1.0, help="weight of the potential", minimum=0.0),
+        "learned_kappa": flag(False, help="learn kappa (positive) from this start"),
+        "score_bound": Option(12.0, help="scores are bounded softly, S = s tanh(S/s); 0: not at all", minimum=0.0),
+        "n0": integer(0, minimum=0, help="divide sums by this constant; 0: by the number of visible tokens"),
+        "query_chunk": integer(256, minimum=0, help="queries at a time, to save memory; 0: all at once"),
+    }
+    output_map = None
+    has_fields = True
+    can_bias = False
+
+    def __init__(
+        self,
+        d_model: int,
+        n_head: int,
+        *,
+        bias: bool,
+        rotary: bool,
+        force: str = "row",
+        kernel: str = "single",
+        metric: str = "learned",
+        symmetric: bool = False,
+        kappa: float = 1.0,
+        learned_kappa: bool = False,
+        score_bound: float = 12.0,
+        n0: int = 0,
+        query_chunk: int = 256,
+    ) -> None:
+        super().__init__()
+        head_dim = d_model // n_head
+        self.kernels = n_head if kernel == "per-head" else 1
+        # Averaging head scores before the exponential leaves one kernel at this temperature.
+        self.tau = 1 / math.sqrt(head_dim) if kernel == "per-head" else 1 / (n_head * math.sqrt(head_dim))
+        self.d_model, self.rotary, self.kappa = d_model, rotary, kappa
+        self.rule, self.metric, self.bound, self.n0, self.query_chunk = force, metric, score_bound, n0, query_chunk
+        self.query = nn.Linear(d_model, d_model, bias=False)
+        self.key = None if symmetric else nn.Linear(d_model, d_model, bias=False)
+        if metric == "learned":
+            self.root = nn.Linear(d_model, d_model, bias=False)
+        else:
+            self.value = nn.Linear(d_model, d_model, bias=False)
+        self.coefficients = CoefficientBank({"attn": {"kappa": positive(kappa)} if learned_kappa else {}})
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        if self.metric == "learned":
+            nn.init.eye_(self.root.weight)
+
+    @classmethod
+    def refusal(cls, config: ModelConfig) -> str | None:
+        if config.option("force") == "full":
+            return (
+                "force = 'full', the whole gradient of the masked energy, hears from later tokens and reads the future "
+                "(docs/reading-the-future.md): use force = 'row' or 'query'. `stepformer flow` has it without a mask."
+            )
+        if config.option("kernel") == "per-head" and config.option("metric") == "derived":
+            return "metric = 'derived' inverts A, which has low rank for kernel = 'per-head': use metric = 'learned'."
+        if config.option("learned_kappa") and config.option("kappa") == 0:
+            return "learned_kappa = true starts at kappa = 0, which a positive coefficient cannot: give kappa > 0."
+        return super().refusal(config) or needs_integrator(config)
+
+    @classmethod
+    def forces_at_rest(cls, config: ModelConfig) -> bool:
+        return config.option("kappa") > 0
+
+    @classmethod
+    def idle_at_rest(cls, config: ModelConfig) -> tuple[str, ...]:
+        return ("root",) if config.option("metric") == "learned" else ("value",)
+
+    @classmethod
+    def idle_without_force(cls, config: ModelConfig) -> tuple[str, ...]:
+        return ("coefficients",) if config.option("learned_kappa") else ()
+
+    def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> TokenSlot:
+        wide = torch.promote_types(dtype, torch.float32)
+        return TokenSlot(
+            batch,
+            capacity,
+            device,
+            k=(self.kernels, self.d_model // self.kernels, dtype),
+            log_z=(self.kernels, 1, wide),
+            a=(1, 1, wide),
+        )
+
+    def lower(self, y: Tensor) -> Tensor:
+        """B y."""
+        if self.metric == "learned":
+            root = self.root.weight.to(y.dtype)
+            return F.linear(F.linear(y, root.mT), root) + RIDGE * y
+        with torch.autocast(y.device.type, enabled=False):
+            wq, wv = at_least_fp32(self.query.weight, self.value.weight)
+            wk = wq if self.key is None else at_least_fp32(self.key.weight)[0]
+            a = self.tau * wq.mT @ wk
+            ridge = RIDGE * torch.eye(self.d_model, dtype=a.dtype, device=a.device)
+            b = torch.linalg.solve(a + ridge, wv, left=False)  # W_V (A + ridge)^-1
+            return y @ (0.5 * (b + b.mT)).to(y.dtype)
+
+    def fields(self, u: Tensor, y: Tensor, call: Call) -> SoftmaxFields:
+        return SoftmaxFields(self, u, y, call)
+
+    def scores(self, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+        """S between some queries and all keys, bounded, -inf where not visible."""
+        raw = self.tau * q @ k.mT
+        bounded = self.bound * torch.tanh(raw / self.bound) if self.bound else raw
+        return bounded.masked_fill(~visible, -torch.inf)
+
+
+class SoftmaxFields:
+    """F and G of softmax Hamiltonian attention at one (u, y)."""
+
+    def __init__(self, attention: HamiltonianAttention, u: Tensor, y: Tensor, call: Call) -> None:
+        self.attention, self.call, self.dtype = attention, call, y.dtype
+        heads = (attention.kernels, -1)
+        q = attention.query(u).unflatten(-1, heads).transpose(1, 2)
+        k = q if attention.key is None else attention.key(u).unflatten(-1, heads).transpose(1, 2)
+        if attention.rotary:
+            q, k = rotate(q, call.positions), rotate(k, call.positions)
+        slot = call.next_slot()
+        if isinstance(slot, TokenSlot):
+            (k,) = slot.extend(call, k=k)
+        with torch.autocast(u.device.type, enabled=False):  # exponentials of scores: fp32 at least
+            self.q, self.k = at_least_fp32(q, k)
+            (y32,) = at_least_fp32(y)
+            n = call.counts().to(self.q.dtype) if attention.n0 == 0 else self.q.new_tensor(float(attention.n0))
+            self.log_n = n.log() if n.ndim == 0 else n.log()[..., None, :, None]  # (..., 1, T, 1)
+            self.gathered, self.log_z = over_queries(self.first_pass, u.shape[1], attention.query_chunk, dim=2)
+            self.by = attention.lower(y32)
+            self.a = (y32 * self.by).sum(dim=-1)[:, None, :, None] / attention.d_model  # (B, 1, T, 1)
+        self.keys_log_z, self.keys_a = self.log_z, self.a
+        if isinstance(slot, TokenSlot):
+            self.keys_log_z, self.keys_a = slot.extend(call, log_z=self.log_z, a=self.a)
+        if call.observe is not None and attention.bound:
+            raw = (attention.tau * self.q @ self.k.mT).abs()[call.visible().expand(*q.shape[:3], k.shape[2])]
+            call.observe("scores beyond their bound", (raw > attention.bound).float().mean())
+
+    def log_n_of(self, rows: slice) -> Tensor:
+        return self.log_n if self.log_n.ndim == 0 else self.log_n[..., rows, :]
+
+    def first_pass(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """P K for some queries, P the softmax of their scores, and ln z."""
+        scores = self.attention.scores(self.q[:, :, rows], self.k, self.call.visible(rows))
+        lse = scores.logsumexp(dim=-1, keepdim=True)
+        return torch.exp(scores - lse) @ self.k, lse - self.log_n_of(rows)
+
+    def second_pass(self, rows: slice) -> Tensor:
+        """(1/n_i) sum_j exp(S_ij) (a_j / z_j^2) k_j: the same scores with a bias per key."""
+        scores = self.attention.scores(self.q[:, :, rows], self.k, self.call.visible(rows))
+        return torch.exp(scores - 2 * self.keys_log_z.mT - self.log_n_of(rows)) @ (self.keys_a * self.k)
+
+    def velocity(self, y: Tensor) -> Tensor:
+        with torch.autocast(y.device.type, enabled=False):
+            by = self.by if y is None else self.attention.lower(at_least_fp32(y)[0])
+            return (torch.exp(-self.log_z).mean(dim=1) * by).to(self.dtype)
+
+    def force(self) -> Tensor:
+        attention = self.attention
+        kappa = attention.coefficients.value("kappa") if attention.coefficients.specs else attention.kappa
+        with torch.autocast(self.q.device.type, enabled=False):
+            z = torch.exp(self.log_z)
+            if attention.rule == "query":
+                total = 0.5 * (self.a / z + kappa * z) * self.gathered
+            else:
+                others = over_queries(self.second_pass, self.q.shape[2], attention.query_chunk, dim=2)
+                total = (0.5 * self.a / z + kappa * z) * self.gathered + 0.5 * others
+        if attention.rotary:
+            total = rotate(total, -self.call.positions)
+        total = (attention.tau / attention.kernels) * total.transpose(1, 2).flatten(-2)
+        return F.linear(total.to(self.dtype), attention.query.weight.mT)  # A u_j = tau W_Q^T k_j

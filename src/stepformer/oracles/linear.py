@@ -1,0 +1,179 @@
+"""Linear attention: sums over past tokens that a running d x d matrix can carry, in O(T d^2) and constant memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from stepformer.options import integer
+from stepformer.oracles.attention import Attention, at_least_fp32, register_attention
+from stepformer.oracles.caches import Call, StateSlot
+from stepformer.schemes.coefficients import CoefficientBank, positive
+from stepformer.schemes.hamiltonian import SYMP
+
+if TYPE_CHECKING:
+    from stepformer.config import ModelConfig
+
+
+def gather(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, state: Tensor | None = None, chunk: int = 0
+) -> tuple[Tensor, Tensor]:
+    """sum_{j visible to i} (q_i.k_j) v_j for tokens (B, T, d), and the state sum_j k_j v_j^T after them.
+
+    state: what earlier tokens left, (B, d, d). Inside a chunk the sum is a masked product, between chunks the state
+    carries it; `chunk` = 0 means one chunk. Padding leaves no trace, and with documents the state holds the last one.
+    """
+    batch, length, _ = q.shape
+    chunk = chunk or length
+    state = q.new_zeros(batch, k.shape[-1], v.shape[-1]) if state is None else state.to(q.dtype)
+    gathered = []
+    for begin in range(0, length, chunk):
+        end = min(begin + chunk, length)
+        qs, ks, vs = q[:, begin:end], k[:, begin:end], v[:, begin:end]
+        within = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).tril()
+        before = qs @ state
+        if call.origins is not None:
+            positions, origins = call.positions.expand(batch, length), call.origins
+            within = within & (positions[:, None, begin:end] >= origins[:, begin:end, None])
+            before = before * (origins[:, begin:end, None] < positions[:, begin, None, None])
+        gathered.append((qs @ ks.mT).masked_fill(~within, 0.0) @ vs + before)
+        if call.lengths is not None:
+            real = torch.arange(begin, end, device=q.device) < call.lengths[:, None]
+            ks = ks * real[..., None]
+        if call.origins is not None:
+            last = torch.full_like(origins[:, 0], end - 1)  # the last token so far: whose document goes on
+            last = last if call.lengths is None else torch.minimum(last, call.lengths - 1)
+            origin = origins.gather(1, last[:, None])
+            ks = ks * (positions[:, begin:end] >= origin)[..., None]
+            state = state * (origin < positions[:, begin, None])[..., None]
+        state = state + ks.mT @ vs
+    return torch.cat(gathered, dim=1), state
+
+
+class BilinearAttention(Attention):
+    """What linear attentions share: free matrices A (`kernel`) and V (`value`), no heads, no output map."""
+
+    options = {
+        "n0": integer(0, minimum=0, help="divide sums by this constant; 0: by the number of visible tokens"),
+        "chunk": integer(
+            0, minimum=0, help="tokens per chunk; 0: one chunk up to 2 d_model tokens, chunks of 128 beyond"
+        ),
+    }
+    output_map = None
+    can_rotate = False
+    can_bias = False
+
+    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, n0: int = 0, chunk: int = 0) -> None:
+        super().__init__()
+        self.d_model, self.n0, self.chunk = d_model, n0, chunk
+        self.kernel = nn.Linear(d_model, d_model, bias=False)
+        self.value = nn.Linear(d_model, d_model, bias=False)
+
+    def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StateSlot:
+        return StateSlot(batch, self.d_model, device, dtype)
+
+    def gather(self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """nu_i sum_j (q_i.k_j) v_j with nu = 1 / n_i, in fp32 at least, and the new state."""
+        length = q.shape[1]
+        # The masked product costs T^2 d, chunks cost T d^2: up to about 2 d tokens the first is cheaper.
+        chunk = self.chunk or (0 if length <= 2 * self.d_model else 128)
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, v = at_least_fp32(q, k, v)
+            total, state = gather(q, k, v, call, state, chunk)
+            if self.n0:
+                return total / self.n0, state
+            return total / call.counts()[..., None].to(total.dtype), state
+
+
+@register_attention(
+    "linear",
+    equation="g_i = (h / n_i) sum_{j<=i} (u_j.A u_i) V u_j;  n_i visible tokens, h learned, one kernel for all heads",
+    cite=SYMP,
+)
+class LinearAttention(BilinearAttention):
+    """Causal linear attention with one bilinear kernel; its memory does not grow with the text."""
+
+    has_values = True
+
+    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, n0: int = 0, chunk: int = 0) -> None:
+        super().__init__(d_model, n_head, bias=bias, rotary=rotary, n0=n0, chunk=chunk)
+        self.coefficients = CoefficientBank({"attn": {"h": positive(1.0, "step")}})
+
+    def forward(self, u: Tensor, call: Call) -> Tensor:
+        values = call.mix_values(self.value(u))
+        slot = call.next_slot()
+        state = slot.state if isinstance(slot, StateSlot) else None
+        gathered, state = self.gather(self.kernel(u), u, values, call, state)
+        if isinstance(slot, StateSlot):
+            slot.state = state
+        return self.coefficients.value("h") * gathered.to(u.dtype)
+
+
+@register_attention(
+    "linear-hamiltonian",
+    equation="F_i = (1/n_i) sum_{j<=i} (u_j.A u_i) y_j;  G_i = V u_i - (1/n_i) sum_{j<=i} (y_i.y_j) A u_j",
+    cite=SYMP,
+)
+class LinearHamiltonian(BilinearAttention):
+    """The Hamiltonian of linear attention: one state sum_j u_j y_j^T serves both fields."""
+
+    has_fields = True
+
+    @classmethod
+    def refusal(cls, config: ModelConfig) -> str | None:
+        return super().refusal(config) or needs_integrator(config)
+
+    @classmethod
+    def idle_at_rest(cls, config: ModelConfig) -> tuple[str, ...]:
+        return ("kernel",)
+
+    @classmethod
+    def idle_without_force(cls, config: ModelConfig) -> tuple[str, ...]:
+        return ("value",)
+
+    def fields(self, u: Tensor, y: Tensor, call: Call) -> LinearFields:
+        slot = call.next_slot()
+        return LinearFields(self, u, y, call, slot if isinstance(slot, StateSlot) else None)
+
+
+class LinearFields:
+    """F and G of linear attention at one (u, y)."""
+
+    def __init__(self, attention: LinearHamiltonian, u: Tensor, y: Tensor, call: Call, slot: StateSlot | None) -> None:
+        self.attention, self.u, self.y, self.call, self.slot = attention, u, y, call, slot
+        self.before = slot.state if slot is not None else None
+
+    def velocity(self, y: Tensor) -> Tensor:
+        own = y is self.y
+        before = self.before
+        if not own and self.slot is not None:
+            before = self.slot.moved
+        field, after = self.attention.gather(self.attention.kernel(self.u), self.u, y, self.call, before)
+        if self.slot is not None:
+            if own:
+                self.slot.state = after
+            else:
+                self.slot.moved = after
+        return field.to(y.dtype)
+
+    def force(self) -> Tensor:
+        before = None if self.before is None else self.before.mT
+        field, after = self.attention.gather(self.y, self.y, self.u, self.call, before)
+        if self.slot is not None:
+            self.slot.state = after.mT
+        return self.attention.value(self.u) - self.attention.kernel(field.to(self.u.dtype))
+
+
+def needs_integrator(config: ModelConfig) -> str | None:
+    """Why a Hamiltonian attention cannot go with this template, or None."""
+    from stepformer.schemes import templates
+
+    able = [entry.name for entry in templates if entry.component.integrates]
+    if config.template in able:
+        return None
+    return (
+        f"Attention '{config.attention}' moves x and a momentum by its own two fields, and template "
+        f"'{config.template}' does not integrate them: use template = {', '.join(map(repr, able))}."
+    )

@@ -1,0 +1,111 @@
+"""Softmax attention: the one everyone knows, with fused kernels or plain products."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepformer.options import choice, flag
+from stepformer.oracles.attention import Attention, register_attention
+from stepformer.oracles.caches import Call, TokenSlot
+
+QK_NORM_EPS = 1e-5
+
+
+class MultiHeadAttention(Attention):
+    """What attentions with queries, keys, values and an output map share."""
+
+    options = {"qk_norm": flag(False, help="gainless RMSNorm of queries and keys, per head")}
+    stacked = {"qkv.weight": 3}
+    has_values = True
+
+    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, qk_norm: bool = False) -> None:
+        super().__init__()
+        self.n_head, self.head_dim = n_head, d_model // n_head
+        self.rotary, self.qk_norm = rotary, qk_norm
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=bias)
+        self.out = nn.Linear(d_model, d_model, bias=bias)
+
+    def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> TokenSlot:
+        shape = (self.n_head, self.head_dim, dtype)
+        return TokenSlot(batch, capacity, device, k=shape, v=shape)
+
+    def project(self, u: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the new tokens, keys and values of all visible ones, each (B, H, tokens, head_dim)."""
+        q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in self.qkv(u).chunk(3, dim=-1))
+        if self.qk_norm:
+            q, k = (F.rms_norm(t, (self.head_dim,), eps=QK_NORM_EPS) for t in (q, k))
+        if self.rotary:
+            q, k = rotate(q, call.positions), rotate(k, call.positions)
+        v = call.mix_values(v)
+        slot = call.next_slot()
+        if isinstance(slot, TokenSlot):
+            k, v = slot.extend(call, k=k, v=v)
+        return q, k, v
+
+    def merge(self, gathered: Tensor) -> Tensor:
+        """(B, H, T, head_dim) -> (B, T, d) through the output map."""
+        return self.out(gathered.transpose(1, 2).flatten(-2))
+
+
+@register_attention(
+    "softmax",
+    equation="g_i = W_O sum_{j<=i} softmax_j(q_i.k_j / sqrt(head_dim)) W_V u_j;  q = W_Q u, k = W_K u, per head",
+    cite="vaswani2017attention",
+)
+class SoftmaxAttention(MultiHeadAttention):
+    """Causal multi-head softmax attention with a fused projection for queries, keys and values."""
+
+    options = {
+        **MultiHeadAttention.options,
+        "attention_backend": choice(
+            "sdpa", "math", help="fused kernels, or plain products that are twice differentiable"
+        ),
+    }
+
+    def __init__(
+        self,
+        d_model: int,
+        n_head: int,
+        *,
+        bias: bool,
+        rotary: bool,
+        qk_norm: bool = False,
+        attention_backend: str = "sdpa",
+    ) -> None:
+        super().__init__(d_model, n_head, bias=bias, rotary=rotary, qk_norm=qk_norm)
+        self.backend = attention_backend
+
+    def forward(self, u: Tensor, call: Call) -> Tensor:
+        q, k, v = self.project(u, call)
+        # Only a single new token that sees every stored key may do without causal masking.
+        causal = call.mask is None and (q.shape[2] == k.shape[2])
+        attend = attend_math if self.backend == "math" else F.scaled_dot_product_attention
+        return self.merge(attend(q, k, v, attn_mask=call.mask, is_causal=causal))
+
+
+def attend_math(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v in plain products: it has second derivatives, fused kernels have none."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        attn_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def rotate(t: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
+    """Rotary: turn the pairs (i, i + head_dim/2) of t (B, H, T, head_dim) by position * base^(-2i/head_dim)."""
+    half = t.shape[-1] // 2
+    # Angles in at least fp32: bf16 cannot tell position 1023 from 1024.
+    wide = torch.promote_types(t.dtype, torch.float32)
+    rates = base ** (-torch.arange(half, device=t.device, dtype=wide) / half)
+    angles = positions[..., None].to(wide) * rates  # (T, half) or (B, T, half)
+    if angles.ndim == 3:
+        angles = angles[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = t[..., :half], t[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(t.dtype)
