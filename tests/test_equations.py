@@ -13,16 +13,21 @@ import torch
 import torch.nn.functional as F
 
 import stepformer as sf
+from architectures import EXTRAS, ROWS, combinations, title
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
 from transcriptions.adapter import transcribe, transcribe_hybrid
 
 TOLERANCE = 1e-11
+# Gradients of a constrained row divide by the variance of its scores: rows with nearly equal scores lose digits
+# (measured: up to 2e-11). Values keep the tolerance above.
+CONSTRAINED_TOLERANCE = 1e-9
 
 
 def assert_same(model: sf.Model, independent: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> None:
     output = model(ids, targets)
     scale = output.logits.abs().max()
     assert (output.logits - independent).abs().max() <= TOLERANCE * scale
+    tolerance = CONSTRAINED_TOLERANCE if model.config.attention in ("entropy", "kl") else TOLERANCE
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     loss = F.cross_entropy(independent.flatten(0, 1), targets.flatten())
     assert output.loss is not None
@@ -30,9 +35,11 @@ def assert_same(model: sf.Model, independent: torch.Tensor, ids: torch.Tensor, t
     theirs = torch.autograd.grad(loss, trained.values(), allow_unused=True)
     largest = max(g.abs().max() for g in theirs if g is not None)
     for name, a, b in zip(trained, ours, theirs, strict=True):
-        assert (a is None) == (b is None), name
-        if a is not None and b is not None:
-            assert (a - b).abs().max() <= TOLERANCE * largest, name
+        if b is None:  # not read at all, such as the target of a floor that no row touches
+            assert a is None or not a.any(), name
+        else:
+            assert a is not None, name
+            assert (a - b).abs().max() <= tolerance * largest, name
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
@@ -62,3 +69,37 @@ def test_hybrid_equals_transcription(template: str, layers: set[int]) -> None:
     ids = tokens()
     twin = model.hybrid(layers=layers)
     assert_same(twin, transcribe_hybrid(model, ids, layers), ids, tokens(seed=1))
+
+
+def check(settings: dict[str, Any], scale: float = 0.3) -> None:
+    model = shake(tiny(**settings), scale)
+    ids = tokens(2, 7)
+    independent = transcribe(model, ids)
+    assert independent is not None
+    assert_same(model, independent, ids, tokens(2, 7, seed=1))
+
+
+@pytest.mark.parametrize("settings", ROWS, ids=title)
+def test_row_equals_transcription(settings: dict[str, Any]) -> None:
+    """Hamiltonian, linear and constrained attention with their options, step sizes of gradient descent."""
+    check(settings)
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=title)
+@pytest.mark.parametrize("attention", ["softmax", "linear", "entropy", "kl", "hamiltonian"])
+def test_extra_equals_transcription(attention: str, extra: dict[str, Any]) -> None:
+    settings = {"attention": attention, "ratio": 0.6, **extra}
+    if attention in ("softmax", "linear", "hamiltonian"):
+        del settings["ratio"]
+    if attention == "hamiltonian":
+        settings["template"] = "etd-ab2"
+    try:
+        sf.model_config("vanilla", **settings)
+    except sf.ConfigError:
+        pytest.skip("refused")
+    check(settings)
+
+
+@pytest.mark.parametrize("settings", combinations(40, seed=1), ids=title)
+def test_sampled_combination_equals_transcription(settings: dict[str, Any]) -> None:
+    check(settings)

@@ -54,7 +54,11 @@ def test_bf16_step_without_synchronisation(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["vanilla", "yurii", "verlet-ama", "imex-ln-k2-mam", "symplectic-euler", "adamw", "muon", "soap"]
+    "name",
+    [
+        *("vanilla", "yurii", "verlet-ama", "imex-ln-k2-mam", "symplectic-euler", "adamw", "muon", "soap"),
+        *("symp-etd-ab2", "symp-conformal-euler", "linear-yurii", "linear-symp-ab2", "entropy-token", "kl-carried"),
+    ],
 )
 def test_compiled_step_equals_eager(name: str) -> None:
     """inductor, fp32, no graph break, no recompilation while the weights change."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,11 +25,12 @@ class Generation:
     """The new tokens of every prompt, and why each one ended.
 
     "stop": a stop token (it is the last of `tokens`); "length": `max_new_tokens` reached; "context": the model's
-    context is full (see `on_context_end`).
+    context is full (see `on_context_end`). `scores`: what beam search ranks by (`stepformer.beams`), else empty.
     """
 
     tokens: list[list[int]]
     finish: list[Finish]
+    scores: list[float] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -53,9 +54,9 @@ def stream(
     context is full, "stop" ends the row with finish reason "context", and "slide" goes on with the later half of the
     context re-encoded. Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
     """
-    rows = _as_rows(prompts)
-    _check_settings(model, rows, max_new_tokens, temperature, top_k, top_p, on_context_end)
-    stops = _as_stops(stop)
+    rows = as_rows(prompts)
+    check_settings(model, rows, max_new_tokens, on_context_end, temperature, top_k, top_p)
+    stops = as_stops(stop)
     result = Generation([], []) if result is None else result
     result.tokens[:] = [[] for _ in rows]
     result.finish[:] = ["length"] * len(rows)
@@ -70,10 +71,9 @@ def stream(
     was_training = model.training
     model.eval()
     try:
-        cache, logits = _encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
+        cache, logits = encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
         for i in range(max_new_tokens):
-            if not bool(logits.isfinite().all()):
-                raise StepformerError("The model's logits are not finite: nothing can be sampled from them.")
+            check_finite(logits)
             ids = sample(logits[:, -1], model.config.real_vocab, temperature, top_k, top_p, generator)
             step: list[int | None] = []
             for b, token in enumerate(ids.tolist()):
@@ -99,12 +99,12 @@ def stream(
             if not any(active):
                 return
             rows = [row if alive else row[:1] for row, alive in zip(rows, active, strict=True)]
-            cache, logits = _encode(model, rows, context)
+            cache, logits = encode(model, rows, context)
     finally:
         model.train(was_training)
 
 
-def _encode(model: Model, rows: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
+def encode(model: Model, rows: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
     """A fresh cache holding all rows, and the logits after each row's last token."""
     device = model.embed.tok_emb.weight.device
     lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -140,7 +140,7 @@ def sample(
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
-def _as_rows(prompts: Prompts) -> list[list[int]]:
+def as_rows(prompts: Prompts) -> list[list[int]]:
     """Any accepted form of prompts as a list of token lists."""
     if isinstance(prompts, int):
         prompts = [prompts]
@@ -157,7 +157,7 @@ def _as_rows(prompts: Prompts) -> list[list[int]]:
     return rows
 
 
-def _as_stops(stop: int | Collection[int] | Tensor | None) -> frozenset[int]:
+def as_stops(stop: int | Collection[int] | Tensor | None) -> frozenset[int]:
     """Stop tokens in any form (an id, several, a tensor or array of them) as a set of ints."""
     given: Any = stop
     given = given.tolist() if hasattr(given, "tolist") else given
@@ -166,14 +166,19 @@ def _as_stops(stop: int | Collection[int] | Tensor | None) -> frozenset[int]:
     return frozenset(int(token) for token in (given if isinstance(given, Collection) else [given]))
 
 
-def _check_settings(
+def check_finite(logits: Tensor) -> None:
+    if not bool(logits.isfinite().all()):
+        raise StepformerError("The model's logits are not finite: no token can be chosen by them.")
+
+
+def check_settings(
     model: Model,
     rows: list[list[int]],
     max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
     on_context_end: str,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
 ) -> None:
     from stepformer.model import check_ids
 

@@ -7,44 +7,49 @@ from typing import Any
 
 from torch import Tensor
 
+from stepformer.config import declared_options
 from stepformer.model import Model
+from stepformer.schemes.coefficients import CoefficientBank
 from transcriptions import rules
+
+# Options that say how something is computed, not what; and those spelled differently on the other side.
+NOT_A_RULE = {"attention_backend", "chunk", "query_chunk", "h0", "learned_kappa", "learned_steps"}
+SPELLED = {"step_gradient": "clock_gradient"}
 
 
 def rule_of(model: Model) -> dict[str, Any]:
     """A config in the vocabulary of the transcriptions."""
     config = model.config
-    keys = ("order", "k", "velocity_norm", "final_drift")
-    options = {key: value for key, value in config.options_of("splitting").items() if key in keys}
-    return {
-        "template": config.template,
-        "splitting": config.splitting,
-        "norm": config.norm,
-        "n_head": config.n_head,
-        **options,
-    }
+    options = {SPELLED.get(key, key): config.option(key) for key in declared_options(config) if key not in NOT_A_RULE}
+    fields = ("template", "splitting", "attention", "norm", "n_head", "positions", "value_residual", "embedding_skip")
+    rule = {key: getattr(config, key) for key in (*fields, "logit_softcap", "document_separator")}
+    if options.get("etd") == "lawson":
+        options["etd_start"] = "lawson"  # the integrating factor from the first layer on
+    return {**rule, **options}
 
 
 def weights_of(model: Model) -> dict[str, Any]:
     """The model's own parameters (not copies: gradients flow to them) under the transcriptions' names."""
-    w: dict[str, Any] = {"tok_emb": model.embed.tok_emb.weight, "pos_emb": model.embed.pos_emb.weight}
+    w: dict[str, Any] = {"tok_emb": model.embed.tok_emb.weight}
+    if model.embed.pos_emb is not None:
+        w["pos_emb"] = model.embed.pos_emb.weight
     for tables in model.aux_embed.values():
-        w["aux_tok_emb"], w["aux_pos_emb"] = tables.tok_emb.weight, tables.pos_emb.weight
+        w["aux_tok_emb"] = tables.tok_emb.weight
+        if tables.pos_emb is not None:
+            w["aux_pos_emb"] = tables.pos_emb.weight
     gained = model.config.norm == "layernorm"
     if gained:
         w["final_norm"] = model.final_norm.weight
     w["blocks"] = []
     for block in model.blocks:
-        spell = lambda key: key.replace("lam", "lambda")  # noqa: E731  (lambda is a Python keyword)
-        coefficients = {spell(k): block.coefficients.get_parameter(k) for k in block.coefficients.specs}
-        layer = {
-            "qkv": block.attn.qkv.weight,
-            "out": block.attn.out.weight,
+        layer: dict[str, Any] = {
             "up": block.mlp.up.weight,
             "down": block.mlp.down.weight,
             "aux_norm": {key: norm.weight for key, norm in block.aux_norms.items()},
-            "coef": coefficients,
+            "coef": {**raw_of(block.coefficients), **raw_of(block.extras)},
             "coef_value": {spell(k): v for k, v in block.coefficients.pinned.items()},
+            "attn_coef": raw_of(getattr(block.attn, "coefficients", None)),
+            **attention_of(block.attn),
         }
         if gained:
             layer |= {"attn_norm": block.attn_norm.weight, "mlp_norm": block.mlp_norm.weight}
@@ -52,12 +57,32 @@ def weights_of(model: Model) -> dict[str, Any]:
     return w
 
 
+def spell(key: str) -> str:
+    """A coefficient's name on the other side (lambda is a Python keyword; gd's step sizes are alpha and beta)."""
+    steps = {"step": "alpha", "step_attn": "alpha", "step_mlp": "beta"}
+    return steps.get(key) or ("lambda" + key[3:] if key.split("_")[0] == "lam" else key)
+
+
+def raw_of(bank: CoefficientBank | None) -> dict[str, Any]:
+    return {} if bank is None else {spell(key): bank.get_parameter(key) for key in bank.specs}
+
+
+def attention_of(attn: Any) -> dict[str, Any]:
+    linear = {"kernel": "A", "value": "V"} if hasattr(attn, "kernel") else {"value": "value"}
+    names = {"qkv": "qkv", "out": "out", "query": "query", "key": "key", "root": "root", "ratio_map": "ratio_map"}
+    return {
+        theirs: getattr(attn, ours).weight
+        for ours, theirs in {**names, **linear}.items()
+        if getattr(attn, ours, None) is not None
+    }
+
+
 def transcribe(model: Model, tokens: Tensor) -> Tensor | None:
     """Logits by the transcribed equations, or None for an architecture that is not transcribed."""
     config = model.config
     known = (config.template, config.splitting) in rules.LAYERS
-    plain = config.attention == "softmax" and config.mlp == "gelu" and config.positions == "learned"
-    if not known or not plain or config.bias:
+    shipped = config.attention in rules.CHOICES["attention"]
+    if not known or not shipped or config.mlp != "gelu" or config.bias:
         return None
     return rules.logits(tokens, weights_of(model), rule_of(model))
 

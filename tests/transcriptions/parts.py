@@ -14,20 +14,27 @@ The functions use elementary tensor operations only, work in any float dtype, an
 They are slow on purpose: nothing is fused, batched over heads, or shared between rules.
 
 Weights `w`
-    tok_emb (V, d), pos_emb (Tmax, d), final_norm (d,) [absent for rmsnorm],
-    aux_tok_emb (V, d), aux_pos_emb (Tmax, d) [optional: without them v, m start at zero],
-    blocks: list of dicts with attn_norm (d,), mlp_norm (d,) [absent for rmsnorm], qkv (3d, d), out (d, d),
+    tok_emb (V, d), pos_emb (Tmax, d) [absent for rotary positions], final_norm (d,) [absent for rmsnorm],
+    aux_tok_emb (V, d), aux_pos_emb (Tmax, d) [optional: without them v, m, y start at zero],
+    blocks: list of dicts with attn_norm (d,), mlp_norm (d,) [absent for rmsnorm],
         up (4d, d), down (d, 4d), aux_norm {"attn", "mlp"} or {"both"} -> (d,), coef {key: raw (1,)},
-        and optionally coef_value {key: value}, which replaces the mapped coefficient (for exact 0 and 1).
+        and optionally coef_value {key: value}, which replaces the mapped coefficient (for exact 0 and 1);
+        for the attention:
+            softmax, entropy, kl   qkv (3d, d), out (d, d); attn_coef "r", "keep" (n_head,), ratio_map (n_head, d)
+            linear                 A (d, d), V (d, d), attn_coef "h"
+            hamiltonian            query (d, d), key (d, d), root (d, d) or value (d, d), attn_coef "kappa"
+            linear-hamiltonian     A (d, d), V (d, d)
 
 Rule `rule`
-    template, n_head, and optionally splitting ("lie-trotter"), order ("ama"), k (1), velocity_norm ("once"),
-    final_drift (False), norm ("layernorm"). A key that does not concern the chosen splitting is not read.
+    template, n_head, and optionally everything in DEFAULTS; `ratio` for entropy and kl with a fixed target. A key that
+    does not concern the chosen template, splitting or attention is not read. `report`, an optional dictionary, receives
+    counts of the rows that a constrained attention solved, left inactive or capped.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +53,69 @@ DEFAULTS: Rule = {
     "velocity_norm": "once",
     "final_drift": False,
     "norm": "layernorm",
+    "alpha": 1.0,  # gd: gains of the attention's and the MLP's answer where they are not learned
+    "beta": 1.0,
+    "attention": "softmax",
+    "positions": "learned",
+    "document_separator": None,
+    "qk_norm": False,
+    "value_residual": "off",
+    "embedding_skip": False,
+    "logit_softcap": None,
+    # linear and Hamiltonian attention
+    "n0": 0,
+    # entropy and kl
+    "target": "fixed",
+    "target_form": "log",
+    "constraint": "equality",
+    "tau": 1.0,
+    "prior": "uniform",
+    "detach_prior": False,
+    # Hamiltonian attention and its integrators
+    "force": "row",
+    "kappa": 1.0,
+    "score_bound": 12.0,
+    "kernel": "single",
+    "symmetric": False,
+    "metric": "learned",
+    "damping": "loglin",
+    "lookahead": False,
+    "clock_gradient": False,
+    "history": "variable",
+    "etd": "cox-matthews",
+    "etd_start": "exponential",
+    "mlp_step": "B",
 }
+
+
+@dataclass
+class Memory:
+    """What one forward pass carries from one attention call to the next, besides the streams.
+
+    visible[s][i] lists the tokens j that token i of sequence s sees.
+    """
+
+    visible: list[list[list[int]]]
+    first_values: Tensor | None = None  # v_1 of the value residual
+    log_weights: dict[tuple[int, int, int], Tensor] | None = None  # log a of the latest call, by (sequence, head, i)
+
+
+def visible_tokens(tokens: Tensor, separator: int | None) -> list[list[list[int]]]:
+    """Token i sees j <= i of its own document; a separator is the first token of a new document."""
+    result = []
+    for sequence in tokens.tolist():
+        document, documents = 0, []
+        for token in sequence:
+            document += int(separator is not None and token == separator)
+            documents.append(document)
+        length = len(sequence)
+        result.append([[j for j in range(i + 1) if documents[j] == documents[i]] for i in range(length)])
+    return result
+
+
+def count(seen: list[int], rule: Rule) -> int:
+    """n_i, the number of visible tokens, or the constant N_0 in its place."""
+    return rule["n0"] if rule["n0"] > 0 else len(seen)
 
 
 def layer_norm(z: Tensor, gain: Tensor) -> Tensor:
@@ -72,27 +141,14 @@ def softmax(scores: Tensor) -> Tensor:
     return e / e.sum(dim=-1, keepdim=True)
 
 
-def causal_attention(z: Tensor, qkv: Tensor, out: Tensor, n_head: int) -> Tensor:
-    """concat_h( softmax(mask(Q_h K_h^T / sqrt(d_h))) V_h ) W_out^T, one head after the other.
-
-    Token i attends to tokens j <= i.
-    """
-    length, width = z.shape[1], z.shape[2]
-    head_dim = width // n_head
-    q = z @ qkv[:width].T
-    k = z @ qkv[width : 2 * width].T
-    v = z @ qkv[2 * width :].T
-    future = torch.zeros(length, length, dtype=torch.bool, device=z.device)
-    for i in range(length):
-        for j in range(i + 1, length):
-            future[i, j] = True
-    heads = []
-    for h in range(n_head):
-        part = slice(h * head_dim, (h + 1) * head_dim)
-        scores = q[:, :, part] @ k[:, :, part].transpose(1, 2) / math.sqrt(head_dim)
-        scores = scores.masked_fill(future, -math.inf)
-        heads.append(softmax(scores) @ v[:, :, part])
-    return torch.cat(heads, dim=-1) @ out.T
+def turn(z: Tensor, position: int) -> Tensor:
+    """R_p z: coordinates (i, i + D/2) of the last axis turned by the angle p * 10000^(-2i/D); R_p^T = R_{-p}."""
+    width = z.shape[-1]
+    half = width // 2
+    index = torch.arange(half, dtype=z.dtype, device=z.device)
+    angle = position * 10000.0 ** (-2.0 * index / width)
+    a, b = z[..., :half], z[..., half:]
+    return torch.cat([a * torch.cos(angle) - b * torch.sin(angle), a * torch.sin(angle) + b * torch.cos(angle)], dim=-1)
 
 
 def pre_norm(z: Tensor, weights: dict[str, Any], key: str, rule: Rule) -> Tensor:
@@ -102,19 +158,9 @@ def pre_norm(z: Tensor, weights: dict[str, Any], key: str, rule: Rule) -> Tensor
     return layer_norm(z, weights[key])
 
 
-def attention(z: Tensor, b: Block, rule: Rule) -> Tensor:
-    """A(z) = Attn(LN_attn(z))."""
-    return causal_attention(pre_norm(z, b, "attn_norm", rule), b["qkv"], b["out"], rule["n_head"])
-
-
 def mlp(z: Tensor, b: Block, rule: Rule) -> Tensor:
     """M(z) = W_down GELU(W_up LN_mlp(z))."""
     return gelu(pre_norm(z, b, "mlp_norm", rule) @ b["up"].T) @ b["down"].T
-
-
-def oracle(name: str, z: Tensor, b: Block, rule: Rule) -> Tensor:
-    """A(z) for the name "attn", M(z) for the name "mlp"."""
-    return attention(z, b, rule) if name == "attn" else mlp(z, b, rule)
 
 
 def ln_aux(z: Tensor, b: Block, key: str) -> Tensor:
@@ -133,18 +179,30 @@ def softplus(raw: Tensor) -> Tensor:
 
 
 def coef(b: Block, key: str) -> Any:
-    """Coefficient of this layer: sigmoid for mu, beta*, lambda; softplus for gamma, nu, delta.
+    """Coefficient of this layer: sigmoid for mu, beta*, lambda, alpha; softplus for gamma, nu, delta, h, c.
 
     An entry of the same key in `coef_value` is taken as it is.
     """
     if key in b.get("coef_value", {}):
         return b["coef_value"][key]
     name = key.split("_")[0]
-    if name in ("mu", "beta", "beta1", "beta2", "betaR", "lambda"):
+    if name in ("mu", "beta", "beta1", "beta2", "betaR", "lambda", "alpha"):
         return sigmoid(b["coef"][key])
-    if name in ("gamma", "nu", "delta"):
+    if name in ("gamma", "nu", "delta", "h", "c"):
         return softplus(b["coef"][key])
     raise ValueError(f"unknown coefficient {key!r}")
+
+
+def free_coef(b: Block, key: str) -> Any:
+    """A coefficient without a map."""
+    return b["coef_value"][key] if key in b.get("coef_value", {}) else b["coef"][key]
+
+
+def gain(b: Block, key: str, rule: Rule) -> Any:
+    """alpha, beta of gradient descent: positive and learned if this layer has them, else the rule's constants."""
+    if key in b.get("coef_value", {}):
+        return b["coef_value"][key]
+    return softplus(b["coef"][key]) if key in b.get("coef", {}) else rule[key]
 
 
 def to_matrix(z: Tensor, rule: Rule) -> Tensor:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transcriptions.attend import attention, oracle
 from transcriptions.parts import (
     ADAM_EPS,
     Block,
     Rule,
-    attention,
     coef,
     inverse_sqrt,
     ln_aux,
     mlp,
     ns5,
-    oracle,
     outer_inner,
     to_matrix,
     to_vector,

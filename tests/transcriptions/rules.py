@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transcriptions import hamiltonian
 from transcriptions.parts import (
     DEFAULTS,
+    Block,
+    Memory,
     Rule,
     coef,
+    free_coef,
     pre_norm,
     to_matrix,
+    visible_tokens,
 )
 from transcriptions.preconditioned import (
     adam_lie_trotter,
@@ -97,6 +102,26 @@ LAYERS: dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]] = {
     ("shampoo", "parallel"): shampoo_parallel,
     ("shampoo", "lie-trotter"): shampoo_lie_trotter,
     ("shampoo", "strang"): shampoo_strang,
+    **{(template, "lie-trotter"): hamiltonian.hamiltonian_layer for template in hamiltonian.TEMPLATES},
+}
+
+CHOICES = {
+    "norm": ("layernorm", "rmsnorm"),
+    "attention": ("softmax", "linear", "entropy", "kl", "hamiltonian", "linear-hamiltonian"),
+    "positions": ("learned", "rotary"),
+    "value_residual": ("off", "fixed", "free", "unit"),
+    "target": ("fixed", "head", "token"),
+    "target_form": ("log", "support"),
+    "constraint": ("equality", "floor"),
+    "prior": ("uniform", "previous", "carried"),
+    "force": ("row", "query"),
+    "kernel": ("single", "per-head"),
+    "metric": ("learned", "derived"),
+    "damping": ("loglin", "log", "linear"),
+    "history": ("variable", "constant"),
+    "etd": ("cox-matthews", "lawson"),
+    "etd_start": ("exponential", "lawson"),
+    "mlp_step": ("A", "B", "C"),
 }
 
 
@@ -106,8 +131,9 @@ def complete_rule(rule: Rule) -> Rule:
     template, splitting = full["template"], full["splitting"]
     if (template, splitting) not in LAYERS:
         raise ValueError(f"no rule for template {template!r} with splitting {splitting!r}")
-    if full["norm"] not in ("layernorm", "rmsnorm"):
-        raise ValueError(f"unknown norm {full['norm']!r}")
+    for key, allowed in CHOICES.items():
+        if full[key] not in allowed:
+            raise ValueError(f"unknown {key} {full[key]!r}")
     if splitting in ("strang", "imex") and full["order"] not in ("ama", "mam"):
         raise ValueError(f"unknown order {full['order']!r}")
     if splitting == "imex":
@@ -117,18 +143,44 @@ def complete_rule(rule: Rule) -> Rule:
             raise ValueError("heavy ball has mu = 0: IMEX refinements after the first are identical")
         if full["velocity_norm"] not in ("once", "every"):
             raise ValueError(f"unknown velocity_norm {full['velocity_norm']!r}")
+    check_attention(full)
     return full
 
 
-def embed(tokens: Tensor, token_table: Tensor, position_table: Tensor) -> Tensor:
-    """token_table[token at t] + position_table[t]."""
-    return token_table[tokens] + position_table[: tokens.shape[1]]
+def check_attention(rule: Rule) -> None:
+    """ValueError where the attention does not go with the template or an option."""
+    attention, has_momentum = rule["attention"], rule["attention"] in ("hamiltonian", "linear-hamiltonian")
+    if has_momentum != (rule["template"] in hamiltonian.TEMPLATES):
+        raise ValueError(f"template {rule['template']!r} and attention {attention!r} do not belong together")
+    if has_momentum and rule["value_residual"] != "off":
+        raise ValueError("Hamiltonian attention has no values")
+    if rule["qk_norm"] and attention not in ("softmax", "entropy", "kl"):
+        raise ValueError(f"qk_norm has no meaning for {attention} attention")
+    if rule["positions"] == "rotary" and attention in ("linear", "linear-hamiltonian"):
+        raise ValueError(f"{attention} attention has no queries and keys to turn")
+    if attention == "kl" and rule["target_form"] != "log":
+        raise ValueError("the specification states the radius of kl attention in the form r ln t only")
+    if attention == "hamiltonian" and rule["metric"] == "derived" and rule["kernel"] == "per-head":
+        raise ValueError("the kernel of one head is singular: no derived metric")
 
 
-def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Tensor, ...]:
-    """State before the first layer: x embedded; v, m from their own tables, or zero; s = 1; R = I."""
+def embed(tokens: Tensor, w: dict[str, Any], prefix: str, rule: Rule) -> Tensor:
+    """tok_emb[token at t] + pos_emb[t]; no position table with rotary positions. Prefix "aux_": the second tables."""
+    x = w[prefix + "tok_emb"][tokens]
+    if rule["positions"] == "learned":
+        return x + w[prefix + "pos_emb"][: tokens.shape[1]]
+    if prefix + "pos_emb" in w:
+        raise ValueError(f"rotary positions leave {prefix}pos_emb unused")
+    return x
+
+
+def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Any, ...]:
+    """State before the first layer: x embedded; v, m, y from their own tables, or zero; s = 1; R = I.
+
+    Hamiltonian templates: x, y, the velocity v = 0 of MLP substep C, the clock t = 1, no history.
+    """
     template = rule["template"]
-    x = embed(tokens, w["tok_emb"], w["pos_emb"])
+    x = embed(tokens, w, "", rule)
     if template in ("gd", "ortho"):
         return (x,)
     if template == "rmsprop":
@@ -139,26 +191,37 @@ def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Tensor, ...]:
         return x, identities
     aux = torch.zeros_like(x)
     if "aux_tok_emb" in w:
-        aux = embed(tokens, w["aux_tok_emb"], w["aux_pos_emb"])
+        aux = embed(tokens, w, "aux_", rule)
     if template in ("adam", "adamw"):
         return x, aux, torch.ones_like(x)
     if template == "soap":
         return x, to_matrix(aux, rule), identities
+    if template in hamiltonian.TEMPLATES:
+        return x, aux, torch.zeros_like(x), torch.ones((), dtype=x.dtype, device=x.device), None
     return x, aux  # the velocity v, or the momentum m of muon
 
 
 def head(x: Tensor, w: dict[str, Any], rule: Rule) -> Tensor:
-    """LN_final(x) tok_emb^T; every other stream is discarded."""
-    return pre_norm(x, w, "final_norm", rule) @ w["tok_emb"].T
+    """LN_final(x) tok_emb^T, soft-capped to c tanh(. / c) if the rule says so; every other stream is discarded."""
+    answer = pre_norm(x, w, "final_norm", rule) @ w["tok_emb"].T
+    cap = rule["logit_softcap"]
+    return answer if cap is None else cap * torch.tanh(answer / cap)
+
+
+def with_skip(x: Tensor, x_0: Tensor, b: Block, rule: Rule) -> Tensor:
+    """Before each block x <- skip_x x + skip_x0 x_0, x_0 the input embedding; other streams are left alone."""
+    return free_coef(b, "skip_x") * x + free_coef(b, "skip_x0") * x_0 if rule["embedding_skip"] else x
 
 
 def logits(tokens: Tensor, w: dict[str, Any], rule: Rule) -> Tensor:
     """Logits (B, T, V) of the model whose every layer takes one step of `rule`."""
     rule = complete_rule(rule)
+    rule["memory"] = Memory(visible_tokens(tokens, rule["document_separator"]))
     layer = LAYERS[rule["template"], rule["splitting"]]
     state = start(tokens, w, rule)
+    x_0 = state[0]
     for b in w["blocks"]:
-        state = layer(*state, b, rule)
+        state = layer(with_skip(state[0], x_0, b, rule), *state[1:], b, rule)
     x = state[0]
     if rule["splitting"] == "symplectic-euler" and rule["final_drift"]:
         v = state[1]
@@ -179,9 +242,12 @@ def hybrid_logits(tokens: Tensor, w: dict[str, Any], rule: Rule, momentum_layers
     for index in momentum_layers:
         if not 0 <= index < len(w["blocks"]):
             raise ValueError(f"there is no layer {index}")
+    rule["memory"] = Memory(visible_tokens(tokens, rule["document_separator"]))
     layer = LAYERS[template, "lie-trotter"]
-    x, v = start(tokens, w, rule)
+    x_0, v = start(tokens, w, rule)
+    x = x_0
     for index, b in enumerate(w["blocks"]):
+        x = with_skip(x, x_0, b, rule)
         if index in momentum_layers:
             x, v = layer(x, v, b, rule)
         else:

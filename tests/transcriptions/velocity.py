@@ -4,37 +4,42 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from transcriptions.attend import attention, oracle
 from transcriptions.parts import (
     Block,
     Rule,
-    attention,
     coef,
     explicit_implicit,
+    gain,
     ln_aux,
     mlp,
-    oracle,
     outer_inner,
 )
 
 
 def gd_parallel(x: Tensor, b: Block, rule: Rule) -> tuple[Tensor]:
-    """x' = x + A(x) + M(x)."""
-    return (x + attention(x, b, rule) + mlp(x, b, rule),)
+    """x' = x + alpha (A(x) + M(x)): one step size for the one step (alpha = 1 unless given)."""
+    alpha = gain(b, "alpha", rule)
+    return (x + alpha * attention(x, b, rule) + alpha * mlp(x, b, rule),)
 
 
 def gd_lie_trotter(x: Tensor, b: Block, rule: Rule) -> tuple[Tensor]:
-    """x <- x + A(x);  x <- x + M(x)."""
-    x = x + attention(x, b, rule)
-    x = x + mlp(x, b, rule)
+    """x <- x + alpha A(x);  x <- x + beta M(x) (alpha = beta = 1 unless given)."""
+    x = x + gain(b, "alpha", rule) * attention(x, b, rule)
+    x = x + gain(b, "beta", rule) * mlp(x, b, rule)
     return (x,)
 
 
 def gd_strang(x: Tensor, b: Block, rule: Rule) -> tuple[Tensor]:
-    """x <- x + outer(x)/2;  x <- x + inner(x);  x <- x + outer(x)/2."""
+    """x <- x + c outer(x)/2;  x <- x + c' inner(x);  x <- x + c outer(x)/2;
+
+    c is alpha where the oracle is attention, beta where it is the MLP (both 1 unless given).
+    """
     outer, inner = outer_inner(rule)
-    x = x + 0.5 * oracle(outer, x, b, rule)
-    x = x + oracle(inner, x, b, rule)
-    x = x + 0.5 * oracle(outer, x, b, rule)
+    step = {"attn": gain(b, "alpha", rule), "mlp": gain(b, "beta", rule)}
+    x = x + 0.5 * step[outer] * oracle(outer, x, b, rule)
+    x = x + step[inner] * oracle(inner, x, b, rule)
+    x = x + 0.5 * step[outer] * oracle(outer, x, b, rule)
     return (x,)
 
 

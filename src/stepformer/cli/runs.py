@@ -43,11 +43,12 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         "prompt", nargs="?", default="", metavar="PROMPT", help="text to continue (default: a new document)"
     )
     sub.add_argument("--tokens", type=int, default=200, metavar="N", help="at most so many new tokens (200)")
-    sub.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
+    sub.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (0.8)")
     sub.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
     sub.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that make up P")
     sub.add_argument("--seed", type=int, help="for the same text again")
     sub.add_argument("--samples", type=int, default=1, metavar="N", help="how many continuations (1)")
+    sub.add_argument("--beams", type=int, metavar="N", help="draw nothing: the best text a search with N beams finds")
     sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _which(sub)
     sub.set_defaults(run=run_generate)
@@ -82,6 +83,15 @@ def run_generate(args: argparse.Namespace) -> int:
     run = load_run(args.folder, args.checkpoint, args.device)
     if args.samples < 1:
         raise InputError(f"--samples {args.samples} should be at least 1.")
+    if args.beams is not None:
+        if args.samples > 1:
+            raise InputError(f"Beam search has one result: --samples {args.samples} does not go with --beams.")
+        drawing = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        given = {name: value for name, value in drawing.items() if value is not None}
+        ids, stop = prompt_ids(run, args.prompt), run.tokenizer.eot
+        made = run.model.generate([ids], beams=args.beams, max_new_tokens=args.tokens, stop=stop, **given)
+        print(args.prompt + readable(run, made.tokens[0]))
+        return 0
     for i in range(args.samples):
         seed = None if args.seed is None else args.seed + i
         if args.samples > 1:
@@ -90,7 +100,7 @@ def run_generate(args: argparse.Namespace) -> int:
             run,
             args.prompt,
             max_new_tokens=args.tokens,
-            temperature=args.temperature,
+            temperature=0.8 if args.temperature is None else args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
             seed=seed,
@@ -101,21 +111,30 @@ def run_generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def continue_text(run: LoadedRun, prompt: str, **settings: Any) -> Any:
-    """The prompt, then its continuation in pieces of whole characters, until the document ends."""
-    tokenizer = run.tokenizer
-    ids = [tokenizer.eot, *(int(i) for i in tokenizer.encode(prompt))]
+def prompt_ids(run: LoadedRun, prompt: str) -> list[int]:
+    """A new document that begins with the prompt."""
+    ids = [run.tokenizer.eot, *(int(i) for i in run.tokenizer.encode(prompt))]
     room = run.config.model.context
     if len(ids) > room:
         raise InputError(f"The prompt has {len(ids)} tokens, but the model's context is {room}.")
+    return ids
+
+
+def readable(run: LoadedRun, tokens: list[int]) -> str:
+    """The text of new tokens; a character may be spread over several of them, a last one not whole yet is left out."""
+    text: str = run.tokenizer.decode([token for token in tokens if token != run.tokenizer.eot])
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def continue_text(run: LoadedRun, prompt: str, **settings: Any) -> Any:
+    """The prompt, then its continuation in pieces of whole characters, until the document ends."""
+    ids = prompt_ids(run, prompt)
     made = Generation([], [])
     shown = ""
-    steps = stream(run.model, [ids], stop=tokenizer.eot, on_context_end="slide", result=made, **settings)
+    steps = stream(run.model, [ids], stop=run.tokenizer.eot, on_context_end="slide", result=made, **settings)
     for number, _ in enumerate(steps):
         if number == 0 and prompt:  # not before the settings have been found good
             yield prompt
-        text = tokenizer.decode([token for token in made.tokens[0] if token != tokenizer.eot])
-        # a character may be spread over several tokens: hold back what is not whole yet
-        whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        whole = readable(run, made.tokens[0])
         yield whole[len(shown) :]
         shown = whole

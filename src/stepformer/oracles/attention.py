@@ -78,19 +78,19 @@ attentions: Registry[Attention] = Registry("attention", Attention)
 register_attention = attentions.register
 
 
-def over_queries(part: Callable[[slice], Any], queries: int, chunk: int, dim: int) -> Any:
-    """`part(rows)` for consecutive stretches of `chunk` queries, joined along `dim`; 0 means all at once.
+def over_queries(part: Callable[[int, int], Any], queries: int, chunk: int, dim: int) -> Any:
+    """`part(begin, end)` for consecutive stretches of `chunk` queries, joined along `dim`; 0 means all at once.
 
     Each stretch is computed again in the backward pass, so that no tensor of all queries times all keys exists.
     `part` returns a tensor or a tuple of tensors.
     """
     if chunk == 0 or queries <= chunk:
-        return part(slice(0, queries))
+        return part(0, queries)
     parts = []
     for begin in range(0, queries, chunk):
-        rows = slice(begin, min(begin + chunk, queries))
+        end = min(begin + chunk, queries)
         again = torch.is_grad_enabled()
-        parts.append(checkpoint(part, rows, use_reentrant=False) if again else part(rows))
+        parts.append(checkpoint(part, begin, end, use_reentrant=False) if again else part(begin, end))
     if isinstance(parts[0], Tensor):
         return torch.cat(parts, dim=dim)
     return tuple(torch.cat(pieces, dim=dim) for pieces in zip(*parts, strict=True))

@@ -108,12 +108,12 @@ class Call:
         self.used += 1
         return self.slots[self.used - 1]
 
-    def visible(self, rows: slice = slice(None)) -> Tensor:
-        """True where a query of `rows` sees a key: (T, keys) or (B or 1, 1, T, keys)."""
+    def visible(self, begin: int = 0, end: int | None = None) -> Tensor:
+        """True where a query, of those from `begin` to `end`, sees a key: (T, keys) or (B or 1, 1, T, keys)."""
         if self.mask is not None:
-            return self.mask[:, :, rows]
+            return self.mask[:, :, begin:end]
         keys = torch.arange(max(self.end, self.positions.shape[-1]), device=self.positions.device)
-        return keys <= self.positions[rows, None]
+        return keys <= self.positions[begin:end, None]
 
     def counts(self) -> Tensor:
         """How many tokens each token sees, itself included: (T,) or (B, T)."""

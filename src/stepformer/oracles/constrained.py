@@ -90,10 +90,10 @@ class ConstrainedAttention(MultiHeadAttention):
             radius = self.radius(u, call).to(q.dtype).expand(q.shape[:3])
             prior = self.log_prior(call)
 
-            def attend(rows: slice) -> Tensor:
-                scores = q[:, :, rows] @ k.mT / math.sqrt(self.head_dim)
+            def attend(begin: int, end: int) -> Tensor:
+                scores = q[:, :, begin:end] @ k.mT / math.sqrt(self.head_dim)
                 solved = constrained_softmax(
-                    scores, radius[:, :, rows], call.visible(rows), prior, ceiling=self.ceiling
+                    scores, radius[:, :, begin:end], call.visible(begin, end), prior, ceiling=self.ceiling
                 )
                 self.remember(solved.log_weights, call)
                 if call.observe is not None:

@@ -4,8 +4,8 @@ One row with visible keys j, scores s and a prior q on them:
 
     max_a  s.a   subject to   KL(a || q) <= rho,      solved by   a = softmax(log q + beta s),   D(beta) = rho,
 
-where D(beta) = KL(a || q) = beta E_a[s] - log sum_j q_j exp(beta s_j) grows from 0 to -log q(argmax set). With q uniform
-on t keys D = ln t - H(a), so an entropy bound H(a) >= h is the same problem with rho = ln t - h.
+where D(beta) = KL(a || q) = beta E_a[s] - log sum_j q_j exp(beta s_j) grows from 0 to -log q(argmax set). With q
+uniform on t keys D = ln t - H(a), so an entropy bound H(a) >= h is the same problem with rho = ln t - h.
 
 The objective is linear, hence scale-free: c s with c > 0 gives the same a, since beta absorbs c. Every row is solved on
 its own by a fixed number of evaluations of its statistics: no data-dependent control flow, no synchronisation.
@@ -150,8 +150,9 @@ def _solve(
     free = ~(rho <= 0) & ~constant
     full = -q_top  # D(inf)
     goal = full - rho  # E at the solution
-    # rows that need no solution are iterated along with a harmless target
-    solvable = free & (goal > 0)
+    # a goal that is nothing but rounding of D(inf) is out of reach, as h = 0 is in exact arithmetic
+    solvable = free & (goal > 4 * eps * full)
+    # the other rows are iterated along with a harmless target
     rho_ = torch.where(solvable, rho, 0.5)
     goal_, full_ = torch.where(solvable, goal, 0.5), torch.where(solvable, full, 1.0)
 
@@ -180,6 +181,7 @@ def _solve(
         # a row converged to the rounding of D or b stays where it is: noise would throw it across the bracket
         done = done | (error.abs() <= 2 * eps * (1 + full_ + slope)) | (step.abs() <= 2 * eps)
         new = b * (-step.clamp(-3.0, 3.0)).exp()
+        # E below 1e-18 is not resolved by the statistics, and far from any goal: halve the bracket
         usable = (new > low) & (new < high) & (missing > 1e-18)
         new = torch.where(usable, new, (low * high).sqrt())
         b = torch.where(done, b, new)

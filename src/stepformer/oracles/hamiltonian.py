@@ -160,7 +160,7 @@ class SoftmaxFields:
     """F and G of softmax Hamiltonian attention at one (u, y)."""
 
     def __init__(self, attention: HamiltonianAttention, u: Tensor, y: Tensor, call: Call) -> None:
-        self.attention, self.call, self.dtype = attention, call, y.dtype
+        self.attention, self.call, self.y, self.dtype = attention, call, y, y.dtype
         heads = (attention.kernels, -1)
         q = attention.query(u).unflatten(-1, heads).transpose(1, 2)
         k = q if attention.key is None else attention.key(u).unflatten(-1, heads).transpose(1, 2)
@@ -184,23 +184,23 @@ class SoftmaxFields:
             raw = (attention.tau * self.q @ self.k.mT).abs()[call.visible().expand(*q.shape[:3], k.shape[2])]
             call.observe("scores beyond their bound", (raw > attention.bound).float().mean())
 
-    def log_n_of(self, rows: slice) -> Tensor:
-        return self.log_n if self.log_n.ndim == 0 else self.log_n[..., rows, :]
+    def log_n_of(self, begin: int, end: int) -> Tensor:
+        return self.log_n if self.log_n.ndim == 0 else self.log_n[..., begin:end, :]
 
-    def first_pass(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def first_pass(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """P K for some queries, P the softmax of their scores, and ln z."""
-        scores = self.attention.scores(self.q[:, :, rows], self.k, self.call.visible(rows))
+        scores = self.attention.scores(self.q[:, :, begin:end], self.k, self.call.visible(begin, end))
         lse = scores.logsumexp(dim=-1, keepdim=True)
-        return torch.exp(scores - lse) @ self.k, lse - self.log_n_of(rows)
+        return torch.exp(scores - lse) @ self.k, lse - self.log_n_of(begin, end)
 
-    def second_pass(self, rows: slice) -> Tensor:
+    def second_pass(self, begin: int, end: int) -> Tensor:
         """(1/n_i) sum_j exp(S_ij) (a_j / z_j^2) k_j: the same scores with a bias per key."""
-        scores = self.attention.scores(self.q[:, :, rows], self.k, self.call.visible(rows))
-        return torch.exp(scores - 2 * self.keys_log_z.mT - self.log_n_of(rows)) @ (self.keys_a * self.k)
+        scores = self.attention.scores(self.q[:, :, begin:end], self.k, self.call.visible(begin, end))
+        return torch.exp(scores - 2 * self.keys_log_z.mT - self.log_n_of(begin, end)) @ (self.keys_a * self.k)
 
     def velocity(self, y: Tensor) -> Tensor:
         with torch.autocast(y.device.type, enabled=False):
-            by = self.by if y is None else self.attention.lower(at_least_fp32(y)[0])
+            by = self.by if y is self.y else self.attention.lower(at_least_fp32(y)[0])
             return (torch.exp(-self.log_z).mean(dim=1) * by).to(self.dtype)
 
     def force(self) -> Tensor:

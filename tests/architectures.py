@@ -1,0 +1,124 @@
+"""Architectures beyond softmax attention, for every test that should hold for all of them.
+
+ROWS are presets with the options that change what they compute; EXTRAS compose with them; `combinations` draws from
+the whole product.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import stepformer as sf
+from helpers import ACCEPTED
+
+Settings = dict[str, Any]
+
+INTEGRATORS = ("plain-euler", "presymp-euler", "exp-euler", "conformal-euler", "ab2", "etd-ab2")
+
+SYMP: list[Settings] = [
+    {"template": name, "attention": attention, "mlp_step": step, "aux_init": start}
+    for name in INTEGRATORS
+    for attention in ("hamiltonian", "linear-hamiltonian")
+    for step in ("A", "B", "C")
+    for start in ("zero", "embed")
+]
+SYMP_OPTIONS: list[Settings] = [
+    {"template": template, "attention": "hamiltonian", **options}
+    for template, options in (
+        ("plain-euler", {"force": "query"}),
+        ("exp-euler", {"force": "query", "kernel": "per-head"}),
+        ("plain-euler", {"kernel": "per-head", "positions": "rotary", "n_head": 3}),
+        ("conformal-euler", {"positions": "rotary"}),
+        ("ab2", {"metric": "derived"}),
+        ("plain-euler", {"symmetric": True, "lookahead": True}),
+        ("etd-ab2", {"lookahead": True, "damping": "log"}),
+        ("presymp-euler", {"damping": "linear", "kappa": 0.3}),
+        ("exp-euler", {"learned_kappa": True, "kappa": 2.0}),
+        ("exp-euler", {"kappa": 0.0, "aux_init": "zero"}),
+        ("plain-euler", {"kappa": 0.0, "aux_init": "embed", "mlp_step": "A"}),
+        ("plain-euler", {"score_bound": 0.0}),
+        ("plain-euler", {"score_bound": 0.5}),
+        ("ab2", {"n0": 5}),
+        ("ab2", {"history": "constant"}),
+        ("etd-ab2", {"history": "constant"}),
+        ("etd-ab2", {"etd": "lawson"}),
+        ("etd-ab2", {"etd": "lawson", "history": "constant", "step_gradient": True}),
+        ("exp-euler", {"step_gradient": True}),
+        ("plain-euler", {"learned_kappa": True, "mlp_step": "C"}),
+    )
+]
+SYMP_OPTIONS += [
+    {"template": "ab2", "attention": "linear-hamiltonian", "n0": 6},
+    {"template": "conformal-euler", "attention": "linear-hamiltonian", "lookahead": True},
+]
+LINEAR: list[Settings] = [{"attention": "linear"}, {"attention": "linear", "n0": 4, "template": "nesterov"}]
+# Targets at which no row of these small random models is out of reach: there the result would be a convention.
+CONSTRAINED: list[Settings] = [
+    {"attention": "entropy"},
+    {"attention": "entropy", "ratio": 0.8, "target_form": "support"},
+    {"attention": "entropy", "target": "head", "ratio": 0.7},
+    {"attention": "entropy", "target": "token", "ratio": 0.8},
+    {"attention": "entropy", "constraint": "floor", "ratio": 0.9, "tau": 0.5},
+    {"attention": "entropy", "constraint": "floor", "ratio": 0.3, "target": "head"},
+    {"attention": "kl"},
+    {"attention": "kl", "target": "head"},
+    {"attention": "kl", "target": "token", "ratio": 0.05},
+    {"attention": "kl", "prior": "previous"},
+    {"attention": "kl", "prior": "previous", "detach_prior": True},
+    {"attention": "kl", "prior": "carried"},
+    {"attention": "kl", "prior": "carried", "target": "token", "ratio": 0.05},
+]
+STEPS: list[Settings] = [
+    {"template": "gd", "alpha": 0.5, "beta": 2.0},
+    {"template": "gd", "alpha": 0.5, "beta": 2.0, "learned_steps": True},
+    {"template": "gd", "splitting": "parallel", "alpha": 0.7, "learned_steps": True},
+    {"template": "gd", "splitting": "strang", "order": "mam", "alpha": 0.7, "beta": 1.5},
+]
+ROWS = SYMP + SYMP_OPTIONS + LINEAR + CONSTRAINED + STEPS
+
+EXTRAS: list[Settings] = [
+    {"value_residual": "fixed"},
+    {"value_residual": "free"},
+    {"value_residual": "unit"},
+    {"embedding_skip": True},
+    {"embedding_skip": True, "embedding_skip_start": 0.1},
+    {"logit_softcap": 3.0},
+    {"document_separator": 3},
+    {"qk_norm": True},
+    {"positions": "rotary", "n_head": 2},
+]
+ATTENTIONS: list[Settings] = [{}, *LINEAR[:1], *CONSTRAINED]
+
+
+def title(settings: Settings) -> str:
+    words = [f"{k}={v}" if isinstance(v, bool | int | float) else str(v) for k, v in settings.items()]
+    return "-".join(words) or "softmax"
+
+
+def accepted(settings: Settings) -> bool:
+    """Whether the config has meaning (a refusal is tested elsewhere)."""
+    try:
+        sf.model_config("vanilla", **{"n_layer": 2, "n_head": 2, "d_model": 12, "context": 8, "vocab_size": 11, **settings})
+    except sf.ConfigError:
+        return False
+    return True
+
+
+def all_combinations() -> list[Settings]:
+    """Every accepted template x splitting x attention x extra, and every Hamiltonian row x extra."""
+    pairs = [{**pair, **attention, **extra} for pair in ACCEPTED for attention in ATTENTIONS for extra in [{}, *EXTRAS]]
+    moving = [{**row, **extra} for row in SYMP + SYMP_OPTIONS for extra in EXTRAS]
+    return [settings for settings in pairs + moving if accepted(settings)]
+
+
+def combinations(count: int, seed: int = 0) -> list[Settings]:
+    """A sample of them with two extras at once where they go together, the same for everyone."""
+    draw = random.Random(seed)
+    product = all_combinations()
+    sample: list[Settings] = []
+    while len(sample) < count:
+        settings = {**draw.choice(product), **draw.choice(EXTRAS)}
+        if accepted(settings) and settings not in sample:
+            sample.append(settings)
+    return sample
