@@ -7,14 +7,13 @@ the whole product.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import stepformer as sf
-from helpers import ACCEPTED
+from helpers import ACCEPTED, INTEGRATORS, TINY
 
 Settings = dict[str, Any]
-
-INTEGRATORS = ("plain-euler", "presymp-euler", "exp-euler", "conformal-euler", "ab2", "etd-ab2")
 
 SYMP: list[Settings] = [
     {"template": name, "attention": attention, "mlp_step": step, "aux_init": start}
@@ -89,6 +88,8 @@ EXTRAS: list[Settings] = [
     {"positions": "rotary", "n_head": 2},
 ]
 ATTENTIONS: list[Settings] = [{}, *LINEAR[:1], *CONSTRAINED]
+# For samples: constrained attention in half of them, as it takes several times longer than the others.
+FEWER_ATTENTIONS = [{}, {}, *LINEAR[:1] * 2, CONSTRAINED[3], CONSTRAINED[5], CONSTRAINED[9], CONSTRAINED[11]]
 
 
 def title(settings: Settings) -> str:
@@ -99,26 +100,42 @@ def title(settings: Settings) -> str:
 def accepted(settings: Settings) -> bool:
     """Whether the config has meaning (a refusal is tested elsewhere)."""
     try:
-        sf.model_config("vanilla", **{"n_layer": 2, "n_head": 2, "d_model": 12, "context": 8, "vocab_size": 11, **settings})
+        sf.model_config("vanilla", **{**TINY, **settings})
     except sf.ConfigError:
         return False
     return True
 
 
 def all_combinations() -> list[Settings]:
-    """Every accepted template x splitting x attention x extra, and every Hamiltonian row x extra."""
+    """Every accepted template x splitting x attention x extra, and every Hamiltonian row x extra: some 12,000."""
     pairs = [{**pair, **attention, **extra} for pair in ACCEPTED for attention in ATTENTIONS for extra in [{}, *EXTRAS]]
     moving = [{**row, **extra} for row in SYMP + SYMP_OPTIONS for extra in EXTRAS]
     return [settings for settings in pairs + moving if accepted(settings)]
 
 
 def combinations(count: int, seed: int = 0) -> list[Settings]:
-    """A sample of them with two extras at once where they go together, the same for everyone."""
+    """A sample, the same for everyone, with two extras at once where they go together.
+
+    A third are Hamiltonian rows; pairs, attentions and extras take turns, so that each of them appears.
+    """
     draw = random.Random(seed)
-    product = all_combinations()
+
+    def in_turn(choices: list[Settings]) -> Iterator[Settings]:
+        while True:
+            yield from draw.sample(choices, len(choices))
+
+    variants: dict[tuple[str, str], list[Settings]] = {}
+    for pair in ACCEPTED:
+        variants.setdefault((pair["template"], pair["splitting"]), []).append(pair)
+    pairs = in_turn([draw.choice(same) for same in variants.values()])
+    attentions, extras, moving = in_turn(FEWER_ATTENTIONS), in_turn(EXTRAS), in_turn(SYMP + SYMP_OPTIONS)
     sample: list[Settings] = []
     while len(sample) < count:
-        settings = {**draw.choice(product), **draw.choice(EXTRAS)}
+        if len(sample) % 3 == 2:
+            base = next(moving)
+        else:
+            base = {**next(pairs), **next(attentions)}
+        settings = {**base, **next(extras), **draw.choice(EXTRAS)}
         if accepted(settings) and settings not in sample:
             sample.append(settings)
     return sample

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-combinations", action="store_true", help="audit every combination of components (hours)")
+
+
 @pytest.fixture(autouse=True)
 def _no_global_changes() -> Iterator[None]:
     """Tests must not leak a default dtype or grad mode into each other."""

@@ -66,7 +66,24 @@ ACCEPTED: list[dict[str, Any]] = [
     }.items()
     for splitting in splits
 ]
+INTEGRATORS = ("plain-euler", "presymp-euler", "exp-euler", "conformal-euler", "ab2", "etd-ab2")
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"template": template, "splitting": splitting}, "integrates the two fields")
+        for template in INTEGRATORS
+        for splitting in ("parallel", "lie-trotter", "strang", "imex", "symplectic-euler")
+    ),
+    *(
+        ({"template": template, "attention": attention, "splitting": splitting}, "brings its own integrator")
+        for template in INTEGRATORS
+        for attention in ("hamiltonian", "linear-hamiltonian")
+        for splitting in ("parallel", "strang", "imex", "symplectic-euler")
+    ),
+    *(
+        ({"template": template, "attention": attention}, "does not integrate them")
+        for template in ("gd", "nesterov", "adam", "muon")
+        for attention in ("hamiltonian", "linear-hamiltonian")
+    ),
     *(
         ({"template": template, "splitting": splitting}, "works on a velocity stream")
         for template in ("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo")

@@ -24,7 +24,7 @@ ARCHITECTURES: list[dict[str, Any]] = [
     {"name": "yurii", "positions": "rotary", "n_head": 2},
     {"name": "yurii", "document_separator": 6},
     {"name": "linear-yurii"},  # a state instead of keys and values
-    {"name": "linear-symp-presymp-euler"},
+    {"name": "linear-symp-conformal-euler"},  # two states a call
     {"name": "symp-presymp-euler"},
     {"name": "kl-carried"},
 ]

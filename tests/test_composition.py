@@ -62,7 +62,7 @@ def test_refused_pair_says_why(pair: dict[str, Any], sentence: str) -> None:
 def test_the_table_covers_every_registered_pair() -> None:
     """A new template or splitting must be added to the table of pairs, accepted or refused."""
     covered = {(p["template"], p["splitting"]) for p in ACCEPTED}
-    covered |= {(p["template"], p["splitting"]) for p, _ in REFUSED}
+    covered |= {(p["template"], p["splitting"]) for p, _ in REFUSED if "splitting" in p}
     shipped = [e for e in templates if e.component.__module__.startswith("stepformer.")]
     assert covered == {(t.name, s.name) for t in shipped for s in splittings}
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import stepformer as sf
-from architectures import EXTRAS, ROWS, combinations, title
+from architectures import EXTRAS, ROWS, accepted, combinations, title
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
 from transcriptions.adapter import transcribe, transcribe_hybrid
 
@@ -85,18 +85,23 @@ def test_row_equals_transcription(settings: dict[str, Any]) -> None:
     check(settings)
 
 
-@pytest.mark.parametrize("extra", EXTRAS, ids=title)
-@pytest.mark.parametrize("attention", ["softmax", "linear", "entropy", "kl", "hamiltonian"])
-def test_extra_equals_transcription(attention: str, extra: dict[str, Any]) -> None:
-    settings = {"attention": attention, "ratio": 0.6, **extra}
-    if attention in ("softmax", "linear", "hamiltonian"):
-        del settings["ratio"]
-    if attention == "hamiltonian":
-        settings["template"] = "etd-ab2"
-    try:
-        sf.model_config("vanilla", **settings)
-    except sf.ConfigError:
-        pytest.skip("refused")
+WITH_EXTRAS = [
+    {**base, **extra}
+    for base in (
+        {"attention": "softmax"},
+        {"attention": "linear"},
+        {"attention": "entropy", "ratio": 0.6},
+        {"attention": "kl", "prior": "previous"},
+        {"attention": "hamiltonian", "template": "etd-ab2"},
+        {"attention": "linear-hamiltonian", "template": "conformal-euler"},
+    )
+    for extra in EXTRAS
+    if accepted({**base, **extra})
+]
+
+
+@pytest.mark.parametrize("settings", WITH_EXTRAS, ids=title)
+def test_extra_equals_transcription(settings: dict[str, Any]) -> None:
     check(settings)
 
 

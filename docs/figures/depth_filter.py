@@ -37,8 +37,9 @@ METHODS: dict[str, dict[str, float]] = {
 def contraction(name: str, curvature: float, c: dict[str, float]) -> float:
     """Spectral radius of one step on a mode with this curvature."""
     values = {k: torch.tensor(v, dtype=torch.float64) for k, v in c.items()}
-    gain = c["gamma"] if name == "gd" else 1.0  # gd has no step size of its own: it belongs to the oracle
-    turn = Substep(templates[name].component(1, 1), lambda x: -gain * curvature * x, Values(values), None)
+    if name == "gd":
+        values = {"step": values["gamma"]}
+    turn = Substep(templates[name].component(1, 1), lambda x: -curvature * x, Values(values), None)
     columns = []
     for e, v in ((1.0, 0.0), (0.0, 1.0)):
         streams = {} if name == "gd" else {"v": torch.tensor([v], dtype=torch.float64)}

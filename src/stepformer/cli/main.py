@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from stepformer import __version__
-from stepformer.cli import audit, compare, prepare, runs, show, train
+from stepformer.cli import audit, compare, flow, prepare, runs, show, train
 from stepformer.errors import ConfigError, StepformerError
 from stepformer.plugins import load_plugin
 
@@ -24,6 +24,7 @@ A preset is a named point in template x splitting x attention; change one word a
   stepformer audit yurii                       is it causal, does cached decoding agree, are its gradients right?
   stepformer train yurii                       train it (tiny, on the embedded tales; see train --help)
   stepformer compare vanilla yurii --seeds 3   is the difference real? paired seeds, intervals, a plot
+  stepformer flow                              the particle systems behind attention: energies, orders, pictures
 """
 
 
@@ -53,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_list(commands, common)
     show.add_show(commands, common)
     audit.add_audit(commands, common)
+    flow.add_flow(commands, common)
     return top
 
 

@@ -1,0 +1,141 @@
+"""`stepformer flow`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stepformer import __version__
+from stepformer.cli.show import console
+from stepformer.errors import InputError, StepformerError, suggestion
+from stepformer.files import write_text
+from stepformer.flows import EXPERIMENTS, Result, Tell
+from stepformer.flows.plots import draw
+
+FEWEST, MOST = 8, 2048  # a covariance needs some tokens; kernels are N x N
+
+
+def add_flow(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "flow",
+        parents=[common],
+        help="the particle systems behind Hamiltonian attention: energies, orders of accuracy, ellipses",
+        description="Small experiments without weights, norms or masks, in fp64 on the CPU; with 64 tokens all of them "
+        "together take less than a minute. The steps are those of the templates that models are built from.",
+        epilog="experiments:\n"
+        "  energy        how fast standard and accelerated attention flows lower their energy, per step\n"
+        "  order         the error of every integrator against its step size\n"
+        "  ellipse       tokens under linear attention against the ODEs of their mean and covariance\n"
+        "  hamiltonian   are the two fields the derivatives of the energy, and which forms are not?\n"
+        "  filter        gradient descent and momentum as filters over the curvatures of a quadratic\n\n"
+        "examples:\n"
+        "  stepformer flow                               all of them; pictures and flow.json in runs/flow\n"
+        "  stepformer flow order ellipse --particles 128\n"
+        "  stepformer flow energy --seed 3 --json        numbers on standard output\n\n"
+        "docs/flows.md explains each picture.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("names", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} (default: all)")
+    sub.add_argument("--out", default="runs/flow", metavar="DIR", help="folder of flow.json and PNGs (runs/flow)")
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of matrices and tokens (0)")
+    sub.add_argument(
+        "--particles", type=int, default=64, metavar="N", help=f"number of tokens, {FEWEST} to {MOST} (64)"
+    )
+    sub.add_argument("--json", action="store_true", help="print the numbers as JSON instead of tables")
+    sub.set_defaults(run=run_flow)
+
+
+def run_flow(args: argparse.Namespace) -> int:
+    for name in args.names:
+        if name not in EXPERIMENTS:
+            raise InputError(
+                f"There is no experiment '{name}'.{suggestion(name, EXPERIMENTS)} Known: {', '.join(EXPERIMENTS)}."
+            )
+    if not FEWEST <= args.particles <= MOST:
+        raise InputError(f"--particles {args.particles} should be between {FEWEST} and {MOST}.")
+    names = list(dict.fromkeys(args.names)) or list(EXPERIMENTS)
+    out = Path(args.out)
+    results: dict[str, Result] = {}
+    for place, name in enumerate(names, start=1):
+        begun = time.monotonic()
+        with progress(f"{name} ({place} of {len(names)})") as tell:
+            results[name] = EXPERIMENTS[name](args.seed, args.particles, tell)
+        if not args.json:
+            show(name, results[name], time.monotonic() - begun)
+    text = json_text(results, args.seed, args.particles)
+    write_text(out / "flow.json", text)
+    made = ["flow.json"]
+    try:
+        for name, result in results.items():
+            draw(name, result, out / f"{name}.png")
+            made.append(f"{name}.png")
+    except StepformerError as error:
+        print(f"note: no pictures: {error}", file=sys.stderr)
+    if args.json:
+        print(text, end="")
+    else:
+        print(f"written to {out}: {', '.join(made)}")
+    return 0
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Tell]:
+    """A line on standard error that says what is being computed, or nothing where that is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    with Console(stderr=True).status(title) as status:
+        yield lambda text: status.update(f"{title}: {text}")
+
+
+def show(name: str, result: Result, seconds: float) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    words = {key for row in result.rows for key, value in row.items() if isinstance(value, str)}
+    for column in result.rows[0]:
+        table.add_column(column, justify="left" if column in words else "right")
+    for row in result.rows:
+        table.add_row(*(cell(column, value) for column, value in row.items()))
+    terminal = console()
+    terminal.print(f"[bold]{name}[/bold]  {result.question}  ({seconds:.1f} s)", soft_wrap=True)
+    terminal.print(table)
+    terminal.print(f"{result.note}\n", soft_wrap=True, markup=False)
+
+
+def cell(column: str, value: str | int | float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.2f}" if column == "fitted order" else f"{value:.3g}"
+    return str(value)
+
+
+def json_text(results: dict[str, Result], seed: int, particles: int) -> str:
+    """Everything that was computed, one row or list of numbers per line."""
+    experiments = {name: plain(dataclasses.asdict(result)) for name, result in results.items()}
+    record = {"stepformer": __version__, "seed": seed, "particles": particles, "experiments": experiments}
+    text = json.dumps(record, indent=1, allow_nan=False)
+    flat = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: re.sub(r"\s+", " ", found[0]), text)
+    return flat + "\n"
+
+
+def plain(value: Any) -> Any:
+    """Six significant digits; null for what is no number any more."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

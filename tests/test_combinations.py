@@ -1,0 +1,42 @@
+"""Templates x splittings x attentions x extras: what composes keeps every obligation, whatever the combination."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import stepformer as sf
+from architectures import all_combinations, combinations, title
+from stepformer.diagnostics.audit import GEOMETRY, audit
+from stepformer.oracles import attentions
+from stepformer.schemes import splittings, templates
+
+SAMPLE = combinations(64)
+
+
+def test_the_sample_covers_what_there_is() -> None:
+    """Every template, splitting, attention and extra is in the sample, and no combination twice."""
+    shipped = lambda registry: {e.name for e in registry if e.component.__module__.startswith("stepformer.")}  # noqa: E731
+    configs = [sf.model_config("vanilla", **settings) for settings in SAMPLE]
+    assert {c.template for c in configs} == shipped(templates)
+    assert {c.splitting for c in configs} == shipped(splittings)
+    assert {c.attention for c in configs} == shipped(attentions)
+    assert {c.value_residual for c in configs} == {"off", "fixed", "free", "unit"}
+    for key in ("embedding_skip", "logit_softcap", "document_separator", "qk_norm", "positions"):
+        assert sum(key in s for s in SAMPLE) >= 3, key
+    assert len({title(s) for s in SAMPLE}) == len(SAMPLE) >= 60
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The sample, or with `pytest --all-combinations tests/test_combinations.py` the whole product (hours)."""
+    if "combination" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all-combinations")
+        metafunc.parametrize("combination", all_combinations() if everything else SAMPLE, ids=title)
+
+
+def test_combination(combination: dict[str, Any]) -> None:
+    """The obligations; test_equations compares combinations with the transcription, presets train for longer."""
+    config = sf.model_config("vanilla", **{**GEOMETRY, **combination, "n_head": 8})
+    result = audit(config, title(combination), steps=30)
+    assert {c.obligation: c.detail for c in result.checks if not c.passed} == {}
