@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepformer import architectures
-from stepformer.config import ModelConfig, merge, read_toml
+from stepformer.config import ModelConfig, declared_options, merge, read_toml
 from stepformer.errors import ConfigError, StepformerError, UnknownNameError, suggestion
 from stepformer.oracles import attentions, mlps
 from stepformer.schemes import splittings, templates
@@ -109,6 +109,26 @@ def preset_of(config: ModelConfig) -> Preset | None:
     """The preset that this architecture is, whatever its size; None if it has no name."""
     at_small = config.replace(**SIZES["small"])
     return next((row for row in _PRESETS.values() if row.config.hash == at_small.hash), None)
+
+
+def closest_preset(config: ModelConfig) -> tuple[Preset | None, dict[str, Any]]:
+    """The preset with the same components from which a config differs least, and the settings that differ."""
+    mine = config.replace(**SIZES["small"]).to_dict()
+    best: tuple[Preset | None, dict[str, Any]] = (None, {})
+    for row in _PRESETS.values():
+        theirs = row.config
+        if any(
+            getattr(theirs, kind) != getattr(config, kind) for kind in ("template", "splitting", "attention", "mlp")
+        ):
+            continue
+        base = theirs.to_dict()
+        changed = {key for key in {*mine, *base} if mine.get(key) != base.get(key)}
+        differing = {
+            key: config.option(key) if key in declared_options(config) else getattr(config, key) for key in changed
+        }
+        if best[0] is None or len(differing) < len(best[1]):
+            best = (row, differing)
+    return best
 
 
 def size_settings(name: str) -> dict[str, Any]:

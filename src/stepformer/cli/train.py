@@ -221,8 +221,8 @@ def dry_run(config: RunConfig) -> int:
     ]
     if config.recipe:
         recipe = load_recipe(config.recipe)
-        published = recipe.runs.get(config.title, {}).get("published")
-        if published is not None and asked.hash == run_config(config.recipe, [f"model.preset={config.title}"]).hash:
+        published = recipe.runs.get(config.base, {}).get("published")
+        if published is not None and asked.hash == run_config(config.recipe, [f"model.preset={config.base}"]).hash:
             rows.append(("published", f"{published} ({recipe.about.get('figure', '')})"))
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)

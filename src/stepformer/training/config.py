@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from stepformer.catalogue import preset, preset_of, size_settings
+from stepformer.catalogue import closest_preset, preset, size_settings
 from stepformer.config import ModelConfig, parse_override
 from stepformer.data.sources import TALES_COUNT
 from stepformer.errors import ConfigError, UnknownNameError, suggestion
@@ -121,11 +121,21 @@ class RunConfig:
 
     @property
     def title(self) -> str:
-        row = preset_of(self.model)
+        """A short name for tables and folders: the closest preset and what differs from it."""
+        row, differing = closest_preset(self.model)
         if row is None:
-            plain = self.model.splitting == "lie-trotter"
-            return self.model.template if plain else f"{self.model.template}-{self.model.splitting}"
-        return min((row.name, *row.aliases), key=len)
+            words = [self.model.template, self.model.splitting, self.model.attention]
+            plain = ("lie-trotter", "softmax")
+            return "-".join(words[:1] + [word for word in words[1:] if word not in plain])
+        name = self.base
+        more = "".join(f"-{key}={value}" for key, value in sorted(differing.items()))
+        return name + (more if len(more) <= 40 else f"-{self.model.hash[:6]}")
+
+    @property
+    def base(self) -> str:
+        """The shortest name of the closest preset, or of the template when no preset has these components."""
+        row, _ = closest_preset(self.model)
+        return self.model.template if row is None else min((row.name, *row.aliases), key=len)
 
     @property
     def step_tokens(self) -> int:

@@ -165,9 +165,7 @@ def _same_corpus(
 
 def default_folder(config: RunConfig, corpus: Corpus) -> Path:
     """runs/NAME, where NAME says what is trained on what."""
-    what = config.recipe or config.title
-    if config.recipe:
-        what = f"{config.recipe}-{config.title}"
+    what = f"{config.recipe}-{config.base}" if config.recipe else config.title
     return Path("runs") / f"{what}-{corpus.folder.name}-s{config.train.seed}"
 
 
