@@ -22,7 +22,7 @@ RUNNABLE = [
     "README.md",
     *(
         f"docs/{page}.md"
-        for page in ("build-a-model", "generate-text", "optimizers", "prepare-data", "recipes", "train")
+        for page in ("attention", "build-a-model", "generate-text", "optimizers", "prepare-data", "recipes", "train")
     ),
 ]
 

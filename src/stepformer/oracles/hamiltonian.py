@@ -6,9 +6,10 @@ With scores S_ij = u_i.A u_j, A = tau W_Q^T W_K, n_i visible tokens and a symmet
     F_i = B y_i / z_i,
     G_i = (1/n_i) sum_{j<=i} exp(S_ij) (a_i / (2 z_i^2) + a_j / (2 z_j^2) + kappa) A u_j.
 
-Without a mask and with symmetric A this is the Hamiltonian flow of sum_i a_i / (2 z_i) - (kappa / 2n) sum_ij exp(S_ij)
-(up to the factor d in a). Under a causal mask the exact gradient of that energy would hear from later tokens
-(docs/reading-the-future.md); the row form above keeps each row to what it may see.
+Without a mask and with symmetric A, G = -dH/du for H = sum_i a_i / (2 z_i) - (kappa / 2n) sum_ij exp(S_ij), and
+F = d dH/dy: dividing a by d, without which the potential would be inert after LN_Y, is not applied to F. Under a causal
+mask the exact gradient of H would hear from later tokens (docs/reading-the-future.md); the row form above keeps each
+row to what it may see. Where the soft bound on the scores acts, its slope is left out of G.
 """
 
 from __future__ import annotations
