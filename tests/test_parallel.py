@@ -21,7 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 import stepformer as sf
 from helpers import tiny, tokens
 
-NAMES = ("vanilla", "yurii", "symplectic-euler", "imex-k2-mam", "soap")
+ARCHITECTURES: tuple[dict[str, Any], ...] = (
+    *({"name": name} for name in ("vanilla", "yurii", "symplectic-euler", "imex-k2-mam", "soap")),
+    *({"name": name} for name in ("symp-etd-ab2", "linear-symp-conformal-euler", "entropy-token")),
+    {"name": "kl-carried", "value_residual": "unit", "embedding_skip": True, "logit_softcap": 5.0},
+)
 
 
 def gradients(model: sf.Model) -> dict[str, Any]:
@@ -40,9 +44,9 @@ def worker(rank: int, kind: str, folder: str) -> None:
     meeting_point = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     differences = []
-    for name in NAMES:
+    for architecture in ARCHITECTURES:
         whole, targets = tokens(4), tokens(4, seed=1)
-        single = tiny(name, seed=0)
+        single = tiny(**architecture, seed=0)
         model = copy.deepcopy(single)
         loss = single(whole, targets).loss
         assert loss is not None
