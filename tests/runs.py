@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from stepformer.data.corpus import Corpus
 from stepformer.data.prepare import prepare
 from stepformer.data.sources import open_source
+from stepformer.optim import Optimizers
 from stepformer.training import RunConfig, run_config
+from stepformer.training.stopping import Watch
 
 SMALL: dict[str, Any] = {
     "n_layer": 2,
@@ -33,3 +38,16 @@ def make_corpus(folder: Path, count: int = 40, tokenizer: str = "bytes") -> Corp
 def small_run(data: Path, name: str = "yurii", **changes: Any) -> RunConfig:
     """The config of a run that takes well under a second."""
     return run_config(name, **{**SMALL, "corpus": str(data), **changes})
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
+    """Make the watch ask for a stop once so many steps are done."""
+    taken = [0]
+    original = Optimizers.step
+
+    def counting(self: Optimizers, t: int) -> None:
+        original(self, t)
+        taken[0] += 1
+
+    monkeypatch.setattr(Optimizers, "step", counting)
+    monkeypatch.setattr(Watch, "asked", lambda self: int(number) if taken[0] == step else 0)

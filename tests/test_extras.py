@@ -55,7 +55,7 @@ def test_a_chain_of_previous_priors_accumulates_logits() -> None:
         for i, block in enumerate(model.blocks)
     ]
     ids = tokens()
-    betas = [layer["inverse temperature"][0] for layer in model.observe(ids)]
+    betas = [layer["beta"][0] for layer in model.observe(ids)]
     logits = 0.0
     for i, beta in enumerate(betas):
         q, k, _ = seen[f"qkv{i}"].chunk(3, dim=-1)
@@ -86,8 +86,8 @@ def test_unreachable_targets_are_reported() -> None:
     ids = tokens()
     hard = shake(tiny("entropy", ratio=1e-9)).observe(ids)
     easy = shake(tiny("entropy", ratio=0.9)).observe(ids)
-    assert hard[0]["rows with an unreachable target"][0] > 0.05
-    assert all(layer["rows with an unreachable target"][0] == 0 for layer in easy)
+    assert hard[0]["capped_rows"][0] > 0.05
+    assert all(layer["capped_rows"][0] == 0 for layer in easy)
 
 
 def test_gainless_norm_is_the_projection_on_the_sphere() -> None:

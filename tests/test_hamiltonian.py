@@ -290,6 +290,6 @@ def test_bounds_are_reported() -> None:
     """Scores far beyond a tiny bound are counted; with the default bound and fresh weights none are."""
     ids = tokens()
     tight = shake(tiny("symp-plain-euler", score_bound=0.01)).observe(ids)
-    assert all(layer["scores beyond their bound"][0] > 0.5 for layer in tight)
+    assert all(layer["bounded_scores"][0] > 0.5 for layer in tight)
     fresh = tiny("symp-plain-euler").observe(ids)
-    assert all(layer["scores beyond their bound"][0] == 0 for layer in fresh)
+    assert all(layer["bounded_scores"][0] == 0 for layer in fresh)

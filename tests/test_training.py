@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 import stepformer as sf
-from runs import make_corpus, small_run
+from runs import make_corpus, small_run, stop_after
 from stepformer import files
 from stepformer.data.corpus import Corpus
 from stepformer.optim import Optimizers
@@ -30,7 +30,7 @@ from stepformer.training.evaluation import evaluate
 from stepformer.training.loop import Trainer
 from stepformer.training.parallel import World
 from stepformer.training.runs import RunFolder, read_metrics
-from stepformer.training.stopping import Watch, seconds
+from stepformer.training.stopping import seconds
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -42,19 +42,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def go(data: Path, out: Path, name: str = "yurii", **changes: Any) -> dict[str, Any]:
     return train(small_run(data, name, **changes), out, quiet=True)
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
-    """Make the watch ask for a stop once so many steps are done."""
-    taken = [0]
-    original = Optimizers.step
-
-    def counting(self: Optimizers, t: int) -> None:
-        original(self, t)
-        taken[0] += 1
-
-    monkeypatch.setattr(Optimizers, "step", counting)
-    monkeypatch.setattr(Watch, "asked", lambda self: int(number) if taken[0] == step else 0)
 
 
 @pytest.mark.parametrize(

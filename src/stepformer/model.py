@@ -212,8 +212,8 @@ class Model(nn.Module):
     def observe(self, tokens: Tensor) -> list[dict[str, list[Tensor]]]:
         """What the oracles report about themselves on tokens (B, T): one dictionary per layer, in order of the calls.
 
-        Constrained attention reports the share of rows with an unreachable target and the inverse temperatures,
-        Hamiltonian attention the share of scores beyond their bound.
+        Constrained attention reports `capped_rows`, the share of rows whose target is out of reach, and its inverse
+        temperatures `beta` (B, H, T); Hamiltonian attention `bounded_scores`, the share of scores beyond their bound.
         """
         self._check(tokens, None, None, None, False)
         call = fresh_call(tokens.long(), None, self.config.document_separator)

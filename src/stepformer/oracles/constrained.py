@@ -39,6 +39,7 @@ class ConstrainedAttention(MultiHeadAttention):
         ),
         "query_chunk": integer(256, minimum=0, help="queries at a time (uniform prior only), to save memory; 0: all"),
     }
+    reports = True
     ceiling: float | None = None
 
     def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, **options: Any) -> None:
@@ -97,8 +98,8 @@ class ConstrainedAttention(MultiHeadAttention):
                 )
                 self.remember(solved.log_weights, call)
                 if call.observe is not None:
-                    call.observe("rows with an unreachable target", solved.capped.float().mean())
-                    call.observe("inverse temperature", solved.beta)
+                    call.observe("capped_rows", solved.capped.float().mean())
+                    call.observe("beta", solved.beta)
                 return solved.weights @ v.to(scores.dtype)
 
             gathered = over_queries(attend, q.shape[2], self.query_chunk if self.chunks() else 0, dim=2)

@@ -59,6 +59,7 @@ class HamiltonianAttention(Attention):
     }
     output_map = None
     has_fields = True
+    reports = True
     can_bias = False
 
     def __init__(
@@ -183,7 +184,7 @@ class SoftmaxFields:
             self.keys_log_z, self.keys_a = slot.extend(call, log_z=self.log_z, a=self.a)
         if call.observe is not None and attention.bound:
             raw = (attention.tau * self.q @ self.k.mT).abs()[call.visible().expand(*q.shape[:3], k.shape[2])]
-            call.observe("scores beyond their bound", (raw > attention.bound).float().mean())
+            call.observe("bounded_scores", (raw > attention.bound).float().mean())
 
     def log_n_of(self, begin: int, end: int) -> Tensor:
         return self.log_n if self.log_n.ndim == 0 else self.log_n[..., begin:end, :]

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -222,16 +223,37 @@ class Trainer:
             autocast=self.autocast,
         )
         self.last = found
+        reported = self._reported()
         if not math.isfinite(found.val_loss):
             self._fail(f"after step {self.step}", f"(validation loss {found.val_loss:g})")
         if metrics and loggers:
-            line = {"kind": "eval", **self._where(), **found.to_dict()}
+            line = {"kind": "eval", **self._where(), **found.to_dict(), **reported}
             metrics.write(**line)
             loggers.write(line)
-        self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}")
+        remark = f"  (attention rows whose target is out of reach: {reported.get('capped_rows', 0):.1%})"
+        remark = remark if reported.get("capped_rows", 0) >= 0.001 else ""
+        self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
         if self.step and (self.best is None or found.val_loss < self.best.val_loss):
             self.best = Best(found.val_loss, self.step)
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
+
+    def _reported(self) -> dict[str, float]:
+        """What the oracles say about themselves on the first validation block, as means over the layers.
+
+        Shares of rows that miss their target and of scores beyond their bound (`Model.observe`). Sharded models are
+        left out: outside its forward pass a rank holds only a part of the weights.
+        """
+        if self.parallel.sharded or not any(block.attn.reports for block in self.model.blocks):
+            return {}
+        context = self.config.model.context
+        block = torch.from_numpy(self.val.gather(np.zeros(1, dtype=np.int64), context)).to(self.world.device)
+        with autocasting(self.world.device, self.autocast):
+            layers = self.model.observe(block)
+        shares: dict[str, list[float]] = {}
+        for layer in layers:
+            for name, values in layer.items():
+                shares.setdefault(name, []).extend(v.item() for v in values if v.ndim == 0)
+        return {name: sum(values) / len(values) for name, values in shares.items() if values}
 
     def save(self) -> None:
         """Everything that the rest of the run depends on."""
