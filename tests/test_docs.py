@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import os
 import re
@@ -86,6 +87,45 @@ def test_write_your_own_rule_page(tmp_path: Path) -> None:
     )
     assert refused.returncode == 2
     assert "drifts along v alone" in refused.stderr
+
+
+def test_write_your_own_attention_page(tmp_path: Path) -> None:
+    """The attention and the integrator of the page, each in its file, pass the audits the page tells you to run."""
+    page = ROOT / "docs/write-your-own-attention.md"
+    for block in blocks(page, "python"):
+        name = block.splitlines()[0].removeprefix("# ")
+        assert len(block.strip().splitlines()) <= 36
+        (tmp_path / name).write_text(block)
+    commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    assert len(commands) == 4
+    for command in commands:
+        printed = run(["bash", "-c", command.replace(" audit ", " audit --steps 60 ")], tmp_path)
+        assert "1 of 1 pass" in printed if " audit " in command else "kick-drift" in printed
+
+
+def test_the_table_of_geometries_is_the_one_measured() -> None:
+    page = (ROOT / "docs/attention.md").read_text()
+    with (ROOT / "docs/raw/2026-11-geometries.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {sf.preset(row["architecture"]).name for row in rows} >= {
+        name for name in sf.presets() if sf.preset(name).config.attention != "softmax"
+    }
+    for row in rows:
+        interval = ""
+        if row["difference"]:
+            difference, low, high = (float(row[k]) for k in ("difference", "difference_low", "difference_high"))
+            interval = f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+        numbers = (
+            f"{float(row['loss']):.3f} | {interval} | {float(row['speed_ratio']):.2f} | {int(row['parameters']):,}"
+        )
+        assert f"| {row['architecture']} | {numbers} |" in page
+
+
+def test_the_audit_that_the_readme_links_covers_every_preset() -> None:
+    text = (ROOT / "docs/raw/2026-11-audit.txt").read_text()
+    rows = {line.split()[0] for line in text.splitlines() if line.strip()}
+    assert set(sf.presets()) <= rows
+    assert f"{len(sf.presets())} of {len(sf.presets())} pass" in text
 
 
 def test_the_audit_page_shows_what_the_audit_prints(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from stepformer.config import ModelConfig
 from stepformer.errors import ConfigError, InputError, StepformerError, UnknownNameError
 from stepformer.model import Model, Output
 from stepformer.options import Option
-from stepformer.oracles import MLP, Attention, register_attention, register_mlp
+from stepformer.oracles import MLP, Attention, Call, TokenSlot, register_attention, register_mlp
 from stepformer.roles import Role
 from stepformer.schemes import (
+    HamiltonianStep,
     Splitting,
     State,
     Stream,
@@ -47,7 +48,9 @@ _TRAINING = ("evaluate_run", "load_run", "resume", "run_config", "train")
 __all__ = [
     "MLP",
     "Attention",
+    "Call",
     "ConfigError",
+    "HamiltonianStep",
     "InputError",
     "Model",
     "ModelConfig",
@@ -59,6 +62,7 @@ __all__ = [
     "StepformerError",
     "Stream",
     "Template",
+    "TokenSlot",
     "UnknownNameError",
     "Values",
     "build",

@@ -172,13 +172,11 @@ def constrained(register: Register) -> None:
         layer = f"{equation}; x += alpha A(N(x)); x += beta M(N(x)), N gainless RMSNorm"
         register(name, equation=layer, cite=CONSTRAINED, norm="rmsnorm", **settings)
 
-    row("entropy", "a = softmax(beta s) with H(a) = r ln t, r = 0.5", attention="entropy")
-    row(
-        "entropy-head", "a = softmax(beta s) with H(a) = r ln t, r learned per head", attention="entropy", target="head"
-    )
+    row("entropy", "a = softmax(b s) with H(a) = r ln t, r = 0.5", attention="entropy")
+    row("entropy-head", "a = softmax(b s) with H(a) = r ln t, r learned per head", attention="entropy", target="head")
     row(
         "entropy-token",
-        "a = softmax(beta s) with H(a) = r ln t, r a map of the token",
+        "a = softmax(b s) with H(a) = r ln t, r a map of the token",
         attention="entropy",
         target="token",
     )
@@ -189,6 +187,6 @@ def constrained(register: Register) -> None:
         constraint="floor",
         ratio=0.05,
     )
-    row("kl", "a = softmax(beta s) with KL(a || uniform) = r ln t, r = 0.1", attention="kl")
-    row("kl-previous", "a = softmax(ln a_below + beta s) with KL = r ln t", attention="kl", prior="previous")
-    row("kl-carried", "a = softmax(keep ln a_below + beta s) with KL = r ln t", attention="kl", prior="carried")
+    row("kl", "a = softmax(b s) with KL(a || uniform) = r ln t, r = 0.1", attention="kl")
+    row("kl-previous", "a = softmax(ln a_below + b s) with KL = r ln t", attention="kl", prior="previous")
+    row("kl-carried", "a = softmax(keep ln a_below + b s) with KL = r ln t", attention="kl", prior="carried")

@@ -61,7 +61,7 @@ class Block(nn.Module):
 
     def _find_unused(self, config: ModelConfig) -> frozenset[str]:
         """Names of the parameters that cannot reach the logits in this block."""
-        calls = self.splitting.calls()["attn"]
+        calls = self.calls()["attn"]
         alone = self.template.first and calls == 1  # the model's first and this block's only attention call
         parts = [*self.template.unused(config)]
         parts += [f"attn.{name}" for name in self.attn.unused(first=self.template.first, calls=calls)]
@@ -71,6 +71,11 @@ class Block(nn.Module):
             found = {name for name, _ in self.named_parameters() if f"{name}.".startswith(f"{part}.")}
             names |= found
         return frozenset(names)
+
+    def calls(self) -> dict[str, int]:
+        """Oracle evaluations in this block; every one of the attention needs a cache of its own."""
+        calls = self.splitting.calls()
+        return {**calls, "attn": calls["attn"] * self.template.attention_calls}
 
     def banks(self) -> list[CoefficientBank]:
         """All learned scalars of the layer: the template's and splitting's, the extras', the attention's."""

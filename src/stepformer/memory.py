@@ -85,7 +85,7 @@ def estimate_memory(
         optimizer=int(optimizer_copies * trained),
         activations=activations,
         logit_gradient=4 * batch * time * config.vocab_size,
-        cache=config.n_layer * block.splitting.calls()["attn"] * per_call,
+        cache=config.n_layer * block.calls()["attn"] * per_call,
     )
 
 

@@ -309,7 +309,7 @@ class Model(nn.Module):
                 raise InputError(f"`lengths` should lie between 1 and {time}, the width of the tokens.")
 
     def _attention_calls(self) -> list[int]:
-        return [block.splitting.calls()["attn"] for block in self.blocks]
+        return [block.calls()["attn"] for block in self.blocks]
 
     def new_cache(self, batch: int, capacity: int | None = None, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for incremental decoding; `capacity` defaults to the context."""

@@ -19,6 +19,7 @@ class Option:
     help: str
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
+    refused: tuple[Any, ...] = ()  # values that the component itself refuses, with a sentence of its own
 
     @property
     def values(self) -> str:
@@ -30,6 +31,8 @@ class Option:
     def problem(self, name: str, value: Any) -> str | None:
         """Why `value` is not acceptable, or None."""
         if self.choices is not None:
+            if value in self.refused:
+                return None
             if value not in self.choices or isinstance(value, bool) != isinstance(self.default, bool):
                 return f"{name} = {value!r} is not one of {', '.join(map(repr, self.choices))}."
             return None
@@ -44,9 +47,9 @@ class Option:
         return None
 
 
-def choice(*values: Any, help: str) -> Option:
+def choice(*values: Any, help: str, refused: tuple[Any, ...] = ()) -> Option:
     """One of `values`; the first is the default."""
-    return Option(values[0], help, choices=values)
+    return Option(values[0], help, choices=values, refused=refused)
 
 
 def integer(default: int, *, minimum: int, help: str) -> Option:

@@ -122,7 +122,7 @@ def print_results(results: list[Audit], seconds: float, steps: int) -> None:
             short = "[red]FAIL[/red]" if not check.passed else check.detail
             if not check.passed or len(check.detail) > 26:
                 remarks.append(f"{result.name}: {check.obligation} {OBLIGATIONS[check.obligation]}: {check.detail}")
-                short = short if not check.passed else "see below"
+                short = short if not check.passed else "ok, see below"
             cells.append(short)
         table.add_row(result.name, *cells)
     out.print(table)

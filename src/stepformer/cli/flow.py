@@ -43,7 +43,8 @@ def add_flow(commands: Any, common: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  stepformer flow                               all of them; pictures and flow.json in runs/flow\n"
         "  stepformer flow order ellipse --particles 128\n"
-        "  stepformer flow energy --seed 3 --json        numbers on standard output\n\n"
+        "  stepformer flow energy --seed 3 --json        numbers on standard output\n"
+        "  stepformer flow order --plugin leapfrog.py    the order of an integrator of your own\n\n"
         "docs/flows.md explains each picture.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -67,6 +68,8 @@ def run_flow(args: argparse.Namespace) -> int:
         raise InputError(f"--particles {args.particles} should be between {FEWEST} and {MOST}.")
     names = list(dict.fromkeys(args.names)) or list(EXPERIMENTS)
     out = Path(args.out)
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out '{out}' is a file, not a folder.")
     results: dict[str, Result] = {}
     for place, name in enumerate(names, start=1):
         begun = time.monotonic()

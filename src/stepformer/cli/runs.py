@@ -49,6 +49,9 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.add_argument("--seed", type=int, help="for the same text again")
     sub.add_argument("--samples", type=int, default=1, metavar="N", help="how many continuations (1)")
     sub.add_argument("--beams", type=int, metavar="N", help="draw nothing: the best text a search with N beams finds")
+    sub.add_argument(
+        "--length-penalty", type=float, metavar="P", help="with --beams: scores are divided by length^P (default: 1)"
+    )
     sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _which(sub)
     sub.set_defaults(run=run_generate)
@@ -89,9 +92,13 @@ def run_generate(args: argparse.Namespace) -> int:
         drawing = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
         given = {name: value for name, value in drawing.items() if value is not None}
         ids, stop = prompt_ids(run, args.prompt), run.tokenizer.eot
+        if args.length_penalty is not None:
+            given["length_penalty"] = args.length_penalty
         made = run.model.generate([ids], beams=args.beams, max_new_tokens=args.tokens, stop=stop, **given)
         print(args.prompt + readable(run, made.tokens[0]))
         return 0
+    if args.length_penalty is not None:
+        raise InputError("--length-penalty belongs to a search: give --beams as well.")
     for i in range(args.samples):
         seed = None if args.seed is None else args.seed + i
         if args.samples > 1:

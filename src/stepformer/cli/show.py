@@ -175,7 +175,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "streams": streams,
         "coefficients_per_layer": coefficients,
         "aux_norms_per_layer": list(block.aux_norms),
-        "calls": block.splitting.calls(),
+        "calls": block.calls(),
         "parameters": {c: model.num_parameters(c) for c in COUNTS},  # type: ignore[arg-type]
         "unused_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
         "published": published,

@@ -41,8 +41,9 @@ def rich_table(comparison: Comparison, width: int = 120) -> Table:
             for row in rows
         ]
     names = max(len(row.label) for row in comparison.rows)
-    whole_names = names <= (21 if wide else 14)  # otherwise they fold, before numbers would be cut
-    shown = [column for column in range(len(header)) if wide or column not in (BEST, PARAMETERS)]
+    roomy = wide and names <= 21  # longer names take the room of columns that say least
+    whole_names = names <= (33 if wide else 14)  # otherwise they fold, before numbers would be cut
+    shown = [column for column in range(len(header)) if roomy or column not in (BEST, PARAMETERS)]
     for column in shown:
         justify: Literal["left", "right"] = "left" if column in TEXT_COLUMNS else "right"
         no_wrap = column not in TEXT_COLUMNS or (column == 0 and whole_names)

@@ -18,6 +18,7 @@ from stepformer.flows.integrators import (
     accelerated,
     damped,
     last,
+    plugged_in,
     rk4,
     standard,
 )
@@ -53,7 +54,7 @@ def order(seed: int, particles: int, tell: Tell, d: int = 4) -> Result:
         tell(f"{name}: reference")
         exact = last(rk4(damped(flow, friction), Phase.at_rest(x), BEGIN + HORIZON, REFERENCE))
         curves: dict[str, list[float]] = {}
-        for scheme, varied in CASES:
+        for scheme, varied in [*CASES, *((own, False) for own in plugged_in())]:
             label = f"{scheme.label}, alternating h" if varied else scheme.label
             tell(f"{name}: {label}")
             curves[label] = []
@@ -114,7 +115,9 @@ def ellipse(seed: int, particles: int, tell: Tell) -> Result:
 Ends = Callable[[int], Any]
 
 
-def methods(flow: LinearFlow, x: Tensor, friction: Friction, fast: bool, span: float) -> dict[str, tuple[int, Ends]]:
+def methods(
+    flow: LinearFlow, x: Tensor, friction: Friction, fast: bool, span: float
+) -> dict[str, tuple[int | None, Ends]]:
     """Order and, for a number of steps, the tokens at the end, for RK4 and the templates."""
 
     def by_rk4(n: int) -> Any:

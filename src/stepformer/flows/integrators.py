@@ -32,7 +32,7 @@ class Scheme:
     """A template with its options, and the order of accuracy that it should have."""
 
     template: str
-    order: int
+    order: int | None
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -49,6 +49,12 @@ SCHEMES = (
     Scheme("etd-ab2", 2),
 )
 LAWSON = Scheme("etd-ab2", 2, (("etd", "lawson"),))
+
+
+def plugged_in() -> list[Scheme]:
+    """Integrators of one's own (`--plugin`), whose order is what one wants to know."""
+    known = {scheme.template for scheme in SCHEMES}
+    return [Scheme(e.name, None) for e in templates if e.component.integrates and e.name not in known]
 
 
 def number(value: float) -> Tensor:

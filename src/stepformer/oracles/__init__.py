@@ -3,7 +3,7 @@
 # Importing a module registers its attentions.
 from stepformer.oracles import constrained, hamiltonian, linear, softmax  # noqa: F401
 from stepformer.oracles.attention import Attention, attentions, register_attention
-from stepformer.oracles.caches import Cache, Call, fresh_call
+from stepformer.oracles.caches import Cache, Call, TokenSlot, fresh_call
 from stepformer.oracles.mlp import MLP, mlps, register_mlp
 from stepformer.oracles.norms import make_norm
 
@@ -12,6 +12,7 @@ __all__ = [
     "Attention",
     "Cache",
     "Call",
+    "TokenSlot",
     "attentions",
     "fresh_call",
     "make_norm",

@@ -52,7 +52,7 @@ class Attention(Component, nn.Module):
     @classmethod
     def refusal(cls, config: ModelConfig) -> str | None:
         if config.positions == "rotary" and not cls.can_rotate:
-            return f"Attention '{cls.name}' has no queries and keys to rotate: use positions = 'learned'."
+            return f"Attention '{cls.name}' has nothing that rotary positions could rotate: use positions = 'learned'."
         if config.bias and not cls.can_bias:
             return f"Attention '{cls.name}' is made of bilinear forms, which a bias would break: use bias = false."
         return None

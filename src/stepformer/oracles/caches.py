@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stepformer.errors import InputError
+from stepformer.errors import InputError, StepformerError
 
 
 class Slot(Protocol):
@@ -106,6 +106,11 @@ class Call:
         if self.slots is None:
             return None
         self.used += 1
+        if self.used > len(self.slots):
+            raise StepformerError(
+                f"A block asks its attention {self.used} times and declares {len(self.slots)}: a splitting says how "
+                "often in calls(), an integrator in attention_calls."
+            )
         return self.slots[self.used - 1]
 
     def visible(self, begin: int = 0, end: int | None = None) -> Tensor:

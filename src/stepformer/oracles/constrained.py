@@ -115,7 +115,7 @@ class ConstrainedAttention(MultiHeadAttention):
 
 @register_attention(
     "entropy",
-    equation="g = W_O a V, a = argmax s.a subject to H(a) >= h: a = softmax(beta s) with H(a) = h;  h = r ln t",
+    equation="g = W_O a V, a = argmax s.a subject to H(a) >= h: a = softmax(b s) with H(a) = h;  h = r ln t",
     cite=CITE,
 )
 class EntropyAttention(ConstrainedAttention):
@@ -123,7 +123,7 @@ class EntropyAttention(ConstrainedAttention):
 
     options = {
         **ConstrainedAttention.options,
-        "ratio": Option(0.5, help="r of the target entropy h = r ln t, between 0 and 1", minimum=0.0),
+        "ratio": Option(0.5, help="r of the target entropy h = r ln t, strictly between 0 and 1"),
         "target_form": choice("log", "support", help="h = r ln t, or h = ln(1 + r (t - 1)), a fraction of the support"),
         "constraint": choice("equality", "floor", help="always at the target, or ordinary softmax unless too sharp"),
         "tau": Option(1.0, help="temperature of the ordinary softmax under constraint = 'floor'", minimum=1e-6),
@@ -149,7 +149,7 @@ class EntropyAttention(ConstrainedAttention):
 
 @register_attention(
     "kl",
-    equation="g = W_O a V, a = argmax s.a subject to KL(a || p) <= rho: a = softmax(ln p + beta s) with KL = rho;  "
+    equation="g = W_O a V, a = argmax s.a subject to KL(a || p) <= rho: a = softmax(ln p + b s) with KL = rho;  "
     "rho = r ln t; p uniform, the layer below, or carried: ln p = keep ln a_below",
     cite=CITE,
 )
@@ -158,9 +158,9 @@ class KLAttention(ConstrainedAttention):
 
     options = {
         **ConstrainedAttention.options,
-        "ratio": Option(0.1, help="r of the radius rho = r ln t, between 0 and 1", minimum=0.0),
+        "ratio": Option(0.1, help="r of the radius rho = r ln t, strictly between 0 and 1"),
         "prior": choice(
-            "uniform", "previous", "carried", help="p: uniform, the call before, or a forgetting mean of it"
+            "uniform", "previous", "carried", help="p: uniform, the weights a of the call before, or a^keep"
         ),
         "detach_prior": flag(False, help="no gradient into the prior"),
     }

@@ -46,7 +46,7 @@ class HamiltonianAttention(Attention):
 
     options = {
         "force": choice(
-            "row", "query", "full", help="which keys' kinetic terms enter: all visible, or the query's own"
+            "row", "query", refused=("full",), help="kinetic terms of all visible keys, or the query's own"
         ),
         "kernel": choice("single", "per-head", help="one kernel of full rank, or the mean over one per head"),
         "metric": choice("learned", "derived", help="B = C C^T + 1e-6 I, or Sym(W_V A^-1)"),

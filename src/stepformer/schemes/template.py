@@ -59,6 +59,7 @@ class Template(Component):
     coefficients: Mapping[str, Coefficient] = {}
     normalises: str | None = None
     integrates = False
+    attention_calls = 1  # how often an integrator evaluates its attention in one turn
     goes_with: Mapping[str, str] = {}  # settings without which the bare name of this template has no meaning
     first = last = False  # whether the block is the first, the last of its model; set by the block
 

@@ -126,7 +126,7 @@ class RunConfig:
         if row is None:
             words = [self.model.template, self.model.splitting, self.model.attention]
             plain = ("lie-trotter", "softmax")
-            return "-".join(words[:1] + [word for word in words[1:] if word not in plain])
+            return "-".join([*words[:1], *(word for word in words[1:] if word not in plain), self.model.hash[:6]])
         name = self.base
         more = "".join(f"-{key}={value}" for key, value in sorted(differing.items()))
         return name + (more if len(more) <= 40 else f"-{self.model.hash[:6]}")

@@ -112,6 +112,12 @@ class Trainer:
         metrics = Metrics(self.folder.metrics, self.step or -1) if self.world.is_main else None
         loggers = Loggers(self.config, self.folder.path, str(self.folder.read()["id"])) if self.world.is_main else None
         self.display.begin(train.steps, self.step)
+        separator, eot = self.config.model.document_separator, self.corpus.manifest["tokenizer"].get("eot")
+        if separator is not None and eot is not None and separator != eot:
+            self.display.note(
+                f"{self.display.title}  document_separator = {separator} is not the corpus's end-of-text token, {eot}: "
+                "documents begin somewhere else"
+            )
         try:
             if self.step == 0:
                 self._evaluate(metrics, loggers)
