@@ -230,3 +230,20 @@ def test_transcription_files(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(sf.InputError, match="defines no function transcribe"):
         load_transcription(tmp_path / "empty.py")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "entropy-floor", "target": "token"},  # a floor that no row touches: zero gradients, listed
+        {"name": "entropy", "ratio": 0.1},  # rows out of reach: finite differences are taken elsewhere, and it says so
+        {"name": "vanilla", "document_separator": 50_256},  # an id beyond the audited vocabulary
+    ],
+    ids=str,
+)
+def test_what_acts_only_sometimes_passes(settings: dict[str, Any]) -> None:
+    options = dict(settings)
+    result = audit(sf.model_config(options.pop("name"), **options), steps=30)
+    assert failures(result) == {}
+    if "ratio" in settings:
+        assert "at ratio=0.999" in result.checks[-1].detail

@@ -121,7 +121,7 @@ def test_accuracy_of_eight_evaluations(prior: bool) -> None:
     assert len(reached) > 6000
     assert share >= 0.999  # the acceptance of the specification
     # rounding alone (2 eps (1 + D(inf) + dD/dln beta), up to 1e-5) is what is left of nearly all rows
-    assert reached.quantile(0.99) <= 1e-5
+    assert reached.max() <= 1e-5
 
 
 @pytest.mark.parametrize("prior", [False, True])
@@ -571,3 +571,32 @@ def test_autocast_changes_nothing() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = run()
     assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(plain, cast, strict=True))
+
+
+@pytest.mark.parametrize(("layers", "ratio"), [(12, 0.1), (24, 0.1), (12, 0.3)])
+def test_a_deep_chain_of_priors_keeps_its_radius(layers: int, ratio: float) -> None:
+    """Weights handed on as priors become nearly one-hot; in fp32 every row that is not reported stays at its radius.
+
+    1e-2 of 1 + D(inf) is the solver's own bound for a solved row; gradients through the chain stay finite.
+    """
+    generator = torch.Generator().manual_seed(0)
+    length = 64
+    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    radius = ratio * torch.arange(1, length + 1).float().log()
+    scores = [torch.randn(2, length, length, generator=generator).requires_grad_() for _ in range(layers)]
+    prior = None
+    unsolved = []
+    for s in scores:
+        solved = constrained_softmax(s, radius, visible, prior)
+        if prior is not None:
+            q = prior.detach().double().masked_fill(~visible, -torch.inf).log_softmax(dim=-1).masked_fill(~visible, 0.0)
+            top = s.detach().masked_fill(~visible, -torch.inf).argmax(dim=-1, keepdim=True)
+            reach = 1 - q.gather(-1, top)[..., 0]
+            a = solved.log_weights.detach().double()
+            kl = (a.exp() * (a - q)).masked_fill(~visible, 0.0).sum(dim=-1)
+            wrong = ((kl - radius).abs() > 2e-2 * reach) & ~solved.capped
+            unsolved.append(wrong[:, 1:].float().mean().item())
+        prior = solved.log_weights
+    assert max(unsolved) <= 1e-3
+    (prior * torch.randn(prior.shape, generator=generator)).masked_fill(~visible, 0.0).sum().backward()
+    assert all(bool(s.grad.isfinite().all()) for s in scores if s.grad is not None)

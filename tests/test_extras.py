@@ -90,6 +90,15 @@ def test_unreachable_targets_are_reported() -> None:
     assert all(layer["capped_rows"][0] == 0 for layer in easy)
 
 
+def test_observations_are_one_per_call() -> None:
+    """Also where queries are treated some at a time: the same numbers, (B, H, T)."""
+    whole, pieces = (shake(tiny("kl", query_chunk=c)).observe(tokens()) for c in (0, 3))
+    for a, b in zip(whole, pieces, strict=True):
+        assert [t.shape for t in b["beta"]] == [(2, 3, 8)]
+        assert torch.allclose(a["beta"][0], b["beta"][0])
+        assert a["capped_rows"] == b["capped_rows"]
+
+
 def test_gainless_norm_is_the_projection_on_the_sphere() -> None:
     """Idempotent, blind to scale, and no point of the unit-RMS sphere is closer to x."""
     norm = make_norm("rmsnorm", 12, eps=1e-30)

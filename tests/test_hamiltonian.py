@@ -220,7 +220,7 @@ def test_decoding_memory_of_linear_attention_does_not_grow() -> None:
     assert stored("vanilla", 64) == 8 * stored("vanilla", 8)
     model = tiny("linear-symp-conformal-euler", context=64)
     cache = model.new_cache(2)
-    sizes = []
+    sizes = [sum(t.numel() for layer in cache.slots for slot in layer for t in slot.tensors())]
     with torch.no_grad():
         for _ in range(20):
             model(tokens(2, 1), cache=cache)
@@ -268,6 +268,7 @@ def test_the_momentum_that_nobody_reads() -> None:
         ({"kernel": "per-head", "metric": "derived"}, "low rank"),
         ({"learned_kappa": True, "kappa": 0.0}, "kappa > 0"),
         ({"kappa": 0.0, "mlp_step": "A"}, "does nothing"),
+        ({"n_layer": 1, "mlp_step": "C"}, "single layer"),
         ({"bias": True}, "bias = false"),
         ({"qk_norm": True}, "has no meaning here"),
     ],

@@ -38,6 +38,7 @@ class Block(nn.Module):
             rotary=config.positions == "rotary",
             **config.options_of("attention"),
         )
+        self.attn.moves_with_new_momentum = getattr(self.template, "moves_with_new_momentum", False)
         self.mlp_norm = make_norm(config.norm, d, eps=eps, bias=config.bias)
         self.mlp = mlps[config.mlp].component(d, config.mlp_hidden, bias=config.bias, **config.options_of("mlp"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepformer import architectures
-from stepformer.config import ModelConfig, declared_options, merge, read_toml
+from stepformer.config import NOT_THE_FUNCTION, ModelConfig, declared_options, merge, read_toml
 from stepformer.errors import ConfigError, StepformerError, UnknownNameError, suggestion
 from stepformer.oracles import attentions, mlps
 from stepformer.schemes import splittings, templates
@@ -105,15 +105,21 @@ def unlisted_templates() -> list[str]:
     return [entry.name for entry in templates if entry.name not in used]
 
 
+def _at_small(config: ModelConfig) -> ModelConfig:
+    """The same architecture at the small size; a separator beyond its vocabulary becomes another id."""
+    separator = None if config.document_separator is None else min(config.document_separator, 1)
+    return config.replace(**{**SIZES["small"], "document_separator": separator})
+
+
 def preset_of(config: ModelConfig) -> Preset | None:
     """The preset that this architecture is, whatever its size; None if it has no name."""
-    at_small = config.replace(**SIZES["small"])
+    at_small = _at_small(config)
     return next((row for row in _PRESETS.values() if row.config.hash == at_small.hash), None)
 
 
 def closest_preset(config: ModelConfig) -> tuple[Preset | None, dict[str, Any]]:
     """The preset with the same components from which a config differs least, and the settings that differ."""
-    mine = config.replace(**SIZES["small"]).to_dict()
+    mine = _at_small(config).to_dict()
     best: tuple[Preset | None, dict[str, Any]] = (None, {})
     for row in _PRESETS.values():
         theirs = row.config
@@ -122,7 +128,7 @@ def closest_preset(config: ModelConfig) -> tuple[Preset | None, dict[str, Any]]:
         ):
             continue
         base = theirs.to_dict()
-        changed = {key for key in {*mine, *base} if mine.get(key) != base.get(key)}
+        changed = {key for key in {*mine, *base} - NOT_THE_FUNCTION if mine.get(key) != base.get(key)}
         differing = {
             key: config.option(key) if key in declared_options(config) else getattr(config, key) for key in changed
         }

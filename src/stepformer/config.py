@@ -129,7 +129,7 @@ class ModelConfig:
         the library later leaves old hashes alone. What does not change the function does not enter: how it is
         computed, which ids are sampled, and settings of streams and norms that the template does not have.
         """
-        left_out = {"activation_checkpointing", "attention_backend", "real_vocab", "chunk", "query_chunk"}
+        left_out = set(NOT_THE_FUNCTION)
         if not self.embedding_skip:
             left_out.add("embedding_skip_start")
         template = templates[self.template].component
@@ -145,6 +145,8 @@ class ModelConfig:
         return hash(json.dumps(self.to_dict(), sort_keys=True))
 
 
+NOT_THE_FUNCTION = {"activation_checkpointing", "attention_backend", "real_vocab", "chunk", "query_chunk"}
+"""Keys that say how an architecture is computed or sampled, not what it computes."""
 _SIZE_KEYS = ("n_layer", "n_head", "d_model", "context", "vocab_size")
 
 

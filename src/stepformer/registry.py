@@ -19,6 +19,7 @@ class Component:
     name: str = ""
     options: Mapping[str, Option] = {}
     exact_gradient: Mapping[str, Any] = {}  # options under which no gradient is stopped on purpose, for the audit
+    all_active: Mapping[str, Any] = {}  # options under which every part acts and none is held constant, for the audit
 
     @classmethod
     def refusal(cls, config: ModelConfig) -> str | None:

@@ -66,6 +66,8 @@ def run_flow(args: argparse.Namespace) -> int:
             )
     if not FEWEST <= args.particles <= MOST:
         raise InputError(f"--particles {args.particles} should be between {FEWEST} and {MOST}.")
+    if not 0 <= args.seed < 2**62:
+        raise InputError(f"--seed {args.seed} should be between 0 and 2^62.")
     names = list(dict.fromkeys(args.names)) or list(EXPERIMENTS)
     out = Path(args.out)
     if out.exists() and not out.is_dir():

@@ -170,6 +170,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
             "mlp": mlps[config.mlp].equation,
         },
         "config": config.to_dict(),
+        "extras": _extras(config),
         "options": options,
         "hash": config.hash,
         "streams": streams,
@@ -181,6 +182,24 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "published": published,
         "cite": citations(config),
     }
+
+
+def _extras(config: ModelConfig) -> dict[str, str]:
+    """Equations of what is switched on beside the components."""
+    mix = {"fixed": "lambda = 0.5", "unit": "lambda learned in (0, 1)", "free": "lambda learned"}
+    found = {}
+    if config.value_residual != "off":
+        found["value_residual"] = (
+            f"v = (1 - lambda) v + lambda v_1, v_1 of the first call; {mix[config.value_residual]}"
+        )
+    if config.embedding_skip:
+        start = config.embedding_skip_start
+        found["embedding_skip"] = f"before the layer x = l0 x + l1 x_0, learned from [{1 - start:g}, {start:g}]"
+    if config.logit_softcap is not None:
+        found["logit_softcap"] = f"logits = {config.logit_softcap:g} tanh(logits / {config.logit_softcap:g})"
+    if config.document_separator is not None:
+        found["document_separator"] = f"token {config.document_separator} begins a document; attention stays inside"
+    return found
 
 
 def _has_size(config: ModelConfig, size: str) -> bool:
@@ -238,6 +257,8 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
     if norms:
         which = "shared by both oracles" if norms == ["both"] else f"one each for {', '.join(norms)}"
         table.add_row("auxiliary norms", f"{len(norms)} per layer, {which}; initial gain {config.aux_norm_gain:g}")
+    for name, equation in facts["extras"].items():
+        table.add_row(f"extra {name}", escape(equation))
     for name, option in facts["options"].items():
         table.add_row(f"option {name}", f"{option['value']}  ({option['values']}: {option['help']})")
     out.print(table)

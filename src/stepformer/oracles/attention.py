@@ -29,6 +29,9 @@ class Attention(Component, nn.Module):
     stacked: Mapping[str, int] = {}  # weights that hold several matrices (roles.stacked_parts)
     has_values = False  # whether it gathers values and passes them through `call.mix_values` (value residual)
     has_fields = False  # whether it is a Hamiltonian attention: `fields` instead of `forward`
+    moves_with_new_momentum = (
+        False  # whether its integrator asks for the velocity at a newer momentum; set by the block
+    )
     reports = False  # whether it tells `call.observe` something during a forward pass
     can_rotate = True  # whether rotary positions have a meaning
     can_bias = True

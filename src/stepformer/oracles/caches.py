@@ -62,10 +62,11 @@ class TokenSlot:
 class StateSlot:
     """The running sum of a linear attention call, (B, d, d): the same size however long the text."""
 
-    def __init__(self, batch: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, batch: int, width: int, device: torch.device, dtype: torch.dtype, moved: bool = False) -> None:
         wide = torch.promote_types(dtype, torch.float32)  # a sum over all tokens needs the digits
         self.state = torch.zeros(batch, width, width, device=device, dtype=wide)
-        self.moved: Tensor | None = None  # the same with newer momenta, where an integrator moves with them
+        # the same with newer momenta, where an integrator moves with them
+        self.moved = torch.zeros_like(self.state) if moved else None
 
     def select(self, rows: Tensor) -> None:
         self.state = self.state[rows]

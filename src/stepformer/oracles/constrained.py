@@ -91,18 +91,19 @@ class ConstrainedAttention(MultiHeadAttention):
             radius = self.radius(u, call).to(q.dtype).expand(q.shape[:3])
             prior = self.log_prior(call)
 
-            def attend(begin: int, end: int) -> Tensor:
+            def attend(begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
                 scores = q[:, :, begin:end] @ k.mT / math.sqrt(self.head_dim)
                 solved = constrained_softmax(
                     scores, radius[:, :, begin:end], call.visible(begin, end), prior, ceiling=self.ceiling
                 )
                 self.remember(solved.log_weights, call)
-                if call.observe is not None:
-                    call.observe("capped_rows", solved.capped.float().mean())
-                    call.observe("beta", solved.beta)
-                return solved.weights @ v.to(scores.dtype)
+                return solved.weights @ v.to(scores.dtype), solved.beta, solved.capped
 
-            gathered = over_queries(attend, q.shape[2], self.query_chunk if self.chunks() else 0, dim=2)
+            chunk = self.query_chunk if self.chunks() else 0
+            gathered, beta, capped = over_queries(attend, q.shape[2], chunk, dim=2)
+        if call.observe is not None:
+            call.observe("capped_rows", capped.float().mean())
+            call.observe("beta", beta)
         return self.merge(gathered.to(v.dtype))
 
     def chunks(self) -> bool:
@@ -128,8 +129,8 @@ class EntropyAttention(ConstrainedAttention):
         "constraint": choice("equality", "floor", help="always at the target, or ordinary softmax unless too sharp"),
         "tau": Option(1.0, help="temperature of the ordinary softmax under constraint = 'floor'", minimum=1e-6),
     }
-    # No gradient flows through the bound of beta in rows out of reach; with this target there are none.
-    exact_gradient = {"ratio": 0.8}
+    # No gradient flows through the bound of beta in rows out of reach, and a floor may touch no row; not so here.
+    all_active = {"ratio": 0.999}
     target_form: str
     constraint: str
     tau: float
@@ -164,7 +165,8 @@ class KLAttention(ConstrainedAttention):
         ),
         "detach_prior": flag(False, help="no gradient into the prior"),
     }
-    exact_gradient = {"detach_prior": False, "ratio": 0.02}  # as above; chains of priors need smaller radii
+    exact_gradient = {"detach_prior": False}
+    all_active = {"ratio": 0.02}  # as above; chains of priors need smaller radii
     prior: str
     detach_prior: bool
 

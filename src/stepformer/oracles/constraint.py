@@ -21,6 +21,10 @@ from torch import Tensor
 
 BETA_MAX = 300.0  # times 1 / std(s): where a row stops whose target is out of reach
 EVALUATIONS = {torch.float32: 8, torch.float64: 20}  # of the row statistics, the one at beta_max included
+# Priors that are attention weights themselves, chained over layers, become nearly one-hot and need more: with 8, rows
+# of a 12-layer chain missed their radius by hundreds of nats.
+EVALUATIONS_WITH_PRIOR = {torch.float32: 16, torch.float64: 32}
+UNSOLVED = 1e-2  # nats, relative to 1 + D(inf): rows left farther from their radius count as capped
 
 NEVER = -1e4  # a logit that underflows
 
@@ -31,7 +35,7 @@ class Weights(NamedTuple):
     weights: Tensor  # a, (..., T, K), zero where not visible
     log_weights: Tensor  # log a, (..., T, K); 0, not -inf, where not visible
     beta: Tensor  # inverse temperature, (..., T)
-    capped: Tensor  # (..., T), bool: the target is out of reach, beta stopped at beta_max
+    capped: Tensor  # (..., T), bool: the target was not reached; no gradient passes through beta
 
 
 def constrained_softmax(
@@ -45,7 +49,7 @@ def constrained_softmax(
     """a = softmax(log q + beta s) over the visible keys with KL(a || q) = radius, differentiable twice.
 
     scores (..., T, K); radius broadcasts to (..., T); visible, bool, broadcasts to the scores, one key or more a row.
-    log_prior: q is its softmax over the visible keys; uniform if None. ceiling: beta = min(ceiling, beta*).
+    log_prior: finite, q is its softmax over the visible keys; uniform if None. ceiling: beta = min(ceiling, beta*).
 
     radius <= 0: a = q with beta = 0. Equal scores: a = q with beta = 0, or the ceiling, where the row is an ordinary
     softmax. Out of reach: beta = beta_max, a constant. In all these rows no gradient passes through beta.
@@ -139,7 +143,8 @@ def _solve(
 
     D(u) behaves like exp(2 u) at first and reaches D(inf) exponentially: the logit of D / D(inf) is nearly straight.
     """
-    count = evaluations or EVALUATIONS[s.dtype]
+    with_prior = log_q.shape[-1] > 1
+    count = evaluations or (EVALUATIONS_WITH_PRIOR if with_prior else EVALUATIONS)[s.dtype]
     eps, tiny = torch.finfo(s.dtype).eps, torch.finfo(s.dtype).tiny
     top, std, constant = _scale(s, visible)
     x = ((s - top) / std).masked_fill_(~visible, 0.0)
@@ -188,6 +193,9 @@ def _solve(
 
     beta = torch.where(reachable, b, BETA_MAX) / std
     active, capped = reachable, free & ~reachable
+    if with_prior:
+        solved = (_statistics(x, rest, b)[0] - goal_).abs() <= UNSOLVED * (1 + full_)
+        active, capped = active & solved, capped | (reachable & ~solved)
     if ceiling is not None:
         beta = torch.where(constant, ceiling, beta)
         active, capped = active & (beta < ceiling), capped & (beta < ceiling)
@@ -231,7 +239,7 @@ class _Beta(torch.autograd.Function):
         d = x - (a * x).sum(dim=-1, keepdim=True)
         second = (a * d.square()).sum(dim=-1, keepdim=True)
         # one-hot to rounding: the quotient has no digits left, send zero
-        safe = active.unsqueeze(-1) & (b.square() * second > torch.finfo(s.dtype).tiny ** 0.5)
+        safe = active.unsqueeze(-1) & (b.square() * second > torch.finfo(s.dtype).eps)
         grad = torch.where(safe, grads[0].unsqueeze(-1) / std, 0.0) / torch.where(safe, b * second, 1.0)
         grad_s = -grad * (b.square() / std) * a * d if ctx.needs_input_grad[0] else None
         grad_q = grad * a * (1 - b * d) if ctx.needs_input_grad[1] else None

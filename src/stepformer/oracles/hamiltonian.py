@@ -183,8 +183,14 @@ class SoftmaxFields:
         if isinstance(slot, TokenSlot):
             self.keys_log_z, self.keys_a = slot.extend(call, log_z=self.log_z, a=self.a)
         if call.observe is not None and attention.bound:
-            raw = (attention.tau * self.q @ self.k.mT).abs()[call.visible().expand(*q.shape[:3], k.shape[2])]
-            call.observe("bounded_scores", (raw > attention.bound).float().mean())
+            beyond = over_queries(self.beyond_bound, u.shape[1], attention.query_chunk, dim=2)
+            seen = call.counts().sum() * (attention.kernels * (u.shape[0] if call.origins is None else 1))
+            call.observe("bounded_scores", beyond.sum() / seen)
+
+    def beyond_bound(self, begin: int, end: int) -> Tensor:
+        """How many visible scores of each query the soft bound changes a lot, (B, H, T)."""
+        raw = self.attention.tau * self.q[:, :, begin:end] @ self.k.mT
+        return ((raw.abs() > self.attention.bound) & self.call.visible(begin, end)).sum(dim=-1)
 
     def log_n_of(self, begin: int, end: int) -> Tensor:
         return self.log_n if self.log_n.ndim == 0 else self.log_n[..., begin:end, :]

@@ -72,7 +72,7 @@ class BilinearAttention(Attention):
         self.value = nn.Linear(d_model, d_model, bias=False)
 
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StateSlot:
-        return StateSlot(batch, self.d_model, device, dtype)
+        return StateSlot(batch, self.d_model, device, dtype, moved=self.moves_with_new_momentum)
 
     def gather(self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """nu_i sum_j (q_i.k_j) v_j with nu = 1 / n_i, in fp32 at least, and the new state."""

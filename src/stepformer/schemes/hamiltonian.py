@@ -97,6 +97,11 @@ class HamiltonianStep(Template):
                 "divide: use splitting = 'lie-trotter'."
             )
         still = config.aux_init == "zero" and config.option("mlp_step") != "B"
+        if still and config.n_layer == 1 and not cls.moves_with_new_momentum:
+            return (
+                "In a single layer a momentum that starts at zero moves nothing, unless the MLP follows it: "
+                "use n_layer > 1, aux_init = 'embed' or mlp_step = 'B'."
+            )
         if still and not attentions[config.attention].component.forces_at_rest(config):
             return (
                 "With no potential (kappa = 0), momentum starting at zero and an MLP that leaves it alone "
