@@ -24,8 +24,8 @@ def failures(result: Audit) -> dict[int, str]:
 
 @pytest.mark.parametrize("name", sf.presets())
 def test_short_audit(name: str) -> None:
-    """All six obligations with 60 training steps; the full length is `stepformer audit --all`."""
-    result = audit(sf.preset(name).config, name, steps=60, transcription=transcribe)
+    """All six obligations with 40 training steps; the full length is `stepformer audit --all`."""
+    result = audit(sf.preset(name).config, name, steps=40, transcription=transcribe)
     assert failures(result) == {}
     details = {check.obligation: check.detail for check in result.checks}
     assert "tr " in details[6]
