@@ -12,7 +12,7 @@ from stepformer.diagnostics.audit import GEOMETRY, audit
 from stepformer.oracles import attentions
 from stepformer.schemes import splittings, templates
 
-SAMPLE = combinations(64)
+SAMPLE = combinations(64, seed=2)
 
 
 def test_the_sample_covers_what_there_is() -> None:

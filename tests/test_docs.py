@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import stepformer as sf
+from stepformer.oracles import attentions
 from stepformer.recipes import load_recipe, recipe_names
 from stepformer.schemes import splittings, templates
 from stepformer.training.config import SECTIONS
@@ -166,6 +167,8 @@ def test_the_catalogue_numbers_in_the_readme() -> None:
     shipped = [e for e in templates if e.component.__module__.startswith("stepformer.")]
     assert f"**{len(shipped)} templates**" in text
     assert f"**{len(splittings.names())} splittings**" in text
+    own = [e for e in attentions if e.component.__module__.startswith("stepformer.")]
+    assert f"**{len(own)} attentions**" in text
     assert f"**{len(sf.presets())} presets**" in text
     recipes = [load_recipe(name) for name in recipe_names()]
     assert f"**{len(recipes)} recipes** | the papers' {sum(len(recipe.runs) for recipe in recipes)} runs" in text
