@@ -174,8 +174,10 @@ class SoftmaxFields:
         with torch.autocast(u.device.type, enabled=False):  # exponentials of scores: fp32 at least
             self.q, self.k = at_least_fp32(q, k)
             (y32,) = at_least_fp32(y)
-            n = call.counts().to(self.q.dtype) if attention.n0 == 0 else self.q.new_tensor(float(attention.n0))
-            self.log_n = n.log() if n.ndim == 0 else n.log()[..., None, :, None]  # (..., 1, T, 1)
+            if attention.n0:
+                self.log_n = self.q.new_full((), math.log(attention.n0))
+            else:
+                self.log_n = call.counts().to(self.q.dtype).log()[..., None, :, None]  # (..., 1, T, 1)
             self.gathered, self.log_z = over_queries(self.first_pass, u.shape[1], attention.query_chunk, dim=2)
             self.by = attention.lower(y32)
             self.a = (y32 * self.by).sum(dim=-1)[:, None, :, None] / attention.d_model  # (B, 1, T, 1)
