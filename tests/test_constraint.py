@@ -575,28 +575,30 @@ def test_autocast_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("layers", "ratio"), [(12, 0.1), (24, 0.1), (12, 0.3)])
 def test_a_deep_chain_of_priors_keeps_its_radius(layers: int, ratio: float) -> None:
-    """Weights handed on as priors become nearly one-hot; in fp32 every row that is not reported stays at its radius.
+    """Weights handed on as priors become nearly one-hot; fp32 rows keep their radius or are out of reach in fp64 too.
 
-    1e-2 of 1 + D(inf) is the solver's own bound for a solved row; gradients through the chain stay finite.
+    1e-3 nats: D(inf) reaches thousands of nats here, of which fp32 keeps seven digits (measured 3e-4). Rows that fp32
+    gives up and fp64 solves are at most 1 %. Gradients through the chain stay finite.
     """
     generator = torch.Generator().manual_seed(0)
     length = 64
     visible = torch.ones(length, length, dtype=torch.bool).tril()
     radius = ratio * torch.arange(1, length + 1).float().log()
     scores = [torch.randn(2, length, length, generator=generator).requires_grad_() for _ in range(layers)]
-    prior = None
-    unsolved = []
-    for s in scores:
+    prior = constrained_softmax(scores[0], radius, visible).log_weights
+    given_up = []
+    for s in scores[1:]:
         solved = constrained_softmax(s, radius, visible, prior)
-        if prior is not None:
-            q = prior.detach().double().masked_fill(~visible, -torch.inf).log_softmax(dim=-1).masked_fill(~visible, 0.0)
-            top = s.detach().masked_fill(~visible, -torch.inf).argmax(dim=-1, keepdim=True)
-            reach = 1 - q.gather(-1, top)[..., 0]
-            a = solved.log_weights.detach().double()
-            kl = (a.exp() * (a - q)).masked_fill(~visible, 0.0).sum(dim=-1)
-            wrong = ((kl - radius).abs() > 2e-2 * reach) & ~solved.capped
-            unsolved.append(wrong[:, 1:].float().mean().item())
+        q = prior.detach().double().masked_fill(~visible, -torch.inf).log_softmax(dim=-1).masked_fill(~visible, 0.0)
+        a = solved.log_weights.detach().double()
+        kl = (a.exp() * (a - q)).masked_fill(~visible, 0.0).sum(dim=-1)
+        reached = ~solved.capped[:, 1:]
+        assert (kl - radius).abs()[:, 1:][reached].max() <= 1e-3
+        exact = solve(s.detach().double(), radius.double(), visible, prior.detach().double())[2]
+        given_up.append((solved.capped & ~exact).float().mean().item())
         prior = solved.log_weights
-    assert max(unsolved) <= 1e-3
+    assert sum(given_up) / len(given_up) <= 0.01
     (prior * torch.randn(prior.shape, generator=generator)).masked_fill(~visible, 0.0).sum().backward()
-    assert all(bool(s.grad.isfinite().all()) for s in scores if s.grad is not None)
+    for s in scores:
+        assert s.grad is not None
+        assert bool(s.grad.isfinite().all())
