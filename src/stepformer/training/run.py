@@ -190,6 +190,10 @@ class LoadedRun:
     step: int
     folder: RunFolder
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed.tok_emb.weight.device
+
 
 def load_run(path: str | Path, which: str = "best", device: str = "auto") -> LoadedRun:
     """The model of a run: its best weights, or its last ones (`which = "last"`)."""
@@ -215,6 +219,18 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto") -> Loa
     return LoadedRun(model.eval(), load_tokenizer(folder.tokenizer), config, record, int(state["step"]), folder)
 
 
+def corpus_of(run: LoadedRun, given: str | Path | None = None) -> Corpus:
+    """The corpus that a run was trained on, or another prepared one that its tokenizer can read."""
+    if given is None and not run.record.get("corpus"):
+        raise InputError(f"'{run.folder.path}' was imported without a corpus: name a prepared one with corpus=DIR.")
+    alone = World(0, 1, run.device)
+    opened = (
+        checked(Corpus(given)) if given else _same_corpus(run.record["corpus"], run.folder, run.config, alone, None)
+    )
+    opened.check_tokenizer(run.tokenizer)
+    return opened
+
+
 def evaluate_run(
     path: str | Path,
     *,
@@ -226,11 +242,8 @@ def evaluate_run(
 ) -> tuple[Evaluation, LoadedRun]:
     """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus."""
     run = load_run(path, which, device)
-    world = World(0, 1, run.model.embed.tok_emb.weight.device)
-    opened = (
-        checked(Corpus(corpus)) if corpus else _same_corpus(run.record["corpus"], run.folder, run.config, world, None)
-    )
-    opened.check_tokenizer(run.tokenizer)
+    world = World(0, 1, run.device)
+    opened = corpus_of(run, corpus)
     found = evaluate(
         run.model,
         opened.split("val"),

@@ -1,0 +1,127 @@
+"""`stepformer diagnose`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from stepformer import measured
+from stepformer.cli.show import console
+from stepformer.config import parse_override
+from stepformer.errors import ConfigError, InputError, StepformerError, suggestion
+from stepformer.settings import Settings
+from stepformer.training import load_run
+
+# Each has Settings, measure(run, settings, quiet=), text(result) and plot(result, path).
+KINDS = {
+    "hessian": (
+        "stepformer.diagnostics.curvature",
+        "sharpness: eigenvalues and trace of the loss's Hessian, loss curve",
+    ),
+    "jacobian": ("stepformer.diagnostics.jacobian", "how perturbations travel through depth: singular values by layer"),
+    "depth": ("stepformer.diagnostics.depth", "inside the network: coefficients, stream norms, attention entropy, ..."),
+}
+
+
+def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
+    lines = []
+    for kind in KINDS:
+        lines.append(f"settings of --{kind}:")
+        lines += [
+            f"  {field.name}={field.default}".ljust(26) + f"{field.metadata['help']}"
+            for field in dataclasses.fields(_module(kind).Settings)
+        ]
+    sub = commands.add_parser(
+        "diagnose",
+        parents=[common],
+        help="why is a run better? curvature, Jacobians, what happens inside",
+        description="Measure a trained run on fixed windows of its validation split. Results are printed, drawn and "
+        "kept in RUN/measured/, where `stepformer report` finds them. Ctrl-C loses nothing: the same command continues.",
+        epilog="\n".join(
+            [
+                *lines,
+                "",
+                "examples:",
+                "  stepformer diagnose runs/yurii-tales-s42 --depth",
+                "  stepformer diagnose runs/yurii-tales-s42 --hessian --jacobian windows=8",
+                "  stepformer diagnose runs/yurii-tales-s42 --hessian hessian.probes=100 jacobian.rank=32",
+            ]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("folder", metavar="RUN", help="run folder")
+    sub.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings to change; kind.key=value for one kind"
+    )
+    for kind, (_, help) in KINDS.items():
+        sub.add_argument(f"--{kind}", action="store_true", help=help)
+    sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
+    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    sub.add_argument("--json", action="store_true", help="print the results as JSON")
+    sub.add_argument("--quiet", action="store_true", help="no progress")
+    sub.set_defaults(run=run_diagnose)
+
+
+def _module(kind: str) -> Any:
+    return importlib.import_module(KINDS[kind][0])
+
+
+def _settings(kinds: list[str], words: list[str]) -> dict[str, Settings]:
+    """The settings of every kind asked for; a word without a kind goes to all kinds that know its key."""
+    values: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    problems = []
+    for key, value in map(parse_override, words):
+        kind, dot, name = key.partition(".")
+        owners = [kind] if dot else [k for k in kinds if key in _module(k).Settings.field_names()]
+        if not owners or owners[0] not in kinds:
+            known = [name for k in kinds for name in _module(k).Settings.field_names()]
+            problems.append(f"'{key}' is no setting of {' or '.join(f'--{k}' for k in kinds)}.{suggestion(key, known)}")
+            continue
+        for owner in owners:
+            values[owner][name if dot else key] = value
+    made = {}
+    for kind in kinds:
+        try:
+            made[kind] = _module(kind).Settings.from_dict(values[kind])
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def run_diagnose(args: argparse.Namespace) -> int:
+    kinds = [kind for kind in KINDS if getattr(args, kind)]
+    if not kinds:
+        raise InputError(f"Say what to measure: {', '.join(f'--{kind}' for kind in KINDS)}.")
+    settings = _settings(kinds, args.overrides)
+    run = load_run(args.folder, args.checkpoint, args.device)
+    found = {}
+    for kind in kinds:
+        module = _module(kind)
+        try:
+            found[kind] = module.measure(run, settings[kind], quiet=args.quiet or args.json)
+        except KeyboardInterrupt:
+            print("stepformer: interrupted; what was measured is kept, the same command continues", file=sys.stderr)
+            return 130
+        path = measured.save(
+            run.folder.path, kind, step=run.step, settings=settings[kind].to_dict(), result=found[kind]
+        )
+        made = [str(path)]
+        picture = path.with_suffix(".png")
+        try:
+            module.plot(found[kind], picture)
+            made.append(str(picture))
+        except StepformerError as error:
+            print(f"note: no plot: {error}", file=sys.stderr)
+        if not args.json:
+            console().print(module.text(found[kind]))
+            print(f"written: {', '.join(made)}\n")
+    if args.json:
+        print(json.dumps({"run": str(Path(args.folder)), "step": run.step, **found}))
+    return 0

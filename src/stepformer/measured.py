@@ -1,0 +1,113 @@
+"""Long measurements of a run: a progress bar, a journal that survives Ctrl-C, and the result beside the run.
+
+RUN/measured/KIND.json         the result, with the settings, the checkpoint and the command that made it
+RUN/measured/KIND.jsonl        its journal while it is being made: the same command continues from it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from stepformer import __version__, files
+from stepformer.errors import InputError
+
+FOLDER = "measured"
+FORMAT = 1
+
+
+@contextlib.contextmanager
+def counting(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal, a line every half minute elsewhere; call what it yields with the amount done."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if quiet:
+        yield lambda amount: None
+        return
+    if sys.stderr.isatty():
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:.0f} %"),
+        )
+        with Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda amount: bar.advance(task, amount)
+        return
+    done, last = 0, time.monotonic()
+
+    def count(amount: int) -> None:
+        nonlocal done, last
+        done += amount
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
+            console.print(f"{title}  {done:,}/{total:,}", markup=False)
+
+    yield count
+
+
+class Journal:
+    """Finished pieces of a long measurement by name, one JSON line each.
+
+    `about` says what is measured. A journal about something else, other settings say, is begun again. Losing power
+    in the middle of a line loses that line.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.pieces: dict[str, Any] = {}
+        head = json.dumps({"about": about}, sort_keys=True)
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        if lines and lines[0] == head:
+            for line in lines[1:]:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    piece = json.loads(line)
+                    self.pieces[piece["name"]] = piece["value"]
+        kept = [json.dumps({"name": name, "value": value}) for name, value in self.pieces.items()]
+        files.write_text(path, "\n".join([head, *kept]) + "\n")
+
+    def get(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The piece of this name: as it was found before, or computed now and kept. Pieces are JSON values."""
+        if name not in self.pieces:
+            value = compute()
+            with files.explained(self.path), self.path.open("a") as file:
+                file.write(json.dumps({"name": name, "value": value}) + "\n")
+                file.flush()
+            self.pieces[name] = value
+        return self.pieces[name]
+
+    def close(self) -> None:
+        """The measurement is finished and its result written: the journal is not needed any more."""
+        self.path.unlink(missing_ok=True)
+
+
+def journal(run: Path, kind: str, about: Mapping[str, Any]) -> Journal:
+    """The journal of a measurement of the run in the folder `run`."""
+    return Journal(run / FOLDER / f"{kind}.jsonl", about)
+
+
+def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
+    """Keep a measurement beside its run; `settings` is everything that decides the numbers, `step` the checkpoint's."""
+    path = run / FOLDER / f"{kind}.json"
+    command = " ".join(["stepformer", *sys.argv[1:]]) if Path(sys.argv[0]).name.startswith("stepformer") else ""
+    about = {"format": FORMAT, "stepformer": __version__, "kind": kind, "step": step, "command": command}
+    files.write_json(path, {**about, "settings": dict(settings), "result": dict(result)})
+    return path
+
+
+def load(run: Path, kind: str) -> dict[str, Any] | None:
+    """A measurement of a run, whole, or None if it was never made."""
+    path = run / FOLDER / f"{kind}.json"
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = files.read_json(path, f"{kind} measurement")
+    if found.get("format") != FORMAT:
+        raise InputError(f"'{path}' has format {found.get('format')}; this stepformer reads format {FORMAT}.")
+    return found

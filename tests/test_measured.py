@@ -1,0 +1,55 @@
+"""Journals and results of long measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepformer import measured
+from stepformer.errors import InputError
+
+
+def test_a_journal_continues(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def piece(name: str) -> float:
+        asked.append(name)
+        return len(asked) / 2
+
+    first = measured.journal(tmp_path, "hessian", {"probes": 3})
+    assert first.get("a", lambda: piece("a")) == 0.5
+    with pytest.raises(KeyboardInterrupt):
+        first.get("b", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    second = measured.journal(tmp_path, "hessian", {"probes": 3})
+    assert second.get("a", lambda: piece("a")) == 0.5
+    assert second.get("b", lambda: piece("b")) == 1.0
+    assert asked == ["a", "b"]
+
+
+def test_a_journal_about_something_else_begins_again(tmp_path: Path) -> None:
+    measured.journal(tmp_path, "hessian", {"probes": 3}).get("a", lambda: 1)
+    assert measured.journal(tmp_path, "hessian", {"probes": 4}).get("a", lambda: 2) == 2
+
+
+def test_half_a_line_is_dropped(tmp_path: Path) -> None:
+    first = measured.journal(tmp_path, "x", {})
+    first.get("a", lambda: [1.0])
+    with first.path.open("a") as file:
+        file.write('{"name": "b", "val')
+    again = measured.journal(tmp_path, "x", {})
+    assert again.pieces == {"a": [1.0]}
+    assert again.get("b", lambda: 7) == 7
+    assert measured.journal(tmp_path, "x", {}).pieces == {"a": [1.0], "b": 7}
+
+
+def test_results_are_kept_and_read(tmp_path: Path) -> None:
+    assert measured.load(tmp_path, "depth") is None
+    path = measured.save(tmp_path, "depth", step=7, settings={"tokens": 9}, result={"layers": []})
+    found = measured.load(tmp_path, "depth")
+    assert found is not None
+    assert found["step"] == 7
+    assert found["settings"] == {"tokens": 9}
+    path.write_text("{")
+    with pytest.raises(InputError, match="damaged"):
+        measured.load(tmp_path, "depth")
