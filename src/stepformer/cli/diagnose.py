@@ -17,11 +17,11 @@ from stepformer.errors import ConfigError, InputError, StepformerError, suggesti
 from stepformer.settings import Settings
 from stepformer.training import load_run
 
-# Each has Settings, measure(run, settings, quiet=), text(result) and plot(result, path).
+# Each has SETTINGS (a Settings class), measure(run, settings, quiet=), text(result) and plot(result, path).
 KINDS = {
     "hessian": (
         "stepformer.diagnostics.curvature",
-        "sharpness: eigenvalues and trace of the loss's Hessian, loss curve",
+        "sharpness: eigenvalues and trace of the Hessian, loss curve",
     ),
     "jacobian": ("stepformer.diagnostics.jacobian", "how perturbations travel through depth: singular values by layer"),
     "depth": ("stepformer.diagnostics.depth", "inside the network: coefficients, stream norms, attention entropy, ..."),
@@ -34,14 +34,14 @@ def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
         lines.append(f"settings of --{kind}:")
         lines += [
             f"  {field.name}={field.default}".ljust(26) + f"{field.metadata['help']}"
-            for field in dataclasses.fields(_module(kind).Settings)
+            for field in dataclasses.fields(_module(kind).SETTINGS)
         ]
     sub = commands.add_parser(
         "diagnose",
         parents=[common],
         help="why is a run better? curvature, Jacobians, what happens inside",
         description="Measure a trained run on fixed windows of its validation split. Results are printed, drawn and "
-        "kept in RUN/measured/, where `stepformer report` finds them. Ctrl-C loses nothing: the same command continues.",
+        "kept in RUN/measured/ for `stepformer report`. Ctrl-C loses nothing: the same command continues.",
         epilog="\n".join(
             [
                 *lines,
@@ -55,9 +55,7 @@ def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     sub.add_argument("folder", metavar="RUN", help="run folder")
-    sub.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings to change; kind.key=value for one kind"
-    )
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change (kind.key=value for one)")
     for kind, (_, help) in KINDS.items():
         sub.add_argument(f"--{kind}", action="store_true", help=help)
     sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
@@ -77,9 +75,9 @@ def _settings(kinds: list[str], words: list[str]) -> dict[str, Settings]:
     problems = []
     for key, value in map(parse_override, words):
         kind, dot, name = key.partition(".")
-        owners = [kind] if dot else [k for k in kinds if key in _module(k).Settings.field_names()]
+        owners = [kind] if dot else [k for k in kinds if key in _module(k).SETTINGS.field_names()]
         if not owners or owners[0] not in kinds:
-            known = [name for k in kinds for name in _module(k).Settings.field_names()]
+            known = [name for k in kinds for name in _module(k).SETTINGS.field_names()]
             problems.append(f"'{key}' is no setting of {' or '.join(f'--{k}' for k in kinds)}.{suggestion(key, known)}")
             continue
         for owner in owners:
@@ -87,7 +85,7 @@ def _settings(kinds: list[str], words: list[str]) -> dict[str, Settings]:
     made = {}
     for kind in kinds:
         try:
-            made[kind] = _module(kind).Settings.from_dict(values[kind])
+            made[kind] = _module(kind).SETTINGS.from_dict(values[kind])
         except ConfigError as error:
             problems += error.problems
     if problems:
