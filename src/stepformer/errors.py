@@ -29,6 +29,10 @@ class UnknownNameError(StepformerError, KeyError):
         return str(self.args[0])
 
 
+class StepformerWarning(UserWarning):
+    """Something a user should know that does not keep the work from going on; the command line prints it as a note."""
+
+
 def suggestion(word: object, known: Iterable[str]) -> str:
     """The nearest known name as a question, or an empty string when nothing is near."""
     by_lower = {name.lower(): name for name in known}

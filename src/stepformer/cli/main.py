@@ -6,11 +6,13 @@ import argparse
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from stepformer import __version__
 from stepformer.cli import audit, compare, flow, prepare, runs, show, train
-from stepformer.errors import ConfigError, StepformerError
+from stepformer.errors import ConfigError, StepformerError, StepformerWarning
 from stepformer.plugins import load_plugin
 
 DESCRIPTION = """\
@@ -63,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
+    with warnings.catch_warnings():
+        warnings.showwarning = _note
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     top = parser()
     args, extra = top.parse_known_args(argv)
     # argparse takes key=value words only before the first option; people write them anywhere
@@ -92,6 +100,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `stepformer list | head`: the reader has gone; keep the interpreter's last flush quiet
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _note(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Warnings as lines for people: ours as they are, those of libraries with their kind."""
+    kind = "" if issubclass(category, StepformerWarning) else f"{category.__name__}: "
+    print(f"note: {kind}{message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepformer import files
-from stepformer.errors import InputError, StepformerError
+from stepformer.errors import InputError, StepformerError, StepformerWarning
 from stepformer.training.parallel import World
 
 FORMAT = 1
@@ -143,7 +143,7 @@ class Checkpoints:
                 problems.append(str(error))
                 continue
             for problem in problems:
-                warnings.warn(f"{problem} Going back to '{name}'.", stacklevel=2)
+                warnings.warn(f"{problem} Going back to '{name}'.", StepformerWarning, stacklevel=2)
             return self.folder / name, state
         if problems:
             raise InputError(" ".join(problems))

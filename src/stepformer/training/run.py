@@ -13,7 +13,7 @@ import torch
 
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer
-from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.errors import ConfigError, InputError, StepformerError, StepformerWarning
 from stepformer.files import write_text
 from stepformer.model import Model
 from stepformer.plugins import load_plugin
@@ -208,7 +208,7 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto") -> Loa
     kept = stored.Checkpoints(folder.checkpoints, alone)
     found = kept.latest("best" if which == "best" else "step")
     if found is None and which == "best" and kept.names("step"):
-        warnings.warn(f"'{folder.path}' has no best checkpoint yet: its last one is used.", stacklevel=2)
+        warnings.warn(f"'{folder.path}' has no best checkpoint yet: its last one is used.", StepformerWarning, stacklevel=2)
         found = kept.latest("step")
     if found is None:
         raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
