@@ -208,7 +208,9 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto") -> Loa
     kept = stored.Checkpoints(folder.checkpoints, alone)
     found = kept.latest("best" if which == "best" else "step")
     if found is None and which == "best" and kept.names("step"):
-        warnings.warn(f"'{folder.path}' has no best checkpoint yet: its last one is used.", StepformerWarning, stacklevel=2)
+        warnings.warn(
+            f"'{folder.path}' has no best checkpoint yet: its last one is used.", StepformerWarning, stacklevel=2
+        )
         found = kept.latest("step")
     if found is None:
         raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
