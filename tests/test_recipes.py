@@ -310,7 +310,7 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
     for key in ("figure", "about", "published_what"):
         assert isinstance(recipe.about[key], str)
         assert recipe.about[key]
-    assert set(recipe.about) <= {"base", "paper", "figure", "about", "published_what", "seeds", "runs"}
+    assert set(recipe.about) <= {"base", "paper", "figure", "about", "published_what", "seeds", "runs", "measured"}
     assert preset(recipe.document["model"]["preset"]) in [preset(run) for run in recipe.runs]
     for run, row in recipe.runs.items():
         assert {"parameters"} <= set(row), run
@@ -394,6 +394,29 @@ def test_published_values(name: str) -> None:
         assert final == {run: last for run, (_, last) in rows.items() if last is not None}
     else:
         assert not final
+
+
+def ranks(values: list[float]) -> list[int]:
+    return [sorted(values).index(value) for value in values]
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    n = len(first)
+    squares = sum((a - b) ** 2 for a, b in zip(ranks(first), ranks(second), strict=True))
+    return 1 - 6 * squares / (n * (n * n - 1))
+
+
+def test_published_measurements_have_the_published_correlations() -> None:
+    """A typing error in a table would change its ranks: they give the correlations stated in the specification."""
+    name = "momentum-streams-openwebtext"
+    plain, wsd, sam = (load_recipe(name + more).measured for more in ("", "-wsd", "-sam"))
+    rows = [plain[run] for run in ("vanilla", "adam", "tmm", "yurii")]
+    rows += [part[run] for part in (wsd, sam) for run in ("tmm", "yurii")]
+    for row in rows:
+        assert row["ood"] == pytest.approx((row["wikitext"] + row["lambada"] + row["c4"]) / 3, abs=0.006)
+    trace = [row["trace_per_parameter"] for row in rows]
+    assert spearman(trace, [row["ood"] for row in rows]) == pytest.approx(0.667, abs=5e-4)
+    assert spearman(trace, [row["forgetting"] for row in rows]) == pytest.approx(0.929, abs=5e-4)
 
 
 def test_published_values_of_the_catalogue_agree() -> None:

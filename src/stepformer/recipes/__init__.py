@@ -1,7 +1,8 @@
 """Recipes: the runs of the papers as TOML files, with the figures they correspond to.
 
 A recipe has the sections of any run, and `[recipe]`: which paper and figure it reproduces, `base` (another recipe whose
-keys it changes), and `[recipe.runs]`: for each architecture its parameter count and the published value.
+keys it changes), and `[recipe.runs]`: for each architecture its parameter count and the published value, and
+`[recipe.measured]`: what else was published about the trained models (downstream accuracy, curvature, forgetting, ...).
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ class Recipe:
     def runs(self) -> dict[str, dict[str, Any]]:
         """Architectures of the recipe: preset -> {parameters, published, ...}."""
         return dict(self.about.get("runs", {}))
+
+    @property
+    def measured(self) -> dict[str, dict[str, float]]:
+        """What was published about trained models besides their loss: preset -> {hellaswag, ood, ...}."""
+        return dict(self.about.get("measured", {}))
 
 
 @lru_cache
