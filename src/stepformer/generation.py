@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +46,7 @@ def stream(
     seed: int | None = None,
     on_context_end: Literal["stop", "slide"] = "stop",
     result: Generation | None = None,
+    look: Callable[[Tensor], None] | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue prompts token by token: yields one id per prompt, None for rows that have ended.
 
@@ -53,6 +54,7 @@ def stream(
     Ids that only pad the vocabulary are never sampled. `stop` is a token, or several, that end a row. When the
     context is full, "stop" ends the row with finish reason "context", and "slide" goes on with the later half of the
     context re-encoded. Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
+    `look` is shown the logits (B, V) of every step before its tokens are drawn.
     """
     rows = as_rows(prompts)
     check_settings(model, rows, max_new_tokens, on_context_end, temperature, top_k, top_p)
@@ -74,6 +76,8 @@ def stream(
         cache, logits = encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
         for i in range(max_new_tokens):
             check_finite(logits)
+            if look is not None:
+                look(logits[:, -1])
             ids = sample(logits[:, -1], model.config.real_vocab, temperature, top_k, top_p, generator)
             step: list[int | None] = []
             for b, token in enumerate(ids.tolist()):

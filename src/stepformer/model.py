@@ -209,11 +209,13 @@ class Model(nn.Module):
         return cap * torch.tanh(wide / cap)
 
     @torch.no_grad()
-    def observe(self, tokens: Tensor) -> list[dict[str, list[Tensor]]]:
+    def observe(self, tokens: Tensor, *, rows: bool = True) -> list[dict[str, list[Tensor]]]:
         """What the oracles report about themselves on tokens (B, T): one dictionary per layer, in order of the calls.
 
         Constrained attention reports `capped_rows`, the share of rows whose target is out of reach, and its inverse
         temperatures `beta` (B, H, T); Hamiltonian attention `bounded_scores`, the share of scores beyond their bound.
+        With `rows`, attentions also report the `entropy` of every row of weights in nats and the `energy` of every
+        row, both (B, H, T) (docs/inside-the-network.md); linear attention has an energy of one head and no entropy.
         """
         self._check(tokens, None, None, None, False)
         call = fresh_call(tokens.long(), None, self.config.document_separator)
@@ -225,7 +227,7 @@ class Model(nn.Module):
             def note(name: str, value: Tensor, seen: dict[str, list[Tensor]] = seen) -> None:
                 seen.setdefault(name, []).append(value)
 
-            s = block(s, replace(call, observe=note), i in self.plain_layers)
+            s = block(s, replace(call, observe=note, rows=rows), i in self.plain_layers)
             layers.append(seen)
         return layers
 

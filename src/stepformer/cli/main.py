@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepformer import __version__
-from stepformer.cli import audit, compare, flow, prepare, runs, show, train
+from stepformer.cli import audit, compare, evaluate, finetune, flow, prepare, report, runs, serve, share, show, train
 from stepformer.errors import ConfigError, StepformerError, StepformerWarning
 from stepformer.plugins import load_plugin
 
@@ -47,11 +47,16 @@ def parser() -> argparse.ArgumentParser:
     prepare.add_prepare(commands, common)
     train.add_train(commands, common)
     train.add_resume(commands, common)
-    runs.add_eval(commands, common)
+    evaluate.add_eval(commands, common)
     runs.add_generate(commands, common)
+    serve.add_serve(commands, common)
     compare.add_compare(commands, common)
     compare.add_sweep(commands, common)
     compare.add_demo(commands, common)
+    finetune.add_finetune(commands, common)
+    report.add_report(commands, common)
+    share.add_export(commands, common)
+    share.add_import(commands, common)
     train.add_recipes(commands, common)
     show.add_list(commands, common)
     show.add_show(commands, common)

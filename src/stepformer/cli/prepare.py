@@ -38,6 +38,7 @@ EXAMPLES = """\
 examples:
   stepformer prepare tales
   stepformer prepare tales --dialect space --count 20000
+  stepformer prepare tales --dialect space --tokenizer runs/yurii-tales-bpe-1024-s42
   stepformer prepare books/ --tokenizer bpe:4096 --document file
   stepformer prepare stories.jsonl.xz --field story --val-field held_out
   stepformer prepare tinystories --workers 8
@@ -57,9 +58,9 @@ def add_prepare(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.add_argument("source", metavar="SOURCE", help="tales, a path, a short name or hf:OWNER/NAME")
     sub.add_argument(
         "--tokenizer",
-        metavar="KIND",
-        help="gpt2 (or gpt2:FOLDER with its files), bytes, or bpe:N trained on this corpus "
-        "(default: gpt2; bpe:1024 for tales)",
+        metavar="KIND|DIR",
+        help="gpt2 (or gpt2:FOLDER with its files), bytes, bpe:N trained on this corpus, or the folder of a run or a "
+        "corpus whose tokenizer is used (default: gpt2; bpe:1024 for tales)",
     )
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the corpus (default: data/NAME-TOKENIZER)")
     sub.add_argument("--dialect", metavar="D", help="tales: village or space")

@@ -1,34 +1,15 @@
-"""`stepformer eval` and `stepformer generate`."""
+"""`stepformer generate`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from stepformer.errors import InputError
 from stepformer.generation import Generation, stream
-from stepformer.training import evaluate_run, load_run
+from stepformer.training import load_run
 from stepformer.training.run import LoadedRun
-
-
-def add_eval(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "eval",
-        parents=[common],
-        help="validation loss of a run's checkpoint",
-        description="Loss on a fixed number of tokens of the validation split: full blocks from its first token on. "
-        "The count and the split's hash are printed with it; only numbers that agree in both may be compared.",
-    )
-    sub.add_argument("folder", metavar="RUN", help="run folder")
-    sub.add_argument("--corpus", metavar="DIR", help="another prepared corpus with the same tokenizer")
-    sub.add_argument("--tokens", type=int, metavar="N", help="how many tokens (default: as in training)")
-    sub.add_argument("--micro-batch", type=int, default=8, metavar="N", help="sequences at once (8)")
-    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    sub.add_argument("--json", action="store_true", help="machine-readable output")
-    _which(sub)
-    sub.set_defaults(run=run_eval)
 
 
 def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -53,33 +34,8 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         "--length-penalty", type=float, metavar="P", help="with --beams: scores are divided by length^P (default: 1)"
     )
     sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    _which(sub)
-    sub.set_defaults(run=run_generate)
-
-
-def _which(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
-
-
-def run_eval(args: argparse.Namespace) -> int:
-    if args.micro_batch < 1:
-        raise InputError(f"--micro-batch {args.micro_batch} should be at least 1.")
-    found, run = evaluate_run(
-        args.folder,
-        which=args.checkpoint,
-        corpus=args.corpus,
-        tokens=args.tokens,
-        micro_batch=args.micro_batch,
-        device=args.device,
-    )
-    if args.json:
-        print(json.dumps({**found.to_dict(), "perplexity": found.perplexity, "step": run.step, "run": args.folder}))
-        return 0
-    print(
-        f"{run.config.title} after step {run.step:,}: loss {found.val_loss:.4f} nats/token, perplexity "
-        f"{found.perplexity:.3f}, on {found.val_tokens:,} tokens of the split {found.val_hash}"
-    )
-    return 0
+    sub.set_defaults(run=run_generate)
 
 
 def run_generate(args: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepformer.comparing.plots import plot_comparison
+from stepformer.comparing.plots import plot_comparison, plot_differences
 from stepformer.comparing.statistics import (
     Comparison,
     PairedDifference,
@@ -33,6 +33,7 @@ __all__ = [
     "mean_ratio",
     "paired",
     "plot_comparison",
+    "plot_differences",
     "rich_table",
     "summarise",
     "t_quantile",

@@ -16,6 +16,7 @@ from stepformer.files import writing
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))  # the second sign, once the colours are used up
 GREY = "#666666"
+INSIDE = 6  # names that a legend may have inside the picture; more go below it
 NAME_WIDTH = 26  # characters; longer labels go on on the next line
 
 
@@ -26,7 +27,7 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
     except ImportError:
         raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
     others = [row for row in comparison.rows if row.difference is not None]
-    height = max(4.4, 2.2 + 0.3 * len(comparison.rows))
+    height = _height(comparison)
     figure = Figure(figsize=(11 if others else 6.5, height), layout="constrained", facecolor="white")
     if others:
         left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
@@ -39,6 +40,24 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
         figure.savefig(file, format="png", dpi=150)
 
 
+def plot_differences(comparison: Comparison, path: str | Path) -> None:
+    """Write a PNG of the differences to the baseline alone."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
+    figure = Figure(figsize=(6.5, _height(comparison) - 1.4), layout="constrained", facecolor="white")
+    _draw_differences(figure.subplots(), comparison)
+    figure.supxlabel(_footer(comparison), fontsize=8, color=GREY, parse_math=False)
+    with writing(Path(path)) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def _height(comparison: Comparison) -> float:
+    """Inches that give every row of the differences its two lines of words."""
+    return max(4.4, 2.2 + 0.36 * len(comparison.rows))
+
+
 def _footer(comparison: Comparison) -> str:
     seeds = seed_words(comparison.seeds) if len(comparison.seeds) <= 8 else f"{len(comparison.seeds)} seeds"
     footer = f"evaluated on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}; {seeds}"
@@ -49,7 +68,8 @@ def _footer(comparison: Comparison) -> str:
     return footer
 
 
-def _looks(index: int) -> dict[str, Any]:
+def looks(index: int) -> dict[str, Any]:
+    """Colour and dashes of the architecture at this place; 0 is the baseline."""
     if index == 0:
         return {"color": COLOURS[0], "linestyle": DASHES[0]}
     cycle, position = divmod(index - 1, len(COLOURS) - 1)
@@ -59,28 +79,24 @@ def _looks(index: int) -> dict[str, Any]:
 def _draw_curves(axes: Any, comparison: Comparison) -> None:
     handles = []
     for index, row in enumerate(comparison.rows):
-        looks = _looks(index)
+        style = looks(index)
         if len(row.records) > 1:
             for record in row.records:
-                axes.plot(*zip(*record.curve, strict=True), linewidth=0.8, alpha=0.35, **looks)
+                axes.plot(*zip(*record.curve, strict=True), linewidth=0.8, alpha=0.35, **style)
         # the baseline below and wider, so that a curve that lies on it still shows
-        handles += axes.plot(*_mean_curve(row), linewidth=1.8 if index else 2.8, zorder=3 + bool(index), **looks)
+        handles += axes.plot(*_mean_curve(row), linewidth=1.8 if index else 2.8, zorder=3 + bool(index), **style)
     top = _show_end(axes, comparison)
     labels = [textwrap.fill(row.label, NAME_WIDTH) for row in comparison.rows]
-    columns = 1 if len(labels) <= 9 else 2
-    legend = axes.legend(
-        handles,
-        labels,
-        loc="upper right",
-        facecolor="white",
-        edgecolor="none",
-        bbox_to_anchor=(1, top),
-        fontsize=9,
-        ncols=columns,
-    )
+    looks_of_legend = {"facecolor": "white", "edgecolor": "none", "fontsize": 9}
+    if len(labels) <= INSIDE:
+        legend = axes.legend(handles, labels, loc="upper right", bbox_to_anchor=(1, top), **looks_of_legend)
+    else:  # inside it would cover the curves
+        width = axes.figure.get_size_inches()[0]
+        columns = max(1, int(width / (0.75 + 0.08 * max(len(line) for label in labels for line in label.split("\n")))))
+        legend = axes.figure.legend(handles, labels, loc="outside upper left", ncols=columns, **looks_of_legend)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a label with dollar signs is a label
-    axes.xaxis.set_major_formatter(lambda value, _: _tokens(value))
+    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
     axes.set_xlabel("training tokens")
     axes.set_ylabel("evaluation loss (nats per token)")
     several = any(len(row.records) > 1 for row in comparison.rows)
@@ -125,7 +141,7 @@ def _draw_differences(axes: Any, comparison: Comparison) -> None:
     rows = [(index, row, row.difference) for index, row in enumerate(comparison.rows) if row.difference is not None]
     axes.axvline(0, color=COLOURS[0], linewidth=1.2, zorder=1)
     for place, (index, _, difference) in enumerate(rows):
-        colour = _looks(index)["color"]
+        colour = looks(index)["color"]
         if difference.low is not None and difference.high is not None:
             axes.plot(
                 [difference.low, difference.high], [place, place], linewidth=2.2, color=colour, solid_capstyle="butt"
@@ -166,7 +182,7 @@ def _clean(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def _tokens(value: float) -> str:
+def short_number(value: float) -> str:
     """1500 as 1.5k, 2e6 as 2M."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:

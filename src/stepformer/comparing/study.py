@@ -56,18 +56,25 @@ def plan(folder: Path, variants: dict[str, RunConfig], seeds: Sequence[int], *, 
 
     A folder that already holds other settings under the same label is refused: its runs would not be comparable.
     """
-    problems = [f"'{label}' cannot be a folder's name." for label in variants if label != Path(label).name]
-    if problems:
-        raise ConfigError(problems)
-    runs = []
-    alone = World(0, 1, torch.device("cpu"))
+    labelled = []
     for seed, (label, variant) in itertools.product(seeds, variants.items()):
         settings = variant.to_dict()
         settings["train"]["seed"] = seed
-        config = RunConfig.from_dict(settings)
+        labelled.append((label, RunConfig.from_dict(settings)))
+    return plan_runs(folder, labelled, quiet=quiet)
+
+
+def plan_runs(folder: Path, labelled: Sequence[tuple[str, RunConfig]], *, quiet: bool = False) -> list[Planned]:
+    """The same for configs that have their seeds already, each with its label, in this order."""
+    problems = [f"'{label}' cannot be a folder's name." for label, _ in labelled if label != Path(label).name]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    runs = []
+    alone = World(0, 1, torch.device("cpu"))
+    for label, config in labelled:
         corpus = open_corpus(config.data, alone, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)
-        run = Planned(label, config, RunFolder(folder / f"{label}-s{seed}"))
+        run = Planned(label, config, RunFolder(folder / f"{label}-s{config.train.seed}"))
         if run.folder.exists and run.folder.config().hash != config.hash:
             raise InputError(
                 f"'{run.folder.path}' was trained with other settings: choose another --out for this comparison."

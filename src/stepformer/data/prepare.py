@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -97,6 +97,21 @@ def prepare(
     return Corpus(job.out)
 
 
+def shared_tokenizer(sources: Sequence[Source], tokenizer_spec: str, folder: Path) -> Tokenizer:
+    """One tokenizer for several corpora, saved in `folder`: a BPE is trained on equal shares of their training text."""
+
+    def texts() -> Iterator[str]:
+        for source in sources:
+            job = Job(source, tokenizer_spec, folder, source.val_fraction, 1, None)
+            job.pinned = source.pin({})
+            job.rule = job.choose_rule()
+            yield from job.sample(BPE_SAMPLE // len(sources))
+
+    tokenizer = make_tokenizer(tokenizer_spec, texts)
+    tokenizer.save(folder)
+    return tokenizer
+
+
 def cores() -> int:
     """How many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -155,9 +170,11 @@ class Job:
         """The corpus that is already there, if it is this one."""
         there = read_manifest(self.out)
         if there["job"] != self.fingerprint:
+            known, asked = there["tokenizer"], self.settings["tokenizer"]
+            same = asked in (known["name"], f"{known['name']}:{known['fingerprint'][:8]}")
             was = {
                 "source": there.get("source"),
-                "tokenizer": there["tokenizer"]["name"],
+                "tokenizer": asked if same else known["name"],
                 "val_fraction": there.get("split_rule", {}).get("val_fraction"),
                 "shard_tokens": there.get("shard_tokens"),
             }
@@ -174,13 +191,13 @@ class Job:
         state = files.read_json(state_file, "state of the preparation") if state_file.exists() else {}
         begun = state.get("job") == self.fingerprint
         self.pinned = self.source.pin(state["pinned"] if begun else {})
-        self.rule = state["rule"] if begun else self._choose_rule()
+        self.rule = state["rule"] if begun else self.choose_rule()
         if begun and (saved / "tokenizer.json").exists():
             self.tokenizer = load_tokenizer(saved)
         else:
             if tokenizer_kind(self.spec)[0] == "bpe":
                 self._report(Progress("training the tokenizer"))
-            self.tokenizer = make_tokenizer(self.spec, self._sample)
+            self.tokenizer = make_tokenizer(self.spec, self.sample)
         if not begun:
             shutil.rmtree(self.parts, ignore_errors=True)
             files.write_json(state_file, {"job": self.fingerprint, "rule": self.rule, "pinned": self.pinned})
@@ -189,7 +206,7 @@ class Job:
         if not (saved / "tokenizer.json").exists():
             self.tokenizer.save(saved)
 
-    def _choose_rule(self) -> str:
+    def choose_rule(self) -> str:
         if self.source.marked:
             return "marked"
         count = sum(1 for _ in itertools.islice(self.source, FEW_DOCUMENTS))
@@ -197,16 +214,16 @@ class Job:
             raise InputError(f"The source '{self.source.name}' has no documents with text.")
         return "tail" if count < FEW_DOCUMENTS else "hash"
 
-    def _sample(self) -> Iterator[str]:
+    def sample(self, characters: int = BPE_SAMPLE) -> Iterator[str]:
         """The first training texts, for training a tokenizer."""
         size = 0
         for unit in range(len(self.source.units())):
             for segments, _ in self.pieces(unit):
                 for segment in segments:
                     if segment.split == "train":
-                        yield segment.text[: BPE_SAMPLE - size]
+                        yield segment.text[: characters - size]
                         size += len(segment.text)
-                        if size >= BPE_SAMPLE:
+                        if size >= characters:
                             return
 
     def pieces(self, unit: int) -> Iterator[tuple[list[Segment], bool]]:

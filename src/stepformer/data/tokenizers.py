@@ -64,6 +64,12 @@ class Tokenizer:
         unknown = "\ufffd".encode()
         return b"".join(pieces[i] if 0 <= i < size else unknown for i in map(int, ids)).decode("utf-8", "replace")
 
+    def piece(self, token: int) -> bytes:
+        """The bytes of one id; they may be a part of a character."""
+        if not 0 <= token < self.vocab_size:
+            raise InputError(f"There is no token {token}: the ids are 0 to {self.vocab_size - 1}.")
+        return self._pieces[token]
+
     def describe(self) -> dict[str, Any]:
         """What a manifest says about it."""
         return {
@@ -145,7 +151,7 @@ class TrainedTokenizer(RankTokenizer):
         self._trained = trained
         try:
             model = json.loads(trained)["model"]
-            letters = _byte_of_letter()
+            letters = byte_of_letter()
             ranks = {bytes(letters[letter] for letter in word): rank for word, rank in model["vocab"].items()}
             if sorted(ranks.values()) != list(range(len(ranks))) or not ranks.keys() >= {
                 bytes([i]) for i in range(256)
@@ -160,12 +166,10 @@ class TrainedTokenizer(RankTokenizer):
 
 
 def tokenizer_kind(spec: str) -> tuple[str, str]:
-    """The kind and argument of `bytes`, `gpt2`, `gpt2:PATH` or `bpe:N`, checked."""
+    """The kind and argument of `bytes`, `gpt2`, `gpt2:PATH`, `bpe:N` or a FOLDER with a saved tokenizer, checked."""
     kind, _, argument = spec.partition(":")
     if kind not in KINDS:
-        raise UnknownNameError(
-            f"There is no tokenizer '{spec}'; the kinds are bytes, gpt2 and bpe:N.{suggestion(kind, KINDS)}"
-        )
+        return "folder", str(_saved(spec))
     if kind == "bpe":
         if not argument:
             raise InputError("bpe needs a size, e.g. bpe:1024.")
@@ -181,15 +185,37 @@ def tokenizer_kind(spec: str) -> tuple[str, str]:
     return kind, argument
 
 
+def _saved(spec: str) -> Path:
+    """The folder with the tokenizer of a run or a corpus: `spec` itself, or `tokenizer/` in it."""
+    given = Path(spec).expanduser()
+    for folder in (given / "tokenizer", given):
+        if (folder / DESCRIPTION).is_file():
+            return folder
+    if given.is_dir():
+        raise InputError(f"There is no tokenizer in the folder '{spec}': neither {DESCRIPTION} nor tokenizer/.")
+    raise UnknownNameError(
+        f"There is no tokenizer '{spec}'; the kinds are bytes, gpt2 and bpe:N, or give the folder of a run or a "
+        f"corpus to use its own.{suggestion(spec.partition(':')[0], KINDS)}"
+    )
+
+
 def tokenizer_name(spec: str) -> str:
-    """The spec without what is particular to this machine: `gpt2:PATH` is `gpt2`."""
+    """The spec without what is particular to this machine: `gpt2:PATH` is `gpt2`.
+
+    A BPE taken from a folder was trained on some other text: its name carries the beginning of its fingerprint.
+    """
     kind, argument = tokenizer_kind(spec)
-    return f"bpe:{argument}" if kind == "bpe" else kind
+    if kind != "folder":
+        return f"bpe:{argument}" if kind == "bpe" else kind
+    saved = load_tokenizer(argument)
+    return f"{saved.name}:{saved.fingerprint[:8]}" if saved.kind == "bpe" else saved.kind
 
 
 def make_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
     """The tokenizer of a spec; `bpe:N` is trained on `texts()`."""
     kind, argument = tokenizer_kind(spec)
+    if kind == "folder":
+        return load_tokenizer(argument)
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "gpt2":
@@ -335,7 +361,7 @@ def _blank(text: str) -> bool:
 
 
 @functools.cache
-def _byte_of_letter() -> dict[str, int]:
+def byte_of_letter() -> dict[str, int]:
     """The printable letters that stand for bytes in the files of byte-level BPEs (OpenAI's convention for GPT-2)."""
     printable = [i for i in range(256) if chr(i).isprintable() and chr(i) != " "]
     others = [i for i in range(256) if i not in printable]

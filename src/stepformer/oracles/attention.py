@@ -32,7 +32,7 @@ class Attention(Component, nn.Module):
     moves_with_new_momentum = (
         False  # whether its integrator asks for the velocity at a newer momentum; set by the block
     )
-    reports = False  # whether it tells `call.observe` something during a forward pass
+    reports = False  # whether it tells `call.observe` something besides entropy and energy
     can_rotate = True  # whether rotary positions have a meaning
     can_bias = True
 
@@ -98,6 +98,17 @@ def over_queries(part: Callable[[int, int], Any], queries: int, chunk: int, dim:
     if isinstance(parts[0], Tensor):
         return torch.cat(parts, dim=dim)
     return tuple(torch.cat(pieces, dim=dim) for pieces in zip(*parts, strict=True))
+
+
+def softmax_rows(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """What softmax makes of scores (..., T, K): the entropy of each row, and ln z, z the mean of exp(scores); (..., T).
+
+    Both are in nats and over the visible keys alone; a key that underflows counts 0 ln 0 = 0.
+    """
+    scores = scores.masked_fill(~visible, -torch.inf)
+    log_weights = scores.log_softmax(dim=-1)
+    entropy = -(log_weights.exp() * log_weights.masked_fill(~visible, 0.0)).sum(dim=-1)
+    return entropy, scores.logsumexp(dim=-1) - visible.sum(dim=-1).to(scores.dtype).log()
 
 
 def at_least_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:

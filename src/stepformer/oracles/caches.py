@@ -87,6 +87,7 @@ class Call:
     memory: what this and shallower layers leave for deeper ones (`State.memory`), to read and to write.
     value_mix: lambda of the value residual, None without one.
     observe: called with a name and a tensor by oracles that have something to report.
+    rows: whether `observe` also wants entropy and energy of every row, (B, H, T), which cost a look at all scores.
     """
 
     positions: Tensor
@@ -101,6 +102,7 @@ class Call:
     memory: dict[str, Tensor] = field(default_factory=dict)
     value_mix: Tensor | float | None = None
     observe: Callable[[str, Tensor], None] | None = None
+    rows: bool = False
 
     def next_slot(self) -> Slot | None:
         """The cache of the attention call that is about to happen, in execution order within a block."""

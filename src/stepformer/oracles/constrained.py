@@ -91,19 +91,26 @@ class ConstrainedAttention(MultiHeadAttention):
             radius = self.radius(u, call).to(q.dtype).expand(q.shape[:3])
             prior = self.log_prior(call)
 
-            def attend(begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+            watched = call.observe is not None and call.rows
+
+            def attend(begin: int, end: int) -> tuple[Tensor, ...]:
                 scores = q[:, :, begin:end] @ k.mT / math.sqrt(self.head_dim)
                 solved = constrained_softmax(
                     scores, radius[:, :, begin:end], call.visible(begin, end), prior, ceiling=self.ceiling
                 )
                 self.remember(solved.log_weights, call)
-                return solved.weights @ v.to(scores.dtype), solved.beta, solved.capped
+                a = solved.weights
+                rows = (-(a * solved.log_weights).sum(dim=-1), -(a * scores).sum(dim=-1)) if watched else ()
+                return a @ v.to(scores.dtype), solved.beta, solved.capped, *rows
 
             chunk = self.query_chunk if self.chunks() else 0
-            gathered, beta, capped = over_queries(attend, q.shape[2], chunk, dim=2)
+            gathered, beta, capped, *rows = over_queries(attend, q.shape[2], chunk, dim=2)
         if call.observe is not None:
             call.observe("capped_rows", capped.float().mean())
             call.observe("beta", beta)
+            # the energy is what the constrained problem minimises: -s.a
+            for name, value in zip(("entropy", "energy"), rows, strict=False):
+                call.observe(name, value)
         return self.merge(gathered.to(v.dtype))
 
     def chunks(self) -> bool:

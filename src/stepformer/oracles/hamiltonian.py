@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepformer.options import Option, choice, flag, integer
-from stepformer.oracles.attention import Attention, at_least_fp32, over_queries, register_attention
+from stepformer.oracles.attention import Attention, at_least_fp32, over_queries, register_attention, softmax_rows
 from stepformer.oracles.caches import Call, TokenSlot
 from stepformer.oracles.linear import needs_integrator
 from stepformer.oracles.softmax import rotate
@@ -148,6 +148,10 @@ class HamiltonianAttention(Attention):
             b = torch.linalg.solve(a + ridge, wv, left=False)  # W_V (A + ridge)^-1
             return y @ (0.5 * (b + b.mT)).to(y.dtype)
 
+    def kappa_now(self) -> Tensor | float:
+        """kappa, set or learned."""
+        return self.coefficients.value("kappa") if self.coefficients.specs else self.kappa
+
     def fields(self, u: Tensor, y: Tensor, call: Call) -> SoftmaxFields:
         return SoftmaxFields(self, u, y, call)
 
@@ -188,11 +192,20 @@ class SoftmaxFields:
             beyond = over_queries(self.beyond_bound, u.shape[1], attention.query_chunk, dim=2)
             seen = call.counts().sum() * (attention.kernels * (u.shape[0] if call.origins is None else 1))
             call.observe("bounded_scores", beyond.sum() / seen)
+        if call.observe is not None and call.rows:
+            call.observe("entropy", over_queries(self.entropy, u.shape[1], attention.query_chunk, dim=2))
+            z = torch.exp(self.log_z)
+            call.observe("energy", 0.5 * (self.a / z - attention.kappa_now() * z)[..., 0])
 
     def beyond_bound(self, begin: int, end: int) -> Tensor:
         """How many visible scores of each query the soft bound changes a lot, (B, H, T)."""
         raw = self.attention.tau * self.q[:, :, begin:end] @ self.k.mT
         return ((raw.abs() > self.attention.bound) & self.call.visible(begin, end)).sum(dim=-1)
+
+    def entropy(self, begin: int, end: int) -> Tensor:
+        """Of the softmax of some queries' scores, (B, H, T)."""
+        visible = self.call.visible(begin, end)
+        return softmax_rows(self.attention.scores(self.q[:, :, begin:end], self.k, visible), visible)[0]
 
     def log_n_of(self, begin: int, end: int) -> Tensor:
         return self.log_n if self.log_n.ndim == 0 else self.log_n[..., begin:end, :]
@@ -215,7 +228,7 @@ class SoftmaxFields:
 
     def force(self) -> Tensor:
         attention = self.attention
-        kappa = attention.coefficients.value("kappa") if attention.coefficients.specs else attention.kappa
+        kappa = attention.kappa_now()
         with torch.autocast(self.q.device.type, enabled=False):
             z = torch.exp(self.log_z)
             if attention.rule == "query":

@@ -102,7 +102,10 @@ class LinearAttention(BilinearAttention):
         self.coefficients = CoefficientBank({"attn": {"h": positive(1.0, "step")}})
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
-        values = call.mix_values(self.value(u))
+        own = self.value(u)
+        if call.observe is not None and call.rows:
+            call.observe("energy", -0.5 * (u * own).sum(dim=-1)[:, None])
+        values = call.mix_values(own)
         slot = call.next_slot()
         state = slot.state if isinstance(slot, StateSlot) else None
         gathered, state = self.gather(self.kernel(u), u, values, call, state)
@@ -144,6 +147,10 @@ class LinearFields:
     def __init__(self, attention: LinearHamiltonian, u: Tensor, y: Tensor, call: Call, slot: StateSlot | None) -> None:
         self.attention, self.u, self.y, self.call, self.slot = attention, u, y, call, slot
         self.before = slot.state if slot is not None else None
+        if call.observe is not None and call.rows:
+            velocity, _ = attention.gather(attention.kernel(u), u, y, call, self.before)
+            energy = 0.5 * ((y * velocity).sum(dim=-1) - (u * attention.value(u)).sum(dim=-1))
+            call.observe("energy", energy[:, None])
 
     def velocity(self, y: Tensor) -> Tensor:
         own = y is self.y

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepformer.options import choice, flag
-from stepformer.oracles.attention import Attention, register_attention
+from stepformer.oracles.attention import Attention, at_least_fp32, over_queries, register_attention, softmax_rows
 from stepformer.oracles.caches import Call, TokenSlot
 
 QK_NORM_EPS = 1e-5
+REPORTED_AT_ONCE = 256  # queries whose scores exist at the same time while rows are reported
 
 
 class MultiHeadAttention(Attention):
@@ -81,10 +82,26 @@ class SoftmaxAttention(MultiHeadAttention):
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
         q, k, v = self.project(u, call)
+        if call.observe is not None and call.rows:
+            self.report_rows(q, k, call)
         # Only a single new token that sees every stored key may do without causal masking.
         causal = call.mask is None and (q.shape[2] == k.shape[2])
         attend = attend_math if self.backend == "math" else F.scaled_dot_product_attention
         return self.merge(attend(q, k, v, attn_mask=call.mask, is_causal=causal))
+
+    def report_rows(self, q: Tensor, k: Tensor, call: Call) -> None:
+        """Entropy of the weights a, and the energy -ln z = min_a [-s.a + KL(a || uniform)] that they attain."""
+        assert call.observe is not None
+        with torch.autocast(q.device.type, enabled=False):
+            q, k = at_least_fp32(q, k)
+
+            def rows(begin: int, end: int) -> tuple[Tensor, Tensor]:
+                scores = q[:, :, begin:end] @ k.mT / math.sqrt(self.head_dim)
+                return softmax_rows(scores, call.visible(begin, end))
+
+            entropy, log_z = over_queries(rows, q.shape[2], REPORTED_AT_ONCE, dim=2)
+        call.observe("entropy", entropy)
+        call.observe("energy", -log_z)
 
 
 def attend_math(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -26,9 +26,14 @@ class DataConfig(Settings):
     section = "data"
 
     corpus: str = setting("tales", "name of a corpus (`stepformer prepare` makes it) or the folder of a prepared one")
-    tokenizer: str | None = setting(None, "gpt2, bytes or bpe:N; unset: gpt2, for tales bpe:1024")
+    tokenizer: str | None = setting(
+        None, "gpt2, bytes, bpe:N or the folder of a run or corpus that has it; unset: gpt2, for tales bpe:1024"
+    )
     dialect: str | None = setting(None, "tales: which dialect (unset: the first)")
     count: int = setting(TALES_COUNT, "tales: how many stories", least=1)
+    also: str | None = setting(
+        None, "folders of other prepared corpora, with commas between: every evaluation measures their loss too"
+    )
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class TrainConfig(Settings):
     batch: int = setting(32, "sequences in a step, over all ranks and micro-batches", least=1)
     micro_batch: int | None = setting(None, "sequences in one forward pass (unset: chosen by device)", least=1)
     seed: int = setting(42, "of initial weights and data order", least=0)
+    init: str | None = setting(None, "folder of a run whose best weights are the initial ones (unset: random ones)")
     eval_every: int | None = setting(
         None, "steps between evaluations (unset: ten in a run, four if it is short)", least=1
     )
@@ -115,6 +121,9 @@ class RunConfig:
         del values["own_vocabulary"], values["recipe"]
         for key in ("micro_batch", "device", "log_every", "save_every", "keep", "tensorboard", "wandb", "parallel"):
             values["train"].pop(key)
+        for section, key in (("data", "also"), ("train", "init")):  # younger than runs whose hash must stay
+            if values[section][key] is None:
+                del values[section][key]
         values["model"] = self.model.hash
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder
+from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
 from stepformer.errors import ConfigError, InputError
 from stepformer.training.config import DataConfig
 from stepformer.training.parallel import World
@@ -53,10 +54,38 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     return checked(Corpus(folder), config.tokenizer)
 
 
+def open_also(folders: str | None, beside: Corpus) -> dict[str, Corpus]:
+    """The other corpora that `[data] also` names, by the names of their folders; they share the run's tokenizer."""
+    found: dict[str, Corpus] = {}
+    for word in filter(None, map(str.strip, (folders or "").split(","))):
+        corpus = checked(Corpus(Path(word).expanduser()))
+        name = corpus.folder.resolve().name
+        if name in found:
+            raise InputError(f"[data] also names two corpora whose folders are called '{name}': rename one of them.")
+        check_tokenizers(corpus, beside)
+        found[name] = corpus
+    return found
+
+
+def check_tokenizers(corpus: Corpus, beside: Corpus) -> None:
+    """Two corpora that one model reads must be made with one tokenizer."""
+    one, two = corpus.manifest["tokenizer"], beside.manifest["tokenizer"]
+    if one["fingerprint"] != two["fingerprint"]:
+        raise InputError(
+            f"The tokens of '{corpus.folder}' were made by another tokenizer ({one['name']}, fingerprint "
+            f"{one['fingerprint']}) than those of '{beside.folder}' ({two['name']}, {two['fingerprint']}): prepare it "
+            f"again with `stepformer prepare SOURCE --tokenizer {beside.folder}`."
+        )
+
+
 def checked(corpus: Corpus, tokenizer: str | None = None) -> Corpus:
     """Compare checksums where that takes seconds, and the tokenizer with the one asked for."""
     name = str(corpus.manifest["tokenizer"]["name"])
-    asked = tokenizer or name
+    if tokenizer is not None and tokenizer_kind(tokenizer)[0] == "folder":
+        corpus.check_tokenizer(load_tokenizer(tokenizer_kind(tokenizer)[1]))
+        asked = name
+    else:
+        asked = tokenizer or name
     if asked.partition(":")[0] != name.partition(":")[0] or (asked.startswith("bpe") and asked != name):
         raise InputError(
             f"[data] tokenizer = '{tokenizer}', but the corpus '{corpus.folder}' was prepared with '{name}'."

@@ -8,7 +8,7 @@ from typing import Any
 from stepformer.errors import StepformerError
 from stepformer.training.config import RunConfig
 
-_LEFT_OUT = {"kind", "step", "val_hash"}
+_LEFT_OUT = {"kind", "step", "val_hash", "also"}
 
 
 class Loggers:
@@ -43,6 +43,8 @@ class Loggers:
     def write(self, line: dict[str, Any]) -> None:
         """Numbers of one metric line."""
         numbers = {f"{line['kind']}/{k}": v for k, v in line.items() if k not in _LEFT_OUT}
+        for name, other in line.get("also", {}).items():
+            numbers[f"{line['kind']}/{name}/val_loss"] = other["val_loss"]
         if self._tensorboard is not None:
             for name, value in numbers.items():
                 self._tensorboard.add_scalar(name, value, line["step"])

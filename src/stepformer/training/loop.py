@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from stepformer.catalogue import preset_of
 from stepformer.data.batches import Batches
-from stepformer.data.corpus import Corpus
+from stepformer.data.corpus import Corpus, TokenSplit
 from stepformer.errors import ConfigError, InputError, StepformerError
 from stepformer.files import remove_unfinished, write_json
 from stepformer.model import Model
@@ -53,6 +55,7 @@ class Trainer:
         world: World,
         display: Display,
         label: str = "",
+        also: Mapping[str, Corpus] | None = None,
     ) -> None:
         self.config, self.corpus, self.folder, self.world, self.display = config, corpus, folder, world, display
         self.label = label or config.title
@@ -64,7 +67,9 @@ class Trainer:
         self.accumulation = train.batch // (world.size * self.micro_batch)
         self.batches = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)
         self.val = corpus.split("val")
-        blocks = check_blocks(self.val, config.model.context, train.eval_tokens)
+        self.also = {name: other.split("val") for name, other in (also or {}).items()}
+        evaluated = (self.val, *self.also.values())
+        blocks = sum(check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
         self.eval_every = eval_every_of(config, blocks * config.model.context)
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
@@ -81,8 +86,13 @@ class Trainer:
         self.seconds = 0.0  # spent in them
         self.best: Best | None = None
         self.last: Evaluation | None = None
+        self.last_also: dict[str, Evaluation] = {}
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
+
+    def begin_with(self, checkpoint: Path) -> None:
+        """Take the weights of a checkpoint of another run as the initial ones."""
+        stored.load(checkpoint, "model", dict(self.model.named_parameters()))
 
     def load_latest(self) -> bool:
         """Continue from the newest whole checkpoint; False if there is none yet."""
@@ -218,30 +228,38 @@ class Trainer:
 
     def _evaluate(self, metrics: Metrics | None, loggers: Loggers | None) -> None:
         self.display.waiting("evaluating")
-        train = self.config.train
-        found = evaluate(
-            self.parallel.evaluated,
-            self.val,
-            context=self.config.model.context,
-            tokens=train.eval_tokens,
-            micro_batch=self.micro_batch,
-            world=self.world,
-            autocast=self.autocast,
-        )
-        self.last = found
-        reported = self._reported()
-        if not math.isfinite(found.val_loss):
-            self._fail(f"after step {self.step}", f"(validation loss {found.val_loss:g})")
+        found = self.last = self._evaluation(self.val)
+        self.last_also = {name: self._evaluation(split) for name, split in self.also.items()}
+        reported: dict[str, Any] = self._reported()
+        for each in (found, *self.last_also.values()):
+            if not math.isfinite(each.val_loss):
+                self._fail(f"after step {self.step}", f"(validation loss {each.val_loss:g})")
         if metrics and loggers:
-            line = {"kind": "eval", **self._where(), **found.to_dict(), **reported}
+            line = {"kind": "eval", **self._where(), **found.to_dict(), **reported, **self._beside()}
             metrics.write(**line)
             loggers.write(line)
         remark = f"  (attention rows whose target is out of reach: {reported.get('capped_rows', 0):.1%})"
         remark = remark if reported.get("capped_rows", 0) >= 0.001 else ""
+        remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in self.last_also.items()) + remark
         self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
         if self.step and (self.best is None or found.val_loss < self.best.val_loss):
             self.best = Best(found.val_loss, self.step)
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
+
+    def _evaluation(self, split: TokenSplit) -> Evaluation:
+        return evaluate(
+            self.parallel.evaluated,
+            split,
+            context=self.config.model.context,
+            tokens=self.config.train.eval_tokens,
+            micro_batch=self.micro_batch,
+            world=self.world,
+            autocast=self.autocast,
+        )
+
+    def _beside(self) -> dict[str, Any]:
+        """The losses on the other corpora, for metrics and result; nothing when there are none."""
+        return {"also": {name: found.to_dict() for name, found in self.last_also.items()}} if self.also else {}
 
     def _reported(self) -> dict[str, float]:
         """What the oracles say about themselves on the first validation block, as means over the layers.
@@ -254,7 +272,7 @@ class Trainer:
         context = self.config.model.context
         block = torch.from_numpy(self.val.gather(np.zeros(1, dtype=np.int64), context)).to(self.world.device)
         with autocasting(self.world.device, self.autocast):
-            layers = self.model.observe(block)
+            layers = self.model.observe(block, rows=False)
         shares: dict[str, list[float]] = {}
         for layer in layers:
             for name, values in layer.items():
@@ -342,6 +360,7 @@ class Trainer:
             "steps": self.step,
             "tokens": self.step * config.step_tokens,
             **self.last.to_dict(),
+            **self._beside(),
             "best_val_loss": self.best.val_loss,
             "best_step": self.best.step,
             "train_seconds": round(self.seconds, 3),

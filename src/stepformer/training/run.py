@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +12,20 @@ import torch
 
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer
-from stepformer.errors import ConfigError, InputError, StepformerError, StepformerWarning
+from stepformer.errors import ConfigError, InputError, StepformerError
 from stepformer.files import write_text
 from stepformer.model import Model
 from stepformer.plugins import load_plugin
 from stepformer.training import checkpoints as stored
 from stepformer.training.config import RunConfig
-from stepformer.training.corpora import checked, open_corpus
+from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
 from stepformer.training.display import Display
 from stepformer.training.evaluation import Evaluation, evaluate
 from stepformer.training.loop import Trainer, precision_of
 from stepformer.training.parallel import World, choose_device, joined_world
-from stepformer.training.runs import RunFolder
+from stepformer.training.runs import RunFolder, checkpoint_of
 from stepformer.training.stopping import Watch
+from stepformer.training.warm_start import same_start, warm_start
 
 
 def train(
@@ -46,13 +46,20 @@ def train(
     with joined_world(config.train.device) as world:
         corpus = open_corpus(config.data, world, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)
+        also = open_also(config.data.also, corpus)
+        init, tokenizer = config.train.init, corpus.manifest["tokenizer"]
+        start = None if init is None else warm_start(init, config, tokenizer, world)
         folder = RunFolder(Path(out) if out else default_folder(config, corpus))
         with _held(folder, world):
             if world.from_main(folder.exists):
                 raise InputError(_taken(folder, config))
-            trainer = Trainer(config, corpus, folder, world, _display(config, label, world, quiet), label)
+            trainer = Trainer(config, corpus, folder, world, _display(config, label, world, quiet), label, also)
+            if start is not None:
+                trainer.begin_with(start.checkpoint)
             if world.is_main:
                 facts = {"label": label or config.title, "corpus": _facts(corpus), "precision": trainer.precision}
+                facts |= {"also": {name: _facts(other) for name, other in also.items()}} if also else {}
+                facts |= {"init": start.facts} if start is not None else {}
                 whole = [str(Path(plugin).resolve()) if Path(plugin).is_file() else plugin for plugin in plugins]
                 folder.create(config, facts, corpus.folder / "tokenizer", whole)
             world.barrier()
@@ -69,12 +76,13 @@ def resume(
     quiet: bool = False,
     watch: Watch | None = None,
     corpus: str | Path | None = None,
+    also: str | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """Continue a run from its last checkpoint, on any number of ranks, and return its result.
 
     `changes` are keys of [train] that change the result by rounding at most, such as micro_batch, device or keep; the
-    precision stays what it was. `corpus` says where the same corpus is now, if it was moved.
+    precision stays what it was. `corpus` and `also` say where the same corpora are now, if they were moved.
     """
     folder = RunFolder(Path(path))
     record = folder.read()
@@ -86,18 +94,26 @@ def resume(
         raise ConfigError(
             [
                 f"A run cannot change '{refused[0]}' when it is resumed: train a new one. It may change "
-                f"{', '.join(MAY_CHANGE)}, and corpus, the place of the same one."
+                f"{', '.join(MAY_CHANGE)}, and corpus and also, the places of the same ones."
             ]
+        )
+    if not record.get("corpus"):
+        raise InputError(
+            f"'{folder.path}' was imported and has no training to continue: begin a new run with init={folder.path}."
         )
     kept = {"precision": record.get("precision", config.train.precision)}
     config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})
     with joined_world(config.train.device) as world, _held(folder, world):
         opened = _same_corpus(record["corpus"], folder, config, world, corpus)
+        others = _same_also(record.get("also", {}), folder, opened, also)
         label = str(record.get("label", ""))
-        trainer = Trainer(config, opened, folder, world, _display(config, label, world, quiet), label)
+        trainer = Trainer(config, opened, folder, world, _display(config, label, world, quiet), label, others)
         if trainer.load_latest():
             trainer.display.note(f"{trainer.display.title}  continues after step {trainer.step}")
         else:
+            if "init" in record:
+                start = same_start(config, record["init"], opened.manifest["tokenizer"], folder, world)
+                trainer.begin_with(start.checkpoint)
             trainer.display.note(f"{trainer.display.title}  has no checkpoint yet: it starts again")
         return _fit(trainer, watch or Watch(max_seconds))
 
@@ -154,13 +170,36 @@ def _same_corpus(
     if not where.is_dir():
         raise InputError(f"The corpus of '{folder.path}' is not in '{where}': say where it is with corpus=DIR.")
     corpus = checked(Corpus(where))
+    _check_splits(corpus, facts, f"The run '{folder.path}' was trained on other data")
+    return corpus
+
+
+def _same_also(facts: dict[str, Any], folder: RunFolder, corpus: Corpus, moved: str | None) -> dict[str, Corpus]:
+    """The other corpora that the run is evaluated on, where they were or where they are now."""
+    places = [Path(place.strip()) for place in moved.split(",")] if moved else []
+    if places and len(places) != len(facts):
+        raise InputError(f"'{folder.path}' is evaluated on {len(facts)} other corpora, but also names {len(places)}.")
+    found = {}
+    for i, (name, known) in enumerate(facts.items()):
+        where = places[i] if places else Path(known["folder"])
+        if not where.is_dir():
+            raise InputError(
+                f"'{folder.path}' is evaluated on a second corpus, which is not in '{where}': say where it is with "
+                "also=DIR."
+            )
+        found[name] = checked(Corpus(where))
+        check_tokenizers(found[name], corpus)
+        _check_splits(found[name], known, f"The run '{folder.path}' was evaluated on other data")
+    return found
+
+
+def _check_splits(corpus: Corpus, facts: dict[str, Any], what: str) -> None:
     for name, known in facts["splits"].items():
         if corpus.split(name).hash != known["hash"]:
             raise InputError(
-                f"The run '{folder.path}' was trained on other data: the {name} split of '{corpus.folder}' has hash "
-                f"{corpus.split(name).hash}, not {known['hash']}."
+                f"{what}: the {name} split of '{corpus.folder}' has hash {corpus.split(name).hash}, "
+                f"not {known['hash']}."
             )
-    return corpus
 
 
 def default_folder(config: RunConfig, corpus: Corpus) -> Path:
@@ -202,33 +241,25 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto") -> Loa
     for plugin in record.get("plugins", []):
         load_plugin(plugin)
     config = RunConfig.from_dict(record["config"])
-    if which not in ("best", "last"):
-        raise InputError(f"'{which}' is not 'best' or 'last'.")
     alone = World(0, 1, choose_device(device))
-    kept = stored.Checkpoints(folder.checkpoints, alone)
-    found = kept.latest("best" if which == "best" else "step")
-    if found is None and which == "best" and kept.names("step"):
-        warnings.warn(
-            f"'{folder.path}' has no best checkpoint yet: its last one is used.", StepformerWarning, stacklevel=2
-        )
-        found = kept.latest("step")
-    if found is None:
-        raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
-    checkpoint, state = found
+    checkpoint, state = checkpoint_of(folder, which, alone)
     dtype = torch.float64 if precision_of(config, alone.device) == "fp64" else torch.float32
     model = Model(config.model, seed=0, device=alone.device, dtype=dtype)
     stored.load(checkpoint, "model", dict(model.named_parameters()))
     return LoadedRun(model.eval(), load_tokenizer(folder.tokenizer), config, record, int(state["step"]), folder)
 
 
+def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:
+    """The corpus of a run, where its record says it is."""
+    if not record.get("corpus"):
+        raise InputError(f"'{folder.path}' was imported without a corpus: name a prepared one with corpus=DIR.")
+    alone = World(0, 1, torch.device("cpu"))
+    return _same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), alone, None)
+
+
 def corpus_of(run: LoadedRun, given: str | Path | None = None) -> Corpus:
     """The corpus that a run was trained on, or another prepared one that its tokenizer can read."""
-    if given is None and not run.record.get("corpus"):
-        raise InputError(f"'{run.folder.path}' was imported without a corpus: name a prepared one with corpus=DIR.")
-    alone = World(0, 1, run.device)
-    opened = (
-        checked(Corpus(given)) if given else _same_corpus(run.record["corpus"], run.folder, run.config, alone, None)
-    )
+    opened = checked(Corpus(given)) if given else trained_on(run.folder, run.record)
     opened.check_tokenizer(run.tokenizer)
     return opened
 

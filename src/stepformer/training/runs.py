@@ -16,6 +16,7 @@ import platform
 import secrets
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -23,8 +24,10 @@ from typing import IO, Any
 import torch
 
 from stepformer import __version__, files
-from stepformer.errors import InputError, StepformerError
+from stepformer.errors import InputError, StepformerError, StepformerWarning
+from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
+from stepformer.training.parallel import World
 
 FORMAT = 1
 
@@ -103,6 +106,22 @@ _OWN = {
     "tensorboard",
     "failed.txt",
 }
+
+
+def checkpoint_of(folder: RunFolder, which: str, world: World) -> tuple[Path, dict[str, Any]]:
+    """A run's best checkpoint (its last one while it has no best), or its last one, and the state with it."""
+    if which not in ("best", "last"):
+        raise InputError(f"'{which}' is not 'best' or 'last'.")
+    kept = Checkpoints(folder.checkpoints, world)
+    found = kept.latest("best" if which == "best" else "step")
+    if found is None and which == "best" and kept.names("step"):
+        warnings.warn(
+            f"'{folder.path}' has no best checkpoint yet: its last one is used.", StepformerWarning, stacklevel=3
+        )
+        found = kept.latest("step")
+    if found is None:
+        raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
+    return found
 
 
 class Metrics:

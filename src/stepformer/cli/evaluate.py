@@ -1,0 +1,191 @@
+"""`stepformer eval`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from stepformer import measured
+from stepformer.cli.show import console
+from stepformer.errors import InputError
+from stepformer.training import evaluate_run, load_run
+from stepformer.training.run import LoadedRun
+
+EXAMPLES = """\
+examples:
+  stepformer eval runs/yurii-tales-s42                            validation loss, as in training
+  stepformer eval runs/yurii-tales-s42 --on book.txt --stride 64  perplexity and bits per byte of a text
+  stepformer eval runs/a --on data/tales-bytes --tokens 100000    of a prepared corpus with the same tokenizer
+  stepformer eval runs/a --ood --data eval                        WikiText, LAMBADA and C4 in eval/, and their mean
+  stepformer eval runs/a --tasks hellaswag,arc_easy               the papers' 10 and 25 shots
+  stepformer eval runs/a --tasks arc_easy --shots 0,25 --limit 200
+  stepformer eval runs/a --tasks piqa --json                      any task of lm-evaluation-harness (extra: eval)
+
+Texts and tasks are kept in RUN/measured/ for `stepformer report`. Ctrl-C loses nothing: the same command continues.
+docs/evaluate.md says what may be compared with what.
+"""
+
+
+def add_eval(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "eval",
+        parents=[common],
+        help="how good is a run: validation loss, perplexity on any text, downstream tasks",
+        description="Without --on, --ood and --tasks: the loss on a fixed number of tokens of the validation split,\n"
+        "full blocks from its first token on. The count and a hash are printed with every number; only numbers\n"
+        "that agree in both may be compared.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("folder", metavar="RUN", help="run folder")
+    sub.add_argument("--corpus", metavar="DIR", help="validation loss on another prepared corpus, same tokenizer")
+    sub.add_argument(
+        "--tokens", type=int, metavar="N", help="score at most N tokens (default: as in training; texts: all)"
+    )
+    texts = sub.add_argument_group("perplexity")
+    texts.add_argument("--on", nargs="+", metavar="TEXT", help="files (.txt, .jsonl, ...), folders, prepared corpora")
+    texts.add_argument(
+        "--stride", type=int, metavar="N", help="sliding window, N tokens further each time (no: blocks)"
+    )
+    texts.add_argument(
+        "--ood", action="store_true", help="out of domain: wikitext/, lambada/ and c4/ of --data, and mean"
+    )
+    texts.add_argument("--random", action="store_true", help="1,600 random windows as in the momentum-streams paper")
+    texts.add_argument("--field", metavar="NAME", help="field of a row that holds the text (text)")
+    texts.add_argument("--document", metavar="RULE", help="how a .txt is cut: auto, file, line or paragraph (auto)")
+    texts.add_argument("--split", choices=("train", "val"), default="val", help="of a prepared corpus (val)")
+    tasks = sub.add_argument_group("downstream tasks")
+    tasks.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, or YAML files, by commas")
+    tasks.add_argument(
+        "--shots", metavar="N[,N]", help="examples in the prompt (hellaswag 10, arc 25, else the task's)"
+    )
+    tasks.add_argument("--limit", type=int, metavar="N", help="the first N items of each task, to try it out")
+    sub.add_argument(
+        "--data", metavar="DIR", help="folder with hellaswag/, arc/, lambada/, wikitext/, c4/ ($STEPFORMER_DATA/eval)"
+    )
+    sub.add_argument("--micro-batch", type=int, default=8, metavar="N", help="sequences at once (8)")
+    sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
+    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    sub.add_argument("--json", action="store_true", help="machine-readable output")
+    sub.add_argument("--quiet", action="store_true", help="no progress")
+    sub.set_defaults(run=run_eval)
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    if args.micro_batch < 1:
+        raise InputError(f"--micro-batch {args.micro_batch} should be at least 1.")
+    check_words(args)
+    if not (args.on or args.ood or args.tasks):
+        return validation_loss(args)
+    run = load_run(args.folder, args.checkpoint, args.device)
+    try:
+        found: dict[str, Any] = {}
+        if args.on or args.ood:
+            found["perplexity"] = perplexities(args, run)
+        if args.tasks:
+            found["tasks"] = downstream(args, run)
+    except KeyboardInterrupt:
+        print("stepformer: interrupted; what was measured is kept, the same command continues", file=sys.stderr)
+        return 130
+    if args.json:
+        print(json.dumps({"run": args.folder, "step": run.step, **found}))
+    return 0
+
+
+def check_words(args: argparse.Namespace) -> None:
+    """Options that would be ignored are mistakes."""
+    texts, tasks = bool(args.on or args.ood), bool(args.tasks)
+    for option, given, used in (
+        ("--stride", args.stride is not None, texts),
+        ("--random", args.random, texts),
+        ("--field", args.field is not None, bool(args.on)),
+        ("--document", args.document is not None, bool(args.on)),
+        ("--split", args.split != "val", bool(args.on)),
+    ):
+        if given and not used:
+            raise InputError(f"{option} belongs to a text: say which one with --on FILE or --ood.")
+    for option, value in (("--shots", args.shots), ("--limit", args.limit)):
+        if value is not None and not tasks:
+            raise InputError(f"{option} belongs to downstream tasks: name some with --tasks.")
+    if args.data is not None and not (tasks or args.ood):
+        raise InputError("--data is where tasks and out-of-domain texts are: give --tasks or --ood as well.")
+    if args.corpus is not None and (texts or tasks):
+        raise InputError("--corpus is for the validation loss alone: name a text with --on.")
+    if args.tokens is not None and tasks and not texts:
+        raise InputError("--tokens is for texts: a task is shortened with --limit, in items.")
+
+
+def validation_loss(args: argparse.Namespace) -> int:
+    found, run = evaluate_run(
+        args.folder,
+        which=args.checkpoint,
+        corpus=args.corpus,
+        tokens=args.tokens,
+        micro_batch=args.micro_batch,
+        device=args.device,
+    )
+    if args.json:
+        print(json.dumps({**found.to_dict(), "perplexity": found.perplexity, "step": run.step, "run": args.folder}))
+        return 0
+    print(
+        f"{run.config.title} after step {run.step:,}: loss {found.val_loss:.4f} nats/token, perplexity "
+        f"{found.perplexity:.3f}, on {found.val_tokens:,} tokens of the split {found.val_hash}"
+    )
+    return 0
+
+
+def perplexities(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
+    from stepformer.evaluation import perplexity
+    from stepformer.evaluation.tasks import data_folder
+    from stepformer.evaluation.texts import open_text, out_of_domain
+
+    reading = perplexity.Reading(args.stride, args.tokens, args.random)
+    enough = None if args.random else args.tokens
+    named = {"field": args.field, "document": args.document, "split": args.split}
+    texts = [open_text(where, run.tokenizer, enough=enough, **named) for where in args.on or ()]
+    found: dict[str, Any] = {"texts": []}
+    foreign = []
+    if args.ood:
+        folder = data_folder(args.data)
+        if folder is None:
+            raise InputError("Say where wikitext/, lambada/ and c4/ are, with --data DIR or in $STEPFORMER_DATA/eval.")
+        foreign = out_of_domain(folder, run.tokenizer, enough)
+    quiet = args.quiet or args.json
+    for some, mean in ((texts, False), (foreign, True)):
+        if some:
+            made = perplexity.measure_texts(run, some, reading, mean=mean, micro_batch=args.micro_batch, quiet=quiet)
+            found = {**made, "texts": [*found["texts"], *made["texts"]]}
+    if not args.json:
+        console().print(perplexity.as_table(found))
+        if "mean_perplexity" in found:
+            files = ", ".join(entry["source"] for entry in found["texts"][-len(foreign) :])
+            print(f"mean perplexity {found['mean_perplexity']:.3f} over {files}")
+        print(f"kept in {run.folder.path / measured.FOLDER / perplexity.KIND}.json")
+    return found
+
+
+def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
+    from stepformer.evaluation import harness
+
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    try:
+        shots = None if args.shots is None else [int(word) for word in args.shots.split(",")]
+    except ValueError:
+        raise InputError(f"--shots {args.shots} should be a number, or several with commas: --shots 0,10.") from None
+    found = harness.measure_tasks(
+        run,
+        names,
+        shots=shots,
+        limit=args.limit,
+        data=args.data,
+        micro_batch=args.micro_batch,
+        quiet=args.quiet or args.json,
+    )
+    if not args.json:
+        console().print(harness.as_table(found))
+        for note in harness.notes(found):
+            print(note)
+        print(f"kept in {run.folder.path / measured.FOLDER / harness.KIND}.json")
+    return found

@@ -1,0 +1,243 @@
+"""`stepformer finetune`: what is forgotten of one corpus while another is learned."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepformer.cli.show import console
+from stepformer.comparing.finetune_study import (
+    Pretrained,
+    corpus_names,
+    divided_words,
+    finetune_settings,
+    open_pretrained,
+    plan_finetuning,
+    target_corpus,
+    two_corpora,
+)
+from stepformer.comparing.forgetting import Direction, Finetuned, forgetting
+from stepformer.comparing.forgetting_plots import plot_forgetting
+from stepformer.comparing.forgetting_tables import (
+    forgetting_csv,
+    forgetting_markdown,
+    forgetting_record,
+    forgetting_table,
+)
+from stepformer.comparing.study import Planned, carry_out, plan, refuse_seed, seeds_of
+from stepformer.data.corpus import Corpus
+from stepformer.errors import InputError, StepformerError, UnknownNameError
+from stepformer.files import write_json, write_text
+from stepformer.recipes import recipe_names
+from stepformer.training import RunConfig, Stopped, run_config
+from stepformer.training.finetuning import FinetuneConfig
+
+# What a preset alone is pretrained with here: minutes on a laptop for a whole study, well past the unigram entropy.
+PRETRAIN = ("steps=200", "batch=16", "eval_tokens=16384")
+
+DESCRIPTION = """\
+How much of the first corpus does a model forget while it learns a second one?
+
+From its best checkpoint every run is fine-tuned on a target corpus with one and the same optimizer (AdamW for all
+parameters, warm-up and cosine), and its loss is measured on fixed validation tokens of both corpora:
+
+  forgetting  F = source loss at the end - source loss at the start     (less is better)
+  plasticity  P = target loss at the start - target loss at the end     (more is better)
+
+Then: mean and standard error over seeds, differences to the baseline paired by seed with confidence intervals, as
+table, Markdown, CSV, JSON and plot. Started again, the same command continues and repeats nothing.
+"""
+
+
+def _epilog() -> str:
+    lines = [
+        "examples:",
+        "  stepformer finetune runs/vanilla-tales-bpe-1024-s42 runs/yurii-tales-bpe-1024-s42 --on tales:space",
+        "  stepformer finetune runs/compare-tales-vanilla-yurii/*-s4? --on data/books-bpe-1024-1a2b3c4d steps=200",
+        "  stepformer finetune --pretrain vanilla yurii tmm --corpora tales:village tales:space --seeds 3",
+        "  stepformer finetune --pretrain vanilla tmm --corpora tales:village tales:space steps=500 finetune.lr=3e-3",
+        "",
+        "The second command needs a corpus with the runs' tokenizer: stepformer prepare books/ --tokenizer RUN.",
+        "With --pretrain, key=value words are for pretraining (`stepformer train --help` lists them) and",
+        f"finetune.key=value words for fine-tuning. A preset alone is pretrained with {' '.join(PRETRAIN)}.",
+        "",
+        "keys of fine-tuning (key=value, or finetune.key=value):",
+    ]
+    for field in dataclasses.fields(FinetuneConfig):
+        default = "" if field.default is None else f" ({str(field.default).lower()})"
+        lines.append(f"  {field.name:<14} {field.metadata['help']}{default}")
+    return "\n".join(lines)
+
+
+def add_finetune(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "finetune",
+        parents=[common],
+        help="what is forgotten of one corpus while another is learned",
+        description=DESCRIPTION,
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("names", nargs="*", metavar="RUN | key=value", help="pretrained runs; settings to change")
+    sub.add_argument("--on", metavar="CORPUS", help="fine-tune the runs on it: a prepared folder, or tales:DIALECT")
+    sub.add_argument("--source", metavar="CORPUS", help="what imported runs were trained on, if they do not know")
+    sub.add_argument("--pretrain", nargs="+", metavar="NAME", help="instead of RUNs: pretrain these on both corpora")
+    sub.add_argument("--corpora", nargs="+", metavar="CORPUS", help="with --pretrain: the two corpora")
+    sub.add_argument("--seeds", metavar="N|a,b,c", help="with --pretrain: how many seeds (from 42 on), or which (1)")
+    sub.add_argument("--native", action="store_true", help="each run's own optimizer at a sixth of its rates")
+    sub.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: the first)")
+    sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
+    sub.add_argument("--out", metavar="DIR", help="folder of all runs, tables and plot (default: runs/finetune-...)")
+    sub.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per GPU, or one)")
+    sub.add_argument("--quiet", action="store_true", help="no progress display")
+    sub.set_defaults(run=run_finetune)
+
+
+def run_finetune(args: argparse.Namespace) -> int:
+    if not 0 < args.confidence < 1:
+        raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
+    if args.jobs is not None and args.jobs < 1:
+        raise InputError(f"--jobs {args.jobs} should be at least 1.")
+    # argparse gives words after `--pretrain a b` and `--corpora c d` to these options
+    listed = [[*(args.names or [])], [*(args.pretrain or [])], [*(args.corpora or [])]]
+    words = [word for part in listed for word in part if _is_setting(word)]
+    for word in words:
+        refuse_seed(word.partition("=")[0])
+    names, pretrain, corpora = ([word for word in part if not _is_setting(word)] for part in listed)
+    study = Study(args)
+    try:
+        if args.pretrain is not None:
+            if names or args.on or args.source:
+                raise InputError("--pretrain makes its own runs: give --corpora A B, and no RUN, --on or --source.")
+            return study.both_directions(pretrain, corpora, words)
+        if args.corpora is not None or args.seeds is not None:
+            raise InputError("--corpora and --seeds belong to --pretrain; runs are fine-tuned with --on CORPUS.")
+        if not names or not args.on:
+            raise InputError(
+                "Name pretrained runs and a target, e.g. `stepformer finetune runs/NAME --on tales:space`, or "
+                "--pretrain and --corpora."
+            )
+        return study.one_direction(names, args.on, words)
+    except Stopped as stopped:
+        print(f"stepformer: {stopped}; saved. The same command continues.", file=sys.stderr)
+        return stopped.status
+
+
+def _is_setting(word: str) -> bool:
+    """Whether a word is key=value; a folder may have an equals sign in its name too."""
+    return "=" in word and not Path(word).is_dir()
+
+
+class Study:
+    """One call of the command: carries out plans and remembers what failed."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.failed = False
+        self.plugins: list[str] = list(args.plugin)
+
+    def one_direction(self, names: Sequence[str], target: str, words: Sequence[str]) -> int:
+        args = self.args
+        settings = finetune_settings(words, native=args.native)
+        runs = [open_pretrained(name, args.source, quiet=args.quiet) for name in names]
+        corpus = target_corpus(target, runs[0], quiet=args.quiet)
+        pair = corpus_names(runs[0].corpus, corpus)
+        labels = list(dict.fromkeys(run.label for run in runs))
+        native = "-native" if args.native else ""
+        out = Path(args.out or f"runs/finetune-{pair[0]}-{pair[1]}-{'-'.join(labels)[:60]}{native}")
+        baseline = self._baseline(labels)
+        finished, settled = self._finetune(out, runs, corpus, settings)
+        return self._present(self._measured([(pair, finished)], baseline), out, settled, "forgetting")
+
+    def both_directions(self, names: Sequence[str], corpora: Sequence[str], words: Sequence[str]) -> int:
+        args = self.args
+        for_pretraining, for_corpora, for_finetuning = divided_words(words)
+        settings = finetune_settings(for_finetuning, native=args.native)
+        labels = [Path(name).stem if name.endswith(".toml") else name for name in names]
+        if not labels or len(set(labels)) < len(labels):
+            raise InputError("Name different architectures after --pretrain, e.g. --pretrain vanilla yurii.")
+        baseline = self._baseline(labels)
+        for name in names:
+            _variant(name, for_pretraining, None)  # complains before anything is prepared
+        joined = "-".join([*(Path(word).name.replace(":", "-") for word in corpora), *labels])
+        out = Path(args.out or f"runs/finetune-{joined[:80]}")
+        found = two_corpora(corpora, out, for_corpora, quiet=args.quiet)
+        short = corpus_names(*found)
+        seeds = seeds_of(args.seeds or "1")
+        pretrained = []
+        for corpus, name in zip(found, short, strict=True):
+            variants = {
+                label: _variant(name, for_pretraining, corpus) for label, name in zip(labels, names, strict=True)
+            }
+            runs = plan(out / f"pretrain-{name}", variants, seeds, quiet=args.quiet)
+            pretrained.append([open_pretrained(folder) for folder in self._carry_out(runs)])
+        native = "-native" if args.native else ""
+        measured, settled = [], settings
+        for source, target in ((0, 1), (1, 0)):
+            pair = (short[source], short[target])
+            if pretrained[source]:
+                folder = out / f"{pair[0]}-to-{pair[1]}{native}"
+                finished, settled = self._finetune(folder, pretrained[source], found[target], settings)
+                measured.append((pair, finished))
+                directions = self._measured([(pair, finished)], baseline)
+                if directions:
+                    write_json(folder / "forgetting.json", forgetting_record(directions, settled.to_dict()))
+        return self._present(self._measured(measured, baseline), out, settled, f"forgetting{native}")
+
+    def _baseline(self, labels: Sequence[str]) -> str:
+        baseline: str = self.args.baseline or labels[0]
+        if baseline not in labels:
+            raise UnknownNameError(f"The baseline '{baseline}' is not among {', '.join(labels)}.")
+        return baseline
+
+    def _finetune(
+        self, out: Path, runs: Sequence[Pretrained], target: Corpus, settings: FinetuneConfig
+    ) -> tuple[list[Path], FinetuneConfig]:
+        self.plugins += [p for run in runs for p in run.record.get("plugins", []) if p not in self.plugins]
+        planned, settled = plan_finetuning(out, runs, target, settings, quiet=self.args.quiet)
+        return self._carry_out(planned), settled
+
+    def _carry_out(self, runs: Sequence[Planned]) -> list[Path]:
+        """Folders of the runs that finished; a sentence for each that did not."""
+        report = carry_out(runs, jobs=self.args.jobs, quiet=self.args.quiet, plugins=self.plugins)
+        for name, problem in report.failed.items():
+            print(f"stepformer: {name} failed: {problem}", file=sys.stderr)
+            self.failed = True
+        return report.finished
+
+    def _measured(self, found: Sequence[tuple[tuple[str, str], list[Path]]], baseline: str) -> list[Direction]:
+        directions = []
+        for (source, target), folders in found:
+            runs = [Finetuned.load(folder) for folder in folders]
+            if any(run.record.label == baseline for run in runs):
+                directions.append(forgetting(runs, source, target, baseline, self.args.confidence))
+        return directions
+
+    def _present(self, directions: Sequence[Direction], out: Path, settings: FinetuneConfig, name: str) -> int:
+        if not directions:
+            print("stepformer: no run of the baseline finished: nothing to compare with", file=sys.stderr)
+            return 1
+        terminal = console()
+        terminal.print(forgetting_table(directions, terminal.width))
+        write_text(out / f"{name}.md", forgetting_markdown(directions))
+        write_text(out / f"{name}.csv", forgetting_csv(directions))
+        write_json(out / f"{name}.json", forgetting_record(directions, settings.to_dict()))
+        made = [str(out / f"{name}.{ending}") for ending in ("md", "csv", "json")]
+        try:
+            plot_forgetting(directions, out / f"{name}.png")
+            made.append(str(out / f"{name}.png"))
+        except StepformerError as error:
+            print(f"note: no plot: {error}", file=sys.stderr)
+        print(f"written: {', '.join(made)}")
+        return 1 if self.failed else 0
+
+
+def _variant(name: str, words: Sequence[str], corpus: Corpus | None) -> RunConfig:
+    """The pretraining run of a name on a corpus; a preset alone gets a length for laptops."""
+    usual = () if name.endswith(".toml") or name in recipe_names() else PRETRAIN
+    given: dict[str, Any] = {} if corpus is None else {"data.corpus": str(corpus.folder)}
+    return run_config(name, [*usual, *words], **given)

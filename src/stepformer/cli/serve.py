@@ -1,0 +1,77 @@
+"""`stepformer serve`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import webbrowser
+from typing import Any
+
+from stepformer.errors import InputError
+
+
+def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "serve",
+        parents=[common],
+        help="a page on this machine: prompts, two checkpoints token by token, a training to watch",
+        description="Open a page in the browser, served to this machine alone. Type a prompt and see the text come "
+        "with the probability of every token; compare two checkpoints on a text, token by token; watch a run while it "
+        "trains. Ctrl-C ends it.",
+        epilog="examples:\n"
+        "  stepformer serve runs/yurii-tales-s42\n"
+        "  stepformer serve runs/demo/vanilla-s42 runs/demo/yurii-s42     two architectures, side by side\n"
+        "  stepformer serve runs/yurii-tales-s42 runs/yurii-tales-s42@last    best against last\n\n"
+        "docs/serve.md explains the page.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("names", nargs="+", metavar="RUN", help="one run folder or two; RUN@best, RUN@last: its weights")
+    sub.add_argument(
+        "--checkpoint", choices=("best", "last"), default="best", help="weights where RUN says none (best)"
+    )
+    sub.add_argument("--port", type=int, default=8765, metavar="N", help="0: any free one (8765)")
+    sub.add_argument("--no-browser", action="store_true", help="print the address only")
+    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    sub.set_defaults(run=run_serve)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from stepformer.serving import PageServer, ServedRun
+    from stepformer.serving.runs import place
+
+    if len(args.names) > 2:
+        raise InputError(f"The page shows one run or two, not {len(args.names)}.")
+    runs = [ServedRun(*place(word, args.checkpoint), args.device) for word in args.names]
+    server = PageServer(runs, args.port)  # before the weights are read: a taken port shows at once
+    with server:
+        for run in runs:
+            _load(run)
+        if server.apart:
+            print(f"note: {server.apart}", file=sys.stderr)
+        print(f"{server.url}  (for this machine alone; Ctrl-C ends it)", flush=True)
+        if not args.no_browser and _has_screen():
+            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            ended = server.stop()
+            print("\nstepformer: the page is closed", file=sys.stderr, flush=True)
+            if not ended:
+                os._exit(0)  # a thread inside a long call of a model would take the interpreter down less quietly
+    return 0
+
+
+def _load(run: Any) -> None:
+    """Weights, if there are any; a run that has just begun can be watched until it has."""
+    if run.newest() is None:
+        print(f"{run.folder.path}: no checkpoint yet; the page shows its training and takes the first one then")
+        return
+    run.load()
+    print(f"{run.folder.path}: {run.config.title}, {run.loaded[0]} weights, step {run.loaded[1]:,}")
+
+
+def _has_screen() -> bool:
+    """Without a screen the browser that would open is one inside this terminal."""
+    return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,137 @@
+"""Extreme eigenvalues of a symmetric operator that is known only by its products with vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+Draw = Callable[[int], Tensor]
+"""Random vectors by number, so that what one method draws does not depend on what another has drawn."""
+
+PIECE = 1 << 22  # numbers summed in fp64 at a time
+
+
+@dataclass(frozen=True)
+class Eigenpair:
+    """A unit vector v with its Rayleigh quotient: `residual` = |A v - value v|, and an eigenvalue lies within it."""
+
+    value: float
+    residual: float
+    vector: Tensor
+
+    def converged(self, tolerance: float) -> bool:
+        return self.residual <= tolerance * abs(self.value)
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    """The inner product of two flat vectors, summed in fp64: a hundred million terms leave fp32 few digits."""
+    pieces = zip(a.split(PIECE), b.split(PIECE), strict=True)
+    return float(sum((p.double() * q.double()).sum() for p, q in pieces))
+
+
+def norm(a: Tensor) -> float:
+    return dot(a, a) ** 0.5
+
+
+def lanczos(
+    product: Product,
+    draw: Draw,
+    *,
+    count: int,
+    iterations: int,
+    tolerance: float,
+    progress: Callable[[int], None] = lambda steps: None,
+) -> tuple[list[Eigenpair], int]:
+    """The `count` eigenvalues of largest magnitude, largest first, and the number of steps taken.
+
+    Every new direction is made orthogonal to all earlier ones, twice: without that, rounding brings found eigenvectors
+    back and counts them again. So `iterations` + 1 vectors are kept. It stops early once all wanted residuals are below
+    `tolerance` times their eigenvalue. An eigenvalue that is repeated exactly is found once.
+    """
+    v = draw(0)
+    size = v.numel()
+    most = min(iterations, size)
+    basis = torch.empty(most, size, dtype=v.dtype, device=v.device)
+    basis[0] = v / norm(v)
+    tridiagonal = torch.zeros(most, most, dtype=torch.float64)
+    tiny = 10 * torch.finfo(v.dtype).eps
+    steps = 0
+    for k in range(most):
+        w = product(basis[k])
+        tridiagonal[k, k] = dot(basis[k], w)
+        known = basis[: k + 1]
+        w = _orthogonal(w, known)
+        beta = norm(w)
+        steps = k + 1
+        progress(1)
+        values, vectors = torch.linalg.eigh(tridiagonal[:steps, :steps])
+        wanted = values.abs().argsort(descending=True)[:count]
+        residuals = beta * vectors[-1, wanted].abs()
+        if steps == most or (steps >= count and bool((residuals <= tolerance * values[wanted].abs()).all())):
+            break
+        if beta <= tiny * float(values.abs().max()):
+            # the directions so far already hold the image of each of them: go on in a new one
+            beta, w = 0.0, _orthogonal(draw(steps), known)
+            basis[steps] = w / norm(w)
+        else:
+            basis[steps] = w / beta
+        tridiagonal[k, k + 1] = tridiagonal[k + 1, k] = beta
+    weights = vectors[:, wanted].to(basis)
+    found = [_eigenpair(product, basis[:steps].mT @ weights[:, i]) for i in range(weights.shape[1])]
+    return sorted(found, key=lambda pair: -abs(pair.value)), steps
+
+
+def power(
+    product: Product,
+    draw: Draw,
+    *,
+    count: int,
+    iterations: int,
+    tolerance: float,
+    progress: Callable[[int], None] = lambda steps: None,
+) -> tuple[list[Eigenpair], int]:
+    """The same by power iteration: v <- A v / |A v| until the Rayleigh quotient changes by less than `tolerance`.
+
+    The change may be small long before the residual is. Further eigenvalues are sought at right angles to those found.
+    """
+    found: list[Eigenpair] = []
+    steps = 0
+    while len(found) < count:
+        known = torch.stack([pair.vector for pair in found]) if found else None
+        v = draw(len(found))
+        v = v if known is None else _orthogonal(v, known)
+        v = v / norm(v)
+        before = None
+        for _ in range(iterations):
+            w = product(v)
+            steps += 1
+            progress(1)
+            value = dot(v, w)
+            pair = Eigenpair(value, norm(w - value * v), v)
+            w = w if known is None else _orthogonal(w, known)
+            size = norm(w)
+            if size == 0 or (before is not None and abs(value - before) < tolerance * abs(before)):
+                break
+            before, v = value, w / size
+        found.append(pair)
+        if v.numel() == len(found):
+            break
+    return sorted(found, key=lambda pair: -abs(pair.value)), steps
+
+
+def _orthogonal(w: Tensor, known: Tensor) -> Tensor:
+    """w without its parts along the rows of `known`; once is not enough in floating point, twice is."""
+    for _ in range(2):
+        w = w - known.mT @ (known @ w)
+    return w
+
+
+def _eigenpair(product: Product, v: Tensor) -> Eigenpair:
+    v = v / norm(v)
+    w = product(v)
+    value = dot(v, w)
+    return Eigenpair(value, norm(w - value * v), v)

@@ -1,0 +1,177 @@
+"""Large singular values and norms of a linear map that is known by its products with vectors alone.
+
+Vectors are rows: J applied to v (n, columns) gives (n, rows). With p = rank + oversampling random directions Omega,
+
+    Q = orth(J Omega),   then `iterations` times   W = orth(J^T Q),  Q <- orth[Q, J W],
+
+the singular values of Q^T J are those of J from below (Halko, Martinsson and Tropp 2011, section 4). Q keeps the
+directions of all rounds, which costs memory and no further product, and is far more accurate than the last ones alone
+where singular values fall slowly, as those of layers do (Musco and Musco 2015). Each round gives an estimate, so that
+the last change says how far it has settled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stepformer.errors import StepformerError
+
+SETTLED = 0.01  # relative change of a singular value in the last round
+
+
+class Operator(Protocol):
+    """A linear map by its products."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns): the dimensions of what comes out and of what goes in."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def push(self, v: Tensor) -> Tensor:
+        """J v for each row of v, (n, columns) to (n, rows)."""
+
+    def pull(self, u: Tensor) -> Tensor:
+        """J^T u for each row of u, (n, rows) to (n, columns)."""
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """What a sketch finds. `change` is the largest relative change of the values in the last round."""
+
+    values: tuple[float, ...]  # singular values, the largest first
+    change: float | None
+    change_of_largest: float | None
+    frobenius_squared: float
+    frobenius_squared_error: float | None  # standard error over the probes
+    dimension: int  # of what goes in
+
+    @property
+    def spread(self) -> float | None:
+        """sigma_1 / sigma_k; None where sigma_k is zero to rounding."""
+        return self.values[0] / self.values[-1] if self.values[-1] > 1e-7 * self.values[0] else None
+
+    @property
+    def frobenius(self) -> float:
+        return math.sqrt(self.frobenius_squared)
+
+    @property
+    def frobenius_error(self) -> float | None:
+        """Of the root, to first order."""
+        if self.frobenius_squared_error is None or self.frobenius_squared == 0:
+            return None
+        return self.frobenius_squared_error / (2 * self.frobenius)
+
+    @property
+    def stable_rank(self) -> float | None:
+        return self.frobenius_squared / self.values[0] ** 2 if self.values[0] > 0 else None
+
+    @property
+    def rms_gain(self) -> float:
+        """How much longer J makes a random direction, in the mean square."""
+        return math.sqrt(self.frobenius_squared / self.dimension)
+
+    @property
+    def settled(self) -> bool | None:
+        """Whether no value moved by more than 1 % in the last round; None without a round to compare with."""
+        return None if self.change is None else self.change <= SETTLED
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "values": list(self.values),
+            "change": self.change,
+            "change_of_largest": self.change_of_largest,
+            "frobenius_squared": self.frobenius_squared,
+            "frobenius_squared_error": self.frobenius_squared_error,
+            "dimension": self.dimension,
+        }
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Spectrum:
+        return cls(**{**found, "values": tuple(found["values"])})
+
+
+def spectrum(
+    operator: Operator, *, rank: int, oversampling: int, iterations: int, probes: int, generator: torch.Generator
+) -> Spectrum:
+    """Singular values and norms of a linear map; `generator` is a CPU one, so that all devices draw the same."""
+    rounds = singular_values(operator, rank, oversampling, iterations, generator)
+    square, error = frobenius_squared(operator, probes, generator)
+    last = rounds[-1]
+    changes = None
+    if len(rounds) > 1:
+        # a value that is zero to rounding has no relative change
+        floor = 1e-6 * last[0].clamp_min(torch.finfo(last.dtype).tiny)
+        changes = ((last - rounds[-2]).abs() / last.clamp_min(floor)).tolist()
+    return Spectrum(
+        tuple(last.tolist()),
+        max(changes) if changes else None,
+        changes[0] if changes else None,
+        square,
+        error,
+        operator.shape[1],
+    )
+
+
+def singular_values(
+    operator: Operator, rank: int, oversampling: int, iterations: int, generator: torch.Generator
+) -> list[Tensor]:
+    """Estimates of the `rank` largest singular values, the largest first, after 0, 1, ..., `iterations` rounds.
+
+    There are fewer where the map has fewer.
+    """
+    rows, columns = operator.shape
+    size = min(rank + oversampling, rows, columns)
+    start = torch.randn(size, columns, generator=generator, dtype=operator.dtype).to(operator.device)
+    left, right = start.new_zeros(0, rows), start.new_zeros(0, columns)
+    pulled = start.new_zeros(0, columns)
+    along, found = start, []
+    for _ in range(iterations + 1):
+        fresh = new_directions(operator.push(along), left)
+        if len(fresh):  # none are left once the whole space, or all that J reaches, is spanned
+            back = operator.pull(fresh)
+            left, pulled = torch.cat([left, fresh]), torch.cat([pulled, back])
+            along = new_directions(back, right)
+            right = torch.cat([right, along])
+        values = torch.linalg.svdvals((pulled @ right.mT).double().cpu()).sort(descending=True).values
+        missing = max(0, min(rank, size) - len(values))
+        found.append(torch.cat([values, values.new_zeros(missing)])[: min(rank, size)])
+    return found
+
+
+def frobenius_squared(operator: Operator, probes: int, generator: torch.Generator) -> tuple[float, float | None]:
+    """||J||_F^2 = E |J z|^2 over random signs z (Hutchinson), and the standard error of its mean over the probes."""
+    squares = []
+    for _ in range(probes):  # one by one: their number is not bounded by memory
+        signs = 2 * torch.randint(2, (1, operator.shape[1]), generator=generator, dtype=torch.int8) - 1
+        squares.append(operator.push(signs.to(operator.device, operator.dtype)).double().square().sum().item())
+    mean = math.fsum(squares) / probes
+    if probes < 2:
+        return mean, None
+    variance = math.fsum((square - mean) ** 2 for square in squares) / (probes - 1)
+    return mean, math.sqrt(variance / probes)
+
+
+def new_directions(rows: Tensor, basis: Tensor) -> Tensor:
+    """An orthonormal basis, as rows, of what the given rows add to the span of an orthonormal basis."""
+    if not bool(rows.isfinite().all()):
+        raise StepformerError("The derivatives are not finite here: there are no singular values to find.")
+    if not len(rows):
+        return rows
+    lengths = rows.norm(dim=1).max()
+    for _ in range(2):  # once leaves the rounding of the first subtraction
+        rows = rows - (rows @ basis.mT) @ basis
+    q, r = torch.linalg.qr(rows.mT)
+    real = r.diagonal().abs() > 100 * torch.finfo(rows.dtype).eps * lengths  # the others are rounding
+    q = q.mT[real]
+    q = q - (q @ basis.mT) @ basis  # short remainders have grown their rounding
+    return torch.linalg.qr(q.mT).Q.mT

@@ -1,0 +1,190 @@
+"""Downstream tasks of a run, by the evaluation harness: accuracies with standard errors, kept beside the run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import io
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from stepformer import measured
+from stepformer.errors import InputError
+from stepformer.evaluation.adapter import adapter
+from stepformer.evaluation.scoring import about_run, scorer_of
+from stepformer.evaluation.tasks import LOCAL, OpenedTask, need, open_task
+from stepformer.training.run import LoadedRun
+
+KIND = "tasks"
+# The papers' seeds, which are the harness's defaults: of Python's random, of numpy, torch and the few-shot sampler.
+SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+BOOTSTRAP = 1000  # draws for metrics whose standard error has no formula, such as perplexity; accuracies have one
+
+
+def measure_tasks(
+    run: LoadedRun,
+    tasks: Sequence[str],
+    *,
+    shots: Sequence[int] | None = None,
+    limit: int | None = None,
+    data: str | Path | None = None,
+    micro_batch: int = 8,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Score a run on tasks, each with every number of `shots`, and keep the result in RUN/measured/tasks.json.
+
+    Without `shots` HellaSwag has 10 and ARC 25, as in the papers, and other tasks what they define. `limit` takes the
+    first so many items of each task. Results of the same weights that were measured before stay in the file.
+    """
+    if not tasks:
+        raise InputError("There is no task to measure: name some, e.g. hellaswag,arc_easy.")
+    if limit is not None and limit < 1:
+        raise InputError(f"limit = {limit} should be at least 1.")
+    if any(n < 0 for n in shots or ()):
+        raise InputError(f"shots = {min(shots or ())} should be at least 0.")
+    harness = need("lm_eval.evaluator")
+    settings = {**about_run(run), **SEEDS, "lm_eval": importlib.metadata.version("lm_eval")}
+    found: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(settled(quiet))
+        asked: list[tuple[str, int | None]] = []
+        for name in dict.fromkeys(tasks):
+            asked += [(name, n) for n in dict.fromkeys(shots)] if shots else [(name, default_shots(name))]
+        # all are opened before the first is scored, so that a typing error does not wait for hours
+        opened = [(stack.enter_context(open_task(name, data, quiet=quiet)), n) for name, n in asked]
+        journal = measured.journal(run.folder.path, KIND, settings)
+        model = adapter()(scorer_of(run, micro_batch), run.tokenizer, journal, quiet=quiet)
+        for task, n in opened:
+            found |= score_task(harness, model, task, n, limit)
+            save_tasks(run, settings, found)
+    journal.close()
+    return {"tasks": found}
+
+
+def default_shots(name: str) -> int | None:
+    """The papers' number of examples for their tasks; None leaves it to the task."""
+    return LOCAL[name].shots if name in LOCAL else None
+
+
+def score_task(harness: Any, model: Any, task: OpenedTask, shots: int | None, limit: int | None) -> dict[str, Any]:
+    """The harness's numbers for a task or for every task of a group, by name and shots."""
+    model.title, model.cut = task.name if shots is None else f"{task.name} {shots}-shot", 0
+    out = harness.simple_evaluate(
+        model=model,
+        tasks=list(task.objects),
+        task_manager=task.manager,
+        num_fewshot=shots,
+        limit=limit,
+        log_samples=False,
+        bootstrap_iters=BOOTSTRAP,
+        **SEEDS,
+    )
+    found = {}
+    for name, values in {**out["results"], **out.get("groups", {})}.items():
+        metrics = read_metrics(values)
+        if not metrics:  # a group without a number of its own
+            continue
+        n = out["n-shot"].get(name, shots)
+        items = out["n-samples"].get(name, {})
+        facts = {"task": name, "shots": n, "items": items.get("effective"), "of": items.get("original")}
+        found[name if n is None else f"{name}@{n}"] = {**facts, "cut": model.cut, "source": task.source, **metrics}
+    return found
+
+
+def read_metrics(values: Mapping[str, Any]) -> dict[str, float | None]:
+    """The harness's "acc,none" as acc; where a filter other than none made the text, its name follows in brackets."""
+    found: dict[str, float | None] = {}
+    for key, value in values.items():
+        name, comma, kind = key.partition(",")
+        if not comma or isinstance(value, str):
+            continue
+        number = float(value)
+        found[name if kind == "none" else f"{name}[{kind}]"] = number if math.isfinite(number) else None
+    return found
+
+
+def save_tasks(run: LoadedRun, settings: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Keep the numbers, beside those of the same weights that are there."""
+    earlier = measured.load(run.folder.path, KIND)
+    kept = earlier["result"]["tasks"] if earlier and earlier["settings"] == settings else {}
+    measured.save(run.folder.path, KIND, step=run.step, settings=settings, result={"tasks": {**kept, **found}})
+
+
+@contextlib.contextmanager
+def settled(quiet: bool) -> Iterator[None]:
+    """The harness without its log and chatter, and with no process forked from one that has threads."""
+    log = logging.getLogger("lm_eval")
+    hub, building = need("datasets.utils.logging"), need("lm_eval.api.task")
+    harness = need("lm_eval.evaluator")
+    level, forks = log.level, os.environ.get("DISABLE_MULTIPROC")
+    showed, bar, environment = hub.is_progress_bar_enabled(), building.tqdm, harness.add_env_info
+    log.setLevel(logging.ERROR)
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    hub.disable_progress_bar()
+    building.tqdm = functools.partial(
+        bar, desc="building prompts", disable=None, leave=False
+    )  # None: on terminals only
+    harness.add_env_info = lambda storage: None  # it asks the system for seconds; the run's own record says as much
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            if quiet:
+                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            yield
+    finally:
+        log.setLevel(level)
+        building.tqdm, harness.add_env_info = bar, environment
+        if showed:
+            hub.enable_progress_bar()
+        if forks is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = forks
+
+
+def as_table(result: Mapping[str, Any]) -> Table:
+    """For `console.print`: a line for every task, accuracies in percent."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for column in ("task", "shots", "items", "acc %", "acc_norm %", "other"):
+        table.add_column(column, justify="left" if column in ("task", "other") else "right", no_wrap=column != "other")
+    for entry in result["tasks"].values():
+        other = [
+            f"{name} {with_error(entry, name, 1)}"
+            for name, value in entry.items()
+            if isinstance(value, float) and "_stderr" not in name and name not in ("acc", "acc_norm")
+        ]
+        shots = "" if entry["shots"] is None else str(entry["shots"])
+        items = "" if entry["items"] is None else f"{entry['items']:,}"
+        accuracies = [with_error(entry, name, 100) for name in ("acc", "acc_norm")]
+        table.add_row(entry["task"], shots, items, *accuracies, ", ".join(other))
+    return table
+
+
+def with_error(entry: Mapping[str, Any], name: str, scale: float) -> str:
+    """A metric with its standard error, if it has them."""
+    value, error = entry.get(name), entry.get(f"{name}_stderr")
+    if value is None:
+        return ""
+    return f"{scale * value:.4g}" if error is None else f"{scale * value:.2f} ± {scale * error:.2f}"
+
+
+def notes(result: Mapping[str, Any]) -> list[str]:
+    """What a reader should know about the numbers: shots from the scored file, prompts that were cut, limits."""
+    found = []
+    for entry in result["tasks"].values():
+        title = entry["task"] if entry["shots"] is None else f"{entry['task']} {entry['shots']}-shot"
+        if entry["shots"] and entry["source"].get("shots_from"):
+            found.append(f"{title}: examples from {entry['source']['shots_from']}")
+        if entry["cut"]:
+            found.append(f"{title}: {entry['cut']:,} prompts exceed the context and lost their beginning")
+        if entry["items"] is not None and entry["items"] != entry["of"]:
+            found.append(f"{title}: the first {entry['items']:,} of {entry['of']:,} items")
+    return found

@@ -1,0 +1,33 @@
+"""Stepformer models as Hugging Face ones: importing this module teaches `AutoModelForCausalLM` to load them.
+
+    import stepformer.huggingface
+    model = transformers.AutoModelForCausalLM.from_pretrained("folder")
+
+`export_run` writes such a folder from a run (docs/share.md). Needs the extra `hub`.
+"""
+
+from stepformer.errors import StepformerError
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM
+except ImportError:
+    raise StepformerError(
+        "Sharing with Hugging Face needs the package transformers: pip install 'stepformer[hub]'."
+    ) from None
+
+from stepformer.huggingface.caching import StepformerCache
+from stepformer.huggingface.configuration import StepformerConfig
+from stepformer.huggingface.export import export_run
+from stepformer.huggingface.modeling import StepformerForCausalLM
+from stepformer.huggingface.tokenizer import as_transformers_tokenizer
+
+AutoConfig.register(StepformerConfig.model_type, StepformerConfig, exist_ok=True)
+AutoModelForCausalLM.register(StepformerConfig, StepformerForCausalLM, exist_ok=True)
+
+__all__ = [
+    "StepformerCache",
+    "StepformerConfig",
+    "StepformerForCausalLM",
+    "as_transformers_tokenizer",
+    "export_run",
+]

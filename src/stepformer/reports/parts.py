@@ -1,0 +1,329 @@
+"""The tables of a report, from the runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from stepformer.comparing import Comparison, Row, summarise
+from stepformer.comparing.tables import MARK, percent, reach
+from stepformer.reports.charts import inside, real, result
+from stepformer.reports.collect import RunData
+from stepformer.reports.tables import MINUS, NOTHING, TIMES, Cell, Column, Table, columns, number, text
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Every architecture against the baseline, with all that is known about it."""
+    interval = f"{percent(comparison.confidence)} interval"
+    titles = columns(
+        Column("architecture"),
+        Column("n", True, "runs"),
+        Column("final loss", True, "mean over seeds, nats per token"),
+        Column("± se", True, "standard error of the mean"),
+        Column("difference", True, f"to {comparison.baseline}, paired by seed; below zero is better"),
+        Column(interval, True, "Student's t on the paired differences"),
+        Column("p", True, "chance of a difference this large if there were none"),
+        Column("verdict"),
+        Column("best loss", True, "lowest evaluation, mean over seeds"),
+        Column("tokens to baseline", True, "part of the budget after which the baseline's final loss was reached"),
+        Column("speed", True, "training tokens per second over the baseline's"),
+        Column("time", True, "seconds for the same tokens over the baseline's"),
+        Column("parameters", True),
+        Column("seeds"),
+    )
+    notes = [
+        f"Loss in nats per token on {comparison.val_tokens:,} tokens of the validation split "
+        f"{comparison.val_hash[:12]}, after training on {comparison.tokens:,} tokens.",
+        *comparison.notes,
+    ]
+    return Table(titles, [_comparison_row(row) for row in comparison.rows], "Comparison with the baseline", notes)
+
+
+def _comparison_row(row: Row) -> list[Cell]:
+    difference = row.difference
+    bounds = Cell(NOTHING)
+    if difference and difference.low is not None and difference.high is not None:
+        shown = f"[{difference.low:+.4f}, {difference.high:+.4f}]".replace("-", MINUS)
+        bounds = Cell(shown, difference.low)
+    told = row.verdict in ("better", "worse") and not row.provisional
+    return [
+        text(row.label),
+        number(row.loss.n, "d"),
+        number(row.loss.mean),
+        number(row.loss.standard_error),
+        number(difference.mean if difference else None, "+.4f"),
+        bounds,
+        number(difference.p_value if difference else None, ".2g"),
+        text(row.verdict + (MARK if row.provisional else ""), marked=told),
+        number(row.best.mean),
+        Cell(reach(row).replace("-", NOTHING), row.tokens_fraction),
+        number(row.speed_ratio, ".2f", f" {TIMES}"),
+        number(row.time_ratio, ".2f", f" {TIMES}"),
+        number(row.parameters, ",d"),
+        text(", ".join(map(str, row.seeds))),
+    ]
+
+
+def runs_table(runs: Sequence[RunData]) -> Table:
+    """Every run by itself: what was measured, where it lies."""
+    titles = columns(
+        Column("run"),
+        Column("seed", True),
+        Column("state"),
+        Column("final loss", True),
+        Column("best loss", True),
+        Column("at step", True, "of the best loss"),
+        Column("steps", True),
+        Column("tokens", True),
+        Column("tokens/s", True),
+        Column("time", True, "spent in training steps"),
+        Column("parameters", True),
+        Column("evaluated on", True, "tokens"),
+        Column("folder"),
+    )
+    rows = []
+    for run in runs:
+        record = run.record
+        curve = run.evaluation
+        last = curve.loss[-1] if len(curve) else None
+        best = min(range(len(curve)), key=curve.loss.__getitem__) if len(curve) else None
+        spent = next((c.seconds[-1] for c in (run.training, curve) if len(c)), None)
+        done = max((c.step[-1] for c in (run.training, curve) if len(c)), default=None)
+        tokens = max((c.tokens[-1] for c in (run.training, curve) if len(c)), default=None)
+        seconds = record.train_seconds if record else spent
+        rows.append(
+            [
+                text(run.label),
+                number(run.seed, "d"),
+                text(short_state(run), marked=record is None),
+                number(record.val_loss if record else last),
+                number(record.best_val_loss if record else (None if best is None else curve.loss[best])),
+                number(record.best_step if record else (None if best is None else curve.step[best]), ",d"),
+                number(record.steps if record else done, ",d"),
+                number(record.tokens if record else tokens, ",d"),
+                number(record.tokens_per_second if record else None, ",.0f"),
+                Cell(NOTHING) if seconds is None or math.isnan(seconds) else Cell(duration(seconds), seconds),
+                number(record.parameters if record else None, ",d"),
+                number(record.val_tokens if record else None, ",d"),
+                text(run.folder, code=True),
+            ]
+        )
+    return Table(titles, rows, "All runs")
+
+
+def short_state(run: RunData) -> str:
+    if run.record:
+        return "finished"
+    return run.state.split(":")[0].lower() if run.state.startswith(("Unfinished", "Failed")) else "damaged"
+
+
+def duration(seconds: float) -> str:
+    """4.2 s, 3 min 20 s, 2 h 05 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+
+
+def hessian_table(runs: Sequence[RunData]) -> Table | None:
+    titles = columns(
+        Column("run"),
+        Column("loss", True, "on the tokens of the measurement"),
+        Column("largest eigenvalue", True),
+        Column("residual", True),
+        Column("trace", True),
+        Column("± se", True),
+        Column("trace per parameter", True),
+        Column("tokens", True),
+        Column("step", True, "of the checkpoint"),
+    )
+    rows, unsure = [], []
+    for run in runs:
+        found = result(run, "hessian")
+        if not found:
+            continue
+        listed = found.get("eigenvalues")
+        first = listed[0] if isinstance(listed, list) and listed else None
+        if any(inside(entry, "converged") is False for entry in (listed if isinstance(listed, list) else [])):
+            unsure.append(run.name)
+        values = (
+            number(real(found.get("loss"))),
+            number(real(inside(first, "value")), ".4g"),
+            number(real(inside(first, "residual")), ".1e"),
+            number(real(inside(found, "trace", "mean")), ".5g"),
+            number(real(inside(found, "trace", "standard_error")), ".2g"),
+            number(real(found.get("trace_per_parameter")), ".3g"),
+            number(real(found.get("tokens")), ",.0f"),
+            number(real(run.measured["hessian"].get("step")), ",.0f"),
+        )
+        rows.append([text(run.name), *values])
+    notes = [f"Some eigenvalues had not converged: {', '.join(unsure)}."] if unsure else []
+    return Table(titles, rows, "Curvature of the loss", notes) if rows else None
+
+
+SUMMARY = {
+    "persistence": ("persistence", "sum over layers of the logarithm of the last singular value kept"),
+    "mean_spread": ("mean spread", "first singular value over the last one kept"),
+    "max_spread": ("largest spread", ""),
+    "mean_stable_rank": ("mean stable rank", ""),
+    "mean_sigma_max": ("mean largest singular value", ""),
+    "sum_log_rms_gain": ("sum of log gains", "of the root mean square gain, over layers"),
+}
+
+
+def jacobian_table(runs: Sequence[RunData]) -> Table | None:
+    rows = []
+    for run in runs:
+        summary = inside(result(run, "jacobian"), "summary", "block")
+        if isinstance(summary, dict):
+            rows.append([text(run.name), *(number(real(summary.get(key)), ".4g") for key in SUMMARY)])
+    titles = columns(Column("run"), *(Column(title, True, hint) for title, hint in SUMMARY.values()))
+    return Table(titles, rows, "Jacobians of the blocks, over all layers") if rows else None
+
+
+def perplexity_table(runs: Sequence[RunData]) -> Table | None:
+    titles = columns(
+        Column("run"),
+        Column("text"),
+        Column("reading", hint="how the text was cut into windows, and how far they move"),
+        Column("perplexity", True),
+        Column("nats per token", True),
+        Column("bits per byte", True),
+        Column("tokens", True),
+        Column("hash", hint="of the tokens that were scored: only numbers that agree in it may be compared"),
+    )
+    rows = []
+    for run in runs:
+        listed = result(run, "perplexity").get("texts")
+        for entry in listed if isinstance(listed, list) else []:
+            if isinstance(entry, dict):
+                numbers = (
+                    number(real(entry.get("perplexity")), ".3f"),
+                    number(real(entry.get("nats"))),
+                    number(real(entry.get("bits_per_byte"))),
+                    number(real(entry.get("tokens")), ",.0f"),
+                )
+                stride = real(entry.get("stride"))
+                reading = f"{entry.get('mode', '')}{'' if stride is None else f', {stride:.0f}'}"
+                words = (text(run.name), text(entry.get("name", "")), text(reading))
+                rows.append([*words, *numbers, text(str(entry.get("hash", ""))[:12], code=True)])
+    return Table(titles, rows, "Perplexity on other texts") if rows else None
+
+
+def tasks_table(runs: Sequence[RunData]) -> Table | None:
+    titles = columns(
+        Column("run"),
+        Column("task"),
+        Column("shots", True),
+        Column("items", True),
+        Column("accuracy", True),
+        Column("± se", True),
+        Column("by length", True, "accuracy with scores divided by the length of the answer"),
+        Column("± se", True),
+    )
+    rows = []
+    for run in runs:
+        tasks = result(run, "tasks").get("tasks")
+        for name, found in tasks.items() if isinstance(tasks, dict) else ():
+            if isinstance(found, dict):
+                counts = [number(real(found.get(key)), ",.0f") for key in ("shots", "items")]
+                keys = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
+                rows.append([text(run.name), text(name), *counts, *(number(real(found.get(k))) for k in keys)])
+    return Table(titles, rows, "Downstream tasks") if rows else None
+
+
+def generic_table(found: Any, caption: str) -> Table | None:
+    """Any list of records under `rows`: a column for every key."""
+    rows = inside(found, "rows")
+    records = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    if not keys:
+        return None
+    numeric = {key: all(isinstance(r.get(key), int | float | None) for r in records) for key in keys}
+    shown = [[_any(record.get(key)) for key in keys] for record in records]
+    return Table([Column(key.replace("_", " "), numeric[key]) for key in keys], shown, caption)
+
+
+def _any(value: Any) -> Cell:
+    if value is None or isinstance(value, bool):
+        return text("" if value is None else value)
+    if isinstance(value, int):
+        return number(value, ",d" if abs(value) >= 10_000 else "d")
+    return number(value, ".4f" if 1e-3 <= abs(value) < 1e4 else ".3g") if isinstance(value, float) else text(value)
+
+
+def environment_table(runs: Sequence[RunData]) -> Table:
+    """One row for every environment that runs were trained in."""
+    places: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        places.setdefault(_environment(run), []).append(run.name)
+    titles = columns(
+        "runs", "stepformer", "source", "Python", "PyTorch", "device", Column("threads", True), "precision", "platform"
+    )
+    rows = []
+    for facts, names in places.items():
+        shown = "all" if len(places) == 1 else ", ".join(names)
+        rows.append([text(shown), *(text(fact, code=place == 1) for place, fact in enumerate(facts))])
+    return Table(titles, rows, "Where the runs were trained")
+
+
+def _environment(run: RunData) -> tuple[str, ...]:
+    found = run.environment
+    device, git = inside(found, "device"), inside(found, "git")
+    if inside(device, "gpu"):
+        machine = f"{inside(device, 'gpus') or 1} {TIMES} {device['gpu']}, CUDA {inside(device, 'cuda')}"
+    else:
+        machine = f"{inside(device, 'cpu') or 'CPU'}, {inside(device, 'cores')} cores" if device else ""
+    revision = str(inside(git, "revision") or "")[:12]
+    if revision and inside(git, "changed"):
+        revision += " with changes"
+    return (
+        str(run.facts.get("stepformer") or ""),
+        revision,
+        str(inside(found, "versions", "python") or ""),
+        str(inside(found, "versions", "torch") or ""),
+        machine,
+        str(found.get("threads") or ""),
+        str(run.facts.get("precision") or ""),
+        str(found.get("platform") or ""),
+    )
+
+
+def config_tables(runs: Sequence[RunData]) -> tuple[Table, Table]:
+    """Settings in which the runs differ, a column for each config, and those that all have in common."""
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for run in runs:
+        settings = {key: value for key, value in run.settings.items() if key != "train.seed"}
+        names = next((names for known, names in groups if known == settings), None)
+        if names is None:
+            groups.append((settings, [run.label]))
+        elif run.label not in names:
+            names.append(run.label)
+    keys = list(dict.fromkeys(key for settings, _ in groups for key in settings))
+    differing, common = [], []
+    for key in keys:
+        values = [_setting(settings, key) for settings, _ in groups]
+        if len(set(values)) > 1:
+            differing.append([text(key, code=True), *(text(v, marked=v != values[0]) for v in values)])
+        else:
+            common.append([text(key, code=True), text(values[0])])
+    titles = columns("setting", *(", ".join(names) for _, names in groups))
+    return (
+        Table(titles, differing, "Settings that differ"),
+        Table(columns("setting", "value"), common, "Settings that all runs have in common"),
+    )
+
+
+def _setting(settings: dict[str, Any], key: str) -> str:
+    if key not in settings:
+        return "default"
+    value = settings[key]
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def mean_of(runs: Sequence[RunData], name: str) -> float | None:
+    """Mean of a result over the finished runs."""
+    values = [float(getattr(run.record, name)) for run in runs if run.record]
+    return summarise(values).mean if values else None

@@ -1,0 +1,636 @@
+"""Hessian-vector products, eigenvalues, traces and loss curves, against Hessians that were built without them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import stepformer as sf
+from helpers import shake, tiny, tokens
+from runs import make_corpus, small_run
+from stepformer import measured
+from stepformer.diagnostics import curvature
+from stepformer.diagnostics.curvature import HessianOperator, batches_of, direction, lanczos, loss_at, power, probe
+from stepformer.diagnostics.curvature_view import plot, text
+from stepformer.diagnostics.hessian import LIMITS
+from stepformer.diagnostics.landscape import grid
+from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.training import load_run, train
+from stepformer.training.run import LoadedRun
+
+GPT: dict[str, Any] = {"n_layer": 2, "n_head": 2, "d_model": 8, "context": 6, "vocab_size": 11, "mlp_hidden": 4}
+
+
+def windows_for(model: sf.Model, rows: int = 4) -> Tensor:
+    return tokens(rows, model.config.context + 1, model.config.vocab_size)
+
+
+def gradients(model: sf.Model, windows: Tensor) -> Tensor:
+    """The flat gradient of the mean loss by one backward pass, in fp64."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = model(windows[:, :-1], windows[:, 1:]).loss
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if g is None else g.flatten() for p, g in zip(parameters, found, strict=True)]
+    )
+
+
+def move(model: sf.Model, by: Tensor) -> None:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p, part in zip(parameters, by.split([p.numel() for p in parameters]), strict=True):
+            p.add_(part.view_as(p))
+
+
+def gradient_difference(model: sf.Model, windows: Tensor, along: Tensor, step: float) -> Tensor:
+    """The derivative of the gradient along a direction: central differences of fourth order."""
+    place, total = 0.0, torch.zeros_like(along)
+    for at, weight in ((2, -1), (1, 8), (-1, -8), (-2, 1)):
+        move(model, (at * step - place) * along)
+        place = at * step
+        total += weight * gradients(model, windows)
+    move(model, -place * along)
+    return total / (12 * step)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> sf.Model:
+    model: sf.Model = shake(tiny("vanilla", **GPT))
+    return model
+
+
+@pytest.fixture(scope="module")
+def dense(gpt: sf.Model) -> Tensor:
+    """The whole Hessian: a second backward pass from every entry of the gradient."""
+    windows = windows_for(gpt)
+    parameters = list(gpt.parameters())
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = gpt(windows[:, :-1], windows[:, 1:]).loss
+    first = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters, create_graph=True)])
+    units = torch.eye(len(first), dtype=torch.float64)
+    rows = torch.autograd.grad(first, parameters, units, is_grads_batched=True)
+    return torch.cat([part.flatten(1) for part in rows], dim=1)
+
+
+@pytest.fixture(scope="module")
+def operator(gpt: sf.Model) -> HessianOperator:
+    return HessianOperator(gpt, batches_of(windows_for(gpt), 2))
+
+
+def test_the_reference_is_the_derivative_of_the_gradient(gpt: sf.Model, dense: Tensor) -> None:
+    """Every column by central differences of gradients, so that the reference rests on no second derivative at all."""
+    windows, step = windows_for(gpt), 3e-6
+    shapes = {name: p.shape for name, p in gpt.named_parameters()}
+    here = torch.cat([p.detach().flatten() for p in gpt.parameters()])
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in shapes.values()])
+        named = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        out: Tensor = torch.func.functional_call(gpt, named, (windows[:, :-1], windows[:, 1:])).loss
+        return out
+
+    gradient = torch.func.vmap(torch.func.grad(loss), chunk_size=100)
+    steps = step * torch.eye(len(here), dtype=torch.float64)
+    with sdpa_kernel(SDPBackend.MATH):
+        columns = (gradient(here + steps) - gradient(here - steps)) / (2 * step)
+    # truncation, some 100 step^2, and rounding, 1e-16 / step, are near 1e-9 of the largest entry
+    assert float((columns - dense).abs().max()) < 1e-8 * float(dense.abs().max())
+    assert float((dense - dense.mT).abs().max()) < 1e-13 * float(dense.abs().max())
+
+
+def test_products_are_those_of_the_dense_hessian(operator: HessianOperator, dense: Tensor) -> None:
+    v = operator.draw("normal", 3, "test")
+    torch.testing.assert_close(operator @ v, dense @ v, rtol=1e-10, atol=1e-12 * float(dense.abs().max()))
+
+
+def test_products_do_not_depend_on_the_batches(gpt: sf.Model, operator: HessianOperator) -> None:
+    """Three and one rows weigh as their tokens do, and so do targets that are ignored."""
+    windows = windows_for(gpt)
+    v = operator.draw("normal", 4, "test")
+    torch.testing.assert_close(HessianOperator(gpt, batches_of(windows, 3)) @ v, operator @ v, rtol=1e-9, atol=1e-12)
+    inputs, targets = windows[:, :-1], windows[:, 1:].clone()
+    targets[0, 2:] = -100
+    whole = HessianOperator(gpt, [(inputs, targets)])
+    parts = HessianOperator(gpt, [(inputs[:1], targets[:1]), (inputs[1:], targets[1:])])
+    assert whole.tokens == parts.tokens == 4 * 6 - 4
+    torch.testing.assert_close(parts @ v, whole @ v, rtol=1e-9, atol=1e-12)
+    assert parts.loss() == pytest.approx(gpt(inputs, targets).loss.item(), abs=1e-14)
+
+
+def test_top_eigenvalues(operator: HessianOperator, dense: Tensor) -> None:
+    exact = torch.linalg.eigvalsh(dense)
+    exact = exact[exact.abs().argsort(descending=True)]
+    found, _ = lanczos(operator.product, operator.start, count=6, iterations=120, tolerance=1e-9)
+    for pair, value in zip(found, exact, strict=False):
+        assert pair.value == pytest.approx(float(value), rel=1e-6)
+        assert pair.converged(1e-8)
+    assert any(pair.value < 0 for pair in found)  # random weights are no minimum: the sign is part of the answer
+
+
+def test_trace(operator: HessianOperator, dense: Tensor) -> None:
+    samples = torch.tensor([probe(operator, number) for number in range(60)], dtype=torch.float64)
+    exact = float(dense.trace())
+    error = float(samples.std()) / len(samples) ** 0.5
+    assert abs(float(samples.mean()) - exact) < 3 * error
+
+
+def test_probes_are_unbiased(operator: HessianOperator, dense: Tensor) -> None:
+    """z.Hz = tr H + sum_{i != j} z_i z_j H_ij: the first needs z_i^2 = 1, the second averages to zero."""
+    signs = torch.stack([operator.draw("signs", 0, f"probe {number}") for number in range(400)])
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    pairs = signs.mT @ signs / len(signs)
+    pairs.fill_diagonal_(0.0)
+    # several 100,000 means of 400 signs have a standard deviation of 0.05 each; six of them leave 0.1 % for the largest
+    assert float(pairs.abs().max()) < 0.3
+    assert float(pairs.square().mean()) == pytest.approx(1 / 400, rel=0.02)
+    off = dense - torch.diag(dense.diag())
+    expected = float(dense.trace() + signs[7] @ off @ signs[7])
+    assert probe(operator, 7) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", sf.presets())
+def test_products_of_every_preset(name: str) -> None:
+    """Against differences of gradients, for every tensor by itself, and against differences of losses."""
+    config = sf.model_config(name, n_layer=2, n_head=3, d_model=12, context=8, vocab_size=11)
+    model = shake(sf.Model(config, seed=0, dtype=torch.float64))
+    windows = tokens(3, 9)
+    operator = HessianOperator(model, batches_of(windows, 2))
+    along = operator.draw("normal", 0, "test")
+    product = operator @ along
+
+    flowing = config.replace(**({"step_gradient": True} if "step_gradient" in config.options_of("template") else {}))
+    other = sf.Model(flowing, seed=0, dtype=torch.float64)
+    other.load_state_dict(model.state_dict())
+    # Rounding allows 1e-16 / step = 1e-10. Muon, whose fifth derivatives are largest, has as much truncation.
+    difference = gradient_difference(other, windows, along, 1e-6)
+    for expected, found in zip(operator.split(difference), operator.split(product), strict=True):
+        assert float((expected - found).norm()) < 2e-9 * float(product.norm())
+    # No derivative of ours at all: a second difference of losses, with rounding 1e-16 / step^2 = 1e-6.
+    step, weights = 1e-5, ((2, -1 / 12), (1, 4 / 3), (0, -5 / 2), (-1, 4 / 3), (-2, -1 / 12))
+    second = sum(weight * loss_at(operator, [along], [at * step]) for at, weight in weights) / step**2
+    assert float(along @ product) == pytest.approx(second, rel=5e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention": "entropy", "query_chunk": 3},
+        {"attention": "kl", "prior": "previous", "detach_prior": True},
+        {"template": "conformal-euler", "attention": "hamiltonian", "query_chunk": 3},
+        {"attention": "linear", "chunk": 3},
+        {"document_separator": 3},
+        {"activation_checkpointing": True},
+        {"attention_backend": "math"},
+    ],
+    ids=str,
+)
+def test_products_of_options(options: dict[str, Any]) -> None:
+    """Queries in chunks, chunks that are computed again, stopped gradients, masks; a model left in training mode."""
+    model = shake(tiny("vanilla", **options)).train()
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    operator = HessianOperator(model, batches_of(tokens(3, 9), 3))
+    assert operator.check()["finite_difference"] < LIMITS[torch.float64]["finite_difference"]
+    assert model.training
+    assert model.config.to_dict() == tiny("vanilla", **options).config.to_dict()
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+
+
+def test_products_of_a_hybrid_and_of_pinned_coefficients() -> None:
+    """What a model was told after it was built holds for its curvature too, also where it is built again."""
+    model = shake(tiny("yurii"))
+    windows = tokens(3, 9)
+    hybrid = model.hybrid(layers={1})
+    assert HessianOperator(hybrid, batches_of(windows, 3)).loss() == pytest.approx(
+        hybrid(windows[:, :-1], windows[:, 1:]).loss.item(), abs=1e-14
+    )
+    for name, word in (("yurii", "beta"), ("symp-exp-euler", "h_x")):
+        model = shake(tiny(name))
+        model.pin_coefficients(**{word: 0.3})
+        found = HessianOperator(model, batches_of(windows, 3)).loss()
+        assert found == pytest.approx(model(windows[:, :-1], windows[:, 1:]).loss.item(), abs=1e-14)
+
+
+def test_parameters_are_those_that_train(gpt: sf.Model) -> None:
+    """The tied table once; unused and frozen ones not at all."""
+    model = tiny("symp-ab2", aux_init="zero", mlp_step="A")
+    operator = HessianOperator(model, batches_of(tokens(2, 9), 2))
+    unused = model.unused_parameters()
+    assert unused
+    assert set(operator.names) == {name for name, _ in model.named_parameters()} - set(unused)
+    left = sum(p.numel() for name, p in model.named_parameters() if name in unused)
+    assert operator.size == model.num_parameters() - left
+    assert HessianOperator(gpt, batches_of(windows_for(gpt), 2)).size == gpt.num_parameters()
+
+
+def test_precision_is_that_of_the_computation(gpt: sf.Model) -> None:
+    """An fp32 model measured in fp64 agrees with itself in fp32 to fp32's rounding, and stays fp32."""
+    model = shake(tiny("vanilla", dtype=torch.float32, **GPT))
+    batches = batches_of(windows_for(model), 2)
+    single, double = HessianOperator(model, batches), HessianOperator(model, batches, dtype=torch.float64)
+    v = single.draw("normal", 0, "test")
+    assert (single @ v).dtype == torch.float32
+    product = double @ v.double()
+    assert product.dtype == torch.float64
+    # 1e-7 times the growth of rounding through two layers and back twice
+    assert float(((single @ v).double() - product).norm()) < 1e-5 * float(product.norm())
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    with pytest.raises(InputError, match="fp32 or fp64"):
+        HessianOperator(model, batches, dtype=torch.bfloat16)
+
+
+# eigenvalues of operators with a known spectrum
+
+
+def known(values: list[float], seed: int = 0) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[int], Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    basis, _ = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator, dtype=torch.float64))
+    matrix = basis @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ basis.mT
+
+    def draw(number: int) -> Tensor:
+        own = torch.Generator().manual_seed(seed + 100 + number)
+        return torch.randn(len(values), generator=own, dtype=torch.float64)
+
+    return matrix, lambda v: matrix @ v, draw
+
+
+BULK = torch.linspace(-1, 1, 90, dtype=torch.float64).tolist()
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        [-50.0, 30.0, -20.0, 10.0],  # dominant and negative
+        [10.0, 10.0 - 1e-6, 9.999, -9.998],  # clustered, and nearly as large on the other side
+        [1e6, 1e3, -1.0 - 1e-1, 1.05],  # six orders of magnitude
+    ],
+)
+def test_lanczos_on_a_known_spectrum(top: list[float]) -> None:
+    _, product, draw = known([*top, *BULK])
+    found, steps = lanczos(product, draw, count=4, iterations=94, tolerance=1e-10)
+    assert [pair.value for pair in found] == pytest.approx(top, rel=1e-9)
+    assert steps <= 94
+    for pair in found:
+        assert float(pair.vector.norm()) == pytest.approx(1.0, abs=1e-12)
+        assert pair.residual == pytest.approx(float((product(pair.vector) - pair.value * pair.vector).norm()), abs=1e-9)
+
+
+def test_lanczos_says_when_it_has_not_converged() -> None:
+    _, product, draw = known([*[10.0 - 0.01 * i for i in range(30)], *BULK])
+    found, steps = lanczos(product, draw, count=3, iterations=8, tolerance=1e-6)
+    assert steps == 8
+    assert not found[2].converged(1e-6)
+    for pair in found:  # the bound holds all the same: an eigenvalue lies within the residual
+        distances = [abs(pair.value - value) for value in [10.0 - 0.01 * i for i in range(30)] + BULK]
+        assert min(distances) <= pair.residual + 1e-12
+
+
+def test_lanczos_stops_early_when_it_may() -> None:
+    _, product, draw = known([100.0, -50.0, *BULK])
+    asked: list[int] = []
+    found, steps = lanczos(product, draw, count=2, iterations=90, tolerance=1e-6, progress=asked.append)
+    assert steps == sum(asked) < 20
+    assert all(pair.converged(2e-6) for pair in found)
+
+
+def test_lanczos_goes_on_where_the_space_ends() -> None:
+    """Three different eigenvalues exhaust the directions after three steps; the rest is found in new ones."""
+    _, product, draw = known([5.0, 5.0, -3.0, -3.0, 1.0, 1.0])
+    found, _ = lanczos(product, draw, count=6, iterations=50, tolerance=1e-12)
+    assert [pair.value for pair in found] == pytest.approx([5, 5, -3, -3, 1, 1], abs=1e-10)
+
+
+def test_lanczos_finds_no_eigenvalue_twice() -> None:
+    """In fp32, without reorthogonalisation, 90 steps on such a spectrum return the largest several times."""
+    matrix, _, draw = known([1000.0, 100.0, -10.0, *BULK])
+    single = matrix.float()
+    found, _ = lanczos(lambda v: single @ v, lambda i: draw(i).float(), count=4, iterations=93, tolerance=1e-30)
+    # rounding of fp32 relative to the largest eigenvalue is 1e-4 here
+    assert [pair.value for pair in found] == pytest.approx([1000.0, 100.0, -10.0, -1.0], rel=1e-3)
+
+
+def test_power_iteration() -> None:
+    _, product, draw = known([-50.0, 30.0, 10.0, *BULK])
+    found, steps = power(product, draw, count=2, iterations=200, tolerance=1e-12)
+    assert [pair.value for pair in found] == pytest.approx([-50.0, 30.0], rel=1e-6)
+    assert steps < 400
+    once, steps = power(product, draw, count=1, iterations=15, tolerance=1e-3)
+    assert steps <= 15
+    assert once[0].value == pytest.approx(-50, rel=1e-2)
+
+
+def test_power_iteration_may_stop_before_it_has_converged() -> None:
+    """Two eigenvalues of nearly one size: the change is small although the vector is none of theirs."""
+    _, product, draw = known([10.0, 9.99, 9.98, *BULK])
+    found, steps = power(product, draw, count=1, iterations=50, tolerance=1e-3)
+    assert steps < 50
+    assert not found[0].converged(1e-3 / 10)
+    sharp, _ = lanczos(product, draw, count=1, iterations=50, tolerance=1e-8)
+    assert sharp[0].value == pytest.approx(10.0, rel=1e-8)
+
+
+def test_an_operator_that_is_zero() -> None:
+    def product(v: Tensor) -> Tensor:
+        return torch.zeros_like(v)
+
+    def draw(number: int) -> Tensor:
+        return known([1.0] * 5)[2](number)
+
+    for method in (lanczos, power):
+        found, _ = method(product, draw, count=2, iterations=5, tolerance=1e-3)
+        assert [pair.value for pair in found] == [0.0, 0.0]
+
+
+# checks before anything is trusted
+
+
+class Noisy(sf.Model):
+    """A model that adds noise to its loss, as dropout left on would."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        return output._replace(loss=output.loss * (1 + 0.1 * torch.rand(())))
+
+
+class Wrong(torch.autograd.Function):
+    """The square with a right gradient whose own gradient is not right: 3 in place of 2."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * (3 * x - x.detach())
+
+
+class Crooked(sf.Model):
+    """A model with a wrong second derivative."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        return output._replace(loss=Wrong.apply(output.loss))
+
+
+def test_checks_of_a_sound_model(operator: HessianOperator) -> None:
+    found = operator.check()
+    assert found["repeat"] == 0.0
+    assert found["finite_difference"] < 1e-7
+    assert found["symmetry"] < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "words"), [(Noisy, "is random"), (Crooked, "second derivative is wrong")])
+def test_checks_stop_what_is_wrong(kind: type[sf.Model], words: str, dtype: torch.dtype) -> None:
+    model = shake(kind(tiny("vanilla", **GPT).config, seed=0, dtype=dtype))
+    with pytest.raises(StepformerError, match=words):
+        HessianOperator(model, batches_of(windows_for(model), 2)).check()
+
+
+def test_no_targets_and_no_parameters_are_refused(gpt: sf.Model) -> None:
+    windows = windows_for(gpt)
+    with pytest.raises(InputError, match="no targets"):
+        HessianOperator(gpt, [(windows[:, :-1], torch.full_like(windows[:, 1:], -100))])
+    with pytest.raises(InputError, match="No parameter"):
+        HessianOperator(tiny("vanilla", **GPT).requires_grad_(False), batches_of(windows, 2))
+    with pytest.raises(InputError, match="columns"):
+        HessianOperator(gpt, batches_of(windows, 2)).product(torch.ones(3))
+
+
+# the loss along directions
+
+
+def test_the_curve_goes_through_the_loss(operator: HessianOperator) -> None:
+    alpha = grid(11, 0.5)
+    assert alpha[5] == 0.0
+    assert alpha == [-a for a in reversed(alpha)]
+    along = direction(operator)
+    losses = [loss_at(operator, [along], [a]) for a in alpha]
+    assert losses[5] == operator.loss()
+    assert len(set(losses)) == 11
+    # turned round, the direction gives the same curve backwards
+    assert [loss_at(operator, [-along], [a]) for a in alpha] == losses[::-1]
+    # near the middle it bends as the Hessian says; truncation and rounding are both near 1e-6 at this step
+    step = 1e-3
+    second = sum(w * loss_at(operator, [along], [at * step]) for at, w in ((1, 1), (0, -2), (-1, 1))) / step**2
+    assert float(along @ (operator @ along)) == pytest.approx(second, rel=1e-3)
+
+
+def test_directions_have_the_norms_of_the_weights() -> None:
+    model = shake(tiny("yurii"))
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight[2] = 0.0
+    operator = HessianOperator(model, batches_of(tokens(2, 9), 2))
+    by_tensor = operator.split(direction(operator))
+    by_row = operator.split(direction(operator, normalise="filter"))
+    for name, p, part, rows in zip(operator.names, operator.parameters, by_tensor, by_row, strict=True):
+        assert float(part.norm()) == pytest.approx(float(p.detach().norm()), rel=1e-12), name
+        if p.ndim < 2:
+            assert not rows.any(), name
+        else:
+            torch.testing.assert_close(rows.norm(dim=1), p.detach().norm(dim=1), rtol=1e-12, atol=0)
+    assert not torch.equal(direction(operator), direction(operator, 1))
+    assert not torch.equal(direction(operator), direction(operator, seed=1))
+
+
+def test_architectures_share_their_random_vectors() -> None:
+    """Vanilla and a momentum model are probed alike where they have the same parameters."""
+    first, second = (HessianOperator(tiny(name), batches_of(tokens(2, 9), 2)) for name in ("vanilla", "yurii"))
+    mine = dict(zip(first.names, first.split(first.draw("signs", 0, "probe 0")), strict=True))
+    theirs = dict(zip(second.names, second.split(second.draw("signs", 0, "probe 0")), strict=True))
+    assert set(mine) < set(theirs)
+    assert all(torch.equal(part, theirs[name]) for name, part in mine.items())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_weights_are_never_touched(gpt: sf.Model, error: type[BaseException]) -> None:
+    before = {name: p.clone() for name, p in gpt.state_dict().items()}
+    storage = {name: p.data_ptr() for name, p in gpt.state_dict().items()}
+    operator = HessianOperator(gpt, batches_of(windows_for(gpt), 2))
+    loss = operator.loss()
+    along = direction(operator)
+
+    def stopped() -> None:
+        with operator.moved(along, 0.5):
+            assert operator.loss() != loss
+            assert all(torch.equal(before[name], p) for name, p in gpt.state_dict().items())  # even now
+            raise error
+
+    with pytest.raises(error):
+        stopped()
+    assert operator.loss() == loss
+    assert all(torch.equal(before[name], p) for name, p in gpt.state_dict().items())
+    assert storage == {name: p.data_ptr() for name, p in gpt.state_dict().items()}
+    assert all(p.grad is None for p in gpt.parameters())
+
+
+# runs
+
+QUICK = {"windows": 6, "eigenvalues": 2, "iterations": 12, "probes": 5, "curve": 5, "precision": "fp64"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> LoadedRun:
+    folder = tmp_path_factory.mktemp("curvature")
+    make_corpus(folder / "data")
+    train(small_run(folder / "data"), folder / "run", quiet=True)
+    return load_run(folder / "run", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def result(run: LoadedRun) -> dict[str, Any]:
+    return curvature.measure(run, curvature.SETTINGS(**QUICK, surface=3), quiet=True)
+
+
+def test_a_run_is_measured(run: LoadedRun, result: dict[str, Any]) -> None:
+    json.dumps(result, allow_nan=False)
+    assert result["parameters"] == run.model.num_parameters()
+    assert result["tokens"] == 6 * 16
+    assert result["loss"] == pytest.approx(run.record.get("loss", result["loss"]))
+    assert result["check"]["repeat"] == 0.0
+    assert len(result["eigenvalues"]) == 2
+    assert abs(result["eigenvalues"][0]["value"]) >= abs(result["eigenvalues"][1]["value"])
+    trace = result["trace"]
+    samples = torch.tensor(trace["probes"], dtype=torch.float64)
+    assert trace["mean"] == pytest.approx(float(samples.mean()))
+    assert trace["std"] == pytest.approx(float(samples.std(correction=0)))
+    assert trace["standard_error"] == pytest.approx(float(samples.std()) / 5**0.5)
+    assert result["trace_per_parameter"] == pytest.approx(trace["mean"] / run.model.num_parameters())
+    curve, surface = result["curve"], result["surface"]
+    assert curve["alpha"] == [-0.5, -0.25, 0.0, 0.25, 0.5]
+    assert curve["loss"][2] == surface["loss"][1][1] == result["loss"]
+    assert curve["range"] == max(curve["loss"]) - min(curve["loss"])
+    assert surface["loss"][0][1] == curve["loss"][0]  # the first direction of the surface is the curve's
+    assert result["settings"]["context"] == 16
+
+
+def test_windows_follow_the_seed_alone(run: LoadedRun, result: dict[str, Any]) -> None:
+    nothing = {"eigenvalues": 0, "probes": 0, "curve": 0, "precision": "fp64", "windows": 6}
+    same = curvature.measure(run, curvature.SETTINGS(**nothing), quiet=True)
+    assert same["windows_hash"] == result["windows_hash"]
+    assert same["loss"] == result["loss"]
+    assert (same["eigenvalues"], same["trace"], same["trace_per_parameter"], same["curve"]) == ([], None, None, None)
+    other = curvature.measure(run, curvature.SETTINGS(**nothing, seed=1), quiet=True)
+    assert other["windows_hash"] != result["windows_hash"]
+
+
+def test_interrupted_and_continued(run: LoadedRun, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the fourth probe: the same numbers afterwards, and nothing that was kept is computed again."""
+    asked: list[int] = []
+
+    def interrupted(operator: HessianOperator, number: int, seed: int = 0) -> float:
+        asked.append(number)
+        if number == 3 and asked.count(3) == 1:
+            raise KeyboardInterrupt
+        return probe(operator, number, seed)
+
+    monkeypatch.setattr(curvature, "probe", interrupted)
+    settings = curvature.SETTINGS(**QUICK, surface=3)
+    weights = {name: p.clone() for name, p in run.model.state_dict().items()}
+    with pytest.raises(KeyboardInterrupt):
+        curvature.measure(run, settings, quiet=True)
+    journal = run.folder.path / measured.FOLDER / "hessian.jsonl"
+    assert journal.is_file()
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the eigenvalues were kept")
+
+    monkeypatch.setitem(curvature.METHODS, "lanczos", refused)
+    assert curvature.measure(run, settings, quiet=True) == result
+    assert asked == [0, 1, 2, 3, 3, 4]
+    assert not journal.exists()
+    assert all(torch.equal(weights[name], p) for name, p in run.model.state_dict().items())
+
+
+def test_protocols() -> None:
+    ours, legacy = curvature.SETTINGS(), curvature.SETTINGS(protocol="legacy")
+    assert ours.plan(1024).context == 1024
+    assert ours.plan(128).context == 128
+    assert ours.plan(1024).windows * ours.plan(1024).context == 8 * 4 * 1024
+    plan = legacy.plan(1024)
+    assert (plan.windows, plan.window_batch, plan.context) == (4, 2, 512)
+    assert (plan.method, plan.eigenvalues, plan.iterations, plan.probes) == ("power", 1, 15, 10)
+    assert (legacy.tolerance, legacy.normalise, legacy.curve, legacy.reach) == (1e-3, "tensor", 11, 0.5)
+    assert legacy.plan(128).context == 128
+    assert legacy.replace(probes=16).plan(128).probes == 16
+    with pytest.raises(InputError, match="longer than the model's"):
+        ours.replace(context=256).plan(128)
+
+
+def test_legacy_on_a_run(run: LoadedRun) -> None:
+    found = curvature.measure(run, curvature.SETTINGS(protocol="legacy"), quiet=True)
+    assert found["method"] == "power"
+    assert 2 <= found["iterations"] <= 15
+    assert len(found["trace"]["probes"]) == 10
+    assert found["tokens"] == 4 * 16
+    assert found["curve"]["normalise"] == "tensor"
+
+
+@pytest.mark.parametrize("values", [{"curve": 10}, {"curve": 1}, {"surface": 4}, {"method": "arnoldi"}, {"reach": 0}])
+def test_bad_settings(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        curvature.SETTINGS(**values)
+
+
+def test_too_many_vectors_are_refused(operator: HessianOperator) -> None:
+    with pytest.raises(InputError, match="method=power"):
+        curvature.check_memory(operator, 10**12)
+
+
+def test_text_and_plot(result: dict[str, Any], tmp_path: Path) -> None:
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=110).print(text(result))
+    shown = out.getvalue()
+    assert f"{result['eigenvalues'][0]['value']:.6g}" in shown
+    assert f"{result['trace']['mean']:.6g}" in shown
+    assert result["windows_hash"] in shown
+    pytest.importorskip("matplotlib")
+    plot(result, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    broken = {**result["curve"], "loss": [None, *result["curve"]["loss"][1:]], "range": None}
+    Console(file=out, width=110).print(text({**result, "curve": broken}))
+    assert "not finite" in out.getvalue()
+    plot({**result, "curve": broken, "surface": None, "trace": None, "eigenvalues": []}, tmp_path / "plot.png")
+
+
+@contextlib.contextmanager
+def only_hessian(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.ArgumentParser]:
+    """A parser with the one diagnosis that is tested here."""
+    from stepformer.cli import diagnose
+
+    monkeypatch.setattr(diagnose, "KINDS", {"hessian": diagnose.KINDS["hessian"]})
+    parser = argparse.ArgumentParser()
+    diagnose.add_diagnose(parser.add_subparsers(), argparse.ArgumentParser(add_help=False))
+    yield parser
+
+
+def test_the_command(run: LoadedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(run.folder.path)
+    words = [f"{key}={value}" for key, value in QUICK.items()]
+    with only_hessian(monkeypatch) as parser:
+        args = parser.parse_args(["diagnose", folder, *words, "--hessian", "--device", "cpu", "--json"])
+        assert args.run(args) == 0
+        printed = json.loads(capsys.readouterr().out)
+        kept = measured.load(run.folder.path, "hessian")
+        assert kept is not None
+        assert kept["result"] == printed["hessian"]
+        args = parser.parse_args(["diagnose", folder, *words, "--hessian", "--quiet", "--device", "cpu"])
+        assert args.run(args) == 0
+        assert "tr(H) / N" in capsys.readouterr().out
+        args = parser.parse_args(["diagnose", folder, "probe=3", "--hessian"])
+        with pytest.raises(ConfigError, match="Did you mean 'probes'"):
+            args.run(args)
