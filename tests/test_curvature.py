@@ -634,3 +634,20 @@ def test_the_command(run: LoadedRun, monkeypatch: pytest.MonkeyPatch, capsys: py
         args = parser.parse_args(["diagnose", folder, "probe=3", "--hessian"])
         with pytest.raises(ConfigError, match="Did you mean 'probes'"):
             args.run(args)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["vanilla", "soap", "symp-etd-ab2", "entropy-token"])
+def test_on_a_gpu_as_on_a_cpu(name: str) -> None:
+    """No fused attention there either, the same random vectors, and products that repeat up to the order of sums."""
+    settings: dict[str, Any] = {"size": "tiny", "seed": 0}
+    windows = tokens(4, 129, 256)
+    near = HessianOperator(sf.build(name, **settings), batches_of(windows, 2))
+    far = HessianOperator(sf.build(name, **settings, device="cuda"), batches_of(windows, 2))
+    v = near.draw("normal", 0, "test")
+    assert torch.equal(far.draw("normal", 0, "test").cpu(), v)
+    expected = near @ v
+    # fp32 rounding of two different libraries through four layers and back twice
+    assert float(((far @ v).cpu() - expected).norm()) < 1e-3 * float(expected.norm())
+    assert far.check()["repeat"] < 1e-4

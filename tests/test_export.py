@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_exported_model_is_the_run(run: Path, exported: Path) -> None:
-    loaded = load_run(run)
+    loaded = load_run(run, device="cpu")
     model = AutoModelForCausalLM.from_pretrained(exported)
     ids = tokens(2, 16, vocab=257)
     assert model.dtype == torch.float64
@@ -67,7 +68,7 @@ def test_the_exported_model_is_the_run(run: Path, exported: Path) -> None:
 
 
 def test_text_goes_in_and_comes_out_as_in_ours(run: Path, exported: Path) -> None:
-    loaded = load_run(run)
+    loaded = load_run(run, device="cpu")
     tokenizer, model = AutoTokenizer.from_pretrained(exported), AutoModelForCausalLM.from_pretrained(exported)
     texts = ["The cat", "A", "Once upon"]
     made = model.generate(**tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=6, do_sample=False)
@@ -92,7 +93,7 @@ def test_pipeline(exported: Path) -> None:
 
 def test_last_weights_and_other_precisions(run: Path, tmp_path: Path) -> None:
     ids = tokens(2, 16, vocab=257)
-    last = load_run(run, "last").model(ids).logits
+    last = load_run(run, "last", device="cpu").model(ids).logits
     assert torch.equal(AutoModelForCausalLM.from_pretrained(export_run(run, tmp_path / "l", "last"))(ids).logits, last)
     for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         model = AutoModelForCausalLM.from_pretrained(export_run(run, tmp_path / dtype, dtype=dtype), dtype="auto")
@@ -106,7 +107,7 @@ def test_the_card_has_the_runs_numbers_and_no_path(run: Path, exported: Path) ->
     assert header["pipeline_tag"] == "text-generation"
     assert "license" not in header
     assert "nesterov-lie-trotter" in header["tags"]
-    loaded = load_run(run)
+    loaded = load_run(run, device="cpu")
     result = json.loads((run / "result.json").read_text())
     assert f"Validation loss {result['best_val_loss']:.4f}" in card
     assert f"on {result['val_tokens']:,} tokens of the split `{result['val_hash']}`" in card
@@ -146,6 +147,21 @@ def test_python_in_the_card_runs(exported: Path, capsys: pytest.CaptureFixture[s
     code = card.split("```python\n")[1].split("```")[0].replace('"FOLDER"', repr(str(exported)))
     exec(code.replace("Once upon a time", "Once"), {})
     assert capsys.readouterr().out.startswith("<|endoftext|>Once")
+
+
+def test_python_in_the_docs_runs(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "share.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 2
+    (tmp_path / "yurii-tales").symlink_to(exported)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks:
+        for text in ("The queen", "One day a little robot", "Once upon a time"):
+            block = block.replace(text, "Once")  # the model of the tests has a context of 16 bytes
+        exec(block, {})
+    assert capsys.readouterr().out.count("Once") == 3
 
 
 def test_folders_are_whole_or_not_there(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +244,7 @@ def test_a_run_in_gpt2_form(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(out)
     assert type(model) is GPT2LMHeadModel
     ids = tokens(2, 16, vocab=257)
-    ours = load_run(tmp_path / "run").model(ids).logits
+    ours = load_run(tmp_path / "run", device="cpu").model(ids).logits
     torch.testing.assert_close(model(ids).logits, ours, atol=1e-5, rtol=0)  # fp32, logits of about 1
     with torch.no_grad():
         model.transformer.wte.weight[257:] = 50 * model.transformer.wte.weight[:63]

@@ -193,6 +193,7 @@ def test_generation_ends_with_the_context(use_cache: bool, beams: int) -> None:
             tokens(1, length), do_sample=False, num_beams=beams, max_new_tokens=50, use_cache=use_cache
         )
         assert made.shape == (1, 9)
+    assert model.generate(tokens(1, 3), do_sample=False, num_beams=beams, use_cache=use_cache).shape[1] <= 9
     own = model.model.generate(tokens(1, 3).tolist(), temperature=0, max_new_tokens=50)
     assert own.finish == ["context"]
     if beams == 1:

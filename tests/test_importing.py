@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import zipfile
@@ -32,6 +33,12 @@ EXACT, SINGLE = 1e-10, 1e-4
 def random_like(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {n: (0.3 * torch.randn(s, generator=generator, dtype=torch.float64)).to(dtype) for n, s in shapes.items()}
+
+
+def hub() -> Any:
+    """Our Hugging Face classes, where transformers is installed."""
+    pytest.importorskip("transformers")
+    return importlib.import_module("stepformer.huggingface")
 
 
 def logits_of(run: Path) -> Tensor:
@@ -92,7 +99,7 @@ def test_nanogpt(bias: bool, prefix: str, tmp_path: Path) -> None:
     plain = nanogpt(tmp_path / "ckpt.pt", bias=bias, prefix=prefix)
     made = import_checkpoint(tmp_path / "ckpt.pt", tmp_path / "run", tokenizer="bytes")
     torch.testing.assert_close(logits_of(tmp_path / "run"), plain(IDS), atol=EXACT, rtol=0)
-    run = load_run(tmp_path / "run")
+    run = load_run(tmp_path / "run", device="cpu")
     assert (run.step, run.config.model.bias, run.config.model.template) == (2000, bias, "gd")
     assert run.config.model.real_vocab == 257
     assert made.record["val_loss"] == 3.25
@@ -104,7 +111,7 @@ def test_nanogpt(bias: bool, prefix: str, tmp_path: Path) -> None:
 def test_an_imported_gpt_is_gd_lie_trotter_with_its_weights_bit_by_bit(tmp_path: Path) -> None:
     plain = nanogpt(tmp_path / "ckpt.pt", bias=False, dtype=torch.float32).float()
     import_checkpoint(tmp_path / "ckpt.pt", tmp_path / "run", tokenizer="bytes")
-    model = load_run(tmp_path / "run").model
+    model = load_run(tmp_path / "run", device="cpu").model
     assert sf.catalogue.preset_of(model.config) == sf.preset("gd-lie-trotter")
     assert torch.equal(model(IDS).logits, plain(IDS))
 
@@ -112,7 +119,7 @@ def test_an_imported_gpt_is_gd_lie_trotter_with_its_weights_bit_by_bit(tmp_path:
 def test_half_precision_becomes_fp32(tmp_path: Path) -> None:
     plain = nanogpt(tmp_path / "ckpt.pt", bias=True, dtype=torch.bfloat16)
     import_checkpoint(tmp_path / "ckpt.pt", tmp_path / "run", tokenizer="bytes")
-    assert load_run(tmp_path / "run").model.embed.tok_emb.weight.dtype == torch.float32
+    assert load_run(tmp_path / "run", device="cpu").model.embed.tok_emb.weight.dtype == torch.float32
     torch.testing.assert_close(logits_of(tmp_path / "run").double(), plain(IDS), atol=SINGLE, rtol=0)
 
 
@@ -201,14 +208,11 @@ def test_momentum_streams(variant: str, tmp_path: Path) -> None:
 
 
 def test_heads_are_the_width_over_64_unless_given(tmp_path: Path) -> None:
-    shapes = {
-        name: tuple(128 if n == 12 else 10 * n for n in value.shape) for name, value in streams("vanilla").items()
-    }
     sizes = {36: 384, 48: 512, 12: 128, 300: 300, 10: 10}
     shapes = {name: tuple(sizes[n] for n in value.shape) for name, value in streams("vanilla").items()}
     torch.save({"model": random_like(shapes), "step": 1}, tmp_path / "best.pt")
     made = import_checkpoint(tmp_path / "best.pt", tmp_path / "run", tokenizer="bytes")
-    assert load_run(tmp_path / "run").config.model.n_head == 2
+    assert load_run(tmp_path / "run", device="cpu").config.model.n_head == 2
     assert made.record["heads"] == "2, width / 64"
     torch.save({"model": streams("vanilla"), "step": 1}, tmp_path / "odd.pt")
     with pytest.raises(sf.InputError, match="width 12 is no multiple of 64: give --heads"):
@@ -239,7 +243,7 @@ def test_gpt2_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
     assert made.record["kind"] == "a Hugging Face GPT-2"
     with torch.no_grad():
         torch.testing.assert_close(logits_of(tmp_path / "run"), theirs(IDS).logits, atol=SINGLE, rtol=0)
-        ours = load_run(tmp_path / "run").model.double()(IDS).logits
+        ours = load_run(tmp_path / "run", device="cpu").model.double()(IDS).logits
         torch.testing.assert_close(ours, theirs.double()(IDS).logits, atol=EXACT, rtol=0)
 
 
@@ -278,19 +282,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_exported_and_imported_again(trained: Path, tmp_path: Path) -> None:
-    hub = pytest.importorskip("stepformer.huggingface")
-    hub.export_run(trained / "run", tmp_path / "out")
+    hub().export_run(trained / "run", tmp_path / "out")
     made = import_checkpoint(tmp_path / "out", tmp_path / "again")
-    first, again = load_run(trained / "run"), load_run(tmp_path / "again")
+    first, again = load_run(trained / "run", device="cpu"), load_run(tmp_path / "again", device="cpu")
     ids = tokens(2, 16, vocab=300)
     assert torch.equal(first.model(ids).logits, again.model(ids).logits)
     assert again.tokenizer.describe() == first.tokenizer.describe()
     assert again.config.model == first.config.model
     assert again.step == first.step
-    found, _ = evaluate_run(tmp_path / "again", corpus=trained / "corpus", tokens=512)
+    found, _ = evaluate_run(tmp_path / "again", corpus=trained / "corpus", tokens=512, device="cpu")
     assert found.val_loss == pytest.approx(made.record["val_loss"], abs=1e-12)
     assert made.record["val_hash"] == found.val_hash
-    hub.export_run(tmp_path / "again", tmp_path / "out2")  # and once more
+    hub().export_run(tmp_path / "again", tmp_path / "out2")  # and once more
     assert (tmp_path / "out2" / "model.safetensors").read_bytes() == (
         tmp_path / "out" / "model.safetensors"
     ).read_bytes()
@@ -303,26 +306,26 @@ def test_what_can_be_done_with_an_imported_run(trained: Path, tmp_path: Path, ca
     said = capsys.readouterr().out
     assert "is a nanoGPT checkpoint" in said
     assert "validation loss 3.2500 as recorded" in said
-    assert main(["generate", str(tmp_path / "run"), "Hi", "--tokens", "3", "--temperature", "0"]) == 0
+    assert (
+        main(["generate", str(tmp_path / "run"), "Hi", "--tokens", "3", "--temperature", "0", "--device", "cpu"]) == 0
+    )
     assert capsys.readouterr().out.startswith("Hi")
     with pytest.raises(sf.InputError, match="imported without a corpus"):
         evaluate_run(tmp_path / "run")
     corpus = make_corpus(tmp_path / "corpus")
-    found, _ = evaluate_run(tmp_path / "run", corpus=corpus.folder, tokens=300)
+    found, _ = evaluate_run(tmp_path / "run", corpus=corpus.folder, tokens=300, device="cpu")
     assert found.val_loss > 1
     with pytest.raises(sf.InputError, match="imported and has no training to continue"):
         resume(tmp_path / "run")
 
 
 def test_tokenizers_beside_the_weights_or_named(trained: Path, tmp_path: Path) -> None:
-    hub = pytest.importorskip("stepformer.huggingface")
-    from stepformer.huggingface.tokenizer import save_tokenizer
-
+    save_tokenizer = hub().tokenizer.save_tokenizer
     bpe = load_tokenizer(trained / "run" / "tokenizer")
     gpt2_folder(tmp_path / "gpt2", vocab_size=320)
     save_tokenizer(bpe, tmp_path / "gpt2")
     import_checkpoint(tmp_path / "gpt2", tmp_path / "beside")
-    assert load_run(tmp_path / "beside").tokenizer.fingerprint == bpe.fingerprint
+    assert load_run(tmp_path / "beside", device="cpu").tokenizer.fingerprint == bpe.fingerprint
     content = json.loads((tmp_path / "gpt2" / "tokenizer.json").read_text())["model"]
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "vocab.json").write_text(json.dumps({**content["vocab"], "<|endoftext|>": bpe.eot}))
@@ -330,11 +333,10 @@ def test_tokenizers_beside_the_weights_or_named(trained: Path, tmp_path: Path) -
     (tmp_path / "old" / "merges.txt").write_text("\n".join(["#version: 0.2", *lines, ""]))
     for number, given in enumerate((tmp_path / "old", trained / "run", trained / "corpus", tmp_path / "gpt2")):
         import_checkpoint(tmp_path / "gpt2", tmp_path / f"run{number}", tokenizer=str(given))
-        assert load_run(tmp_path / f"run{number}").tokenizer.fingerprint == bpe.fingerprint
+        assert load_run(tmp_path / f"run{number}", device="cpu").tokenizer.fingerprint == bpe.fingerprint
     save_tokenizer(ByteTokenizer(), tmp_path / "bytes")
     import_checkpoint(tmp_path / "gpt2", tmp_path / "b", tokenizer=str(tmp_path / "bytes"))
-    assert load_run(tmp_path / "b").tokenizer.kind == "bytes"
-    assert hub is not None
+    assert load_run(tmp_path / "b", device="cpu").tokenizer.kind == "bytes"
     for change, sentence in (
         ({"normalizer": {"type": "Lowercase"}}, "not a byte-level BPE with GPT-2's pattern"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "not a byte-level BPE with GPT-2's pattern"),
@@ -396,7 +398,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
             import_checkpoint(tmp_path / "bad.pt", tmp_path / "run", tokenizer="bytes")
     with zipfile.ZipFile(tmp_path / "bad.pt", "w") as archive:
         archive.writestr("holiday.txt", "photos")
-    with pytest.raises(sf.InputError, match="is damaged, or not written by torch.save"):
+    with pytest.raises(sf.InputError, match="is damaged, or not written by torch"):
         import_checkpoint(tmp_path / "bad.pt", tmp_path / "run", tokenizer="bytes")
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob(".tmp-*"))
@@ -419,7 +421,7 @@ def test_every_tensor_must_find_its_place(tmp_path: Path) -> None:
     nanogpt(path, bias=False)
     for changes, sentence in (
         ({"transformer__h__1__ln_2__weight": None}, r"lacks 'transformer.h.1.ln_2.weight' \(12,\)"),
-        ({"adapter__weight": torch.zeros(3, 4)}, r"no place for its 'adapter.weight' \(3, 4\)"),
+        ({"adapter__weight": torch.zeros(3, 4)}, r"a place for its 'adapter.weight' \(3, 4\)"),
         ({"transformer__ln_f__weight": torch.zeros(13)}, r"is float32 \(13,\) instead of \(12,\)"),
         ({"transformer__ln_f__weight": torch.zeros(12, dtype=torch.long)}, r"is int64 \(12,\) instead of"),
         ({"transformer__h__2__ln_2__weight": torch.zeros(12)}, "n_layer = 2, but its tensors have 3"),
@@ -497,8 +499,7 @@ def test_shards_stay_inside_their_folder(tmp_path: Path) -> None:
 
 
 def test_an_exported_model_with_other_weights_is_refused(tmp_path: Path) -> None:
-    hub = pytest.importorskip("stepformer.huggingface")
-    hub.StepformerForCausalLM.of(shake(tiny("yurii", vocab_size=300))).save_pretrained(tmp_path / "m")
+    hub().StepformerForCausalLM.of(shake(tiny("yurii", vocab_size=300))).save_pretrained(tmp_path / "m")
     weights = load_file(tmp_path / "m" / "model.safetensors")
     del weights["model.blocks.1.coefficients.mu_attn"]
     save_file(weights, tmp_path / "m" / "model.safetensors")

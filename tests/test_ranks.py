@@ -156,3 +156,23 @@ def test_two_ranks_take_the_steps_of_one(corpus: Path, tmp_path: Path, kind: str
     for name in ("cut", "grown"):
         np.testing.assert_allclose(numbers(tmp_path / name), numbers(tmp_path / "one-muon"), atol=1e-9, rtol=0)
         assert distance(tmp_path / name, tmp_path / "one-muon") < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_begin_with_the_weights_of_another_run(corpus: Path, tmp_path: Path, kind: str) -> None:
+    """A run that two ranks wrote, sharded or not, is the start of a run on two ranks and of the same run on one."""
+    first = {**SETTINGS, "steps": 10, "parallel": kind}
+    warm = {**SETTINGS, "steps": 6, "eval_every": 3, "optim.name": "adamw", "lr": 0.01, "parallel": kind}
+    warm |= {"init": str(tmp_path / "source"), "also": str(corpus), "seed": 7}
+    jobs: list[dict[str, Any]] = [
+        {"do": "train", "out": str(tmp_path / "source"), "settings": first},
+        {"do": "train", "out": str(tmp_path / "two"), "settings": warm},
+    ]
+    on_two_ranks([{"corpus": str(corpus), **job} for job in jobs], tmp_path / "ranks")
+    train(small_run(corpus, **warm), tmp_path / "one", quiet=True)
+    np.testing.assert_allclose(numbers(tmp_path / "two"), numbers(tmp_path / "one"), atol=1e-9, rtol=0)
+    assert distance(tmp_path / "one", tmp_path / "two") < 1e-9
+    ended = [line["val_loss"] for line in read_metrics(tmp_path / "source/metrics.jsonl") if line["kind"] == "eval"]
+    begun = next(line for line in read_metrics(tmp_path / "two/metrics.jsonl") if line["kind"] == "eval")
+    assert begun["val_loss"] == pytest.approx(ended[-1], abs=1e-12)  # fp64, the same weights and tokens
+    assert begun["also"][corpus.name]["val_loss"] == begun["val_loss"]

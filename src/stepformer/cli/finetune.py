@@ -147,7 +147,7 @@ class Study:
         corpus = target_corpus(target, runs[0], quiet=args.quiet)
         pair = corpus_names(runs[0].corpus, corpus)
         labels = list(dict.fromkeys(run.label for run in runs))
-        native = "-native" if args.native else ""
+        native = "-native" if settings.native else ""
         out = Path(args.out or f"runs/finetune-{pair[0]}-{pair[1]}-{'-'.join(labels)[:60]}{native}")
         baseline = self._baseline(labels)
         finished, settled = self._finetune(out, runs, corpus, settings)
@@ -169,13 +169,13 @@ class Study:
         short = corpus_names(*found)
         seeds = seeds_of(args.seeds or "1")
         pretrained = []
-        for corpus, name in zip(found, short, strict=True):
+        for corpus, called in zip(found, short, strict=True):
             variants = {
                 label: _variant(name, for_pretraining, corpus) for label, name in zip(labels, names, strict=True)
             }
-            runs = plan(out / f"pretrain-{name}", variants, seeds, quiet=args.quiet)
+            runs = plan(out / f"pretrain-{called}", variants, seeds, quiet=args.quiet)
             pretrained.append([open_pretrained(folder) for folder in self._carry_out(runs)])
-        native = "-native" if args.native else ""
+        native = "-native" if settings.native else ""
         measured, settled = [], settings
         for source, target in ((0, 1), (1, 0)):
             pair = (short[source], short[target])

@@ -11,7 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepformer import __version__
-from stepformer.cli import audit, compare, evaluate, finetune, flow, prepare, report, runs, serve, share, show, train
+from stepformer.cli import (
+    audit,
+    compare,
+    diagnose,
+    evaluate,
+    finetune,
+    flow,
+    prepare,
+    report,
+    runs,
+    serve,
+    share,
+    show,
+    train,
+)
 from stepformer.errors import ConfigError, StepformerError, StepformerWarning
 from stepformer.plugins import load_plugin
 
@@ -53,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_compare(commands, common)
     compare.add_sweep(commands, common)
     compare.add_demo(commands, common)
+    diagnose.add_diagnose(commands, common)
     finetune.add_finetune(commands, common)
     report.add_report(commands, common)
     share.add_export(commands, common)

@@ -64,6 +64,8 @@ def open_pretrained(path: str | Path, source: str | None = None, *, quiet: bool 
     config = RunConfig.from_dict(record["config"])
     if source is not None and not record.get("corpus"):
         corpus = _open(source, str(folder.tokenizer), TALES_COUNT, quiet)
+    elif not record.get("corpus"):
+        raise InputError(f"'{folder.path}' was imported without a corpus: say with --source what it was trained on.")
     else:
         corpus = trained_on(folder, record)
     step = int(checkpoint_of(folder, "best", ALONE)[1]["step"])

@@ -55,6 +55,7 @@ def _draw_curves(axes: Any, direction: Direction) -> None:
     for text in legend.get_texts():
         text.set_parse_math(False)  # a label with dollar signs is a label
     axes.set_xlabel("fine-tuning steps")
+    axes.xaxis.set_major_locator(_few_ticks(integer=True))
     axes.set_ylabel("validation loss (nats per token)")
     title = f"{direction.name}: source (solid) and target (dashed)"
     axes.set_title(title, loc="left", fontsize=10.5, parse_math=False)
@@ -77,12 +78,19 @@ def _draw_amounts(axes: Any, direction: Direction, what: str, label: str) -> Non
     axes.set_ylim(len(direction.rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(label)
+    axes.xaxis.set_major_locator(_few_ticks(integer=False))
     axes.set_title(what, loc="left", fontsize=10.5)
     _clean(axes)
 
 
 def _name(row: ForgettingRow) -> str:
     return textwrap.fill(row.label, NAME_WIDTH)
+
+
+def _few_ticks(*, integer: bool) -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=6 if integer else 4, integer=integer)
 
 
 def _clean(axes: Any) -> None:

@@ -20,11 +20,12 @@ POSITIVE, NEGATIVE = COLOURS[1], COLOURS[2]
 def text(result: dict[str, Any]) -> RenderableType:
     """What was found, what it was measured on, and whether the products could be trusted."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for name, justify in (("curvature", "left"), ("value", "right"), ("", "left")):
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=justify == "right")
+    table.add_column("curvature", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("")
     table.add_row("loss", f"{result['loss']:.4f}", f"on {result['tokens']:,} tokens, windows {result['windows_hash']}")
     for i, found in enumerate(result["eigenvalues"], start=1):
-        state = "" if found["converged"] else ", NOT CONVERGED"
+        state = "" if found["converged"] else ", not converged"
         table.add_row(f"lambda {i}", f"{found['value']:.6g}", f"residual {found['residual']:.2g}{state}")
     trace = result["trace"]
     if trace:
@@ -96,6 +97,7 @@ def _draw_eigenvalues(figure: Any, axes: Any, result: dict[str, Any]) -> None:
         face = colour if found["converged"] else "white"  # hollow: its residual is above the tolerance
         axes.errorbar(i, found["value"], yerr=found["residual"], fmt="o", color=colour, mfc=face, capsize=4)
     axes.set_xticks(range(1, len(result["eigenvalues"]) + 1))
+    axes.margins(x=0.2)
     axes.set_xlabel("number, by magnitude")
     hollow = any(not found["converged"] for found in result["eigenvalues"])
     _title(axes, "Eigenvalues ± residual" + (" (hollow: not converged)" if hollow else ""))
@@ -108,6 +110,7 @@ def _draw_trace(figure: Any, axes: Any, result: dict[str, Any]) -> None:
     if trace["standard_error"] is not None:
         low, high = (trace["mean"] + sign * trace["standard_error"] for sign in (-1, 1))
         axes.axhspan(low, high, color=COLOURS[0], alpha=0.15, linewidth=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("probe")
     _title(axes, "tr(H): mean ± standard error, probes")
 

@@ -17,10 +17,10 @@ from stepformer.errors import StepformerError
 from stepformer.files import writing
 
 COLUMNS = {
+    "readout_loss": "loss here",
     "update_norm": "|update|",
     "cosine": "cosine",
     "entropy": "entropy",
-    "readout_loss": "loss here",
     "energy": "energy",
     "capped_rows": "capped",
     "bounded_scores": "bounded",
@@ -29,17 +29,18 @@ MOST_COEFFICIENTS = 9  # in one table; a wider one would be cut at the edge of t
 
 
 def text(result: dict[str, Any]) -> RenderableType:
-    """A table of the layers, one of the learned coefficients, and what it was measured on."""
+    """Tables of what the layers do, of the streams and of the learned coefficients, and what it was measured on."""
     layers, start = result["layers"], result["start"]
-    streams = list(start["norms"])
     shown = [key for key in COLUMNS if any(row[key] is not None for row in layers)]
-    table = _table(["after layer", *(f"|{name}|" for name in streams), *(COLUMNS[key] for key in shown)])
-    first = {key: start.get(key) for key in COLUMNS}
-    table.add_row("start", *(_number(start["norms"][name]) for name in streams), *(_cell(first, key) for key in shown))
+    doing = _table(["after layer", *(COLUMNS[key] for key in shown)])
+    doing.add_row("start", *(_cell({key: start.get(key)}, key) for key in shown))
+    streams = list(start["norms"])
+    sizes = _table(["after layer", *(f"|{name}|" for name in streams)])
+    sizes.add_row("start", *(_number(start["norms"][name]) for name in streams))
     for row in layers:
-        norms = [_number(row["norms"].get(name)) for name in streams]
-        table.add_row(str(row["layer"]), *norms, *(_cell(row, key) for key in shown))
-    parts: list[RenderableType] = [table, ""]
+        doing.add_row(str(row["layer"]), *(_cell(row, key) for key in shown))
+        sizes.add_row(str(row["layer"]), *(_number(row["norms"].get(name)) for name in streams))
+    parts: list[RenderableType] = [doing, "", sizes, ""]
     names = list(dict.fromkeys(name for row in layers for name in row["coefficients"]))
     for begin in range(0, len(names), MOST_COEFFICIENTS):
         some = names[begin : begin + MOST_COEFFICIENTS]

@@ -18,7 +18,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -137,6 +137,7 @@ class _Batch:
     tokens: Tensor
     number: int
     settings: JacobianSettings
+    done: dict[tuple[int, str], dict[str, Any] | None] = field(default_factory=dict)
 
     @functools.cached_property
     def maps(self) -> LayerMaps:
@@ -144,6 +145,13 @@ class _Batch:
         return LayerMaps(self.model, self.tokens, dtype=DTYPES[self.settings.precision])
 
     def find(self, layer: int, kind: str) -> dict[str, Any] | None:
+        if kind == "joint" and self.maps.has_only_x(layer):
+            kind = "block"
+        if (layer, kind) not in self.done:
+            self.done[layer, kind] = self._find(layer, kind)
+        return self.done[layer, kind]
+
+    def _find(self, layer: int, kind: str) -> dict[str, Any] | None:
         jacobian = self.maps.jacobian(layer, kind)
         if jacobian is None:
             return None
@@ -159,8 +167,12 @@ class _Batch:
             reasons = [why_no_oracle(block, i in model.plain_layers) for i, block in enumerate(model.blocks)]
             notes += dict.fromkeys(reason for reason in reasons if reason)
         if "joint" in kinds:
-            parts, others = ", ".join(self.maps.parts()), ", ".join(self.maps.left_out())
-            notes.append(f"The joint state is ({parts}), in the Euclidean norm of all its numbers together.")
+            parts, others = self.maps.parts(), ", ".join(self.maps.left_out())
+            notes.append(
+                f"The joint state is ({', '.join(parts)}), in the Euclidean norm of all its numbers together."
+                if len(parts) > 1
+                else "Nothing but x reaches the next layer: the joint Jacobian is the block's."
+            )
             notes += [f"Streams left out of it, as they are the same for all tokens: {others}."] if others else []
         return notes
 
@@ -188,6 +200,7 @@ def over_batches(found: Sequence[Spectrum]) -> dict[str, Any] | None:
         "converged": None if None in settled else all(settled),
         "change": _largest([one.change for one in found]),
         "change_of_largest": _largest([one.change_of_largest for one in found]),
+        "error": _largest([one.error for one in found]),
         "dimension": found[0].dimension,
     }
     if len(values) >= LEGACY:

@@ -34,7 +34,7 @@ def text(result: dict[str, Any]) -> RenderableType:
         f"{result['tokens']:,} tokens in {result['batches']} batches, windows {result['windows_hash']}; "
         f"{settings['iterations']} rounds, {settings['probes']} probes, {settings['precision']}"
     )
-    shown.append("change: the largest of the k values in the last round; sigma_k may be too low by about as much")
+    shown.append("error: by how much a value may be too low, the last ones most, as their last changes tell")
     return Group(*shown, *result["notes"])
 
 
@@ -55,13 +55,13 @@ def _table(names: Sequence[str], title: str = "") -> Table:
 
 def _layers(kind: str, rows: Sequence[dict[str, Any]]) -> Table:
     k = rows[0][kind]["k"]
-    names = ["layer", "sigma_1", f"sigma_{k}", f"sigma_1/sigma_{k}", "stable rank", "rms gain", "change"]
+    names = ["layer", "sigma_1", f"sigma_{k}", f"sigma_1/sigma_{k}", "stable rank", "rms gain", "error"]
     table = _table(names, f"{TITLES[kind]}, dimension {rows[0][kind]['dimension']:,}")
     for row in rows:
         found = row[kind]
-        change = "-" if found["change"] is None else f"{found['change']:.1%}"
+        error = "-" if found["error"] is None else f"{found['error']:.1%}"
         keys = ("sigma_max", "sigma_k", "spread", "stable_rank", "rms_gain")
-        table.add_row(str(row["layer"]), *(_number(found[key]) for key in keys), change)
+        table.add_row(str(row["layer"]), *(_number(found[key]) for key in keys), error)
     return table
 
 

@@ -30,7 +30,7 @@ KINDS = ("block", "oracle", "joint")
 Map = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 # Numbers in the vectors of one batched product: beyond this a loop is as fast and saves memory.
-AT_ONCE = {"cpu": 2**14, "cuda": 2**22}
+AT_ONCE = {"cpu": 2**16, "cuda": 2**22}
 # How attention is computed, not what: plain products, all queries at once, no gradient stopped.
 PLAINLY = {"backend": "math", "query_chunk": 0, "detach_prior": False}
 
@@ -174,6 +174,11 @@ class LayerMaps:
         """What the joint map is about: x, streams and memory, as layers receive them."""
         names = [["x", *per_token(at.before), *at.before.memory] for at in self.passages]
         return list(dict.fromkeys(name for some in names for name in some))
+
+    def has_only_x(self, layer: int) -> bool:
+        """Whether nothing but x reaches the next layer, so that the joint map is the block's."""
+        at = self.passages[layer]
+        return not any((per_token(at.before), per_token(at.after), at.before.memory, at.after.memory))
 
     def left_out(self) -> list[str]:
         """Streams that are the same for all tokens, which no token's perturbation can reach."""

@@ -7,13 +7,16 @@ Vectors are rows: J applied to v (n, columns) gives (n, rows). With p = rank + o
 the singular values of Q^T J are those of J from below (Halko, Martinsson and Tropp 2011, section 4). Q keeps the
 directions of all rounds, which costs memory and no further product, and is far more accurate than the last ones alone
 where singular values fall slowly, as those of layers do (Musco and Musco 2015). Each round gives an estimate, so that
-the last change says how far it has settled.
+its changes say how far it has settled. The Frobenius norm is exact on Q and estimated by random signs z beside it:
+
+    ||J||_F^2 = ||Q^T J||_F^2 + E |(I - Q Q^T) J z|^2.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +24,8 @@ from torch import Tensor
 
 from stepformer.errors import StepformerError
 
-SETTLED = 0.01  # relative change of a singular value in the last round
+SETTLED = 0.01  # relative error that is left, as the last changes tell
+TINY = 1e-300
 
 
 class Operator(Protocol):
@@ -46,11 +50,16 @@ class Operator(Protocol):
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What a sketch finds. `change` is the largest relative change of the values in the last round."""
+    """What a sketch finds.
+
+    change: the largest relative change of the values in the last round; error: what is left of it if the next changes
+    fall as the last two did, at most the change itself.
+    """
 
     values: tuple[float, ...]  # singular values, the largest first
     change: float | None
     change_of_largest: float | None
+    error: float | None
     frobenius_squared: float
     frobenius_squared_error: float | None  # standard error over the probes
     dimension: int  # of what goes in
@@ -82,14 +91,15 @@ class Spectrum:
 
     @property
     def settled(self) -> bool | None:
-        """Whether no value moved by more than 1 % in the last round; None without a round to compare with."""
-        return None if self.change is None else self.change <= SETTLED
+        """Whether all values are right to 1 %, as far as the changes tell; None without a round to compare with."""
+        return None if self.error is None else self.error <= SETTLED
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "values": list(self.values),
             "change": self.change,
             "change_of_largest": self.change_of_largest,
+            "error": self.error,
             "frobenius_squared": self.frobenius_squared,
             "frobenius_squared_error": self.frobenius_squared_error,
             "dimension": self.dimension,
@@ -100,35 +110,49 @@ class Spectrum:
         return cls(**{**found, "values": tuple(found["values"])})
 
 
+@dataclass(frozen=True)
+class Sketch:
+    """`rounds`: estimates of the singular values after each round, the largest first; `basis`: Q, as rows."""
+
+    rounds: list[Tensor]
+    basis: Tensor
+    inside: float  # ||Q^T J||_F^2
+
+
 def spectrum(
     operator: Operator, *, rank: int, oversampling: int, iterations: int, probes: int, generator: torch.Generator
 ) -> Spectrum:
     """Singular values and norms of a linear map; `generator` is a CPU one, so that all devices draw the same."""
-    rounds = singular_values(operator, rank, oversampling, iterations, generator)
-    square, error = frobenius_squared(operator, probes, generator)
-    last = rounds[-1]
-    changes = None
-    if len(rounds) > 1:
-        # a value that is zero to rounding has no relative change
-        floor = 1e-6 * last[0].clamp_min(torch.finfo(last.dtype).tiny)
-        changes = ((last - rounds[-2]).abs() / last.clamp_min(floor)).tolist()
+    sketch = singular_values(operator, rank, oversampling, iterations, generator)
+    square, square_error = frobenius_squared(operator, probes, generator, sketch)
+    last = sketch.rounds[-1]
+    changes = _changes(sketch.rounds)
+    left = None
+    if changes:
+        shrinking = changes[-1] / changes[-2].clamp_min(TINY) if len(changes) > 1 else torch.ones_like(last)
+        # a geometric series: c r + c r^2 + ... = c r / (1 - r); where it does not shrink, c itself
+        left = (changes[-1] * (shrinking / (1 - shrinking).clamp_min(TINY)).clamp_max(1.0)).max().item()
     return Spectrum(
-        tuple(last.tolist()),
-        max(changes) if changes else None,
-        changes[0] if changes else None,
-        square,
-        error,
-        operator.shape[1],
+        values=tuple(last.tolist()),
+        change=changes[-1].max().item() if changes else None,
+        change_of_largest=changes[-1][0].item() if changes else None,
+        error=left,
+        frobenius_squared=square,
+        frobenius_squared_error=square_error,
+        dimension=operator.shape[1],
     )
+
+
+def _changes(rounds: list[Tensor]) -> list[Tensor]:
+    """Relative changes of the values from round to round; one that is zero to rounding has none."""
+    floor = (1e-6 * rounds[-1][0]).clamp_min(TINY)
+    return [(new - old).abs() / new.clamp_min(floor) for old, new in pairwise(rounds)]
 
 
 def singular_values(
     operator: Operator, rank: int, oversampling: int, iterations: int, generator: torch.Generator
-) -> list[Tensor]:
-    """Estimates of the `rank` largest singular values, the largest first, after 0, 1, ..., `iterations` rounds.
-
-    There are fewer where the map has fewer.
-    """
+) -> Sketch:
+    """The `rank` largest singular values, or all where there are fewer, with `iterations` rounds."""
     rows, columns = operator.shape
     size = min(rank + oversampling, rows, columns)
     start = torch.randn(size, columns, generator=generator, dtype=operator.dtype).to(operator.device)
@@ -136,8 +160,8 @@ def singular_values(
     pulled = start.new_zeros(0, columns)
     along, found = start, []
     for _ in range(iterations + 1):
-        fresh = new_directions(operator.push(along), left)
-        if len(fresh):  # none are left once the whole space, or all that J reaches, is spanned
+        fresh = new_directions(operator.push(along), left) if len(along) else left[:0]
+        if len(fresh):  # none are left once all that J reaches is spanned
             back = operator.pull(fresh)
             left, pulled = torch.cat([left, fresh]), torch.cat([pulled, back])
             along = new_directions(back, right)
@@ -145,15 +169,20 @@ def singular_values(
         values = torch.linalg.svdvals((pulled @ right.mT).double().cpu()).sort(descending=True).values
         missing = max(0, min(rank, size) - len(values))
         found.append(torch.cat([values, values.new_zeros(missing)])[: min(rank, size)])
-    return found
+    return Sketch(found, left, pulled.double().square().sum().item())
 
 
-def frobenius_squared(operator: Operator, probes: int, generator: torch.Generator) -> tuple[float, float | None]:
-    """||J||_F^2 = E |J z|^2 over random signs z (Hutchinson), and the standard error of its mean over the probes."""
+def frobenius_squared(
+    operator: Operator, probes: int, generator: torch.Generator, sketch: Sketch | None = None
+) -> tuple[float, float | None]:
+    """||J||_F^2 = E |J z|^2 over random signs z, outside the sketch if there is one, and its standard error."""
     squares = []
     for _ in range(probes):  # one by one: their number is not bounded by memory
         signs = 2 * torch.randint(2, (1, operator.shape[1]), generator=generator, dtype=torch.int8) - 1
-        squares.append(operator.push(signs.to(operator.device, operator.dtype)).double().square().sum().item())
+        image = operator.push(signs.to(operator.device, operator.dtype))
+        if sketch is not None:
+            image = image - (image @ sketch.basis.mT) @ sketch.basis
+        squares.append(image.double().square().sum().item() + (sketch.inside if sketch is not None else 0.0))
     mean = math.fsum(squares) / probes
     if probes < 2:
         return mean, None

@@ -121,33 +121,52 @@ def save_tasks(run: LoadedRun, settings: Mapping[str, Any], found: Mapping[str, 
 @contextlib.contextmanager
 def settled(quiet: bool) -> Iterator[None]:
     """The harness without its log and chatter, and with no process forked from one that has threads."""
-    log = logging.getLogger("lm_eval")
-    hub, building = need("datasets.utils.logging"), need("lm_eval.api.task")
-    harness = need("lm_eval.evaluator")
-    level, forks = log.level, os.environ.get("DISABLE_MULTIPROC")
-    showed, bar, environment = hub.is_progress_bar_enabled(), building.tqdm, harness.add_env_info
-    log.setLevel(logging.ERROR)
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    hub.disable_progress_bar()
-    building.tqdm = functools.partial(
-        bar, desc="building prompts", disable=None, leave=False
-    )  # None: on terminals only
-    harness.add_env_info = lambda storage: None  # it asks the system for seconds; the run's own record says as much
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            if quiet:
-                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+    harness, building = need("lm_eval.evaluator"), need("lm_eval.api.task")
+    log, bars = logging.getLogger("lm_eval"), need("datasets.utils.logging")
+    level, showed = log.level, bars.is_progress_bar_enabled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        if quiet:
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        # None: on terminals only
+        bar = functools.partial(building.tqdm, desc="building prompts", disable=None, leave=False)
+        stack.enter_context(patched(building, tqdm=bar))
+        # these ask the system and git about the machine, for seconds; the run's own record says as much
+        stack.enter_context(patched(harness, add_env_info=lambda storage: None, get_git_commit_hash=lambda: None))
+        stack.enter_context(environment("DISABLE_MULTIPROC", "1"))
+        log.setLevel(logging.ERROR)
+        bars.disable_progress_bar()
+        try:
             yield
+        finally:
+            log.setLevel(level)
+            if showed:
+                bars.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def patched(module: Any, **values: Any) -> Iterator[None]:
+    """Other values for names of a module, where it has them."""
+    before = {name: getattr(module, name) for name in values if hasattr(module, name)}
+    for name in before:
+        setattr(module, name, values[name])
+    try:
+        yield
     finally:
-        log.setLevel(level)
-        building.tqdm, harness.add_env_info = bar, environment
-        if showed:
-            hub.enable_progress_bar()
-        if forks is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = forks
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def as_table(result: Mapping[str, Any]) -> Table:

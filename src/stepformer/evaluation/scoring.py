@@ -13,6 +13,7 @@ from torch import Tensor
 from stepformer.errors import InputError, StepformerError
 from stepformer.model import Model, check_ids
 from stepformer.oracles import fresh_call
+from stepformer.training.checkpoints import weights_sha256
 from stepformer.training.evaluation import autocasting
 from stepformer.training.loop import precision_of
 from stepformer.training.run import LoadedRun
@@ -114,19 +115,10 @@ def scorer_of(run: LoadedRun, micro_batch: int = 8) -> Scorer:
     return Scorer(run.model, torch.bfloat16 if bf16 else None, micro_batch)
 
 
-def weights_hash(model: Model) -> str:
-    """A name for the weights: results of other weights are never mixed with theirs."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name}:{parameter.dtype}:{tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def about_run(run: LoadedRun) -> dict[str, object]:
     """What decides a run's scores besides the text: goes into journals and results."""
     return {
-        "weights": weights_hash(run.model),
+        "weights": weights_sha256(dict(run.model.named_parameters())),
         "step": run.step,
         "context": run.model.config.context,
         "precision": precision_of(run.config, run.device),

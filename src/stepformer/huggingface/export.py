@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from stepformer import __version__, files
-from stepformer.errors import InputError
+from stepformer.errors import InputError, StepformerError
 from stepformer.huggingface.card import model_card, validation
 from stepformer.huggingface.gpt2 import as_gpt2
 from stepformer.huggingface.modeling import StepformerForCausalLM
@@ -109,6 +110,8 @@ def whole(out: Path) -> Iterator[Path]:
             if out.exists():
                 files.rename(out, old)
             files.rename(temporary, out)
+        except SafetensorError as error:  # a full disk, say
+            raise StepformerError(f"'{out}' could not be written: {error}.") from None
         finally:
             for left in (temporary, old):
                 shutil.rmtree(left, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,6 @@ def _only_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    def stripped(name: str) -> Iterator[str]:
-        for prefix in PREFIXES:
-            name = name.removeprefix(prefix)
-        yield name
-
-    for _ in PREFIXES:  # in either order
-        tensors = {new: value for name, value in tensors.items() for new in stripped(name)}
+    for prefix in (*PREFIXES, *PREFIXES):  # one inside the other, in either order
+        tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     return tensors
