@@ -461,9 +461,19 @@ def one(run: RunData) -> Report:
 
 def test_forgetting_is_shown_as_it_is_found(study: Path, tmp_path: Path) -> None:
     copied(study, tmp_path)
-    rows = [{"label": "yurii", "before": 2.5, "after": 2.75}, {"label": "tmm", "gap": 12, "after": None}]
-    (tmp_path / "forgetting.json").write_text(json.dumps({"rows": rows}))
-    (table,) = report_of(tmp_path).forgetting
+    rows = [{"before": 2.5, "label": "yurii", "after": 2.75}, {"label": "tmm", "gap": 12, "after": None}]
+    curves = {
+        "folder": "elsewhere/yurii-s42",
+        "direction": "a -> b",
+        "steps": [0, 5, 9],
+        "source_loss": [2.0, 2.1, None],
+    }
+    (tmp_path / "forgetting.json").write_text(json.dumps({"rows": rows, "runs": [curves, {"folder": "unknown"}, 3]}))
+    report = report_of(tmp_path)
+    (table,), (chart,) = report.forgetting, report.charts["forgetting"].charts
+    assert [(line.label, line.x, line.y, line.choice) for line in chart.lines] == [
+        ("yurii", [0.0, 5.0], [2.0, 2.1], "a -> b")
+    ]
     assert [column.title for column in table.columns] == ["label", "before", "after", "gap"]
     assert [cell.text for cell in table.rows[0][:3]] == ["yurii", "2.5000", "2.7500"]
     (tmp_path / "forgetting.json").write_text('["something else"]')

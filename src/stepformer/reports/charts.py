@@ -264,13 +264,11 @@ def surface_of(run: RunData, found: Any) -> Surface | None:
 
 def forgetting_charts(runs: Sequence[RunData], tables: Sequence[Any]) -> Charts:
     """The loss on the old corpus and on the new one while the new one is learned."""
-    known = {run.folder.resolve(): run for run in runs}
     lines: dict[str, list[Line | None]] = {"source_loss": [], "target_loss": []}
     for found in tables:
         listed = inside(found, "runs")
         for entry in listed if isinstance(listed, list) else []:
-            folder = inside(entry, "folder")
-            run = known.get(Path(folder).resolve()) if isinstance(folder, str) else None
+            run = _run_of(inside(entry, "folder"), runs)
             steps = inside(entry, "steps")
             for key, drawn in lines.items():
                 losses = inside(entry, key)
@@ -279,3 +277,13 @@ def forgetting_charts(runs: Sequence[RunData], tables: Sequence[Any]) -> Charts:
     charts = _chart("Loss on the first corpus", "nats per token", lines["source_loss"], x="step of fine-tuning")
     charts += _chart("Loss on the second corpus", "nats per token", lines["target_loss"], x="step of fine-tuning")
     return Charts(charts)
+
+
+def _run_of(folder: Any, runs: Sequence[RunData]) -> RunData | None:
+    """The run in a folder that may have been moved since it was written down, with its study or alone."""
+    parts = Path(str(folder)).parts
+    for count in (2, 1):
+        found = [run for run in runs if run.folder.resolve().parts[-count:] == parts[-count:]]
+        if len(found) == 1:
+            return found[0]
+    return None

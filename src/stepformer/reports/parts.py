@@ -234,11 +234,15 @@ def tasks_table(runs: Sequence[RunData]) -> Table | None:
     return Table(titles, rows, "Downstream tasks") if rows else None
 
 
+FIRST = ("architecture", "label", "direction", "baseline", "seed", "n")  # columns that say what a row is about
+
+
 def generic_table(found: Any, caption: str) -> Table | None:
     """Any list of records under `rows`: a column for every key."""
     rows = inside(found, "rows")
     records = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     keys = list(dict.fromkeys(key for record in records for key in record))
+    keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))  # stable: the others stay in order
     if not keys:
         return None
     numeric = {key: all(isinstance(r.get(key), int | float | None) for r in records) for key in keys}
@@ -251,7 +255,9 @@ def _any(value: Any) -> Cell:
         return text("" if value is None else value)
     if isinstance(value, int):
         return number(value, ",d" if abs(value) >= 10_000 else "d")
-    return number(value, ".4f" if 1e-3 <= abs(value) < 1e4 else ".3g") if isinstance(value, float) else text(value)
+    if not isinstance(value, float):
+        return text(value)
+    return number(value, ".4f" if 5e-5 <= abs(value) < 1e4 or value == 0 else ".3g")
 
 
 def environment_table(runs: Sequence[RunData]) -> Table:
