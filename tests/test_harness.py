@@ -495,6 +495,27 @@ def test_tasks_that_make_text_and_score_documents(
     assert found["made@0"]["exact_match"] == 0
 
 
+def test_groups_and_tags(run: LoadedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.jsonl").write_text('{"q": "one", "c": ["a", "b"], "g": 1}\n{"q": "one", "c": ["a", "b"], "g": 0}\n')
+    common: dict[str, Any] = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "d.jsonl"}}}
+    common |= {"test_split": "test", "output_type": "multiple_choice", "tag": "ours", "doc_to_text": "{{q}}"}
+    common |= {"doc_to_choice": "c", "doc_to_target": "{{g}}", "metric_list": [{"metric": "acc"}]}
+    (tmp_path / "y").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "y" / f"{name}.yaml").write_text(json.dumps({"task": name, **common}))
+    mean = {"aggregate_metric_list": [{"metric": "acc", "aggregation": "mean"}]}
+    (tmp_path / "y" / "both.yaml").write_text(json.dumps({"group": "both", "task": ["one", "two"], **mean}))
+    few = TaskManager(include_path=str(tmp_path / "y"), include_defaults=False)
+    monkeypatch.setattr(tasks, "all_tasks", lambda: few)
+    found = measure_tasks(run, ["both"], quiet=True)["tasks"]
+    assert {name: entry["acc"] for name, entry in found.items()} == {"one@0": 0.5, "two@0": 0.5, "both@0": 0.5}
+    assert found["both@0"]["items"] is None
+    assert list(measure_tasks(run, ["ours"], quiet=True)["tasks"]) == ["one@0", "two@0"]
+
+
 def test_metrics_are_renamed() -> None:
     given = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": 1, "ppl,none": float("nan")}
     assert read_metrics(given) == {"acc": 0.5, "f1[strict]": 1.0, "ppl": None}

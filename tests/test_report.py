@@ -286,6 +286,25 @@ def test_a_folder_of_runs_is_refused_with_a_hint(study: Path, tmp_path: Path) ->
         gather([tmp_path])
 
 
+def test_a_run_without_corpus_and_history_is_shown(study: Path, tmp_path: Path) -> None:
+    """As one that was imported is: weights, a config, and nothing else."""
+    folder = copied(study, tmp_path)
+    changed(folder / "run.json", corpus=None, label="", id=None)
+    for name in ("result.json", "metrics.jsonl", "environment.json"):
+        (folder / name).unlink()
+    gathered = gather([folder])
+    samples = Samples(*default_prompts(gathered.runs)[:1], Drawing(tokens=3))
+    sampling.ask_models(gathered.runs, samples, tmp_path / "cache", device="cpu")
+    report = build(gathered, samples=samples)
+    assert report.labels == ["yurii-s42"]
+    assert samples.prompts == [""]
+    assert report.charts["coefficients"]
+    assert "A new document" in page_html(report)
+    (folder / "run.json").write_text("[]")
+    with pytest.raises(InputError, match="is damaged: it is not a JSON object"):
+        gather([folder])
+
+
 def test_an_empty_study_is_refused(tmp_path: Path) -> None:
     (tmp_path / "study.json").write_text('{"format": 1, "runs": [{"label": "a", "seed": 1}]}')
     with pytest.raises(InputError, match="No run has been started in"):

@@ -40,6 +40,12 @@ A preset is a named point in template x splitting x attention; change one word a
   stepformer audit yurii                       is it causal, does cached decoding agree, are its gradients right?
   stepformer train yurii                       train it (tiny, on the embedded tales; see train --help)
   stepformer compare vanilla yurii --seeds 3   is the difference real? paired seeds, intervals, a plot
+  stepformer eval RUN --tasks hellaswag        how good is it? tasks, perplexity on other texts
+  stepformer diagnose RUN --hessian --depth    why? curvature, Jacobians, what happens inside
+  stepformer finetune RUN... --on CORPUS       what does it forget while it learns something else?
+  stepformer report RUNS...                    one page to show: tables, curves, spectra, samples
+  stepformer serve RUN [RUN2]                  type a prompt, compare two checkpoints token by token, watch a training
+  stepformer export RUN --out DIR              to Hugging Face; `stepformer import` reads others' checkpoints
   stepformer flow                              the particle systems behind attention: energies, orders, pictures
 """
 

@@ -50,7 +50,7 @@ def forgetting_markdown(directions: Sequence[Direction]) -> str:
     """A table that also reads well as text, and what it is a table of."""
     lines = [_header(directions), *(_cells(d, row) for d in directions for row in d.rows)]
     lines = [[text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_") for text in line] for line in lines]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    widths = [max(2, *(len(line[column]) for line in lines)) for column in range(len(lines[0]))]
     rule = ["-" * width if column < TEXT else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
     out = []
     for line in [lines[0], rule, *lines[1:]]:

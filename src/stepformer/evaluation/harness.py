@@ -87,6 +87,7 @@ def score_task(harness: Any, model: Any, task: OpenedTask, shots: int | None, li
         bootstrap_iters=BOOTSTRAP,
         **SEEDS,
     )
+    cut = model.cut if len(out["results"]) == 1 else None  # of a group only the sum is known
     found = {}
     for name, values in {**out["results"], **out.get("groups", {})}.items():
         metrics = read_metrics(values)
@@ -95,7 +96,7 @@ def score_task(harness: Any, model: Any, task: OpenedTask, shots: int | None, li
         n = out["n-shot"].get(name, shots)
         items = out["n-samples"].get(name, {})
         facts = {"task": name, "shots": n, "items": items.get("effective"), "of": items.get("original")}
-        found[name if n is None else f"{name}@{n}"] = {**facts, "cut": model.cut, "source": task.source, **metrics}
+        found[name if n is None else f"{name}@{n}"] = {**facts, "cut": cut, "source": task.source, **metrics}
     return found
 
 
@@ -171,20 +172,25 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 def as_table(result: Mapping[str, Any]) -> Table:
     """For `console.print`: a line for every task, accuracies in percent."""
+    entries = list(result["tasks"].values())
+    other = [", ".join(f"{name} {with_error(entry, name, 1)}" for name in other_metrics(entry)) for entry in entries]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for column in ("task", "shots", "items", "acc %", "acc_norm %", "other"):
-        table.add_column(column, justify="left" if column in ("task", "other") else "right", no_wrap=column != "other")
-    for entry in result["tasks"].values():
-        other = [
-            f"{name} {with_error(entry, name, 1)}"
-            for name, value in entry.items()
-            if isinstance(value, float) and "_stderr" not in name and name not in ("acc", "acc_norm")
-        ]
+    for column in ("task", "shots", "items", "acc %", "acc_norm %"):
+        table.add_column(column, justify="left" if column == "task" else "right", no_wrap=True)
+    if any(other):
+        table.add_column("other")
+    for entry, rest in zip(entries, other, strict=True):
         shots = "" if entry["shots"] is None else str(entry["shots"])
         items = "" if entry["items"] is None else f"{entry['items']:,}"
         accuracies = [with_error(entry, name, 100) for name in ("acc", "acc_norm")]
-        table.add_row(entry["task"], shots, items, *accuracies, ", ".join(other))
+        table.add_row(entry["task"], shots, items, *accuracies, *([rest] if any(other) else []))
     return table
+
+
+def other_metrics(entry: Mapping[str, Any]) -> list[str]:
+    """The names of metrics that are no accuracy and no standard error."""
+    numbers = [name for name, value in entry.items() if isinstance(value, float)]
+    return [name for name in numbers if "_stderr" not in name and name not in ("acc", "acc_norm")]
 
 
 def with_error(entry: Mapping[str, Any], name: str, scale: float) -> str:

@@ -175,7 +175,10 @@ def _baseline(study: Path) -> str | None:
 def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
     """One run folder; `points` is how many points of each curve are kept."""
     folder = RunFolder(path)
-    facts = folder.read()
+    try:
+        facts = folder.read()
+    except AttributeError:  # JSON, but no object
+        raise InputError(f"The run record '{path / 'run.json'}' is damaged: it is not a JSON object.") from None
     notes: list[str] = []
     config = _config(facts, notes)
     training, evaluation = read_curves(folder.metrics, notes)
@@ -187,7 +190,7 @@ def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
     return RunData(
         folder=path,
         label=label,
-        seed=int(seed),
+        seed=seed if isinstance(seed, int) else 0,
         state=state,
         record=record,
         facts=facts,

@@ -253,7 +253,8 @@ def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:
     """The corpus of a run, where its record says it is."""
     if not record.get("corpus"):
         raise InputError(
-            f"'{folder.path}' was imported without a corpus: name a prepared one (corpus=DIR, or --corpus DIR of `stepformer eval`)."
+            f"'{folder.path}' was imported without a corpus: name a prepared one with corpus=DIR "
+            "(`stepformer eval`: --corpus DIR)."
         )
     alone = World(0, 1, torch.device("cpu"))
     return _same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), alone, None)
