@@ -129,7 +129,11 @@ def _sections(report: Report) -> list[tuple[str, str, str]]:
     settings = table("differing", "differences") or '<p class="lead">All runs have the same settings, seeds apart.</p>'
     return [
         ("comparison", "Comparison", compared),
-        ("curves", "Loss curves", f'<p class="lead">{esc(CURVES_LEAD)}</p><div data-part="curves"></div>' * curves),
+        (
+            "curves",
+            "Loss curves",
+            f'<p class="lead screen">{esc(CURVES_LEAD)}</p><div data-part="curves"></div>' * curves,
+        ),
         part("coefficients"),
         part("depth"),
         part("jacobian", table("jacobian")),
