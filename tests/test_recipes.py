@@ -24,6 +24,7 @@ from stepformer.recipes import FOLDER, load_recipe, recipe_names
 from stepformer.references import BIBTEX
 from stepformer.training import train
 from stepformer.training.config import RunConfig, run_config
+from stepformer.training.runs import as_toml
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
 V = 50_304
@@ -634,3 +635,13 @@ def test_the_page_lists_every_recipe_with_its_values() -> None:
             run: row["published"] for run, row in runs.items() if "published" in row
         }
         assert all(re.search(rf"(?<![\w-]){run}(?![\w-])", rows[1]) for run in runs), name
+
+
+def test_the_file_of_a_run_remembers_its_recipe(tmp_path: Path) -> None:
+    """Studies start their runs from such files: published figures must still be found."""
+    config = run_config("momentum-streams-tinystories", ["model.preset=yurii"])
+    path = tmp_path / "run.toml"
+    path.write_text(as_toml(config))
+    again = run_config(str(path))
+    assert again.recipe == "momentum-streams-tinystories"
+    assert again.hash == config.hash

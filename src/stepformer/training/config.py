@@ -161,7 +161,9 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
 
     name = str(what)
     if name.endswith(".toml"):
-        document, recipe = read_recipe(Path(name)).document, ""
+        read = read_recipe(Path(name))
+        origin = str(read.about.get("name", ""))
+        document, recipe = read.document, origin if origin in recipe_names() else ""
     elif name in recipe_names():
         document, recipe = load_recipe(name).document, name
     else:

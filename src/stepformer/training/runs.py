@@ -70,6 +70,8 @@ class RunFolder:
         if not self.exists:
             raise InputError(f"'{self.path}' is not a run: it has no run.json.")
         record: dict[str, Any] = files.read_json(self.path / "run.json", "run record")
+        if not isinstance(record, dict):
+            raise InputError(f"The run record '{self.path / 'run.json'}' is damaged: it is not an object.")
         if record.get("format") != FORMAT:
             raise InputError(
                 f"The run '{self.path}' has format {record.get('format')}; this stepformer reads format {FORMAT}."
@@ -200,7 +202,8 @@ def as_toml(config: RunConfig) -> str:
             else repr(v)
         )
 
-    text = []
+    # where it comes from, so that published figures stay beside it
+    text = [f"[recipe]\nname = {value(config.recipe)}\n"] if config.recipe else []
     for section in ("model", "data", "optim", "train"):
         values = config.to_dict()[section]
         text.append(f"[{section}]\n" + "".join(f"{k} = {value(v)}\n" for k, v in values.items() if v is not None))
