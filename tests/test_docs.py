@@ -24,7 +24,10 @@ RUNNABLE = [
     "README.md",
     *(
         f"docs/{page}.md"
-        for page in ("attention", "build-a-model", "generate-text", "optimizers", "prepare-data", "recipes", "train")
+        for page in (
+            *("attention", "build-a-model", "curvature", "evaluate", "generate-text", "inside-the-network", "jacobian"),
+            *("optimizers", "prepare-data", "recipes", "train"),
+        )
     ),
 ]
 

@@ -21,7 +21,7 @@ import stepformer as sf
 from helpers import shake, tiny, tokens
 from real_data import GPT2, needs_gpt2
 from runs import make_corpus, small_run
-from stepformer import measured
+from stepformer import files, measured
 from stepformer.cli import main
 from stepformer.data.merges import merges_of
 from stepformer.data.tokenizers import ByteTokenizer, Tokenizer, byte_of_letter, gpt2_tokenizer, train_bpe, valid
@@ -140,6 +140,21 @@ def test_the_card_shows_what_was_measured(run: Path, tmp_path: Path) -> None:
     assert "| sharpness | 12.3457 |" in card
     assert "| by.layer.0 | 1.5 |" in card
     assert '`{"probes": 3}`' in card
+    assert "| curve" not in card
+
+
+def test_the_card_shows_perplexities_and_says_what_rounding_changed(run: Path, tmp_path: Path) -> None:
+    texts = [{"name": name, "mode": "blocks", "stride": None, "perplexity": 7.5 + i} for i, name in enumerate("ab")]
+    path = measured.save(run, "perplexity", step=8, settings={}, result={"texts": texts})
+    try:
+        card = (export_run(run, tmp_path / "m") / "README.md").read_text()
+        rounded = (export_run(run, tmp_path / "r", dtype="bf16") / "README.md").read_text()
+    finally:
+        path.unlink()
+    for text in ("| texts.1.name | a |", "| texts.1.perplexity | 7.5 |", "| texts.2.perplexity | 8.5 |"):
+        assert text in card
+    assert "rounded to bf16" not in card
+    assert "before they were rounded to bf16" in rounded
 
 
 def test_python_in_the_card_runs(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +182,7 @@ def test_python_in_the_docs_runs(
 def test_folders_are_whole_or_not_there(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "place" / "model"
     export_run(run, out)
-    (out / "stays-if-the-next-fails").touch()
+    (out / "README.md").write_text("stays if the next fails")
 
     def fails(*args: Any, **kwargs: Any) -> str:
         raise sf.StepformerError("no card today")
@@ -178,12 +193,32 @@ def test_folders_are_whole_or_not_there(run: Path, tmp_path: Path, monkeypatch: 
             export_run(run, out)
         with pytest.raises(sf.StepformerError, match="no card today"):
             export_run(run, tmp_path / "other")
-    assert (out / "stays-if-the-next-fails").exists()
+    assert (out / "README.md").read_text() == "stays if the next fails"
     assert [p.name for p in out.parent.iterdir()] == ["model"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["place"]
-    export_run(run, out)  # an earlier export is replaced
-    assert not (out / "stays-if-the-next-fails").exists()
+    rename = files.rename
+
+    def fails_to_rename(source: Path, target: Path) -> None:
+        if target == out and "old" not in source.name:
+            raise OSError("not today")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "rename", fails_to_rename)
+        with pytest.raises(sf.StepformerError, match="not today"):
+            export_run(run, out)
+    assert (out / "README.md").read_text() == "stays if the next fails"
     assert [p.name for p in out.parent.iterdir()] == ["model"]
+    export_run(run, out)  # an earlier export is replaced
+    assert (out / "README.md").read_text().startswith("---")
+    assert [p.name for p in out.parent.iterdir()] == ["model"]
+    (tmp_path / "link").symlink_to(out)
+    export_run(run, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "place"]
+    (out / ".git").mkdir()
+    with pytest.raises(sf.InputError, match=r"holds other files \('.git'\)"):
+        export_run(run, out)
 
 
 def test_what_export_refuses(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -382,6 +382,7 @@ def test_what_cannot_be_fine_tuned_is_said_in_a_sentence(
         ([run, *target, "--baseline", "tmm"], "'tmm' is not among vanilla"),
         ([run, *target, "--seeds", "3"], "belong to --pretrain"),
         ([run, "--pretrain", "vanilla"], "--pretrain makes its own runs"),
+        (["--pretrain", "vanilla", "--corpora", "tales:moon", "tales:space", "--seeds", "x"], "'x' are no seeds"),
         (["--pretrain", "vanilla", "--corpora", "tales:village"], "Name two different corpora"),
         (["--pretrain", "vanilla", "--corpora", "tales:moon", "tales:space"], "have no dialect 'moon'"),
         (["--pretrain", "vanilla", "--corpora", "tales", "tales:space", "dialect=space"], "--corpora names the two"),

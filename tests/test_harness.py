@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,6 +201,15 @@ def test_too_long_is_cut_and_counted() -> None:
     )
     assert found[3][0] == pytest.approx(expected, abs=EXACT * 60)
     assert found[4] == (0.0, True)
+
+
+def test_a_prompt_of_blanks_stands_behind_end_of_text() -> None:
+    """The harness gives the blanks to the continuation, which leaves no context; the Hugging Face backend stops."""
+    model = bytes_model()
+    found = adapter()(Scorer(model), ByteTokenizer()).loglikelihood([request("  ", "ab"), request(" ", "b" * 30)])
+    assert found[0][0] == pytest.approx(naive(model, [256], list(b"  ab"))[0], abs=EXACT)
+    tail = naive(model, list((b" " + b"b" * 30)[6:24]), list(b"b" * 7))[0]
+    assert found[1][0] == pytest.approx(naive(model, [256], list(b" " + b"b" * 23))[0] + tail, abs=EXACT * 30)
 
 
 def test_rolling_scores_every_token_once() -> None:

@@ -317,6 +317,8 @@ def test_what_can_be_done_with_an_imported_run(trained: Path, tmp_path: Path, ca
     assert found.val_loss > 1
     with pytest.raises(sf.InputError, match="imported and has no training to continue"):
         resume(tmp_path / "run")
+    assert main(["generate", str(tmp_path / "run"), "Hi", "--checkpoint", "last"]) == 2
+    assert "has no last checkpoint, only a best one" in capsys.readouterr().err
 
 
 def test_tokenizers_beside_the_weights_or_named(trained: Path, tmp_path: Path) -> None:
@@ -441,6 +443,7 @@ def test_what_else_import_refuses(trained: Path, tmp_path: Path, capsys: Any) ->
     for name, config in {
         "llama": {"model_type": "llama"},
         "relu": {"model_type": "gpt2", "activation_function": "relu"},
+        "listed": {"model_type": "gpt2", "activation_function": ["gelu"]},
         "scaled": {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
         "broken": {"model_type": "stepformer", "template": "nonsense"},
     }.items():
@@ -459,6 +462,7 @@ def test_what_else_import_refuses(trained: Path, tmp_path: Path, capsys: Any) ->
         ([str(tmp_path)], "Did you mean"),
         ([str(tmp_path / "llama")], "type 'llama'; understood are"),
         ([str(tmp_path / "relu")], "activation_function = 'relu'"),
+        ([str(tmp_path / "listed")], "activation_function = '['gelu']'"),
         ([str(tmp_path / "scaled")], "scale_attn_by_inverse_layer_idx = True"),
         ([str(tmp_path / "broken")], "cannot be built here: Unknown template"),
         ([str(tmp_path / "llama" / "model.safetensors")], "weights without their config"),
@@ -469,6 +473,7 @@ def test_what_else_import_refuses(trained: Path, tmp_path: Path, capsys: Any) ->
         ([ckpt, "--tokenizer", "bpe:400"], "is trained on a corpus"),
         ([ckpt, "--tokenizer", "klingon"], "There is no tokenizer 'klingon'"),
         ([ckpt, "--heads", "0"], "should be at least 1"),
+        ([ckpt, "--tokenizer", "bytes", "--heads", "5"], "heads: leave out heads = 5"),
     ):
         assert main(["import", *words, "--out", str(tmp_path / "out")]) == 2, words
         said = capsys.readouterr().err

@@ -50,6 +50,7 @@ def test_results_are_kept_and_read(tmp_path: Path) -> None:
     assert found is not None
     assert found["step"] == 7
     assert found["settings"] == {"tokens": 9}
-    path.write_text("{")
-    with pytest.raises(InputError, match="damaged"):
-        measured.load(tmp_path, "depth")
+    for text in ("{", "[1]", '{"format": 1, "settings": {}}'):
+        path.write_text(text)
+        with pytest.raises(InputError, match="damaged"):
+            measured.load(tmp_path, "depth")

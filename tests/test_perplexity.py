@@ -18,7 +18,7 @@ from helpers import shake, tiny
 from real_data import REAL
 from runs import make_corpus, small_run
 from stepformer import measured
-from stepformer.cli import main
+from stepformer.cli import evaluate, main
 from stepformer.data.tokenizers import ByteTokenizer, train_bpe
 from stepformer.errors import InputError
 from stepformer.evaluation.perplexity import Reading, measure_texts, sliding_windows, total_nats
@@ -314,6 +314,33 @@ def test_the_command_prints_and_keeps(run: LoadedRun, tmp_path: Path, capsys: py
     assert set(json.loads(capsys.readouterr().out)) == {
         *("val_loss", "val_tokens", "val_hash", "perplexity", "step", "run"),
     }
+
+
+def test_what_was_measured_before_an_interrupted_part_is_not_measured_again(
+    run: LoadedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "book.txt").write_text(STORY)
+    words = ["eval", str(run.folder.path), "--on", str(tmp_path / "book.txt"), "--tasks", "hellaswag", "--quiet"]
+    batches = []
+    score = Scorer.score
+
+    def counting(self: Scorer, parts: Any) -> Any:
+        batches.append(len(parts))
+        return score(self, parts)
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Scorer, "score", counting)
+    monkeypatch.setattr(evaluate, "need", lambda module: None)
+    monkeypatch.setattr(evaluate, "downstream", interrupted)
+    assert main(words) == 130
+    first = list(batches)
+    assert first
+    monkeypatch.setattr(evaluate, "downstream", lambda *args: {"tasks": {}})
+    assert main(words) == 0
+    assert batches == first
+    assert not (run.folder.path / "measured" / "perplexity.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from stepformer import measured
 from stepformer.cli import main
 from stepformer.errors import InputError, StepformerError
 from stepformer.evaluation import measure_tasks, tasks
-from stepformer.evaluation.harness import read_metrics, settled
+from stepformer.evaluation.harness import notes, read_metrics, settled
 from stepformer.evaluation.scoring import Scorer
 from stepformer.training import load_run, train
 from stepformer.training.run import LoadedRun
@@ -168,11 +168,19 @@ def test_a_run_is_measured_and_kept(run: LoadedRun, data: Path) -> None:
     assert kept["result"]["tasks"] == found
     assert kept["settings"]["fewshot_random_seed"] == 1234
     assert not (run.folder.path / "measured" / "tasks.jsonl").exists()
-    more = measure_tasks(run, ["arc_easy"], shots=[0, 1], limit=4, data=data, quiet=True)["tasks"]
+    trial = measure_tasks(run, ["arc_easy"], shots=[0, 1], limit=4, data=data, quiet=True)
+    more = trial["tasks"]
+    assert (more["arc_easy@0"]["items"], more["arc_easy@0"]["of"]) == (4, 9)
+    assert trial["not_kept"] == ["arc_easy@0"]  # a trial on a few items does not replace what all of them took
+    assert notes(trial)[-1] == "not kept, since there are numbers of more items: arc_easy@0"
     kept = measured.load(run.folder.path, "tasks")
     assert kept is not None
-    assert kept["result"]["tasks"] == {**found, **more}
-    assert (more["arc_easy@0"]["items"], more["arc_easy@0"]["of"]) == (4, 9)
+    assert kept["result"]["tasks"] == {**found, "arc_easy@1": more["arc_easy@1"]}
+    whole = measure_tasks(run, ["arc_easy"], shots=[1], data=data, quiet=True)
+    kept = measured.load(run.folder.path, "tasks")
+    assert kept is not None
+    assert kept["result"]["tasks"] == {**found, **whole["tasks"]}
+    assert "not_kept" not in whole
 
 
 def test_accuracy_is_the_likeliest_choice(run: LoadedRun, data: Path) -> None:
@@ -266,6 +274,7 @@ def test_groups_and_tags(run: LoadedRun, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_metrics_are_renamed() -> None:
     given = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": 1, "ppl,none": float("nan")}
+    given |= {"by_class,none": {"a": 1}}
     assert read_metrics(given) == {"acc": 0.5, "f1[strict]": 1.0, "ppl": None}
 
 

@@ -93,6 +93,11 @@ def journal(run: Path, kind: str, about: Mapping[str, Any]) -> Journal:
     return Journal(run / FOLDER / f"{kind}.jsonl", about)
 
 
+def forget(run: Path, kind: str) -> None:
+    """Remove a journal that was left for a caller who had more to do."""
+    (run / FOLDER / f"{kind}.jsonl").unlink(missing_ok=True)
+
+
 def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
     """Keep a measurement beside its run; `settings` is everything that decides the numbers, `step` the checkpoint's."""
     path = run / FOLDER / f"{kind}.json"
@@ -108,6 +113,10 @@ def load(run: Path, kind: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     found: dict[str, Any] = files.read_json(path, f"{kind} measurement")
+    if not isinstance(found, dict):
+        raise InputError(f"The {kind} measurement '{path}' is damaged: it is not an object.")
     if found.get("format") != FORMAT:
         raise InputError(f"'{path}' has format {found.get('format')}; this stepformer reads format {FORMAT}.")
+    if not all(isinstance(found.get(key), dict) for key in ("settings", "result")):
+        raise InputError(f"The {kind} measurement '{path}' is damaged: it has no settings or no result.")
     return found

@@ -10,6 +10,7 @@ from typing import Any
 from stepformer import measured
 from stepformer.cli.show import console
 from stepformer.errors import InputError
+from stepformer.evaluation.tasks import need
 from stepformer.training import evaluate_run, load_run
 from stepformer.training.run import LoadedRun
 
@@ -80,12 +81,16 @@ def run_eval(args: argparse.Namespace) -> int:
     if not (args.on or args.ood or args.tasks):
         return validation_loss(args)
     run = load_run(args.folder, args.checkpoint, args.device)
+    if args.tasks:
+        need("lm_eval.evaluator")  # before a long text is measured
     try:
         found: dict[str, Any] = {}
         if args.on or args.ood:
             found["perplexity"] = perplexities(args, run)
         if args.tasks:
             found["tasks"] = downstream(args, run)
+        if "perplexity" in found:
+            measured.forget(run.folder.path, "perplexity")
     except KeyboardInterrupt:
         print("stepformer: interrupted; what was measured is kept, the same command continues", file=sys.stderr)
         return 130
@@ -125,6 +130,7 @@ def validation_loss(args: argparse.Namespace) -> int:
         tokens=args.tokens,
         micro_batch=args.micro_batch,
         device=args.device,
+        quiet=args.quiet or args.json,
     )
     if args.json:
         print(json.dumps({**found.to_dict(), "perplexity": found.perplexity, "step": run.step, "run": args.folder}))
@@ -155,7 +161,9 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
     quiet = args.quiet or args.json
     for some, mean in ((texts, False), (foreign, True)):
         if some:
-            made = perplexity.measure_texts(run, some, reading, mean=mean, micro_batch=args.micro_batch, quiet=quiet)
+            made = perplexity.measure_texts(
+                run, some, reading, mean=mean, micro_batch=args.micro_batch, quiet=quiet, last=False
+            )
             found = {**made, "texts": [*found["texts"], *made["texts"]]}
     if not args.json:
         console().print(perplexity.as_table(found))

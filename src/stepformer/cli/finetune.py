@@ -160,14 +160,13 @@ class Study:
         labels = [Path(name).stem if name.endswith(".toml") else name for name in names]
         if not labels or len(set(labels)) < len(labels):
             raise InputError("Name different architectures after --pretrain, e.g. --pretrain vanilla yurii.")
-        baseline = self._baseline(labels)
+        baseline, seeds = self._baseline(labels), seeds_of(args.seeds or "1")
         for name in names:
             _variant(name, for_pretraining, None)  # complains before anything is prepared
         joined = "-".join([*(Path(word).name.replace(":", "-") for word in corpora), *labels])
         out = Path(args.out or f"runs/finetune-{joined[:80]}")
         found = two_corpora(corpora, out, for_corpora, quiet=args.quiet)
         short = corpus_names(*found)
-        seeds = seeds_of(args.seeds or "1")
         pretrained = []
         for corpus, called in zip(found, short, strict=True):
             variants = {

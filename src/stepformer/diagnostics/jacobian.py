@@ -6,7 +6,7 @@ The linearised variable is the whole tensor, (B, T, d) flattened, so J is a squa
 formed (sketching.py). `measure` looks at a run on fixed windows of its validation split. Without a run:
 
     maps = LayerMaps(model, tokens)
-    found = spectrum(maps.jacobian(3, "block"), rank=64, oversampling=10, iterations=2, probes=8, generator=generator)
+    found = spectrum(maps.jacobian(3, "block"), rank=64, oversampling=10, iterations=8, probes=8, generator=generator)
 
 Every statistic is computed for each batch of windows and then averaged over the batches.
 """
@@ -63,7 +63,8 @@ class JacobianSettings(Settings):
     context: int | None = setting(None, "tokens of a window (unset: the model's context)", least=1)
     rank: int = setting(64, "k: how many singular values", least=1)
     oversampling: int = setting(10, "random directions beyond k", least=0)
-    iterations: int = setting(2, "rounds after the first sketch; more are more accurate", least=0)
+    iterations: int = setting(8, "rounds after the first sketch, at most; 0: as published", least=0)
+    tolerance: float = setting(0.01, "relative error of the values at which rounds stop", least=0)
     probes: int = setting(8, "random sign vectors for the Frobenius norm", least=1)
     operators: str = setting("block,oracle,joint", "which Jacobians, with commas between")
     seed: int = setting(0, "of the windows and of all random vectors", least=0)
@@ -156,7 +157,7 @@ class _Batch:
         if jacobian is None:
             return None
         s = self.settings
-        sizes = {name: getattr(s, name) for name in ("rank", "oversampling", "iterations", "probes")}
+        sizes = {name: getattr(s, name) for name in ("rank", "oversampling", "iterations", "tolerance", "probes")}
         return spectrum(jacobian, **sizes, generator=_generator(s.seed, layer, kind, self.number)).to_dict()
 
     def notes(self) -> list[str]:
@@ -201,6 +202,7 @@ def over_batches(found: Sequence[Spectrum]) -> dict[str, Any] | None:
         "change": _largest([one.change for one in found]),
         "change_of_largest": _largest([one.change_of_largest for one in found]),
         "error": _largest([one.error for one in found]),
+        "rounds": max(one.rounds for one in found),
         "dimension": found[0].dimension,
     }
     if len(values) >= LEGACY:

@@ -25,16 +25,19 @@ def text(result: dict[str, Any]) -> RenderableType:
     """A table for each Jacobian, the sums over depth, and the notes."""
     shown: list[RenderableType] = []
     kinds = [kind for kind in TITLES if result["summary"][kind] is not None]
+    same = all(row["joint"] == row["block"] for row in result["layers"])  # as a note says
     for kind in kinds:
+        if kind == "joint" and same:
+            continue
         shown += [_layers(kind, [row for row in result["layers"] if row[kind] is not None]), ""]
     if kinds:
         shown += [_summary(result["summary"], kinds), ""]
     settings = result["settings"]
     shown.append(
         f"{result['tokens']:,} tokens in {result['batches']} batches, windows {result['windows_hash']}; "
-        f"{settings['iterations']} rounds, {settings['probes']} probes, {settings['precision']}"
+        f"at most {settings['iterations']} rounds, {settings['probes']} probes, {settings['precision']}"
     )
-    shown.append("error: by how much a value may be too low, the last ones most, as their last changes tell")
+    shown.append("error: by how much a value may be too low, the last ones most, as the changes between rounds tell")
     return Group(*shown, *result["notes"])
 
 

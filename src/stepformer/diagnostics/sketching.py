@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stepformer.errors import StepformerError
@@ -63,6 +64,7 @@ class Spectrum:
     frobenius_squared: float
     frobenius_squared_error: float | None  # standard error over the probes
     dimension: int  # of what goes in
+    rounds: int = 0
 
     @property
     def spread(self) -> float | None:
@@ -103,6 +105,7 @@ class Spectrum:
             "frobenius_squared": self.frobenius_squared,
             "frobenius_squared_error": self.frobenius_squared_error,
             "dimension": self.dimension,
+            "rounds": self.rounds,
         }
 
     @classmethod
@@ -120,26 +123,28 @@ class Sketch:
 
 
 def spectrum(
-    operator: Operator, *, rank: int, oversampling: int, iterations: int, probes: int, generator: torch.Generator
+    operator: Operator,
+    *,
+    rank: int,
+    oversampling: int,
+    iterations: int,
+    probes: int,
+    generator: torch.Generator,
+    tolerance: float = 0.0,
 ) -> Spectrum:
     """Singular values and norms of a linear map; `generator` is a CPU one, so that all devices draw the same."""
-    sketch = singular_values(operator, rank, oversampling, iterations, generator)
+    sketch = singular_values(operator, rank, oversampling, iterations, generator, tolerance)
     square, square_error = frobenius_squared(operator, probes, generator, sketch)
-    last = sketch.rounds[-1]
     changes = _changes(sketch.rounds)
-    left = None
-    if changes:
-        shrinking = changes[-1] / changes[-2].clamp_min(TINY) if len(changes) > 1 else torch.ones_like(last)
-        # a geometric series: c r + c r^2 + ... = c r / (1 - r); where it does not shrink, c itself
-        left = (changes[-1] * (shrinking / (1 - shrinking).clamp_min(TINY)).clamp_max(1.0)).max().item()
     return Spectrum(
-        values=tuple(last.tolist()),
+        values=tuple(sketch.rounds[-1].tolist()),
         change=changes[-1].max().item() if changes else None,
         change_of_largest=changes[-1][0].item() if changes else None,
-        error=left,
+        error=_error(changes),
         frobenius_squared=square,
         frobenius_squared_error=square_error,
         dimension=operator.shape[1],
+        rounds=len(changes),
     )
 
 
@@ -149,27 +154,50 @@ def _changes(rounds: list[Tensor]) -> list[Tensor]:
     return [(new - old).abs() / new.clamp_min(floor) for old, new in pairwise(rounds)]
 
 
+def _error(changes: list[Tensor]) -> float | None:
+    """What is left of the changes: c r + c r^2 + ... = c r / (1 - r) if they go on like that, c where they do not."""
+    if not changes:
+        return None
+    last = changes[-1]
+    shrinking = last / changes[-2].clamp_min(TINY) if len(changes) > 1 else torch.ones_like(last)
+    return (last * (shrinking / (1 - shrinking).clamp_min(TINY)).clamp_max(1.0)).max().item()
+
+
 def singular_values(
-    operator: Operator, rank: int, oversampling: int, iterations: int, generator: torch.Generator
+    operator: Operator,
+    rank: int,
+    oversampling: int,
+    iterations: int,
+    generator: torch.Generator,
+    tolerance: float = 0.0,
 ) -> Sketch:
-    """The `rank` largest singular values, or all where there are fewer, with `iterations` rounds."""
+    """The `rank` largest singular values, or all where there are fewer.
+
+    There are `iterations` rounds, fewer if nothing new is found, or once three estimates tell that all values are
+    right to `tolerance`.
+    """
     rows, columns = operator.shape
     size = min(rank + oversampling, rows, columns)
-    start = torch.randn(size, columns, generator=generator, dtype=operator.dtype).to(operator.device)
-    left, right = start.new_zeros(0, rows), start.new_zeros(0, columns)
-    pulled = start.new_zeros(0, columns)
-    along, found = start, []
-    for _ in range(iterations + 1):
+    keep = min(rank, size)
+    along = torch.randn(size, columns, generator=generator, dtype=operator.dtype).to(operator.device)
+    left, right = along.new_zeros(0, rows), along.new_zeros(0, columns)
+    inner = torch.zeros(0, 0, dtype=torch.float64)  # Q^T J W: W spans the rows of Q^T J, so it has all their values
+    found: list[Tensor] = []
+    for done in range(iterations + 1):
         fresh = new_directions(operator.push(along), left) if len(along) else left[:0]
-        if len(fresh):  # none are left once all that J reaches is spanned
+        if len(fresh):
             back = operator.pull(fresh)
-            left, pulled = torch.cat([left, fresh]), torch.cat([pulled, back])
+            left = torch.cat([left, fresh])
             along = new_directions(back, right)
             right = torch.cat([right, along])
-        values = torch.linalg.svdvals((pulled @ right.mT).double().cpu()).sort(descending=True).values
-        missing = max(0, min(rank, size) - len(values))
-        found.append(torch.cat([values, values.new_zeros(missing)])[: min(rank, size)])
-    return Sketch(found, left, pulled.double().square().sum().item())
+            inner = F.pad(inner, (0, len(along), 0, len(fresh)))
+            inner[-len(fresh) :] = (back @ right.mT).double().cpu()
+        values = torch.linalg.svdvals(inner).sort(descending=True).values[:keep]
+        found.append(F.pad(values, (0, keep - len(values))))
+        error = _error(_changes(found))
+        if not len(fresh) or (done > 1 and error is not None and error <= tolerance):
+            break
+    return Sketch(found, left, inner.square().sum().item())
 
 
 def frobenius_squared(

@@ -119,6 +119,7 @@ def adapter() -> Any:
             A continuation longer than the model's context stops the Hugging Face backend; here it is scored in windows.
             """
             room = self.max_length
+            context = context or [self.eot_token_id]  # a prompt of blanks: they have gone to the continuation
             self.cut += len(context) + len(continuation) > room + 1
             if len(continuation) > room:
                 return self.rolling(context[-1], continuation)

@@ -8,6 +8,7 @@ import importlib.metadata
 import io
 import logging
 import math
+import numbers
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,8 @@ def measure_tasks(
     """Score a run on tasks, each with every number of `shots`, and keep the result in RUN/measured/tasks.json.
 
     Without `shots` HellaSwag has 10 and ARC 25, as in the papers, and other tasks what they define. `limit` takes the
-    first so many items of each task. Results of the same weights that were measured before stay in the file.
+    first so many items of each task. Results of the same weights that were measured before stay in the file; those on
+    more items are not replaced by a trial on fewer, and `not_kept` names such trials.
     """
     if not tasks:
         raise InputError("There is no task to measure: name some, e.g. hellaswag,arc_easy.")
@@ -53,6 +55,7 @@ def measure_tasks(
     harness = need("lm_eval.evaluator")
     settings = {**about_run(run), **SEEDS, "lm_eval": importlib.metadata.version("lm_eval")}
     found: dict[str, Any] = {}
+    not_kept: list[str] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(settled(quiet))
         asked: list[tuple[str, int | None]] = []
@@ -63,10 +66,11 @@ def measure_tasks(
         journal = measured.journal(run.folder.path, KIND, settings)
         model = adapter()(scorer_of(run, micro_batch), run.tokenizer, journal, quiet=quiet)
         for task, n in opened:
-            found |= score_task(harness, model, task, n, limit)
-            save_tasks(run, settings, found)
+            made = score_task(harness, model, task, n, limit)
+            found |= made
+            not_kept += [] if save_tasks(run, settings, made) else list(made)
     journal.close()
-    return {"tasks": found}
+    return {"tasks": found, **({"not_kept": not_kept} if not_kept else {})}
 
 
 def default_shots(name: str) -> int | None:
@@ -105,18 +109,26 @@ def read_metrics(values: Mapping[str, Any]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for key, value in values.items():
         name, comma, kind = key.partition(",")
-        if not comma or isinstance(value, str):
+        if not comma or not isinstance(value, numbers.Real):  # "N/A", or something of a task's own
             continue
         number = float(value)
         found[name if kind == "none" else f"{name}[{kind}]"] = number if math.isfinite(number) else None
     return found
 
 
-def save_tasks(run: LoadedRun, settings: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    """Keep the numbers, beside those of the same weights that are there."""
+def save_tasks(run: LoadedRun, settings: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    """Keep the numbers of a task, beside those of the same weights that are there; not if these are of more items."""
     earlier = measured.load(run.folder.path, KIND)
     kept = earlier["result"]["tasks"] if earlier and earlier["settings"] == settings else {}
+    if any(name in kept and is_fuller(kept[name], entry) for name, entry in found.items()):
+        return False
     measured.save(run.folder.path, KIND, step=run.step, settings=settings, result={"tasks": {**kept, **found}})
+    return True
+
+
+def is_fuller(known: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    """Whether numbers that are there come from more items of the same files than new ones."""
+    return known["source"] == entry["source"] and (known["items"] or 0) > (entry["items"] or 0)
 
 
 @contextlib.contextmanager
@@ -212,4 +224,6 @@ def notes(result: Mapping[str, Any]) -> list[str]:
             found.append(f"{title}: {entry['cut']:,} prompts exceed the context and lost their beginning")
         if entry["items"] is not None and entry["items"] != entry["of"]:
             found.append(f"{title}: the first {entry['items']:,} of {entry['of']:,} items")
+    if result.get("not_kept"):
+        found.append(f"not kept, since there are numbers of more items: {', '.join(result['not_kept'])}")
     return found

@@ -95,8 +95,12 @@ def measure_texts(
     mean: bool = False,
     micro_batch: int = 8,
     quiet: bool = False,
+    last: bool = True,
 ) -> dict[str, Any]:
-    """Perplexities of a run, kept in RUN/measured/perplexity.json beside those of other texts; `mean`: also theirs."""
+    """Perplexities of a run, kept in RUN/measured/perplexity.json beside those of other texts; `mean`: also theirs.
+
+    Not `last`: the journal stays, for a caller who has more to measure and would continue all of it after Ctrl-C.
+    """
     settings = about_run(run)
     scorer = scorer_of(run, micro_batch)
     windows = [reading.windows(text, run.model.config.context) for text in texts]  # what is too short is said at once
@@ -108,9 +112,11 @@ def measure_texts(
     result: dict[str, Any] = {"texts": found}
     if mean:
         result["mean_perplexity"] = math.fsum(entry["perplexity"] for entry in found) / len(found)
-        result["protocol"] = f"mean over {', '.join(text.name for text in texts)}; {reading.mode}"
+        how = reading.mode if reading.stride is None else f"{reading.mode} {reading.stride}"
+        result["protocol"] = f"mean over {', '.join(text.name for text in texts)}; {how}"
     save_texts(run, settings, result)
-    journal.close()
+    if last:
+        journal.close()
     return result
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stepformer import measured
 from stepformer.catalogue import citations, preset_of
 from stepformer.config import ModelConfig
@@ -163,6 +165,8 @@ def results(run: LoadedRun) -> str:
             f"Validation loss {found['val_loss']:.4f} nats per token{where}. Only losses on the same tokens may be "
             "compared."
         )
+    if next(run.model.parameters()).dtype == torch.bfloat16:
+        lines += ["", "Numbers are of the weights before they were rounded to bf16."]
     folder = run.folder.path / measured.FOLDER
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         measurement = measured.load(run.folder.path, path.stem)
@@ -178,10 +182,13 @@ def results(run: LoadedRun) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The single values of nested tables, by dotted names; lists are left out."""
+    """The single values of nested tables, by dotted names; of lists only those whose members have names."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and all(isinstance(member, Mapping) and "name" in member for member in value):
+            for place, member in enumerate(value, 1):
+                yield from flat(member, f"{prefix}{key}.{place}.")
         elif isinstance(value, int | float | str):
             yield f"{prefix}{key}", f"{value:.6g}" if isinstance(value, float) else value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,12 @@ from stepformer.training.run import LoadedRun, load_run
 
 FACTS = "stepformer.json"  # marks a folder of ours, and tells `stepformer import` about the run
 FORMAT = 1
+# Names that an export may have; a folder with anything else in it, a repository's .git say, is not replaced.
+OWN = re.compile(
+    r"README\.md|stepformer\.json|config\.json|generation_config\.json|modeling_stepformer\.py|vocab\.json|merges\.txt"
+    r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|model(-\d+-of-\d+)?\.safetensors"
+    r"|model\.safetensors\.index\.json"
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -57,7 +64,7 @@ def export_run(
     if form == "gpt2" and real is not None and real < size:
         settings["suppress_tokens"] = list(range(real, size))  # type: ignore[assignment]
     model.generation_config = GenerationConfig(**settings)
-    with whole(out) as folder, quiet_progress():
+    with whole(out.resolve()) as folder, quiet_progress():  # a link stays one
         model.save_pretrained(folder)
         save_tokenizer(loaded.tokenizer, folder, loaded.config.model.context)
         files.write_text(folder / "README.md", model_card(loaded, gpt2=form == "gpt2"))
@@ -88,9 +95,10 @@ def check_target(out: Path) -> None:
     """Refuse a place that holds something other than an earlier export."""
     if out.exists() and not out.is_dir():
         raise InputError(f"'{out}' is a file: name a folder.")
-    if out.is_dir() and any(out.iterdir()) and not (out / FACTS).is_file():
-        first = sorted(path.name for path in out.iterdir())[0]
-        raise InputError(f"'{out}' holds other files ('{first}'): choose another --out.")
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    foreign = [name for name in names if not OWN.fullmatch(name)] if FACTS in names else names
+    if foreign:
+        raise InputError(f"'{out}' holds other files ('{foreign[0]}'): choose another --out.")
 
 
 @contextlib.contextmanager
@@ -113,6 +121,8 @@ def whole(out: Path) -> Iterator[Path]:
         except SafetensorError as error:  # a full disk, say
             raise StepformerError(f"'{out}' could not be written: {error}.") from None
         finally:
+            if old.exists() and not out.exists():
+                files.rename(old, out)
             for left in (temporary, old):
                 shutil.rmtree(left, ignore_errors=True)
 

@@ -77,7 +77,7 @@ def huggingface(found: Found) -> Layout:
     """A Hugging Face GPT-2: config.json and weights, with or without the prefix `transformer.`."""
     where, config = str(found.path), found.config
     activation = config.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise InputError(
             f"activation_function = '{activation}' in '{where}' has no counterpart here; understood are "
             f"{', '.join(ACTIVATIONS)}."

@@ -61,6 +61,8 @@ def import_checkpoint(
         raise InputError(f"'{out}' is there already and not empty: choose another --out.")
     found = open_source(Path(source))
     layout = recognise(found, heads)
+    if heads not in (None, layout.config.n_head):
+        raise InputError(f"'{source}' says that it has {layout.config.n_head} heads: leave out heads = {heads}.")
     weights = carry(layout, found.tensors, str(source))
     reader = choose_tokenizer(tokenizer, found.path, layout.config.vocab_size, found.facts)
     real = reader.vocab_size if reader.vocab_size < layout.config.vocab_size else None

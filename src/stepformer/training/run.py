@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from stepformer import measured
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer
 from stepformer.errors import ConfigError, InputError, StepformerError
@@ -20,7 +21,7 @@ from stepformer.training import checkpoints as stored
 from stepformer.training.config import RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
 from stepformer.training.display import Display
-from stepformer.training.evaluation import Evaluation, evaluate
+from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
 from stepformer.training.loop import Trainer, precision_of
 from stepformer.training.parallel import World, choose_device, joined_world
 from stepformer.training.runs import RunFolder, checkpoint_of
@@ -275,18 +276,22 @@ def evaluate_run(
     tokens: int | None = None,
     micro_batch: int = 8,
     device: str = "auto",
+    quiet: bool = True,
 ) -> tuple[Evaluation, LoadedRun]:
     """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus."""
     run = load_run(path, which, device)
     world = World(0, 1, run.device)
-    opened = corpus_of(run, corpus)
-    found = evaluate(
-        run.model,
-        opened.split("val"),
-        context=run.config.model.context,
-        tokens=run.config.train.eval_tokens if tokens is None else tokens,
-        micro_batch=micro_batch,
-        world=world,
-        autocast=torch.bfloat16 if precision_of(run.config, world.device) == "bf16" else None,
-    )
+    split, context = corpus_of(run, corpus).split("val"), run.config.model.context
+    tokens = run.config.train.eval_tokens if tokens is None else tokens
+    with measured.counting("validation loss", check_blocks(split, context, tokens), quiet=quiet) as count:
+        found = evaluate(
+            run.model,
+            split,
+            context=context,
+            tokens=tokens,
+            micro_batch=micro_batch,
+            world=world,
+            autocast=torch.bfloat16 if precision_of(run.config, world.device) == "bf16" else None,
+            progress=lambda done, blocks: count((done - 1) % micro_batch + 1),
+        )
     return found, run

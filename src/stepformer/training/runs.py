@@ -122,6 +122,8 @@ def checkpoint_of(folder: RunFolder, which: str, world: World) -> tuple[Path, di
         )
         found = kept.latest("step")
     if found is None:
+        if which == "last" and kept.names("best"):  # an imported run, say
+            raise InputError(f"The run '{folder.path}' has no last checkpoint, only a best one: ask for that.")
         raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
     return found
 
