@@ -32,6 +32,18 @@ def test_a_journal_about_something_else_begins_again(tmp_path: Path) -> None:
     assert measured.journal(tmp_path, "hessian", {"probes": 4}).get("a", lambda: 2) == 2
 
 
+def test_what_another_measurement_left_in_a_shared_journal_stays(tmp_path: Path) -> None:
+    measured.journal(tmp_path, "tasks", {}).get("interrupted", lambda: 1)
+    second = measured.journal(tmp_path, "tasks", {})
+    second.get("finished", lambda: 2)
+    second.close_used()
+    third = measured.journal(tmp_path, "tasks", {})
+    assert third.pieces == {"interrupted": 1}
+    assert third.get("interrupted", lambda: 3) == 1
+    third.close_used()
+    assert not third.path.exists()
+
+
 def test_half_a_line_is_dropped(tmp_path: Path) -> None:
     first = measured.journal(tmp_path, "x", {})
     first.get("a", lambda: [1.0])

@@ -93,7 +93,7 @@ def measurements(layers: int = 2) -> dict[str, dict[str, Any]]:
             "trace": {"mean": 310.5, "standard_error": 12.0, "std": 100.0, "probes": 64},
             "trace_per_parameter": 0.31,
             "curve": {"alpha": reach, "loss": [2.5 + a * a for a in reach], "range": 1.0, "normalise": "tensor"},
-            "surface": {"alpha": reach, "beta": reach, "loss": [[2.5 + a * a + b for a in reach] for b in reach]},
+            "surface": {"alpha": reach, "loss": [[2.5 + a * a + b for b in reach] for a in reach], "range": 3.0},
         },
         "jacobian": {
             "layers": [{"layer": i, "block": part, "oracle": None, "joint": part} for i in range(layers)],
@@ -301,7 +301,7 @@ def test_a_run_without_corpus_and_history_is_shown(study: Path, tmp_path: Path) 
     assert report.charts["coefficients"]
     assert "A new document" in page_html(report)
     (folder / "run.json").write_text("[]")
-    with pytest.raises(InputError, match="is damaged: it is not a JSON object"):
+    with pytest.raises(InputError, match="is damaged: it is not an object"):
         gather([folder])
 
 
@@ -402,6 +402,81 @@ def test_published_figures_come_with_their_caveats(study: Path, tmp_path: Path) 
     assert "Published figures" in page_html(report)
 
 
+def with_recipe(folder: Path, name: str, tokenizer: str = "gpt2") -> Path:
+    facts = json.loads((folder / "run.json").read_text())
+    facts["config"]["recipe"] = name
+    facts["corpus"]["tokenizer"]["name"] = tokenizer
+    (folder / "run.json").write_text(json.dumps(facts))
+    return folder
+
+
+def like_the_paper(folder: Path, shift: float = 0.0) -> str:
+    """Measurements of the quantities that a recipe has published values of; returns the run's id."""
+    found = measurements()
+    found["hessian"]["curve"] |= {"alpha": [-0.5, 0.0, 0.5], "range": 8.0 + shift}
+    for layer in found["jacobian"]["layers"]:
+        layer["block"] = {**layer["block"], "k": 64}
+    found["perplexity"] = {
+        "texts": [
+            {"name": "wikitext", "mode": "blocks", "stride": None, "perplexity": 90.0 + shift, "tokens": 512},
+            {"name": "wikitext", "mode": "sliding", "stride": 8, "perplexity": 80.0, "tokens": 600},
+            {"name": "tales", "mode": "blocks", "perplexity": 7.0, "tokens": 600},
+        ],
+        "mean_perplexity": 100.0,
+        "protocol": "mean over wikitext, lambada, c4; blocks",
+    }
+    entry = {"shots": 10, "items": 200, "of": 10_042, "acc": 0.26, "acc_norm": 0.25 + shift}
+    found["tasks"] = {"tasks": {"hellaswag@10": entry, "hellaswag@0": entry, "arc_easy@0": entry}}
+    for kind, result in found.items():
+        measured.save(folder, kind, step=12, settings={}, result=result)
+    return str(json.loads((folder / "run.json").read_text())["id"])
+
+
+def test_published_measurements_stand_beside_ours(study: Path, tmp_path: Path) -> None:
+    recipe = "momentum-streams-openwebtext"
+    one, two = (with_recipe(copied(study, tmp_path, f"yurii-s{seed}"), recipe) for seed in (42, 43))
+    entry = {"init": {"id": like_the_paper(one)}, "steps": [0, 9], "direction": "a -> b", "forgetting": 0.5}
+    like_the_paper(two, 0.01)
+    gathered = gather([one, two])
+    table = {"settings": {"native": False}, "runs": [entry, {"init": {"id": "another"}, "forgetting": 9.0}]}
+    gathered.forgetting = [(tmp_path, table), (tmp_path, {"settings": {"native": True}, "runs": [entry]})]
+    losses, found = build(gathered).published
+    assert losses.rows[0][1].text == "2.9413"
+    assert {cells[0].text for cells in found.rows} == {"yurii"}
+    assert [[cell.text for cell in (*cells[1:5], cells[6])] for cells in found.rows] == [
+        ["HellaSwag, accuracy by length", "0.3158", "0.255", "2", "200 of 10,042 items"],
+        ["trace of the Hessian per parameter", "0.0001394", "0.31", "2", "4,096 tokens"],
+        ["eigenvalue of largest magnitude", "167.7", "20", "2", "4,096 tokens"],
+        ["range of the loss curve", "8.54", "8.005", "2", "4,096 tokens"],
+        ["persistence, sum of log sigma_64 of the blocks", "10.35", "0.8", "2", "2 layers"],
+        ["forgetting", "0.6735", "0.5", "1", "9 steps, a -> b"],
+        ["perplexity of WikiText", "51.78", "90", "2", "512 tokens, blocks"],
+        ["perplexity of WikiText", "51.78", "80", "2", "600 tokens, sliding 8"],
+        ["mean perplexity of the three", "44.08", "100", "2", "blocks"],
+    ]  # fmt: skip
+    notes = " ".join(found.notes)
+    assert "Not the same scale: the published model has 163,812,168 parameters and 14,745,600,000 training" in notes
+    assert "neither confirm nor contradict" in notes
+    assert "what else was measured" in page_html(build(gathered))
+
+
+def test_other_quantities_are_not_put_beside_published_ones(study: Path, tmp_path: Path) -> None:
+    """Another tokenizer, another singular value, another curve: the rows are gone, and the loss says why."""
+    folder = with_recipe(copied(study, tmp_path), "momentum-streams-openwebtext", "bytes")
+    like_the_paper(folder)
+    result = measurements()
+    for kind in ("jacobian", "hessian"):  # 12 singular values; a curve from -1 to 1
+        measured.save(folder, kind, step=12, settings={}, result=result[kind])
+    losses, found = report_of(folder).published
+    assert [cells[1].text for cells in found.rows] == [
+        "HellaSwag, accuracy by length",
+        "trace of the Hessian per parameter",
+        "eigenvalue of largest magnitude",
+    ]
+    assert "Ours has the tokenizer 'bytes', the published one 'gpt2'" in " ".join(losses.notes)
+    assert len(report_of(with_recipe(folder, "yuriiformer-tinystories")).published) == 1  # which measured nothing else
+
+
 def test_settings_that_differ_are_marked(study: Path) -> None:
     table = report_of(study).tables["differing"]
     row = next(row for row in table.rows if row[0].text == "model.template")
@@ -432,7 +507,11 @@ def test_every_measurement_has_its_place(study: Path, tmp_path: Path) -> None:
         "jacobian",
         "hessian",
     }
-    assert len(report.charts["hessian"].surfaces) == 1
+    (surface,) = report.charts["hessian"].surfaces
+    assert [row[0] for row in surface.loss] == [2.5, 3.0, 3.5, 4.0, 4.5]  # along y, the second direction: a = -1, b
+    assert surface.loss[0] == [2.5, 1.75, 1.5, 1.75, 2.5]  # along x, the first: a * a at b = -1
+    titles = [chart.title for chart in report.charts["depth"].charts]
+    assert "Similarity of successive updates" in titles
     spectrum = report.charts["jacobian"].charts[0]
     assert spectrum.choices == ["layer 0", "layer 1"]
     assert report.tables["hessian"].rows[0][2].text == "20"
@@ -497,6 +576,57 @@ def test_forgetting_is_shown_as_it_is_found(study: Path, tmp_path: Path) -> None
     assert [cell.text for cell in table.rows[0][:3]] == ["yurii", "2.5000", "2.7500"]
     (tmp_path / "forgetting.json").write_text('["something else"]')
     assert report_of(tmp_path).forgetting == []
+
+
+def test_a_study_of_both_directions_of_fine_tuning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STEPFORMER_HOME", str(tmp_path))
+    root = tmp_path / "both"
+    command = ["finetune", "--pretrain", "vanilla", "yurii", "--corpora", "tales:village", "tales:space", "--quiet"]
+    command += [
+        "--seeds",
+        "2",
+        "--out",
+        str(root),
+        "count=40",
+        "tokenizer=bytes",
+        "n_layer=1",
+        "n_head=2",
+        "context=16",
+    ]
+    command += ["device=cpu", "d_model=16", "batch=4", "steps=3", "eval_tokens=128", "finetune.steps=2"]
+    assert main(command) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["report", str(root), "--out", str(tmp_path / "report"), "--quiet", "--no-samples"]) == 0
+    kept = json.loads((root / "forgetting.json").read_text())["rows"]
+    row = next(row for row in kept if row["forgetting_difference"] is not None)
+    said = capsys.readouterr().out
+    shown = f"{row['forgetting_difference']:+.4f}".replace("-", "−")  # noqa: RUF001
+    assert (
+        f"Forgetting, village -> space, against vanilla: yurii {shown} nats per token (95% confidence interval" in said
+    )
+    report = report_of(root)
+    assert len(report.runs) == 8
+    assert set(report.labels) == {
+        f"{name} ({a}-to-{b})" for name in ("vanilla", "yurii") for a, b in (("village", "space"), ("space", "village"))
+    }
+    (table,) = report.forgetting
+    assert [cell.text for cell in table.rows[1][:3]] == ["yurii", "village -> space", "2"]
+    column = next(i for i, column in enumerate(table.columns) if column.title == "forgetting")
+    assert table.rows[1][column].value == pytest.approx(row["forgetting"])
+    source = report.charts["forgetting"].charts[0]
+    assert source.choices == ["village -> space", "space -> village"]
+    assert {line.seed for line in source.lines} == {42, 43, None}
+    (note,) = [note for note in report.notes if "before their fine-tuning" in note]
+    assert "pretrain-space" in note
+    assert "pretrain-village" in note
+    assert len(report_of(root, root / "pretrain-space").runs) == 12
+    (root / "forgetting.json").rename(root / "forgetting-native.json")  # as with --native alone
+    assert len(report_of(root).runs) == 8
+    (root / "forgetting-native.json").unlink()
+    with pytest.raises(InputError, match=r"It holds studies: name them, e\.g\. '.*pretrain-space'"):
+        gather([root])
 
 
 # Text

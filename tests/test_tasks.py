@@ -223,11 +223,14 @@ def test_an_interrupted_task_continues(run: LoadedRun, data: Path, monkeypatch: 
     words = ["eval", str(run.folder.path), "--tasks", "hellaswag", "--shots", "2", "--data", str(data)]
     assert main([*words, "--micro-batch", "4", "--quiet"]) == 130
     assert sum(calls) == 20
+    measure_tasks(run, ["arc_easy"], shots=[0], data=data, quiet=True)  # finishes meanwhile, and leaves the journal
+    between = sum(calls)
     assert main([*words, "--micro-batch", "4", "--quiet"]) == 0
-    assert sum(calls) == 48
+    assert sum(calls) == between + 28
     kept = measured.load(run.folder.path, "tasks")
     assert kept is not None
-    assert kept["result"] == whole
+    assert kept["result"]["tasks"]["hellaswag@2"] == whole["tasks"]["hellaswag@2"]
+    assert not (run.folder.path / "measured" / "tasks.jsonl").exists()
 
 
 def test_tasks_that_make_text_and_score_documents(

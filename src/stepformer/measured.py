@@ -63,18 +63,23 @@ class Journal:
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
         self.pieces: dict[str, Any] = {}
-        head = json.dumps({"about": about}, sort_keys=True)
+        self.used: set[str] = set()  # names that were asked for
+        self.head = json.dumps({"about": about}, sort_keys=True)
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        if lines and lines[0] == head:
+        if lines and lines[0] == self.head:
             for line in lines[1:]:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     piece = json.loads(line)
                     self.pieces[piece["name"]] = piece["value"]
+        self._write()
+
+    def _write(self) -> None:
         kept = [json.dumps({"name": name, "value": value}) for name, value in self.pieces.items()]
-        files.write_text(path, "\n".join([head, *kept]) + "\n")
+        files.write_text(self.path, "\n".join([self.head, *kept]) + "\n")
 
     def get(self, name: str, compute: Callable[[], Any]) -> Any:
         """The piece of this name: as it was found before, or computed now and kept. Pieces are JSON values."""
+        self.used.add(name)
         if name not in self.pieces:
             value = compute()
             with files.explained(self.path), self.path.open("a") as file:
@@ -87,15 +92,18 @@ class Journal:
         """The measurement is finished and its result written: the journal is not needed any more."""
         self.path.unlink(missing_ok=True)
 
+    def close_used(self) -> None:
+        """The same where measurements share a journal: what another one left in it, interrupted, stays."""
+        self.pieces = {name: value for name, value in self.pieces.items() if name not in self.used}
+        if self.pieces:
+            self._write()
+        else:
+            self.close()
+
 
 def journal(run: Path, kind: str, about: Mapping[str, Any]) -> Journal:
     """The journal of a measurement of the run in the folder `run`."""
     return Journal(run / FOLDER / f"{kind}.jsonl", about)
-
-
-def forget(run: Path, kind: str) -> None:
-    """Remove a journal that was left for a caller who had more to do."""
-    (run / FOLDER / f"{kind}.jsonl").unlink(missing_ok=True)
 
 
 def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: Mapping[str, Any]) -> Path:

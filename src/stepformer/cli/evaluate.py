@@ -85,12 +85,13 @@ def run_eval(args: argparse.Namespace) -> int:
         need("lm_eval.evaluator")  # before a long text is measured
     try:
         found: dict[str, Any] = {}
+        journal: measured.Journal | None = None
         if args.on or args.ood:
-            found["perplexity"] = perplexities(args, run)
+            found["perplexity"], journal = perplexities(args, run)
         if args.tasks:
             found["tasks"] = downstream(args, run)
-        if "perplexity" in found:
-            measured.forget(run.folder.path, "perplexity")
+        if journal is not None:
+            journal.close_used()
     except KeyboardInterrupt:
         print("stepformer: interrupted; what was measured is kept, the same command continues", file=sys.stderr)
         return 130
@@ -142,7 +143,8 @@ def validation_loss(args: argparse.Namespace) -> int:
     return 0
 
 
-def perplexities(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
+def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, Any], measured.Journal]:
+    """The numbers, and the journal to be closed when all the command asks for is done."""
     from stepformer.evaluation import perplexity
     from stepformer.evaluation.tasks import data_folder
     from stepformer.evaluation.texts import open_text, out_of_domain
@@ -159,10 +161,13 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
             raise InputError("Say where wikitext/, lambada/ and c4/ are, with --data DIR or in $STEPFORMER_DATA/eval.")
         foreign = out_of_domain(folder, run.tokenizer, enough)
     quiet = args.quiet or args.json
+    for text in (*texts, *foreign):
+        reading.windows(text, run.model.config.context)  # what is too short is said at once
+    journal = perplexity.journal_of(run)
     for some, mean in ((texts, False), (foreign, True)):
         if some:
             made = perplexity.measure_texts(
-                run, some, reading, mean=mean, micro_batch=args.micro_batch, quiet=quiet, last=False
+                run, some, reading, mean=mean, micro_batch=args.micro_batch, quiet=quiet, journal=journal
             )
             found = {**made, "texts": [*found["texts"], *made["texts"]]}
     if not args.json:
@@ -171,7 +176,7 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
             files = ", ".join(entry["source"] for entry in found["texts"][-len(foreign) :])
             print(f"mean perplexity {found['mean_perplexity']:.3f} over {files}")
         print(f"kept in {run.folder.path / measured.FOLDER / perplexity.KIND}.json")
-    return found
+    return found, journal
 
 
 def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
@@ -195,5 +200,6 @@ def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
         console().print(harness.as_table(found))
         for note in harness.notes(found):
             print(note)
-        print(f"kept in {run.folder.path / measured.FOLDER / harness.KIND}.json")
+        if len(found.get("not_kept", ())) < len(found["tasks"]):
+            print(f"kept in {run.folder.path / measured.FOLDER / harness.KIND}.json")
     return found

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -98,6 +98,10 @@ def adapter() -> Any:
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             return self.vocabulary.encode(string)
 
+        def asked_for(self, names: Iterable[str]) -> None:
+            if self.journal is not None:
+                self.journal.used.update(names)
+
         def keep(self, name: str, value: Any) -> None:
             if self.journal is None:
                 self.kept[name] = value
@@ -134,6 +138,7 @@ def adapter() -> Any:
             """Each request's log-likelihood, the sum over its parts, and whether greedy decoding would say it."""
             names = [[part.key() for part in parts] for parts in requests]
             rows = {part.key(): part for parts in requests for part in parts}
+            self.asked_for(rows)
             todo = {name: part for name, part in rows.items() if name not in self.kept}
             order, waiting = list(todo), list(todo.values())
             with measured.counting(self.title, len(rows), quiet=self.quiet) as count:
@@ -156,6 +161,7 @@ def adapter() -> Any:
             with measured.counting(self.title, len(asked), quiet=self.quiet) as count:
                 for settings in dict.fromkeys(settings for _, settings in asked):
                     same = {i: settings.key(text) for i, (text, other) in enumerate(asked) if other == settings}
+                    self.asked_for(same.values())
                     greedy = not settings.temperature
                     made |= {i: self.kept[name] for i, name in same.items() if greedy and name in self.kept}
                     waiting = sorted((i for i in same if i not in made), key=lambda i: -len(asked[i][0]))

@@ -69,7 +69,7 @@ def measure_tasks(
             made = score_task(harness, model, task, n, limit)
             found |= made
             not_kept += [] if save_tasks(run, settings, made) else list(made)
-    journal.close()
+    journal.close_used()
     return {"tasks": found, **({"not_kept": not_kept} if not_kept else {})}
 
 

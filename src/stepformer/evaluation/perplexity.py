@@ -95,19 +95,20 @@ def measure_texts(
     mean: bool = False,
     micro_batch: int = 8,
     quiet: bool = False,
-    last: bool = True,
+    journal: measured.Journal | None = None,
 ) -> dict[str, Any]:
     """Perplexities of a run, kept in RUN/measured/perplexity.json beside those of other texts; `mean`: also theirs.
 
-    Not `last`: the journal stays, for a caller who has more to measure and would continue all of it after Ctrl-C.
+    `journal` is one of `journal_of` for a caller who has more to measure, would continue all of it after Ctrl-C, and
+    closes it in the end.
     """
     settings = about_run(run)
     scorer = scorer_of(run, micro_batch)
     windows = [reading.windows(text, run.model.config.context) for text in texts]  # what is too short is said at once
-    journal = measured.journal(run.folder.path, KIND, settings)
+    notes = journal or journal_of(run)
     found = []
     for text, places in zip(texts, windows, strict=True):
-        nats = total_nats(scorer, text, places, journal, quiet=quiet)
+        nats = total_nats(scorer, text, places, notes, quiet=quiet)
         found.append(entry_of(text, reading, places, nats, run))
     result: dict[str, Any] = {"texts": found}
     if mean:
@@ -115,9 +116,14 @@ def measure_texts(
         how = reading.mode if reading.stride is None else f"{reading.mode} {reading.stride}"
         result["protocol"] = f"mean over {', '.join(text.name for text in texts)}; {how}"
     save_texts(run, settings, result)
-    if last:
-        journal.close()
+    if journal is None:
+        notes.close_used()
     return result
+
+
+def journal_of(run: LoadedRun) -> measured.Journal:
+    """What was found so far with these weights."""
+    return measured.journal(run.folder.path, KIND, about_run(run))
 
 
 def total_nats(

@@ -43,7 +43,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Surface:
-    """The loss over a plane: a row for each y, None where it is not finite."""
+    """The loss over a plane: a row for each y, which is the second direction; None where it is not finite."""
 
     label: str
     seed: int
@@ -181,7 +181,7 @@ def depth_charts(runs: Sequence[RunData]) -> Charts:
         charts += _chart(f"Norm of {stream}", "norm", lines(lambda layer, s=stream: inside(layer, "norms", s)))  # type: ignore[misc]
     for key, title, unit in (
         ("update_norm", "Norm of the update", "norm"),
-        ("cosine", "Similarity of successive states", "cosine"),
+        ("cosine", "Similarity of successive updates", "cosine"),
         ("energy", "Energy", "energy"),
         ("capped_rows", "Attention rows out of reach", "share"),
         ("bounded_scores", "Scores beyond their bound", "share"),
@@ -227,6 +227,9 @@ def jacobian_charts(runs: Sequence[RunData]) -> Charts:
     return Charts(charts)
 
 
+ALPHA = "alpha, in lengths of the weights"
+
+
 def hessian_charts(runs: Sequence[RunData]) -> Charts:
     """Eigenvalues, the loss along a line, and over a plane where that was measured."""
     eigenvalues: list[Line | None] = []
@@ -245,21 +248,18 @@ def hessian_charts(runs: Sequence[RunData]) -> Charts:
         if surface:
             surfaces.append(surface)
     charts = _chart("Largest eigenvalues of the Hessian", "eigenvalue", eigenvalues, x="index")
-    charts += _chart("Loss along a random direction", "nats per token", along, x="distance", whole_x=False)
+    charts += _chart("Loss along a random direction", "nats per token", along, x=ALPHA, whole_x=False)
     return Charts(charts, surfaces)
 
 
 def surface_of(run: RunData, found: Any) -> Surface | None:
-    """A surface whose rows and columns fit each other, under the names it may have."""
-    if not isinstance(found, dict):
-        return None
-    x = reals(found.get("alpha") or found.get("x"))
-    y = reals(found.get("beta") or found.get("y")) or x
-    rows = found.get("loss")
+    """A surface whose rows and columns fit each other. Its rows go with the first direction, which is drawn as x."""
+    alpha, rows = reals(inside(found, "alpha")), inside(found, "loss")
     loss = [[real(value) for value in row] for row in rows if isinstance(row, list)] if isinstance(rows, list) else []
-    fits = bool(x) and len(loss) == len(y) and all(len(row) == len(x) for row in loss)
-    known = any(value is not None for row in loss for value in row)
-    return Surface(run.label, run.seed, x, y, loss) if fits and known else None
+    fits = bool(alpha) and len(loss) == len(alpha) and all(len(row) == len(alpha) for row in loss)
+    if not fits or all(value is None for row in loss for value in row):
+        return None
+    return Surface(run.label, run.seed, alpha, alpha, [list(column) for column in zip(*loss, strict=True)])
 
 
 def forgetting_charts(runs: Sequence[RunData], tables: Sequence[Any]) -> Charts:

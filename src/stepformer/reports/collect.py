@@ -27,6 +27,7 @@ from stepformer.training.runs import RunFolder
 KINDS = ("hessian", "jacobian", "depth", "perplexity", "tasks")
 STUDY = "study.json"
 FORGETTING = "forgetting.json"
+NATIVE = "forgetting-native.json"  # of both directions with the runs' own optimizers
 MOST_POINTS = 400  # of one curve: more than a chart has pixels for
 ALL_POINTS = 60_000  # of all curves together: about 2 MB of the page
 
@@ -132,9 +133,9 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
     """The run folders behind a path; what its study says besides goes into `found`."""
     if not path.is_dir():
         raise InputError(f"There is no run or study folder '{path}'.")
-    study, forgetting = path / STUDY, path / FORGETTING
-    if forgetting.is_file():
-        found.forgetting.append((path, read_json(forgetting, "table of forgetting")))
+    study = path / STUDY
+    forgetting = [path / name for name in (FORGETTING, NATIVE) if (path / name).is_file()]
+    found.forgetting += [(path, read_json(file, "table of forgetting")) for file in forgetting]
     if RunFolder(path).exists:
         return [path]
     if study.is_file():
@@ -145,12 +146,25 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
         if missing:
             found.notes.append(f"Planned in '{path}' and not begun: {', '.join(missing)}.")
         return begun
-    if forgetting.is_file():  # of fine-tuning in both directions: studies beside each other
-        parts = sorted(part for part in path.iterdir() if (part / FORGETTING).is_file())
+    studies = sorted(part for part in path.iterdir() if (part / STUDY).is_file())
+    runs = sorted(folder for folder in path.iterdir() if RunFolder(folder).exists)
+    if forgetting:  # of fine-tuning in both directions: studies beside each other
+        parts = [part for part in studies if (part / FORGETTING).is_file()]
         within = [folder for part in parts for folder in _folders(part, Gathered([], None, [], found.notes))]
-        return [*within, *sorted(folder for folder in path.iterdir() if RunFolder(folder).exists)]
-    inside = sorted(folder.name for folder in path.iterdir() if RunFolder(folder).exists)
-    hint = f" It holds runs: name them, e.g. '{path / inside[0]}'." if inside else ""
+        before = [f"'{part}'" for part in studies if part not in parts]
+        if before:
+            found.notes.append(
+                f"The runs before their fine-tuning lie in {' and '.join(before)}: name these folders too to see them."
+            )
+        return [*within, *runs]
+    hint = next(
+        (
+            f" It holds {what}: name them, e.g. '{some[0]}'."
+            for what, some in (("runs", runs), ("studies", studies))
+            if some
+        ),
+        "",
+    )
     raise InputError(f"'{path}' is neither a run (no run.json) nor a study (no {STUDY}).{hint}")
 
 
@@ -175,10 +189,7 @@ def _baseline(study: Path) -> str | None:
 def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
     """One run folder; `points` is how many points of each curve are kept."""
     folder = RunFolder(path)
-    try:
-        facts = folder.read()
-    except AttributeError:  # JSON, but no object
-        raise InputError(f"The run record '{path / 'run.json'}' is damaged: it is not a JSON object.") from None
+    facts = folder.read()
     notes: list[str] = []
     config = _config(facts, notes)
     training, evaluation = read_curves(folder.metrics, notes)
@@ -242,10 +253,10 @@ def _measurements(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
     for kind in KINDS:
         try:
             whole = measured.load(path, kind)
-        except (InputError, AttributeError) as error:
-            notes.append(str(error) if isinstance(error, InputError) else f"Its {kind} measurement is damaged.")
+        except InputError as error:
+            notes.append(str(error))
             continue
-        if whole is not None and isinstance(whole.get("result"), dict):
+        if whole is not None:
             found[kind] = whole
     return found
 

@@ -87,14 +87,13 @@ def build(
         "environment": parts.environment_table(runs),
     }
     forgetting = [
-        table
-        for folder, found in gathered.forgetting
-        if (table := parts.generic_table(found, f"Forgetting in {folder}")) is not None
+        table for folder, found in gathered.forgetting if (table := parts.forgetting_table(found, folder)) is not None
     ]
+    forgotten = forgetting_words([found for _, found in gathered.forgetting])
     shown = {kind: _measured(runs, kind) for kind in MEASURES}
     return Report(
         title=title or _title(labels, runs),
-        verdict=verdict(comparison) if comparison else incomparable,
+        verdict=" ".join([*([verdict(comparison)] if comparison else []), *forgotten]) or incomparable,
         dates=_dates(runs),
         made=datetime.now(),
         runs=runs,
@@ -102,7 +101,7 @@ def build(
         comparison=comparison,
         incomparable=incomparable,
         tables={name: table for name, table in tables.items() if table is not None},
-        published=published_tables(runs),
+        published=published_tables(runs, [found for _, found in gathered.forgetting]),
         forgetting=forgetting,
         charts={
             "coefficients": charts.coefficient_charts(runs),
@@ -179,6 +178,36 @@ def verdict(comparison: Comparison) -> str:
     if alone:
         words.append(f"{_names(alone)} {'has' if len(alone) == 1 else 'have'} no seed in common with {base}.")
     return " ".join(words)
+
+
+def forgetting_words(tables: Sequence[Any]) -> list[str]:
+    """For each direction, the paired differences in forgetting with their intervals: numbers, and no claim."""
+    said: dict[str, list[str]] = {}
+    for found in tables:
+        rows = charts.inside(found, "rows")
+        for row in rows if isinstance(rows, list) else []:
+            mean, low, high, level = (
+                charts.real(charts.inside(row, key))
+                for key in (*(f"forgetting_difference{end}" for end in ("", "_low", "_high")), "confidence")
+            )
+            if mean is None:
+                continue
+            known = low is not None and high is not None and level is not None
+            bounds = f"[{_signed(low or 0.0)}, {_signed(high or 0.0)}]"
+            spread = (
+                f"{percent(level or 0.0)} confidence interval {bounds}"
+                if known
+                else "one seed, which shows nothing yet"
+            )
+            own = ", own optimizers" if charts.inside(found, "settings", "native") is True else ""
+            where = f"Forgetting, {row.get('direction', '')}{own}, against {row.get('baseline', '')}"
+            said.setdefault(where, []).append(
+                f"{row.get('architecture', '')} {_signed(mean)} nats per token ({spread})"
+            )
+    return [
+        f"{where}: {'; '.join(words[:NAMED])}{f' and {len(words) - NAMED} more' if len(words) > NAMED else ''}."
+        for where, words in said.items()
+    ]
 
 
 def _mean(row: Row) -> float:

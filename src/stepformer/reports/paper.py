@@ -179,12 +179,13 @@ def plot_curves(report: Report, path: Path) -> None:
     figure = _figure(figsize=(5.5 * len(kinds), 4.2 + 0.2 * (len(report.labels) // 5)))
     for axes, (title, curves) in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         for index, label in enumerate(report.labels):
-            mine = [c for run, c in zip(report.runs, curves, strict=True) if run.label == label and len(c)]
+            mine = [(run, c) for run, c in zip(report.runs, curves, strict=True) if run.label == label and len(c)]
             several = len(mine) > 1
-            for curve in mine:
+            for _, curve in mine:
                 thin = {"linewidth": 0.8, "alpha": 0.35} if several else {"linewidth": 1.7}
                 axes.plot(curve.tokens, curve.loss, **thin, **looks(index))
-            if several and len(mean := mean_curve(mine)):
+            finished = [curve for run, curve in mine if run.record]  # as on the page: others would cut the mean short
+            if len(finished) > 1 and len(mean := mean_curve(finished)):
                 axes.plot(mean.tokens, mean.loss, linewidth=1.8, **looks(index))
         _limit(axes, [curve for curve in curves if len(curve)])
         axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
@@ -241,7 +242,8 @@ def plot_charts(charts: Charts, labels: Sequence[str], path: Path) -> None:
         loss = [[math.nan if value is None else value for value in row] for row in surface.loss]
         drawn = axes.contourf(surface.x, surface.y, loss, levels=16, cmap="cividis")
         figure.colorbar(drawn, ax=axes)
-        axes.set_title(f"{surface.label} s{surface.seed}", loc="left", fontsize=10, parse_math=False)
+        _label(axes, f"Loss, {surface.label} s{surface.seed}", "first direction", "second direction")
+        axes.grid(visible=False)
     for axes in places[count:]:
         axes.set_visible(False)
     drawn_labels = {line.label for _, _, lines in panels for line in lines}

@@ -42,10 +42,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def _comparison_row(row: Row) -> list[Cell]:
     difference = row.difference
-    bounds = Cell(NOTHING)
-    if difference and difference.low is not None and difference.high is not None:
-        shown = f"[{difference.low:+.4f}, {difference.high:+.4f}]".replace("-", MINUS)
-        bounds = Cell(shown, difference.low)
+    bounds = _bounds(difference.low, difference.high) if difference else Cell(NOTHING)
     told = row.verdict in ("better", "worse") and not row.provisional
     return [
         text(row.label),
@@ -71,7 +68,7 @@ def runs_table(runs: Sequence[RunData]) -> Table:
         Column("run"),
         Column("seed", True),
         Column("state"),
-        Column("final loss", True),
+        Column("final loss", True, "of a run that is not finished: its latest evaluation"),
         Column("best loss", True),
         Column("at step", True, "of the best loss"),
         Column("steps", True),
@@ -131,7 +128,7 @@ def hessian_table(runs: Sequence[RunData]) -> Table | None:
     titles = columns(
         Column("run"),
         Column("loss", True, "on the tokens of the measurement"),
-        Column("largest eigenvalue", True),
+        Column("largest eigenvalue", True, "of largest magnitude, with its sign"),
         Column("residual", True),
         Column("trace", True),
         Column("± se", True),
@@ -232,6 +229,51 @@ def tasks_table(runs: Sequence[RunData]) -> Table | None:
                 keys = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
                 rows.append([text(run.name), text(name), *counts, *(number(real(found.get(k))) for k in keys)])
     return Table(titles, rows, "Downstream tasks") if rows else None
+
+
+def forgetting_table(found: Any, folder: object) -> Table | None:
+    """Forgetting and plasticity with their paired differences; other records in columns as they come."""
+    own = ", with the runs' own optimizers" if inside(found, "settings", "native") is True else ""
+    caption = f"Forgetting in {folder}{own}"
+    rows = inside(found, "rows")
+    records = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    if not records or not all(
+        {"architecture", "direction", "forgetting", "plasticity"} <= row.keys() for row in records
+    ):
+        return generic_table(found, caption)
+    shown = [Column("architecture"), Column("direction"), Column("n", True, "runs")]
+    for what, corpus, meaning in (
+        ("forgetting", "source", "rise of the loss on the first corpus; less is better"),
+        ("plasticity", "target", "fall of the loss on the second corpus; more is better"),
+    ):
+        shown += [
+            Column(f"{corpus} loss before", True),
+            Column("after", True),
+            Column(what, True, meaning),
+            Column("± se", True, "standard error over seeds"),
+            Column("difference", True, "to the baseline, paired by seed"),
+            Column("interval", True, "Student's t on the paired differences"),
+        ]
+    cells = []
+    for row in records:
+        line = [text(row["architecture"]), text(row["direction"]), number(real(row.get("n")), ".0f")]
+        for what, corpus in (("forgetting", "source"), ("plasticity", "target")):
+            low, high = (real(row.get(f"{what}_difference_{end}")) for end in ("low", "high"))
+            line += [number(real(row.get(f"{corpus}_{when}"))) for when in ("before", "after")]
+            line += [number(real(row.get(key))) for key in (what, f"{what}_standard_error")]
+            line += [number(real(row.get(f"{what}_difference")), "+.4f"), _bounds(low, high)]
+        cells.append(line)
+    baseline, confidence = records[0].get("baseline"), real(records[0].get("confidence"))
+    notes = ["Nats per token. ± is the standard error over seeds."]
+    if baseline is not None and confidence is not None:
+        notes = [f"{notes[0]} Differences are to {baseline}, paired by seed, with {percent(confidence)} intervals."]
+    return Table(shown, cells, caption, notes)
+
+
+def _bounds(low: float | None, high: float | None) -> Cell:
+    if low is None or high is None:
+        return Cell(NOTHING)
+    return Cell(f"[{low:+.4f}, {high:+.4f}]".replace("-", MINUS), low)
 
 
 FIRST = ("architecture", "label", "direction", "baseline", "seed", "n")  # columns that say what a row is about

@@ -185,7 +185,7 @@
     }
   }
 
-  /* Surfaces: the same colours for the same loss everywhere; contours every tenth of the range. */
+  /* Surfaces: the same colours for the same loss everywhere, dark for the lowest of all. */
 
   const SHADES = [[13, 34, 84], [28, 92, 148], [58, 150, 160], [140, 197, 151], [244, 233, 164]];
 
@@ -206,7 +206,7 @@
       const least = known(surface.loss).reduce((a, b) => Math.min(a, b));
       const most = known(surface.loss).reduce((a, b) => Math.max(a, b));
       const name = `${data.labels[surface.group]} s${surface.seed}`;
-      const [figure] = addFigure(grid, name, `loss from ${least.toFixed(3)} (dark) to ${most.toFixed(3)}`);
+      const [figure] = addFigure(grid, name, `loss from ${least.toFixed(3)} to ${most.toFixed(3)}; dark is low, one scale for all; first direction to the right`);
       figure.className = "surface";
       const size = [surface.x.length, surface.y.length];
       const canvas = make("canvas", { width: size[0], height: size[1], role: "img", "aria-label": `Loss over a plane through the weights of ${name}` }, figure);

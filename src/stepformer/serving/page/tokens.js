@@ -1,6 +1,6 @@
 // Tokens in a row, to point at or to walk through with the arrow keys, and the tables about one of them.
 
-import { CLASSES, make, nats, percent, sideName } from "./dom.js";
+import { CLASSES, LETTERS, make, nats, percent, sideName } from "./dom.js";
 
 // What a token is called in a table: blanks made visible.
 export function label(token) {
@@ -120,7 +120,8 @@ export function generated(runs, index, token) {
 export function predicted(runs, token) {
   const parts = [make("p", { class: "named" }, label(token))];
   if (token.difference !== undefined) {
-    const surer = runs[token.difference > 0 ? 0 : 1].name;
+    const side = token.difference > 0 ? 0 : 1;
+    const surer = `${LETTERS[side]} ${runs[side].name}`; // best and last of one run have one name
     const size = nats(Math.abs(token.difference));
     const unlike = `${surer} is more certain, by ${size} nats.`;
     parts.push(make("p", {}, token.difference === 0 ? "Both are equally certain." : unlike));

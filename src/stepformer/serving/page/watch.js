@@ -1,6 +1,6 @@
 // Curves, speed and checkpoints of the runs, as their folders say now.
 
-import { $, CLASSES, drawing, duration, get, make, sideName, titled, whole } from "./dom.js";
+import { $, CLASSES, LETTERS, drawing, duration, get, make, sideName, titled, whole } from "./dom.js";
 
 const EVERY = 2000; // milliseconds
 const HEIGHT = 320, LEFT = 48, RIGHT = 22, TOP = 10, BOTTOM = 28;
@@ -87,8 +87,8 @@ function curves(runs) {
     for (const [step, loss] of run.evals) {
       inside.append(drawing("circle", { class: CLASSES[i], cx: x(step), cy: y(loss), r: 3.5 }));
     }
-    shown.push(...run.train.map(([step, loss]) => ({ at: x(step), step, loss, what: "training", name: run.name })));
-    shown.push(...run.evals.map(([step, loss]) => ({ at: x(step), step, loss, what: "validation", name: run.name })));
+    const named = (what) => ([step, loss]) => ({ at: x(step), step, loss, what, name: run.name, side: i });
+    shown.push(...run.train.map(named("training")), ...run.evals.map(named("validation")));
   });
   svg.addEventListener("pointermove", (event) => readOff(svg, event));
   return svg;
@@ -99,10 +99,11 @@ function readOff(svg, event) {
   const at = event.clientX - box.left;
   const nearest = new Map();
   for (const point of shown) {
-    const key = `${point.name} ${point.what}`;
+    const key = `${point.side} ${point.what}`; // two runs may have folders of one name
     if (!nearest.has(key) || Math.abs(point.at - at) < Math.abs(nearest.get(key).at - at)) nearest.set(key, point);
   }
-  const words = (p) => `${p.name}, ${p.what}: ${p.loss.toFixed(4)} at step ${whole(p.step)}`;
+  const letter = (p) => (latest.length > 1 ? `${LETTERS[p.side]} ` : "");
+  const words = (p) => `${letter(p)}${p.name}, ${p.what}: ${p.loss.toFixed(4)} at step ${whole(p.step)}`;
   $("reading").replaceChildren(...[...nearest.values()].map((point) => make("span", {}, words(point))));
 }
 
