@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -24,9 +25,10 @@ from stepformer.diagnostics.curvature import HessianOperator, batches_of, direct
 from stepformer.diagnostics.curvature_view import plot, text
 from stepformer.diagnostics.hessian import LIMITS
 from stepformer.diagnostics.landscape import grid
+from stepformer.diagnostics.windows import fixed_windows
 from stepformer.errors import ConfigError, InputError, StepformerError
 from stepformer.training import load_run, train
-from stepformer.training.run import LoadedRun
+from stepformer.training.run import LoadedRun, corpus_of
 
 GPT: dict[str, Any] = {"n_layer": 2, "n_head": 2, "d_model": 8, "context": 6, "vocab_size": 11, "mlp_hidden": 4}
 
@@ -498,7 +500,11 @@ def test_a_run_is_measured(run: LoadedRun, result: dict[str, Any]) -> None:
     json.dumps(result, allow_nan=False)
     assert result["parameters"] == run.model.num_parameters()
     assert result["tokens"] == 6 * 16
-    assert result["loss"] == pytest.approx(run.record.get("loss", result["loss"]))
+    windows = fixed_windows(corpus_of(run).split("val"), 6, 16, 0)
+    with torch.no_grad():
+        expected = copy.deepcopy(run.model).double()(windows[:, :-1], windows[:, 1:]).loss
+    assert expected is not None
+    assert result["loss"] == pytest.approx(expected.item(), abs=1e-12)  # fp64: sums in another order
     assert result["check"]["repeat"] == 0.0
     assert len(result["eigenvalues"]) == 2
     assert abs(result["eigenvalues"][0]["value"]) >= abs(result["eigenvalues"][1]["value"])

@@ -81,7 +81,8 @@ def report_of(*folders: Path, **settings: Any) -> Report:
 def measurements(layers: int = 2) -> dict[str, dict[str, Any]]:
     """One result of every kind, by the schemas of the commands that make them."""
     values = [3.0 * math.exp(-k / 4) for k in range(12)]
-    part = {"singular_values": values, "sigma_max": 3.0, "spread": 15.6, "stable_rank": 2.5, "rms_gain": 1.1, "k": 12}
+    part = {"singular_values": values, "sigma_max": 3.0, "spread": 15.6, "stable_rank": 2.5, "rms_gain": 1.1}
+    part |= {"k": 12, "converged": False}
     reach = [-1.0, -0.5, 0.0, 0.5, 1.0]
     summary = {"persistence": 0.8, "mean_spread": 15.6, "max_spread": 16.0, "mean_stable_rank": 2.5}
     return {
@@ -301,7 +302,7 @@ def test_a_run_without_corpus_and_history_is_shown(study: Path, tmp_path: Path) 
     assert report.charts["coefficients"]
     assert "A new document" in page_html(report)
     (folder / "run.json").write_text("[]")
-    with pytest.raises(InputError, match="is damaged: it is not an object"):
+    with pytest.raises(InputError, match=r"is damaged: it is not an? (JSON )?object"):
         gather([folder])
 
 
@@ -516,6 +517,8 @@ def test_every_measurement_has_its_place(study: Path, tmp_path: Path) -> None:
     assert spectrum.choices == ["layer 0", "layer 1"]
     assert report.tables["hessian"].rows[0][2].text == "20"
     assert "had not converged" in report.tables["hessian"].notes[0]
+    assert [cell.text for cell in report.tables["jacobian"].rows[0][1:3]] == ["12", "0.8"]
+    assert "had not settled and may be too low: yurii s42" in report.tables["jacobian"].notes[0]
     assert report.tables["perplexity"].rows[0][3].text == "12.182"
     assert report.tables["tasks"].rows[0][4].text == "0.3250"
     assert not report.missing
@@ -736,6 +739,26 @@ def test_hostile_words_are_escaped_everywhere(study: Path, tmp_path: Path) -> No
     assert "<img" not in page
     assert page.count("</script>") == 2  # the data's and the script's own
     assert page.count("<script") == 2
+
+
+def test_words_that_are_no_unicode_do_not_stop_a_report(study: Path, tmp_path: Path) -> None:
+    folder = copied(study, tmp_path)
+    changed(folder / "result.json", label="x\ud800y")
+    (folder / "environment.json").write_text(json.dumps({"platform": "a\udcffb"}))
+    report = report_of(folder)
+    assert report.labels == ["x\N{REPLACEMENT CHARACTER}y"]
+    write_paper(report, tmp_path / "out")
+    assert "a\N{REPLACEMENT CHARACTER}b" in (tmp_path / "out/report.md").read_text()
+    page_html(report).encode()
+
+
+def test_a_damaged_checkpoint_is_a_note(study: Path, tmp_path: Path) -> None:
+    folder = copied(study, tmp_path)
+    for weights in folder.glob("checkpoints/*/model.safetensors"):
+        weights.write_bytes(b"\xff" * weights.stat().st_size)  # as long as before
+    gathered = gather([folder])
+    sampling.ask_models(gathered.runs, None, tmp_path / "cache", device="cpu")
+    assert any("Its model could not be asked: " in note for note in build(gathered).notes)
 
 
 # The page in a browser

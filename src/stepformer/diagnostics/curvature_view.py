@@ -32,7 +32,8 @@ def text(result: dict[str, Any]) -> RenderableType:
         error = trace["standard_error"]
         spread = f"± {error:.3g} (standard error), " if error is not None else ""
         share = f", {abs(trace['std'] / trace['mean']):.0%} of the mean" if trace["mean"] else ""
-        probes = f"{len(trace['probes'])} probes, std {trace['std']:.3g}{share}"
+        count = len(trace["probes"])
+        probes = f"{count} probes, std {trace['std']:.3g}{share}" if count > 1 else "1 probe, of unknown error"
         table.add_row("tr(H)", f"{trace['mean']:.6g}", spread + probes)
         table.add_row(
             "tr(H) / N", f"{result['trace_per_parameter']:.4g}", f"N = {result['parameters']:,}, all parameters"

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stepformer.optim.config import OptimConfig
 from stepformer.optim.lmo import LmoOptimizer
 from stepformer.optim.polar import polar
 from stepformer.optim.schedules import Schedule
 from stepformer.roles import Role, named_roles, stacked_parts
+from stepformer.sharding import whole
 
 DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
@@ -162,8 +162,7 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(())
     norms = torch._foreach_norm(tensors)
-    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-    return torch.linalg.vector_norm(torch.stack(whole))
+    return torch.linalg.vector_norm(torch.stack([whole(norm) for norm in norms]))
 
 
 @torch.no_grad()

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepformer.optim.polar import polar
+from stepformer.sharding import is_sharded, like, whole
 
 SCALINGS: dict[str, Callable[[int, int], float]] = {
     "jordan": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
@@ -89,10 +89,9 @@ class LmoOptimizer(torch.optim.Optimizer):
             return [m.sign() for m in averages]
         if group["geometry"] == "row":
             return [m / m.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12) for m in averages]
-        whole = [m.full_tensor() if isinstance(m, DTensor) else m for m in averages]
         pieces = [
             Piece(i, part, value)
-            for i, (m, count) in enumerate(zip(whole, parts, strict=True))
+            for i, (m, count) in enumerate(zip(map(whole, averages), parts, strict=True))
             for part, value in enumerate(m.chunk(count))
         ]
         by_shape: dict[torch.Size, list[Piece]] = {}
@@ -106,9 +105,7 @@ class LmoOptimizer(torch.optim.Optimizer):
         result = []
         for i, (m, count) in enumerate(zip(averages, parts, strict=True)):
             step = torch.cat([found[i, part] for part in range(count)]) if count > 1 else found[i, 0]
-            if isinstance(m, DTensor):  # every rank has the whole step: cut it, send nothing
-                step = distribute_tensor(step, m.device_mesh, m.placements, src_data_rank=None)
-            result.append(step)
+            result.append(like(step, m) if is_sharded(m) else step)
         return result
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from stepformer import measured
 from stepformer.comparing import RunRecord
+from stepformer.data.tokenizers import valid
 from stepformer.errors import InputError, StepformerError
 from stepformer.files import read_json
 from stepformer.plugins import load_plugin
@@ -196,7 +197,9 @@ def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
     record, state = _record(folder, facts, training, evaluation)
     settings = facts.get("config", {})
     seed = record.seed if record else _dict(_dict(settings).get("train")).get("seed", 0)
-    label = record.label if record else str(facts.get("label") or path.name)
+    label = valid(record.label if record else str(facts.get("label") or path.name))
+    if record and record.label != label:
+        record = dataclasses.replace(record, label=label)
     ended = max((p for p in (folder.result, folder.metrics) if p.is_file()), key=_changed, default=path / "run.json")
     return RunData(
         folder=path,

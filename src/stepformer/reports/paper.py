@@ -13,6 +13,7 @@ from typing import Any
 from stepformer import __version__
 from stepformer.comparing import csv_text, markdown_text, plot_differences
 from stepformer.comparing.plots import looks, short_number
+from stepformer.data.tokenizers import valid
 from stepformer.errors import StepformerError
 from stepformer.files import write_text, writing
 from stepformer.reports import tables
@@ -45,11 +46,11 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
         progress(1)
     written = [path for _, path in pictures.values()]
     if report.comparison:
-        write_text(out / "comparison.csv", csv_text(report.comparison))
-        write_text(out / "comparison.tex", tables.latex(report.tables["comparison"], LATEX_COLUMNS))
+        write_text(out / "comparison.csv", valid(csv_text(report.comparison)))
+        write_text(out / "comparison.tex", valid(tables.latex(report.tables["comparison"], LATEX_COLUMNS)))
         written += [out / "comparison.csv", out / "comparison.tex"]
-    write_text(out / "runs.csv", csv_of(report.tables["runs"]))
-    write_text(out / "report.md", markdown_report(report, pictures, notes))
+    write_text(out / "runs.csv", valid(csv_of(report.tables["runs"])))
+    write_text(out / "report.md", valid(markdown_report(report, pictures, notes)))
     return [out / "report.md", out / "runs.csv", *written]
 
 

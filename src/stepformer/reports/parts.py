@@ -8,7 +8,7 @@ from typing import Any
 
 from stepformer.comparing import Comparison, Row, summarise
 from stepformer.comparing.tables import MARK, percent, reach
-from stepformer.reports.charts import inside, real, result
+from stepformer.reports.charts import inside, layers_of, real, result
 from stepformer.reports.collect import RunData
 from stepformer.reports.tables import MINUS, NOTHING, TIMES, Cell, Column, Table, columns, number, text
 
@@ -171,13 +171,23 @@ SUMMARY = {
 
 
 def jacobian_table(runs: Sequence[RunData]) -> Table | None:
-    rows = []
+    rows, unsure = [], []
     for run in runs:
         summary = inside(result(run, "jacobian"), "summary", "block")
         if isinstance(summary, dict):
-            rows.append([text(run.name), *(number(real(summary.get(key)), ".4g") for key in SUMMARY)])
-    titles = columns(Column("run"), *(Column(title, True, hint) for title, hint in SUMMARY.values()))
-    return Table(titles, rows, "Jacobians of the blocks, over all layers") if rows else None
+            layers = [inside(layer, "block") for layer in layers_of(run, "jacobian")]
+            kept = sorted({k for layer in layers if (k := real(inside(layer, "k"))) is not None})
+            if any(inside(layer, "converged") is False for layer in layers):
+                unsure.append(run.name)
+            values = (number(real(summary.get(key)), ".4g") for key in SUMMARY)
+            rows.append([text(run.name), text(", ".join(f"{k:.0f}" for k in kept)), *values])
+    titles = columns(
+        Column("run"),
+        Column("k", hint="singular values kept of each layer: only numbers that agree in it may be compared"),
+        *(Column(title, True, hint) for title, hint in SUMMARY.values()),
+    )
+    notes = [f"Some singular values had not settled and may be too low: {', '.join(unsure)}."] if unsure else []
+    return Table(titles, rows, "Jacobians of the blocks, over all layers", notes) if rows else None
 
 
 def perplexity_table(runs: Sequence[RunData]) -> Table | None:

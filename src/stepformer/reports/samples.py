@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from stepformer.data.corpus import Corpus
 from stepformer.errors import InputError, StepformerError
@@ -105,7 +106,7 @@ def ask_models(
         prompts = samples.prompts if samples and id(run) in writers else []
         try:
             _ask(run, prompts, samples, journal, device)
-        except StepformerError as error:
+        except (StepformerError, SafetensorError, OSError) as error:  # a damaged file, or one that is gone by now
             problem = str(error).splitlines()[0]
             run.notes.append(f"Its model could not be asked: {problem}")
             if samples and id(run) in writers:

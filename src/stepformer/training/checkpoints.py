@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepformer import files
 from stepformer.errors import InputError, StepformerError, StepformerWarning
+from stepformer.sharding import is_sharded, like, whole
 from stepformer.training.parallel import World
 
 FORMAT = 1
@@ -50,7 +49,7 @@ class Checkpoints:
         """Write a checkpoint. On CUDA this returns once the tensors are copied; `wait` says when they are on disk."""
         self.wait()
         temporary, final = self.folder / f"{files.TEMPORARY}{name}", self.folder / name
-        sharded = any(isinstance(t, DTensor) for tensors in parts.values() for t in tensors.values())
+        sharded = any(is_sharded(t) for tensors in parts.values() for t in tensors.values())
         if sharded:
             self._save_sharded(temporary, parts)
         if self.world.is_main:
@@ -70,6 +69,8 @@ class Checkpoints:
             pending.result()
 
     def _save_sharded(self, temporary: Path, parts: Mapping[str, Tensors]) -> None:
+        import torch.distributed.checkpoint as dcp
+
         if self.world.is_main:
             shutil.rmtree(temporary, ignore_errors=True)
             with files.explained(temporary):
@@ -185,6 +186,8 @@ def load(folder: Path, part: str, tensors: Tensors) -> None:
         raise InputError(f"The checkpoint '{folder}' holds no {part}.")
     if shards.is_dir():
         _check_names(_stored_names(shards), tensors, folder)
+        import torch.distributed.checkpoint as dcp
+
         reader = dcp.HuggingFaceStorageReader(str(shards))
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         return
@@ -196,10 +199,7 @@ def load(folder: Path, part: str, tensors: Tensors) -> None:
                 raise InputError(
                     f"'{name}' has shape {tuple(stored.shape)} in '{folder}', but {tuple(target.shape)} in this model."
                 )
-            if isinstance(target, DTensor):
-                stored = stored.to(target.device)
-                stored = distribute_tensor(stored, target.device_mesh, target.placements, src_data_rank=None)
-            target.copy_(stored)
+            target.copy_(like(stored.to(target.device), target) if is_sharded(target) else stored)
 
 
 def weights_sha256(tensors: Tensors) -> str:
@@ -207,9 +207,9 @@ def weights_sha256(tensors: Tensors) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach()
-        whole = (value.full_tensor() if isinstance(value, DTensor) else value).cpu().contiguous()
-        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}\n".encode())
-        digest.update(whole.view(torch.uint8).numpy().tobytes() if whole.ndim else whole.numpy().tobytes())
+        value = whole(value).cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.view(torch.uint8).numpy().tobytes() if value.ndim else value.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -243,5 +243,9 @@ def _explained(path: Path) -> Iterator[None]:
         if "No space left" in str(error) or "os error 28" in str(error):
             raise StepformerError(f"The disk is full: '{path}' could not be written; older files are whole.") from None
         raise StepformerError(f"'{path}' could not be written: {error}.") from None
-    except dcp.CheckpointException as error:
-        raise StepformerError(f"'{path}' could not be written: {next(iter(error.failures.values()))[0]}.") from None
+    except Exception as error:
+        # torch.distributed.checkpoint's own, by its name: importing it here would cost every command half a second
+        if type(error).__name__ != "CheckpointException":
+            raise
+        failures = error.failures  # type: ignore[attr-defined]
+        raise StepformerError(f"'{path}' could not be written: {next(iter(failures.values()))[0]}.") from None

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from stepformer.errors import InputError
@@ -108,6 +106,9 @@ class ParallelModel:
             # torch 2.11 with triton 3.6 cannot compile several rules at these widths otherwise (docs/lab-notebook.md)
             torch._inductor.config.triton.persistent_reductions = False
         if self.sharded:
+            from torch.distributed.device_mesh import init_device_mesh  # slow to load, and seldom needed
+            from torch.distributed.fsdp import fully_shard
+
             mesh = init_device_mesh(world.device.type, (world.size,))
             for block in model.blocks:
                 if compiled:
@@ -129,7 +130,7 @@ class ParallelModel:
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Gradients are exchanged once a step, with its last micro-batch."""
-        if isinstance(self.run, FSDPModule):
+        if self.sharded:
             self.run.set_requires_gradient_sync(last)
             yield
         elif isinstance(self.run, DistributedDataParallel) and not last:

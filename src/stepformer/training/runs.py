@@ -71,7 +71,7 @@ class RunFolder:
             raise InputError(f"'{self.path}' is not a run: it has no run.json.")
         record: dict[str, Any] = files.read_json(self.path / "run.json", "run record")
         if not isinstance(record, dict):
-            raise InputError(f"The run record '{self.path / 'run.json'}' is damaged: it is not an object.")
+            raise InputError(f"The run record '{self.path / 'run.json'}' is damaged: it is not a JSON object.")
         if record.get("format") != FORMAT:
             raise InputError(
                 f"The run '{self.path}' has format {record.get('format')}; this stepformer reads format {FORMAT}."
