@@ -88,17 +88,13 @@ class Journal:
             self.pieces[name] = value
         return self.pieces[name]
 
-    def close(self) -> None:
-        """The measurement is finished and its result written: the journal is not needed any more."""
-        self.path.unlink(missing_ok=True)
-
     def close_used(self) -> None:
-        """The same where measurements share a journal: what another one left in it, interrupted, stays."""
+        """The result of what was asked for is written; what another measurement left, interrupted, stays."""
         self.pieces = {name: value for name, value in self.pieces.items() if name not in self.used}
         if self.pieces:
             self._write()
         else:
-            self.close()
+            self.path.unlink(missing_ok=True)
 
 
 def journal(run: Path, kind: str, about: Mapping[str, Any]) -> Journal:
@@ -115,6 +111,11 @@ def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result
     return path
 
 
+def forget(run: Path, kind: str) -> None:
+    """The result is written: the journal of its measurement is not needed any more."""
+    (run / FOLDER / f"{kind}.jsonl").unlink(missing_ok=True)
+
+
 def load(run: Path, kind: str) -> dict[str, Any] | None:
     """A measurement of a run, whole, or None if it was never made."""
     path = run / FOLDER / f"{kind}.json"
@@ -122,7 +123,7 @@ def load(run: Path, kind: str) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = files.read_json(path, f"{kind} measurement")
     if not isinstance(found, dict):
-        raise InputError(f"The {kind} measurement '{path}' is damaged: it is not an object.")
+        raise InputError(f"The {kind} measurement '{path}' is damaged: it is not a JSON object.")
     if found.get("format") != FORMAT:
         raise InputError(f"'{path}' has format {found.get('format')}; this stepformer reads format {FORMAT}.")
     if not all(isinstance(found.get(key), dict) for key in ("settings", "result")):

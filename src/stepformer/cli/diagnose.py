@@ -110,6 +110,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
         path = measured.save(
             run.folder.path, kind, step=run.step, settings=settings[kind].to_dict(), result=found[kind]
         )
+        measured.forget(run.folder.path, kind)
         made = [str(path)]
         picture = path.with_suffix(".png")
         try:

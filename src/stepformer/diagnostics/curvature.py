@@ -139,7 +139,6 @@ def measure(run: LoadedRun, settings: CurvatureSettings, *, quiet: bool = False)
     found["trace_per_parameter"] = found["trace"] and found["trace"]["mean"] / found["parameters"]
     found["curve"] = pieces.curve()
     found["surface"] = pieces.surface()
-    pieces.journal.close()
     return found
 
 

@@ -79,7 +79,6 @@ def measure(run: LoadedRun, settings: DepthSettings, *, quiet: bool = False) -> 
         for number, batch in enumerate(batches):
             found.append(journal.get(f"batch {number}", partial(_look, run.model, batch)))
             step(1)
-    journal.close()
     return {**_together(run.model, found), "windows_hash": digest, "settings": settings.to_dict()}
 
 

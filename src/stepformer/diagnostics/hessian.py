@@ -10,22 +10,19 @@ is never written to: all happens in a copy that shares its memory.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stepformer.config import ModelConfig
 from stepformer.diagnostics.lanczos import dot, norm
+from stepformer.diagnostics.twins import twin
 from stepformer.errors import InputError, StepformerError
 from stepformer.model import IGNORE, Model
-from stepformer.oracles import attentions, mlps
-from stepformer.schemes import splittings, templates
 
 Batch = tuple[Tensor, Tensor]
 
@@ -48,7 +45,7 @@ class HessianOperator:
     """
 
     def __init__(self, model: Model, batches: Sequence[Batch], *, dtype: torch.dtype | None = None) -> None:
-        self.model = _twin(model, dtype or model.embed.tok_emb.weight.dtype)
+        self.model = twin(model, dtype or model.embed.tok_emb.weight.dtype)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         if not named:
             raise InputError("No parameter of the model requires a gradient, so there is no Hessian.")
@@ -193,29 +190,3 @@ FAULTS = {
 def batches_of(windows: Tensor, size: int) -> list[Batch]:
     """Windows (count, context + 1) as batches of `size` rows: inputs, and targets one token later."""
     return [(rows[:, :-1], rows[:, 1:]) for rows in windows.split(size)]
-
-
-def _twin(model: Model, dtype: torch.dtype) -> Model:
-    """The same function in evaluation mode with every gradient flowing, in memory shared where the dtype allows.
-
-    Some architectures stop gradients on purpose in training. The Hessian is that of the loss all the same.
-    """
-    exact = _exact_gradient(model.config)
-    if exact == model.config:
-        own = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()}
-        twin = copy.deepcopy(model, own)
-    else:
-        twin = type(model)(exact, device="meta")
-        twin.load_state_dict(model.state_dict(), assign=True)
-        twin.plain_layers = model.plain_layers
-        for mine, theirs in zip(twin.blocks, model.blocks, strict=True):
-            for bank, source in zip(mine.banks(), theirs.banks(), strict=True):
-                bank.pinned = dict(source.pinned)
-        for mine_p, theirs_p in zip(twin.parameters(), model.parameters(), strict=True):
-            mine_p.requires_grad_(theirs_p.requires_grad)
-    return twin.to(dtype).eval()  # in evaluation mode there is no activation checkpointing
-
-
-def _exact_gradient(config: ModelConfig) -> ModelConfig:
-    chosen = (templates[config.template], splittings[config.splitting], attentions[config.attention], mlps[config.mlp])
-    return config.replace(**{key: value for entry in chosen for key, value in entry.component.exact_gradient.items()})

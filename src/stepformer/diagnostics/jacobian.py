@@ -115,7 +115,6 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
                     if found is not None:
                         pieces.setdefault((layer, kind), []).append(Spectrum.from_dict(found))
                     step(1)
-    journal.close()
     rows: list[dict[str, Any]] = [
         {"layer": layer, **{kind: over_batches(pieces.get((layer, kind), [])) for kind in KINDS}} for layer in layers
     ]

@@ -11,16 +11,16 @@ for all.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepformer.block import Block
 from stepformer.diagnostics.states import Passage, per_token, through_depth
+from stepformer.diagnostics.twins import twin
 from stepformer.errors import InputError
 from stepformer.model import Model
 from stepformer.oracles import Call
@@ -31,8 +31,8 @@ Map = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 # Numbers in the vectors of one batched product: beyond this a loop is as fast and saves memory.
 AT_ONCE = {"cpu": 2**16, "cuda": 2**22}
-# How attention is computed, not what: plain products, all queries at once, no gradient stopped.
-PLAINLY = {"backend": "math", "query_chunk": 0, "detach_prior": False}
+# How attention is computed, not what: plain products, all queries at once.
+PLAINLY = {"backend": "math", "query_chunk": 0}
 
 
 class Linearised:
@@ -107,17 +107,13 @@ def _derivatives(ends: Sequence[Tensor], starts: Sequence[Tensor], along: Sequen
 
 
 def twice_differentiable(model: Model, dtype: torch.dtype) -> Model:
-    """The same function in `dtype`, in plain operations; parameters share their memory where the dtype allows.
-
-    No gradient is stopped in it: a Jacobian is that of the function, not that of its training.
-    """
-    own = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    twin = copy.deepcopy(model, own)
-    for block in twin.blocks:
+    """The same function in `dtype`, in plain operations, which also work for several vectors at once."""
+    plain = twin(model, dtype, frozen=True)
+    for block in plain.blocks:
         for name, value in PLAINLY.items():
             if hasattr(block.attn, name):
                 setattr(block.attn, name, value)
-    return twin.to(dtype).eval()
+    return plain
 
 
 class LayerMaps:

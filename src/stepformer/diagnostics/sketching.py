@@ -54,7 +54,7 @@ class Spectrum:
     """What a sketch finds.
 
     change: the largest relative change of the values in the last round; error: what is left of it if the next changes
-    fall as the last two did, at most the change itself.
+    fall as the last two did, at most ten times the change.
     """
 
     values: tuple[float, ...]  # singular values, the largest first
@@ -155,12 +155,17 @@ def _changes(rounds: list[Tensor]) -> list[Tensor]:
 
 
 def _error(changes: list[Tensor]) -> float | None:
-    """What is left of the changes: c r + c r^2 + ... = c r / (1 - r) if they go on like that, c where they do not."""
+    """What is left of the changes if they go on shrinking by r: c r + c r^2 + ... = c r / (1 - r), at most 10 c.
+
+    A single change c tells nothing about r; then it is c, and the error may be larger.
+    """
     if not changes:
         return None
     last = changes[-1]
-    shrinking = last / changes[-2].clamp_min(TINY) if len(changes) > 1 else torch.ones_like(last)
-    return (last * (shrinking / (1 - shrinking).clamp_min(TINY)).clamp_max(1.0)).max().item()
+    if len(changes) == 1:
+        return last.max().item()
+    shrinking = (last / changes[-2].clamp_min(TINY)).clamp_max(10 / 11)
+    return (last * shrinking / (1 - shrinking)).max().item()
 
 
 def singular_values(
