@@ -71,6 +71,7 @@ class Journal:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     piece = json.loads(line)
                     self.pieces[piece["name"]] = piece["value"]
+        self.kept = len(self.pieces)  # from an interrupted measurement
         self._write()
 
     def _write(self) -> None:
@@ -97,9 +98,12 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
 
-def journal(run: Path, kind: str, about: Mapping[str, Any]) -> Journal:
-    """The journal of a measurement of the run in the folder `run`."""
-    return Journal(run / FOLDER / f"{kind}.jsonl", about)
+def journal(run: Path, kind: str, about: Mapping[str, Any], *, quiet: bool = True) -> Journal:
+    """The journal of a measurement of the run in the folder `run`; unless quiet it says when it continues one."""
+    opened = Journal(run / FOLDER / f"{kind}.jsonl", about)
+    if opened.kept and not quiet:
+        Console(stderr=True, highlight=False).print(f"{kind} continues: {opened.kept:,} finished parts were kept")
+    return opened
 
 
 def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
@@ -111,9 +115,11 @@ def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result
     return path
 
 
-def forget(run: Path, kind: str) -> None:
-    """The result is written: the journal of its measurement is not needed any more."""
+def finish(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Keep a result, and only then let its journal go, which nothing else shares; returns the result."""
+    save(run, kind, step=step, settings=settings, result=result)
     (run / FOLDER / f"{kind}.jsonl").unlink(missing_ok=True)
+    return result
 
 
 def load(run: Path, kind: str) -> dict[str, Any] | None:

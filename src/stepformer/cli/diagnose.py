@@ -33,7 +33,8 @@ def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
     for kind in KINDS:
         lines.append(f"settings of --{kind}:")
         lines += [
-            f"  {field.name}={field.default}".ljust(26) + f"{field.metadata['help']}"
+            f"  {field.name if field.default is None else f'{field.name}={field.default}'}".ljust(33)
+            + f"{field.metadata['help']}"
             for field in dataclasses.fields(_module(kind).SETTINGS)
         ]
     sub = commands.add_parser(
@@ -41,7 +42,8 @@ def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
         parents=[common],
         help="why is a run better? curvature, Jacobians, what happens inside",
         description="Measure a trained run on fixed windows of its validation split. Results are printed, drawn and "
-        "kept in RUN/measured/ for `stepformer report`. Ctrl-C loses nothing: the same command continues.",
+        "kept in RUN/measured/ for `stepformer report`. After Ctrl-C the same command continues with what is finished "
+        "(a search for eigenvalues begins again).",
         epilog="\n".join(
             [
                 *lines,
@@ -49,7 +51,7 @@ def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
                 "examples:",
                 "  stepformer diagnose runs/yurii-tales-s42 --depth",
                 "  stepformer diagnose runs/yurii-tales-s42 --hessian --jacobian windows=8",
-                "  stepformer diagnose runs/yurii-tales-s42 --hessian hessian.probes=100 jacobian.rank=32",
+                "  stepformer diagnose runs/yurii-tales-s42 --hessian --jacobian hessian.probes=100 jacobian.rank=32",
             ]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -78,7 +80,8 @@ def _settings(kinds: list[str], words: list[str]) -> dict[str, Settings]:
         owners = [kind] if dot else [k for k in kinds if key in _module(k).SETTINGS.field_names()]
         if not owners or owners[0] not in kinds:
             known = [name for k in kinds for name in _module(k).SETTINGS.field_names()]
-            problems.append(f"'{key}' is no setting of {' or '.join(f'--{k}' for k in kinds)}.{suggestion(key, known)}")
+            other = f" Add --{kind}." if dot and kind in KINDS else suggestion(key, known)
+            problems.append(f"'{key}' is no setting of {' or '.join(f'--{k}' for k in kinds)}.{other}")
             continue
         for owner in owners:
             values[owner][name if dot else key] = value
@@ -105,12 +108,9 @@ def run_diagnose(args: argparse.Namespace) -> int:
         try:
             found[kind] = module.measure(run, settings[kind], quiet=args.quiet or args.json)
         except KeyboardInterrupt:
-            print("stepformer: interrupted; what was measured is kept, the same command continues", file=sys.stderr)
+            print("stepformer: interrupted; finished parts are kept, the same command continues", file=sys.stderr)
             return 130
-        path = measured.save(
-            run.folder.path, kind, step=run.step, settings=settings[kind].to_dict(), result=found[kind]
-        )
-        measured.forget(run.folder.path, kind)
+        path = run.folder.path / measured.FOLDER / f"{kind}.json"
         made = [str(path)]
         picture = path.with_suffix(".png")
         try:
@@ -120,7 +120,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
             print(f"note: no plot: {error}", file=sys.stderr)
         if not args.json:
             console().print(module.text(found[kind]))
-            print(f"written: {', '.join(made)}\n")
+            print(f"written: {', '.join(made)}")
     if args.json:
         print(json.dumps({"run": str(Path(args.folder)), "step": run.step, **found}))
     return 0

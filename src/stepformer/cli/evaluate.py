@@ -97,6 +97,8 @@ def run_eval(args: argparse.Namespace) -> int:
         return 130
     if args.json:
         print(json.dumps({"run": args.folder, "step": run.step, **found}))
+    else:
+        print(standing(run))
     return 0
 
 
@@ -137,10 +139,17 @@ def validation_loss(args: argparse.Namespace) -> int:
         print(json.dumps({**found.to_dict(), "perplexity": found.perplexity, "step": run.step, "run": args.folder}))
         return 0
     print(
-        f"{run.config.title} after step {run.step:,}: loss {found.val_loss:.4f} nats/token, perplexity "
+        f"{standing(run)}: loss {found.val_loss:.4f} nats/token, perplexity "
         f"{found.perplexity:.3f}, on {found.val_tokens:,} tokens of the split {found.val_hash}"
     )
     return 0
+
+
+def standing(run: LoadedRun) -> str:
+    """Which weights were measured; those of a run that is not finished are said to be."""
+    unfinished = not run.folder.result.is_file() and not run.record.get("imported")
+    steps = f" of {run.config.train.steps:,}, unfinished" if unfinished else ""
+    return f"{run.config.title} after step {run.step:,}{steps}"
 
 
 def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, Any], measured.Journal]:

@@ -89,7 +89,9 @@ def add_finetune(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.add_argument("--corpora", nargs="+", metavar="CORPUS", help="with --pretrain: the two corpora")
     sub.add_argument("--seeds", metavar="N|a,b,c", help="with --pretrain: how many seeds (from 42 on), or which (1)")
     sub.add_argument("--native", action="store_true", help="each run's own optimizer at a sixth of its rates")
-    sub.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: the first)")
+    sub.add_argument(
+        "--baseline", metavar="NAME", help="what the others are compared with (default: vanilla, else the first)"
+    )
     sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
     sub.add_argument("--out", metavar="DIR", help="folder of all runs, tables and plot (default: runs/finetune-...)")
     sub.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per GPU, or one)")
@@ -188,7 +190,7 @@ class Study:
         return self._present(self._measured(measured, baseline), out, settled, f"forgetting{native}")
 
     def _baseline(self, labels: Sequence[str]) -> str:
-        baseline: str = self.args.baseline or labels[0]
+        baseline: str = self.args.baseline or ("vanilla" if "vanilla" in labels else labels[0])
         if baseline not in labels:
             raise UnknownNameError(f"The baseline '{baseline}' is not among {', '.join(labels)}.")
         return baseline

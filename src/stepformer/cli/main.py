@@ -26,7 +26,7 @@ from stepformer.cli import (
     show,
     train,
 )
-from stepformer.errors import ConfigError, StepformerError, StepformerWarning
+from stepformer.errors import ConfigError, StepformerError, StepformerWarning, suggestion
 from stepformer.plugins import load_plugin
 
 DESCRIPTION = """\
@@ -83,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     show.add_show(commands, common)
     audit.add_audit(commands, common)
     flow.add_flow(commands, common)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return top
 
 
@@ -104,7 +106,9 @@ def _run(argv: Sequence[str] | None) -> int:
     takes_names = "names" in args
     unknown = [w for w in extra if words is None or w.startswith("-") or not (takes_names or "=" in w)]
     if unknown:
-        top.error(f"unrecognized arguments: {' '.join(unknown)}")
+        known = [option for action in args.parser._actions for option in action.option_strings]
+        guess = suggestion(unknown[0].partition("=")[0], known)
+        top.error(f"unrecognized arguments: {' '.join(unknown)}.{guess}")
     if words is not None:
         words += extra
     try:

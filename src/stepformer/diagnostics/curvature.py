@@ -131,7 +131,7 @@ def measure(run: LoadedRun, settings: CurvatureSettings, *, quiet: bool = False)
         "settings": {**settings.to_dict(), **asdict(plan)},
     }
     about = {**found, "run": run.record.get("id"), "step": run.step}
-    pieces = _Pieces(operator, settings, plan, measured.journal(run.folder.path, "hessian", about), quiet)
+    pieces = _Pieces(operator, settings, plan, measured.journal(run.folder.path, "hessian", about, quiet=quiet), quiet)
     found["loss"] = pieces.journal.get("loss", pieces.loss)
     found["check"] = pieces.journal.get("check", partial(operator.check, settings.seed))
     found |= pieces.eigenvalues()
@@ -139,7 +139,7 @@ def measure(run: LoadedRun, settings: CurvatureSettings, *, quiet: bool = False)
     found["trace_per_parameter"] = found["trace"] and found["trace"]["mean"] / found["parameters"]
     found["curve"] = pieces.curve()
     found["surface"] = pieces.surface()
-    return found
+    return measured.finish(run.folder.path, "hessian", step=run.step, settings=settings.to_dict(), result=found)
 
 
 def probe(operator: HessianOperator, number: int, seed: int = 0) -> float:

@@ -72,14 +72,15 @@ def measure(run: LoadedRun, settings: DepthSettings, *, quiet: bool = False) -> 
         "settings": settings.to_dict(),
         "windows_hash": digest,
     }
-    journal = measured.journal(run.folder.path, "depth", about)
+    journal = measured.journal(run.folder.path, "depth", about, quiet=quiet)
     batches = windows.split(settings.window_batch)
     found = []
     with measured.counting("inside the network", len(batches), quiet=quiet) as step:
         for number, batch in enumerate(batches):
             found.append(journal.get(f"batch {number}", partial(_look, run.model, batch)))
             step(1)
-    return {**_together(run.model, found), "windows_hash": digest, "settings": settings.to_dict()}
+    result = {**_together(run.model, found), "windows_hash": digest, "settings": settings.to_dict()}
+    return measured.finish(run.folder.path, "depth", step=run.step, settings=settings.to_dict(), result=result)
 
 
 def inside(model: Model, windows: Tensor) -> dict[str, Any]:

@@ -50,7 +50,9 @@ def text(result: dict[str, Any]) -> RenderableType:
         parts += [coefficients, ""]
     windows = f", windows {result['windows_hash']}" if "windows_hash" in result else ""
     parts.append(
-        f"{result['tokens']:,} tokens{windows}; norms are root mean squares, entropy is a mean over heads in nats"
+        f"{result['tokens']:,} tokens{windows}; norms are root mean squares, entropy is a mean over heads in nats\n"
+        "loss here: of the head, read out after this layer; cosine: of successive updates of x; energy: of attention "
+        "(docs/inside-the-network.md)"
     )
     return Group(*parts)
 

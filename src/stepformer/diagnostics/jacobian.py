@@ -101,7 +101,7 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
         "settings": settings.to_dict(),
         "windows_hash": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16],
     }
-    journal = measured.journal(run.folder.path, "jacobian", about)
+    journal = measured.journal(run.folder.path, "jacobian", about, quiet=quiet)
     pieces: dict[tuple[int, str], list[Spectrum]] = {}
     notes: list[str] = []
     layers, kinds = range(len(model.blocks)), settings.kinds()
@@ -118,7 +118,7 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
     rows: list[dict[str, Any]] = [
         {"layer": layer, **{kind: over_batches(pieces.get((layer, kind), [])) for kind in KINDS}} for layer in layers
     ]
-    return {
+    result = {
         "layers": rows,
         "summary": {kind: over_layers([row[kind] for row in rows]) for kind in KINDS},
         "notes": notes,
@@ -127,6 +127,7 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
         "windows_hash": about["windows_hash"],
         "settings": settings.to_dict(),
     }
+    return measured.finish(run.folder.path, "jacobian", step=run.step, settings=settings.to_dict(), result=result)
 
 
 @dataclass

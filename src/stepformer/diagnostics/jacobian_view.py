@@ -37,7 +37,8 @@ def text(result: dict[str, Any]) -> RenderableType:
         f"{result['tokens']:,} tokens in {result['batches']} batches, windows {result['windows_hash']}; "
         f"at most {settings['iterations']} rounds, {settings['probes']} probes, {settings['precision']}"
     )
-    shown.append("error: by how much a value may be too low, the last ones most, as the changes between rounds tell")
+    shown.append("error: the values are estimates from below; the last of them may be too low by so much")
+    shown.append("persistence, spread and the rest: docs/jacobian.md")
     return Group(*shown, *result["notes"])
 
 

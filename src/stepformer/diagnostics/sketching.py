@@ -53,8 +53,8 @@ class Operator(Protocol):
 class Spectrum:
     """What a sketch finds.
 
-    change: the largest relative change of the values in the last round; error: what is left of it if the next changes
-    fall as the last two did, at most ten times the change.
+    change: the largest relative change of the values in the last round; error: what may be left if the next changes
+    fall as the last two did, from one to ten times the change.
     """
 
     values: tuple[float, ...]  # singular values, the largest first
@@ -155,17 +155,18 @@ def _changes(rounds: list[Tensor]) -> list[Tensor]:
 
 
 def _error(changes: list[Tensor]) -> float | None:
-    """What is left of the changes if they go on shrinking by r: c r + c r^2 + ... = c r / (1 - r), at most 10 c.
+    """What may be left: c r + c r^2 + ... = c r / (1 - r) if the largest change c goes on shrinking by r.
 
-    A single change c tells nothing about r; then it is c, and the error may be larger.
+    At least c, since a first r promises too much, and at most 10 c. On spectra from flat to four decades the truth was
+    at most 1.3 times as large (tests). A single change tells nothing about r; then it is c.
     """
     if not changes:
         return None
-    last = changes[-1]
+    last = changes[-1].max().item()
     if len(changes) == 1:
-        return last.max().item()
-    shrinking = (last / changes[-2].clamp_min(TINY)).clamp_max(10 / 11)
-    return (last * shrinking / (1 - shrinking)).max().item()
+        return last
+    r = min(last / max(changes[-2].max().item(), TINY), 10 / 11)
+    return last * max(1.0, r / (1 - r))
 
 
 def singular_values(

@@ -20,6 +20,6 @@ def twin(model: Model, dtype: torch.dtype, *, frozen: bool = False) -> Model:
     copied = copy.deepcopy(model, own)
     for block in copied.blocks:
         for part in (block.template, block.splitting, block.attn, block.mlp):
-            for name, value in part.exact_gradient.items():
+            for name, value in getattr(part, "exact_gradient", {}).items():  # one of your own may not say
                 setattr(part, name, value)
     return copied.to(dtype).eval()
