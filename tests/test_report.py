@@ -27,8 +27,9 @@ from stepformer.errors import InputError
 from stepformer.reports import samples as sampling
 from stepformer.reports.collect import Curve, Gathered, RunData, gather, mean_curve, read_run, smoothed, thinned
 from stepformer.reports.contents import Report, build, verdict
-from stepformer.reports.page import page_html, script_json
-from stepformer.reports.paper import markdown_report, write_paper
+from stepformer.reports.folder import refuse_foreign
+from stepformer.reports.page import _looks, page_html, script_json
+from stepformer.reports.paper import files_of, look, markdown_report, write_paper
 from stepformer.reports.samples import Drawing, Samples, default_prompts
 from stepformer.reports.tables import Cell, Table, columns, latex, markdown
 from stepformer.training import load_run
@@ -368,7 +369,20 @@ def test_the_verdict_says_what_the_intervals_show() -> None:
         "b ends at a lower loss than base: −0.2020 nats per token, 95% confidence interval [−0.2045, −0.1995], "  # noqa: RUF001
         "3 paired seeds. So does a. c ends at a higher loss than base: +0.1020"
     )
-    assert said.endswith("For d no difference to base is shown.")
+    # 0.0667 +- 4.3027 * 0.4509 / sqrt(3)
+    assert said.endswith(
+        "For d no difference to base is shown (3 seeds: the interval is wide and reaches from −1.0535 to +1.1868)."  # noqa: RUF001
+    )
+
+
+def test_intervals_without_a_difference_are_told_for_each_architecture() -> None:
+    base = dict.fromkeys(range(4), 2.0)
+    said = verdict_of(base=base, a={0: 2.5, 1: 1.7, 2: 2.3, 3: 1.9}, b={0: 2.5, 1: 1.7})
+    # a: 0.1 +- 3.1824 * 0.3651 / 2; b: 0.1 +- 12.7062 * 0.5657 / sqrt(2)
+    assert said == (
+        "For a and b no difference to base is shown (a, 4 seeds: the interval reaches from −0.4810 to +0.6810; "  # noqa: RUF001
+        "b, 2 seeds: the interval is wide and reaches from −4.9825 to +5.1825)."  # noqa: RUF001
+    )
 
 
 def test_the_verdict_claims_nothing_from_one_seed_or_small_differences() -> None:
@@ -445,7 +459,7 @@ def test_published_measurements_stand_beside_ours(study: Path, tmp_path: Path) -
     assert losses.rows[0][1].text == "2.9413"
     assert {cells[0].text for cells in found.rows} == {"yurii"}
     assert [[cell.text for cell in (*cells[1:5], cells[6])] for cells in found.rows] == [
-        ["HellaSwag, accuracy by length", "0.3158", "0.255", "2", "200 of 10,042 items"],
+        ["HellaSwag, acc_norm as a fraction", "0.3158", "0.255", "2", "200 of 10,042 items"],
         ["trace of the Hessian per parameter", "0.0001394", "0.31", "2", "4,096 tokens"],
         ["eigenvalue of largest magnitude", "167.7", "20", "2", "4,096 tokens"],
         ["range of the loss curve", "8.54", "8.005", "2", "4,096 tokens"],
@@ -470,7 +484,7 @@ def test_other_quantities_are_not_put_beside_published_ones(study: Path, tmp_pat
         measured.save(folder, kind, step=12, settings={}, result=result[kind])
     losses, found = report_of(folder).published
     assert [cells[1].text for cells in found.rows] == [
-        "HellaSwag, accuracy by length",
+        "HellaSwag, acc_norm as a fraction",
         "trace of the Hessian per parameter",
         "eigenvalue of largest magnitude",
     ]
@@ -520,8 +534,142 @@ def test_every_measurement_has_its_place(study: Path, tmp_path: Path) -> None:
     assert [cell.text for cell in report.tables["jacobian"].rows[0][1:3]] == ["12", "0.8"]
     assert "had not settled and may be too low: yurii s42" in report.tables["jacobian"].notes[0]
     assert report.tables["perplexity"].rows[0][3].text == "12.182"
-    assert report.tables["tasks"].rows[0][4].text == "0.3250"
+    assert report.tables["tasks"].rows[0][4].text == "32.50 ± 7.40"
     assert not report.missing
+
+
+# Measurements of several runs
+
+
+def measured_as(folder: Path, **results: dict[str, Any]) -> Path:
+    """A run with one result of every kind, changed in the fields that are given for a kind."""
+    for kind, result in measurements().items():
+        measured.save(folder, kind, step=12, settings={}, result=result | results.get(kind, {}))
+    return folder
+
+
+def windows(digest: str, tokens: int = 4096, **settings: Any) -> dict[str, Any]:
+    return {"windows_hash": digest, "tokens": tokens, "settings": settings}
+
+
+def test_runs_that_were_not_measured_alike_are_named(study: Path, tmp_path: Path) -> None:
+    ours, legacy = windows("aaaabbbbcccc", protocol="ours"), windows("aaaabbbbcccc", protocol="legacy")
+    few = measurements()["jacobian"]
+    for layer in few["layers"]:
+        layer["block"] = {**layer["block"], "k": 4}
+    text = {"name": "tales", "mode": "blocks", "perplexity": 9.0, "tokens": 512, "hash": "1234"}
+    one, two, three = (copied(study, tmp_path, name) for name in ("vanilla-s42", "yurii-s42", "tmm-s42"))
+    measured_as(one, hessian=ours, jacobian=windows("aaaabbbbcccc"), depth=windows("a"), perplexity={"texts": [text]})
+    measured_as(two, hessian=ours, jacobian=few | windows("aaaabbbbcccc"), depth=windows("a"))
+    other = {"tasks": {"choice@0": {"task": "choice", "shots": 0, "items": 20, "acc": 0.5}}}
+    changed_text = {"texts": [text | {"hash": "5678"}]}
+    measured_as(
+        three, hessian=legacy, jacobian=windows("d", 99), depth=windows("b"), perplexity=changed_text, tasks=other
+    )
+    report = report_of(one, two, three)
+    assert report.cautions == {
+        "hessian": [
+            "tmm s42 was measured on other windows or with other settings (protocol) than vanilla s42 and yurii s42: "
+            "do not compare these rows and lines."
+        ],
+        "jacobian": [
+            "yurii s42 was measured on other windows or with other settings (k) than vanilla s42: "
+            "do not compare these rows and lines.",
+            "tmm s42 was measured on other windows or with other settings (windows hash, tokens, k) than vanilla s42 "
+            "and yurii s42: do not compare these rows and lines.",
+        ],
+        "depth": [
+            "tmm s42 was measured on other windows or with other settings (windows hash) than vanilla s42 and "
+            "yurii s42: do not compare these rows and lines."
+        ],
+        "perplexity": [
+            "tales: tmm s42 was scored on other tokens or read in another way (hash) than vanilla s42 and yurii s42: "
+            "do not compare these rows."
+        ],
+        "tasks": [
+            "choice: tmm s42 was asked other items or with other shots (items) than vanilla s42 and yurii s42: "
+            "do not compare these rows."
+        ],
+    }
+    cells = [[cell.text for cell in (row[1], *row[-2:])] for row in report.tables["jacobian"].rows]
+    assert cells == [["12", "4,096", "aaaabbbb"], ["4", "4,096", "aaaabbbb"], ["12", "99", "d"]]
+    assert [cell.text for cell in report.tables["hessian"].rows[2][-4:]] == ["legacy", "4,096", "aaaabbbb", "12"]
+    page, paper = page_html(report), markdown_report(report, {})
+    for sentence in (sentence for found in report.cautions.values() for sentence in found):
+        assert f'<p class="note caution">{sentence}</p>' in page
+        # without pictures the paper has nothing about depth to warn of
+        assert f"**{sentence}**" in paper or sentence in report.cautions["depth"]
+
+
+def test_runs_that_were_measured_alike_have_no_caution(study: Path, tmp_path: Path) -> None:
+    for name in ("vanilla-s42", "yurii-s42"):
+        measured_as(copied(study, tmp_path, name), hessian=windows("a"), jacobian=windows("a"), depth=windows("a"))
+    report = report_of(tmp_path / "vanilla-s42", tmp_path / "yurii-s42")
+    assert report.cautions == {}
+    assert 'caution"' not in page_html(report)
+
+
+def test_a_mean_is_of_runs_that_were_measured_alike(study: Path, tmp_path: Path) -> None:
+    folders = [copied(study, tmp_path, f"yurii-s{seed}") for seed in (42, 43)]
+    for second, seeds in (("a", {42, 43, None}), ("b", {42, 43})):
+        for folder, digest in zip(folders, ("a", second), strict=True):
+            measured_as(folder, depth=windows(digest), jacobian=windows(digest), hessian=windows(digest))
+        report = report_of(*folders)
+        for part in ("depth", "jacobian", "hessian"):
+            for chart in report.charts[part].charts:
+                assert {line.seed for line in chart.lines} == seeds, (part, chart.title)
+
+
+def test_what_only_some_runs_were_measured_for_is_listed_with_the_command(study: Path, tmp_path: Path) -> None:
+    whole = with_measurements(copied(study, tmp_path, "yurii-s42"))
+    one, two = (copied(study, tmp_path, name) for name in ("tmm-s42", "vanilla-s42"))
+    result = measurements()
+    measured.save(one, "depth", step=12, settings={}, result=result["depth"])
+    report = report_of(two, whole, one)
+    sentence = "Not measured of vanilla s42: what happens inside, layer by layer"
+    assert (sentence, f"stepformer diagnose {two} --depth") in report.missing
+    sentence = "Not measured of vanilla s42 and tmm s42: the curvature of the loss"
+    assert (sentence, "stepformer diagnose RUN --hessian") in report.missing
+    assert f"{sentence} (<code>stepformer diagnose RUN --hessian</code>)." in page_html(report)
+    assert sentence in markdown_report(report, {})
+
+
+def test_tasks_are_told_in_the_words_of_the_terminal(study: Path, tmp_path: Path) -> None:
+    entry = {"task": "hellaswag", "shots": 10, "items": 200, "of": 10_042, "cut": 12, "acc": 0.26, "acc_norm": 0.255}
+    hellaswag = entry | {"acc_stderr": 0.031, "acc_norm_stderr": 0.0309}
+    lambada = {"task": "lambada", "shots": 0, "items": 50, "of": 50, "cut": 0, "acc": 0.5}
+    lambada |= {"perplexity": 123_456.0, "perplexity_stderr": 7.1234567, "f1[x]": 0.25, "f1_stderr[x]": 0.125}
+    folder = measured_as(
+        copied(study, tmp_path),
+        tasks={"tasks": {"hellaswag@10": hellaswag, "lambada@0": lambada}},
+        perplexity={"mean_perplexity": 44.0806, "protocol": "mean over wikitext, lambada, c4; blocks"},
+    )
+    report = report_of(folder)
+    table = report.tables["tasks"]
+    titles = ["run", "task", "shots", "items", "acc %", "acc_norm %", "chance %", "other"]
+    assert [column.title for column in table.columns] == titles
+    assert [[cell.text for cell in row[1:]] for row in table.rows] == [
+        ["hellaswag", "10", "first 200 of 10,042", "26.00 ± 3.10", "25.50 ± 3.09", "25", "–"],  # noqa: RUF001
+        ["lambada", "0", "50", "50.00", "–", "–", "f1[x] 0.25 ± 0.12, perplexity 123,500 ± 7.1"],  # noqa: RUF001
+    ]
+    assert table.notes == [
+        "hellaswag 10-shot: the first 200 of 10,042 items (yurii s42).",
+        "hellaswag 10-shot: 12 prompts exceed the context and lost their beginning (yurii s42).",
+    ]
+    lambada["perplexity_stderr"] = 200_000.0
+    wide = report_of(measured_as(folder, tasks={"tasks": {"lambada@0": lambada}})).tables["tasks"]
+    assert wide.rows[0][-1].text.endswith("perplexity 123,500 (error unknown)")
+    mean = [cell.text for cell in report.tables["perplexity"].rows[-1][:4]]
+    assert mean == ["yurii s42", "mean over wikitext, lambada, c4", "blocks", "44.081"]
+
+
+def test_units_say_more_than_titles(study: Path, tmp_path: Path) -> None:
+    report = report_of(with_measurements(copied(study, tmp_path)))
+    units = {chart.title: chart.y for charts in report.charts.values() for chart in charts.charts}
+    assert units["Norm of x"] == units["Norm of the update"] == "root mean square"
+    assert units["Energy of attention"] == units["Stable rank"] == ""
+    for title, unit in units.items():
+        assert not unit or unit not in title.lower(), title
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -694,6 +842,60 @@ def test_pictures_of_everything(study: Path, tmp_path: Path) -> None:
     report = report_of(with_measurements(copied(study, tmp_path)))
     written = {path.name for path in write_paper(report, tmp_path / "out")}
     assert {"curves.png", "coefficients.png", "depth.png", "jacobian.png", "hessian.png"} <= written
+
+
+@pytest.mark.parametrize("name", ["index.html", "report.md", "runs.csv", "curves.png"])
+def test_files_of_others_are_not_written_over(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    foreign = tmp_path / name
+    foreign.write_text("# mine\n<title>mine</title>")
+    (tmp_path / "notes.txt").write_text("mine too")
+    assert main(["report", str(study), "--out", str(tmp_path), "--no-samples", "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert f"'{foreign}' was not made by a report and would be written over: name another folder" in said
+    assert len(said.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {name, "notes.txt"}
+    foreign.rename(tmp_path / "kept")
+    for _ in range(2):  # a report is written over by the next one
+        assert main(["report", str(study), "--out", str(tmp_path), "--no-samples", "--quiet"]) == 0
+    assert (tmp_path / "kept").read_text().startswith("# mine")
+    assert (tmp_path / "notes.txt").read_text() == "mine too"
+    (tmp_path / "hessian.png").write_text("mine, beside a report that has none")
+    report = report_of(measured_as(copied(study, tmp_path / "runs")))
+    assert "hessian.png" in files_of(report)
+    with pytest.raises(InputError, match=r"hessian\.png' was not made by a report"):
+        refuse_foreign(tmp_path, files_of(report))
+
+
+def test_a_folder_that_cannot_be_made_is_blamed(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "report"
+    assert main(["report", str(study), "--out", str(out), "--no-samples", "--quiet"]) == 2
+    assert f"The folder --out '{out}' cannot be made: Not a directory." in capsys.readouterr().err
+
+
+def test_the_command_says_that_there_are_no_pictures(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", str(study), "--out", str(tmp_path), "--no-samples", "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "note: There are no pictures: they need matplotlib, pip install 'stepformer[plot]'.\n"
+    assert said.out.endswith("comparison.tex\n")
+    assert not said.out.endswith("\n\n")
+
+
+def test_lines_on_top_of_each_other_have_other_dashes() -> None:
+    signs = [look(index) for index in range(19)]
+    assert signs[0]["linestyle"] == "-"
+    assert len({(sign["color"], str(sign["linestyle"])) for sign in signs}) == 19
+    assert len({str(sign["linestyle"]) for sign in signs[:8]}) == 8  # also without colours
+    page = [_looks(index) for index in range(19)]
+    assert len(set(page)) == 19
+    assert all(" d" in words for words in page[1:])
 
 
 def test_without_matplotlib_there_is_a_note(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,12 +46,14 @@ def add_report(commands: Any, common: argparse.ArgumentParser) -> None:
 def run_report(args: argparse.Namespace) -> int:
     from stepformer.reports.collect import gather
     from stepformer.reports.contents import build
+    from stepformer.reports.folder import claim, hold, refuse_foreign
     from stepformer.reports.page import page_html
-    from stepformer.reports.paper import write_paper
+    from stepformer.reports.paper import files_of, no_pictures, write_paper
     from stepformer.reports.samples import Drawing, Samples, ask_models, default_prompts
 
     _check(args)
     out = Path(args.out)
+    refuse_foreign(out, ["index.html", "report.md"])
     with counting("reading", len(args.runs), quiet=args.quiet) as count:
         gathered = gather(args.runs)
         count(len(args.runs))
@@ -60,19 +62,25 @@ def run_report(args: argparse.Namespace) -> int:
         prompts, notes = (args.prompt, []) if args.prompt else default_prompts(gathered.runs)
         drawing = Drawing(args.tokens, args.temperature, args.seed)
         samples = Samples(list(dict.fromkeys(prompts)), drawing, notes=notes)
-    build(gathered, baseline=args.baseline, confidence=args.confidence)  # a wrong baseline is told before the work
+    first = build(gathered, baseline=args.baseline, confidence=args.confidence)  # what is wrong is told before the work
+    refuse_foreign(out, files_of(first))
+    hold(out)
     with counting("asking the models", len(gathered.runs), quiet=args.quiet) as count:
         ask_models(gathered.runs, samples, out / ".cache", device=args.device, progress=count)
     report = build(
         gathered, baseline=args.baseline, confidence=args.confidence, samples=samples, title=args.title or None
     )
-    with counting("writing", 1 + len(report.charts), quiet=args.quiet) as count:
+    names = files_of(report)
+    claim(out, names)
+    with counting("writing", 1 + sum(name.endswith(".png") for name in names), quiet=args.quiet) as count:
         write_text(out / "index.html", page_html(report))
         count(1)
         written = write_paper(report, out, count)
     for run in report.runs:
         if run.state:
             print(f"note: {run.name}: {run.state}", file=sys.stderr)
+    if problem := no_pictures():
+        print(f"note: {problem}", file=sys.stderr)
     print(report.verdict)
     print(f"written: {', '.join(str(path) for path in (out / 'index.html', *written))}")
     return 0

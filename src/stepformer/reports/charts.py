@@ -15,6 +15,8 @@ from typing import Any
 
 from stepformer.reports.collect import RunData
 
+RMS = "root mean square"
+
 
 @dataclass(frozen=True)
 class Line:
@@ -25,6 +27,7 @@ class Line:
     x: list[float]
     y: list[float]
     choice: str = ""
+    on: str = ""  # hash of what it was measured on, where that is known
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,15 @@ def layers_of(run: RunData, kind: str) -> list[dict[str, Any]]:
     return [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
 
 
-def _line(run: RunData, points: Iterable[tuple[Any, Any]], choice: str = "") -> Line | None:
+def windows_of(run: RunData, kind: str) -> str:
+    return str(result(run, kind).get("windows_hash") or "")
+
+
+def _line(run: RunData, points: Iterable[tuple[Any, Any]], choice: str = "", on: str = "") -> Line | None:
     """A line through the points that are numbers; None if none is."""
     pairs = [(real(x), real(y)) for x, y in points]
     whole = [(x, y) for x, y in pairs if x is not None and y is not None]
-    return Line(run.label, run.seed, [x for x, _ in whole], [y for _, y in whole], choice) if whole else None
+    return Line(run.label, run.seed, [x for x, _ in whole], [y for _, y in whole], choice, on) if whole else None
 
 
 def _by_layer(run: RunData, kind: str, value: Callable[[dict[str, Any]], Any], choice: str = "") -> Line | None:
@@ -105,7 +112,7 @@ def _by_layer(run: RunData, kind: str, value: Callable[[dict[str, Any]], Any], c
     start = result(run, kind).get("start")
     layers = [{**start, "layer": -1}] if isinstance(start, dict) else []
     layers += [{"layer": place, **layer} for place, layer in enumerate(layers_of(run, kind))]
-    return _line(run, ((layer["layer"], value(layer)) for layer in layers), choice)
+    return _line(run, ((layer["layer"], value(layer)) for layer in layers), choice, windows_of(run, kind))
 
 
 def _chart(title: str, y: str, lines: Iterable[Line | None], **more: Any) -> list[Chart]:
@@ -117,14 +124,17 @@ def _chart(title: str, y: str, lines: Iterable[Line | None], **more: Any) -> lis
 
 
 def with_means(lines: Sequence[Line]) -> list[Line]:
-    """The lines, and after those of several runs of one architecture their mean, if they are at the same places."""
+    """The lines, and after those of several runs of one architecture their mean, if they are at the same places.
+
+    Of runs that were measured on different windows there is no mean.
+    """
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         groups.setdefault((line.choice, line.label), []).append(line)
     found: list[Line] = []
     for (choice, label), members in groups.items():
         found += members
-        if len(members) > 1 and all(member.x == members[0].x for member in members):
+        if len(members) > 1 and all((line.x, line.on) == (members[0].x, members[0].on) for line in members):
             columns = zip(*(member.y for member in members), strict=True)
             found.append(Line(label, None, members[0].x, [math.fsum(c) / len(c) for c in columns], choice))
     return found
@@ -178,13 +188,13 @@ def depth_charts(runs: Sequence[RunData]) -> Charts:
     charts: list[Chart] = []
     charts += _chart("Loss read out after each layer", "nats per token", lines(lambda layer: layer.get("readout_loss")))
     for stream in streams:
-        charts += _chart(f"Norm of {stream}", "norm", lines(lambda layer, s=stream: inside(layer, "norms", s)))  # type: ignore[misc]
+        charts += _chart(f"Norm of {stream}", RMS, lines(lambda layer, s=stream: inside(layer, "norms", s)))  # type: ignore[misc]
     for key, title, unit in (
-        ("update_norm", "Norm of the update", "norm"),
+        ("update_norm", "Norm of the update", RMS),
         ("cosine", "Similarity of successive updates", "cosine"),
-        ("energy", "Energy", "energy"),
-        ("capped_rows", "Attention rows out of reach", "share"),
-        ("bounded_scores", "Scores beyond their bound", "share"),
+        ("energy", "Energy of attention", ""),
+        ("capped_rows", "Attention rows out of reach", "share of rows"),
+        ("bounded_scores", "Scores beyond their bound", "share of scores"),
     ):
         charts += _chart(title, unit, lines(lambda layer, k=key: layer.get(k)))  # type: ignore[misc]
     charts += _chart("Entropy of attention, mean over heads", "nats", lines(lambda layer: _mean(layer.get("entropy"))))
@@ -210,13 +220,14 @@ def jacobian_charts(runs: Sequence[RunData]) -> Charts:
             if values:
                 number = real(layer.get("layer"))
                 name = f"layer {place if number is None else number:g}"
-                spectra.append(Line(run.label, run.seed, [i + 1.0 for i in range(len(values))], values, name))
+                places = [i + 1.0 for i in range(len(values))]
+                spectra.append(Line(run.label, run.seed, places, values, name, windows_of(run, "jacobian")))
     charts += _chart("Spectrum of a block", "singular value", spectra, x="index", log=True)
     for key, title, unit in (
-        ("sigma_max", "Largest singular value", "singular value"),
+        ("sigma_max", "Largest singular value", ""),
         ("spread", "Spread of the spectrum", "first over last singular value"),
-        ("stable_rank", "Stable rank", "rank"),
-        ("rms_gain", "Mean gain", "root mean square"),
+        ("stable_rank", "Stable rank", ""),
+        ("rms_gain", "Mean gain", RMS),
     ):
         lines = [
             _by_layer(run, "jacobian", lambda layer, p=part, k=key: inside(layer, p, k), choice)  # type: ignore[misc]
@@ -236,18 +247,18 @@ def hessian_charts(runs: Sequence[RunData]) -> Charts:
     along: list[Line | None] = []
     surfaces = []
     for run in runs:
-        found = result(run, "hessian")
+        found, on = result(run, "hessian"), windows_of(run, "hessian")
         listed = found.get("eigenvalues")
         values = reals([inside(entry, "value") for entry in listed]) if isinstance(listed, list) else []
         if values:
-            eigenvalues.append(Line(run.label, run.seed, [i + 1.0 for i in range(len(values))], values))
+            eigenvalues.append(Line(run.label, run.seed, [i + 1.0 for i in range(len(values))], values, on=on))
         x, y = inside(found, "curve", "alpha"), inside(found, "curve", "loss")
         if isinstance(x, list) and isinstance(y, list):
-            along.append(_line(run, zip(x, y, strict=False)))
+            along.append(_line(run, zip(x, y, strict=False), on=on))
         surface = surface_of(run, found.get("surface"))
         if surface:
             surfaces.append(surface)
-    charts = _chart("Largest eigenvalues of the Hessian", "eigenvalue", eigenvalues, x="index")
+    charts = _chart("Largest eigenvalues of the Hessian", "", eigenvalues, x="index")
     charts += _chart("Loss along a random direction", "nats per token", along, x=ALPHA, whole_x=False)
     return Charts(charts, surfaces)
 

@@ -12,14 +12,15 @@ from typing import Any
 from stepformer.comparing import Comparison, Row, compare
 from stepformer.comparing.tables import percent
 from stepformer.errors import InputError, StepformerError, UnknownNameError, suggestion
-from stepformer.reports import charts, parts
+from stepformer.reports import charts, evaluated, parts
+from stepformer.reports.agreement import cautions
 from stepformer.reports.collect import Gathered, RunData
 from stepformer.reports.published import published_tables
 from stepformer.reports.samples import Samples, first_of_each
-from stepformer.reports.tables import MINUS, Table
+from stepformer.reports.tables import MINUS, NAMED, Table, listed
 from stepformer.training.runs import as_toml
 
-NAMED = 5  # architectures that a sentence names before it counts
+FEW = 3  # paired seeds with which an interval is wide: Student's t is above 4 there
 
 # What can be measured of a run besides its losses, and by which command.
 MEASURES = {
@@ -51,7 +52,8 @@ class Report:
     commands: list[str]
     again: list[tuple[str, str, str]]  # label, command and TOML that train it again
     notes: list[str] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)  # what was not measured, and the command for it
+    missing: list[tuple[str, str]] = field(default_factory=list)  # what was not measured of which, and the command
+    cautions: dict[str, list[str]] = field(default_factory=dict)  # which runs were not measured alike, by kind
 
 
 def build(
@@ -80,8 +82,8 @@ def build(
         "runs": parts.runs_table(runs),
         "hessian": parts.hessian_table(runs),
         "jacobian": parts.jacobian_table(runs),
-        "perplexity": parts.perplexity_table(runs),
-        "tasks": parts.tasks_table(runs),
+        "perplexity": evaluated.perplexity_table(runs),
+        "tasks": evaluated.tasks_table(runs),
         "differing": differing if differing.rows else None,
         "common": common,
         "environment": parts.environment_table(runs),
@@ -90,7 +92,6 @@ def build(
         table for folder, found in gathered.forgetting if (table := parts.forgetting_table(found, folder)) is not None
     ]
     forgotten = forgetting_words([found for _, found in gathered.forgetting])
-    shown = {kind: _measured(runs, kind) for kind in MEASURES}
     return Report(
         title=title or _title(labels, runs),
         verdict=" ".join([*([verdict(comparison)] if comparison else []), *forgotten]) or incomparable,
@@ -114,7 +115,8 @@ def build(
         commands=list(dict.fromkeys(shlex.join(run.command) for run in runs if run.command)),
         again=_again(runs),
         notes=[*gathered.notes, *_notes(runs)],
-        missing=[MEASURES[kind] for kind, there in shown.items() if not there],
+        missing=_missing(runs),
+        cautions=cautions(runs),
     )
 
 
@@ -127,8 +129,18 @@ def _notes(runs: Sequence[RunData]) -> list[str]:
     return [f"{listed(names)}: {note}" for note, names in about.items()]
 
 
-def _measured(runs: Sequence[RunData], kind: str) -> bool:
-    return any(kind in run.measured for run in runs)
+def _missing(runs: Sequence[RunData]) -> list[tuple[str, str]]:
+    """What no run was measured for, or which runs were not; each with the command that does it."""
+    found = []
+    for kind, (what, command) in MEASURES.items():
+        without = [run for run in runs if kind not in run.measured]
+        if len(without) == len(runs):
+            found.append((f"Not measured: {what}", command))
+        elif without:
+            folders = shlex.quote(str(without[0].folder)) if len(without) == 1 else "RUN"
+            names = listed([run.name for run in without], len(without))
+            found.append((f"Not measured of {names}: {what}", command.replace("RUN", folders)))
+    return found
 
 
 def _compared(runs: Sequence[RunData], baseline: str, confidence: float) -> tuple[Comparison | None, str]:
@@ -166,7 +178,7 @@ def verdict(comparison: Comparison) -> str:
         words.append(f"{_names(worse)} {'ends' if len(worse) == 1 else 'end'} at a higher loss than {base}{detail}.")
     undecided = [row for row in firm if row.verdict == "no difference shown"]
     if undecided:
-        words.append(f"For {_names(undecided)} no difference to {base} is shown.")
+        words.append(f"For {_names(undecided)} no difference to {base} is shown ({_reached(undecided)}).")
     small = [row for row in others if row.provisional]
     if small:
         words.append(f"{_names(small)} {'differs' if len(small) == 1 else 'differ'} by too little to be claimed yet.")
@@ -225,19 +237,26 @@ def _interval(row: Row, comparison: Comparison) -> str:
     )
 
 
+def _reached(rows: Sequence[Row]) -> str:
+    """How many seeds the rows have and how far their intervals reach: what is not shown may still be there."""
+    found = []
+    for row in rows[:NAMED]:
+        known = row.difference
+        assert known is not None
+        assert known.low is not None
+        assert known.high is not None
+        wide = "is wide and reaches" if known.n <= FEW else "reaches"
+        about = f"{row.label}, " if len(rows) > 1 else ""
+        found.append(f"{about}{known.n} seeds: the interval {wide} from {_signed(known.low)} to {_signed(known.high)}")
+    return "; ".join(found)
+
+
 def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", MINUS)
 
 
 def _names(rows: Sequence[Row]) -> str:
     return listed([row.label for row in rows])
-
-
-def listed(names: Sequence[str]) -> str:
-    """a, b and c; after some names, how many more."""
-    if len(names) > NAMED + 1:
-        return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _title(labels: Sequence[str], runs: Sequence[RunData]) -> str:

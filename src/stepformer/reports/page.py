@@ -26,6 +26,7 @@ from stepformer.reports.samples import Samples
 from stepformer.reports.tables import MINUS, Cell, Column, Table
 
 COLOURS = 7  # as in comparing.plots: the first for the baseline
+DASHES = 3  # of all but the baseline: a line on top of another leaves gaps to see it through
 LONG = 44  # characters after which a cell is broken into lines
 MANY = 30  # runs that are listed only on demand
 MOST_CELLS = 48  # of a surface's side
@@ -113,11 +114,14 @@ def _sections(report: Report) -> list[tuple[str, str, str]]:
     def table(name: str, style: str = "") -> str:
         return _table(tables[name], report.labels, style) if name in tables else ""
 
+    def caution(name: str) -> str:
+        return "".join(f'<p class="note caution">{esc(words)}</p>' for words in report.cautions.get(name, []))
+
     def part(name: str, *more: str) -> tuple[str, str, str]:
         title, lead = PARTS[name]
         charts = f'<div data-part="{name}"></div>' if report.charts[name] else ""
         body = charts + "".join(more)
-        return name, title, body and f'<p class="lead">{esc(lead)}</p>{body}'
+        return name, title, body and f'<p class="lead">{esc(lead)}</p>{caution(name)}{body}'
 
     comparison = report.comparison
     compared = table("comparison") + (_forest(comparison) if comparison else "")
@@ -125,7 +129,7 @@ def _sections(report: Report) -> list[tuple[str, str, str]]:
         compared = f'<p class="lead">{esc(report.incomparable)}</p>'
     many = len(report.runs) > MANY
     curves = any(len(run.training) or len(run.evaluation) for run in report.runs)
-    evaluated = table("perplexity") + table("tasks")
+    evaluated = "".join(caution(name) + table(name) for name in ("perplexity", "tasks"))
     settings = table("differing", "differences") or '<p class="lead">All runs have the same settings, seeds apart.</p>'
     return [
         ("comparison", "Comparison", compared),
@@ -200,7 +204,7 @@ def _looks(index: int) -> str:
     if index == 0:
         return "s0"
     cycle, place = divmod(index - 1, COLOURS - 1)
-    return f"s{1 + place}" + (f" d{cycle % 3}" if cycle % 3 else "")
+    return f"s{1 + place} d{1 + (place + cycle) % DASHES}"
 
 
 def _swatch(index: int) -> str:
@@ -291,10 +295,7 @@ def _reproduce(report: Report) -> str:
 
 def _notes(report: Report) -> str:
     out = [f'<p class="note">{esc(note)}</p>' for note in report.notes]
-    out += [
-        f'<p class="note">Not measured: {esc(what)} (<code>{esc(command)}</code>).</p>'
-        for what, command in report.missing
-    ]
+    out += [f'<p class="note">{esc(what)} (<code>{esc(command)}</code>).</p>' for what, command in report.missing]
     return "".join(out)
 
 

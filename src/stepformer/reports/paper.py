@@ -12,9 +12,8 @@ from typing import Any
 
 from stepformer import __version__
 from stepformer.comparing import csv_text, markdown_text, plot_differences
-from stepformer.comparing.plots import looks, short_number
+from stepformer.comparing.plots import COLOURS, looks, short_number
 from stepformer.data.tokenizers import valid
-from stepformer.errors import StepformerError
 from stepformer.files import write_text, writing
 from stepformer.reports import tables
 from stepformer.reports.charts import Chart, Charts, Line
@@ -25,6 +24,8 @@ from stepformer.reports.samples import Samples
 from stepformer.reports.tables import Table
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
+FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
+DASHES = ((5, 1.5), (1.5, 1), (5, 1.2, 1.2, 1.2))  # on and off, in widths of the line
 LATEX_COLUMNS = (0, 1, 2, 3, 4, 5, 7, 8, 12)  # of the comparison: what fits on a page
 COLUMNS = 3  # of small charts
 MOST_CHOICES = 2  # of a chart that shows one of several things: the first and the last
@@ -36,22 +37,36 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
     Without matplotlib there are no pictures, and the report says so.
     """
     pictures: dict[str, tuple[str, Path]] = {}
-    notes = []
+    problem = no_pictures()
     for name, title, draw in _pictures(report):
-        try:
+        if not problem:
             draw(out / f"{name}.png")
             pictures[name] = (title, out / f"{name}.png")
-        except StepformerError as error:
-            notes = [f"There are no pictures: {error}"]
-        progress(1)
+            progress(1)
     written = [path for _, path in pictures.values()]
     if report.comparison:
         write_text(out / "comparison.csv", valid(csv_text(report.comparison)))
         write_text(out / "comparison.tex", valid(tables.latex(report.tables["comparison"], LATEX_COLUMNS)))
         written += [out / "comparison.csv", out / "comparison.tex"]
     write_text(out / "runs.csv", valid(csv_of(report.tables["runs"])))
-    write_text(out / "report.md", valid(markdown_report(report, pictures, notes)))
+    write_text(out / "report.md", valid(markdown_report(report, pictures, [problem] if problem else [])))
     return [out / "report.md", out / "runs.csv", *written]
+
+
+def files_of(report: Report) -> list[str]:
+    """The names of all files of a report, the page among them."""
+    compared = ["comparison.csv", "comparison.tex"] if report.comparison else []
+    pictures = [] if no_pictures() else [f"{name}.png" for name, _, _ in _pictures(report)]
+    return ["index.html", "report.md", "runs.csv", *compared, *pictures]
+
+
+def no_pictures() -> str:
+    """Why there are no pictures, in a sentence; nothing if there are."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return "There are no pictures: they need matplotlib, pip install 'stepformer[plot]'."
+    return ""
 
 
 def _pictures(report: Report) -> list[tuple[str, str, Callable[[Path], None]]]:
@@ -77,6 +92,7 @@ def markdown_report(report: Report, pictures: dict[str, tuple[str, Path]], notes
     """The report as Markdown; pictures lie beside it."""
     words = tables.markdown_text
     out = [
+        FIRST_LINE,
         f"# {words(report.title)}",
         words(report.verdict),
         f"Trained {report.dates}; made with stepformer {__version__}.",
@@ -89,12 +105,13 @@ def markdown_report(report: Report, pictures: dict[str, tuple[str, Path]], notes
         table = [tables.markdown(shown[name])] if name in PARTS and name in shown else []
         table += map(tables.markdown, report.forgetting) if name == "forgetting" else []
         if picture or table:
-            out += [f"## {words(TITLES[name])}", *picture, *table]
-    for title, found in (
-        ("Other texts and tasks", [shown[name] for name in ("perplexity", "tasks") if name in shown]),
-        ("Published figures", report.published),
-    ):
-        out += _tables(title, found)
+            out += [f"## {words(TITLES[name])}", *_cautions(report, name), *picture, *table]
+    evaluated = [name for name in ("perplexity", "tasks") if name in shown]
+    if evaluated:
+        out.append("## Other texts and tasks")
+    for name in evaluated:
+        out += [*_cautions(report, name), tables.markdown(shown[name])]
+    out += _tables("Published figures", report.published)
     if report.samples:
         out += _samples(report.samples, report.labels)
     out += _tables("All runs", [shown["runs"]])
@@ -103,10 +120,14 @@ def markdown_report(report: Report, pictures: dict[str, tuple[str, Path]], notes
     out += _tables("Environment", [shown["environment"]])
     commands = [*report.commands, *(command for _, command, _ in report.again)]
     out += ["## Commands", _block("\n".join(commands))]
-    remarks = [*report.notes, *notes, *(f"Not measured: {what} (`{command}`)." for what, command in report.missing)]
+    remarks = [*report.notes, *notes, *(f"{what} (`{command}`)." for what, command in report.missing)]
     if remarks:
         out += ["## Notes", "\n".join(f"- {words(remark)}" for remark in remarks)]
     return "\n\n".join(part.rstrip() for part in out) + "\n"
+
+
+def _cautions(report: Report, name: str) -> list[str]:
+    return [f"**{tables.markdown_text(caution)}**" for caution in report.cautions.get(name, [])]
 
 
 def _tables(title: str, found: Sequence[Table]) -> list[str]:
@@ -141,11 +162,17 @@ def csv_of(table: Table) -> str:
     return out.getvalue()
 
 
+def look(index: int) -> dict[str, Any]:
+    """As on the page: the baseline solid, the others dashed, so that what lies below them shows in the gaps."""
+    if index == 0:
+        return looks(index)
+    cycle, place = divmod(index - 1, len(COLOURS) - 1)
+    return {"color": looks(index)["color"], "linestyle": (1.5 * index, DASHES[(place + cycle) % len(DASHES)])}
+
+
 def _figure(**settings: Any) -> Any:
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
-    except ImportError:
-        raise StepformerError("Pictures need matplotlib: pip install 'stepformer[plot]'.") from None
+    from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
+
     return Figure(layout="constrained", facecolor="white", **settings)
 
 
@@ -160,7 +187,7 @@ def _legend(figure: Any, labels: Sequence[str], chosen: Sequence[int]) -> None:
 
     if not chosen:
         return
-    handles = [Line2D([], [], linewidth=2, **looks(index)) for index in chosen]
+    handles = [Line2D([], [], linewidth=2, **look(index)) for index in chosen]
     names = [labels[index] for index in chosen]
     shown = [name if len(name) <= 40 else f"{name[:39]}…" for name in names]
     width = figure.get_size_inches()[0]
@@ -184,10 +211,10 @@ def plot_curves(report: Report, path: Path) -> None:
             several = len(mine) > 1
             for _, curve in mine:
                 thin = {"linewidth": 0.8, "alpha": 0.35} if several else {"linewidth": 1.7}
-                axes.plot(curve.tokens, curve.loss, **thin, **looks(index))
+                axes.plot(curve.tokens, curve.loss, **thin, **look(index))
             finished = [curve for run, curve in mine if run.record]  # as on the page: others would cut the mean short
             if len(finished) > 1 and len(mean := mean_curve(finished)):
-                axes.plot(mean.tokens, mean.loss, linewidth=1.8, **looks(index))
+                axes.plot(mean.tokens, mean.loss, linewidth=1.8, **look(index))
         _limit(axes, [curve for curve in curves if len(curve)])
         axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
         _label(axes, title, "training tokens", "nats per token")
@@ -233,7 +260,7 @@ def plot_charts(charts: Charts, labels: Sequence[str], path: Path) -> None:
             weight: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4} if thin else {"linewidth": 1.6}
             if not thin and len(line.x) <= 40:
                 weight |= {"marker": "o", "markersize": 2.5}
-            axes.plot(line.x, line.y, **weight, **looks(labels.index(line.label)))
+            axes.plot(line.x, line.y, **weight, **look(labels.index(line.label)))
         if chart.log and all(value > 0 for line in lines for value in line.y):
             axes.set_yscale("log")
         if chart.whole_x:

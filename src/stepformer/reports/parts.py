@@ -124,6 +124,14 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
 
 
+WINDOWS = Column("windows", hint="hash of the windows: only numbers that agree in it may be compared")
+
+
+def measured_on(found: dict[str, Any]) -> tuple[Cell, Cell]:
+    """Tokens and the beginning of the windows' hash."""
+    return number(real(found.get("tokens")), ",.0f"), text(str(found.get("windows_hash") or "")[:8], code=True)
+
+
 def hessian_table(runs: Sequence[RunData]) -> Table | None:
     titles = columns(
         Column("run"),
@@ -133,7 +141,9 @@ def hessian_table(runs: Sequence[RunData]) -> Table | None:
         Column("trace", True),
         Column("± se", True),
         Column("trace per parameter", True),
+        Column("protocol"),
         Column("tokens", True),
+        WINDOWS,
         Column("step", True, "of the checkpoint"),
     )
     rows, unsure = [], []
@@ -152,7 +162,8 @@ def hessian_table(runs: Sequence[RunData]) -> Table | None:
             number(real(inside(found, "trace", "mean")), ".5g"),
             number(real(inside(found, "trace", "standard_error")), ".2g"),
             number(real(found.get("trace_per_parameter")), ".3g"),
-            number(real(found.get("tokens")), ",.0f"),
+            text(inside(found, "settings", "protocol") or ""),
+            *measured_on(found),
             number(real(run.measured["hessian"].get("step")), ",.0f"),
         )
         rows.append([text(run.name), *values])
@@ -180,65 +191,17 @@ def jacobian_table(runs: Sequence[RunData]) -> Table | None:
             if any(inside(layer, "converged") is False for layer in layers):
                 unsure.append(run.name)
             values = (number(real(summary.get(key)), ".4g") for key in SUMMARY)
-            rows.append([text(run.name), text(", ".join(f"{k:.0f}" for k in kept)), *values])
+            on = measured_on(result(run, "jacobian"))
+            rows.append([text(run.name), text(", ".join(f"{k:.0f}" for k in kept)), *values, *on])
     titles = columns(
         Column("run"),
         Column("k", hint="singular values kept of each layer: only numbers that agree in it may be compared"),
         *(Column(title, True, hint) for title, hint in SUMMARY.values()),
+        Column("tokens", True),
+        WINDOWS,
     )
     notes = [f"Some singular values had not settled and may be too low: {', '.join(unsure)}."] if unsure else []
     return Table(titles, rows, "Jacobians of the blocks, over all layers", notes) if rows else None
-
-
-def perplexity_table(runs: Sequence[RunData]) -> Table | None:
-    titles = columns(
-        Column("run"),
-        Column("text"),
-        Column("reading", hint="how the text was cut into windows, and how far they move"),
-        Column("perplexity", True),
-        Column("nats per token", True),
-        Column("bits per byte", True),
-        Column("tokens", True),
-        Column("hash", hint="of the tokens that were scored: only numbers that agree in it may be compared"),
-    )
-    rows = []
-    for run in runs:
-        listed = result(run, "perplexity").get("texts")
-        for entry in listed if isinstance(listed, list) else []:
-            if isinstance(entry, dict):
-                numbers = (
-                    number(real(entry.get("perplexity")), ".3f"),
-                    number(real(entry.get("nats"))),
-                    number(real(entry.get("bits_per_byte"))),
-                    number(real(entry.get("tokens")), ",.0f"),
-                )
-                stride = real(entry.get("stride"))
-                reading = f"{entry.get('mode', '')}{'' if stride is None else f', {stride:.0f}'}"
-                words = (text(run.name), text(entry.get("name", "")), text(reading))
-                rows.append([*words, *numbers, text(str(entry.get("hash", ""))[:12], code=True)])
-    return Table(titles, rows, "Perplexity on other texts") if rows else None
-
-
-def tasks_table(runs: Sequence[RunData]) -> Table | None:
-    titles = columns(
-        Column("run"),
-        Column("task"),
-        Column("shots", True),
-        Column("items", True),
-        Column("accuracy", True),
-        Column("± se", True),
-        Column("by length", True, "accuracy with scores divided by the length of the answer"),
-        Column("± se", True),
-    )
-    rows = []
-    for run in runs:
-        tasks = result(run, "tasks").get("tasks")
-        for name, found in tasks.items() if isinstance(tasks, dict) else ():
-            if isinstance(found, dict):
-                counts = [number(real(found.get(key)), ",.0f") for key in ("shots", "items")]
-                keys = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
-                rows.append([text(run.name), text(name), *counts, *(number(real(found.get(k))) for k in keys)])
-    return Table(titles, rows, "Downstream tasks") if rows else None
 
 
 def forgetting_table(found: Any, folder: object) -> Table | None:

@@ -23,8 +23,8 @@ MOST_NAMED = 6
 
 # What recipes hold under [recipe.measured]: its name, and what the papers measured it on.
 QUANTITIES = {
-    "hellaswag": ("HellaSwag, accuracy by length", "10 shots"),
-    "arc_easy": ("ARC-Easy, accuracy by length", "25 shots"),
+    "hellaswag": ("HellaSwag, acc_norm as a fraction", "10 shots"),
+    "arc_easy": ("ARC-Easy, acc_norm as a fraction", "25 shots"),
     "trace_per_parameter": ("trace of the Hessian per parameter", "2,048 tokens, 10 probes"),
     "largest_eigenvalue": ("eigenvalue of largest magnitude", "2,048 tokens, 15 power iterations"),
     "curve_range": ("range of the loss curve", "2,048 tokens"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+NAMED = 5  # names that a sentence gives before it counts
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ def text(value: object, *, marked: bool = False, code: bool = False) -> Cell:
 def columns(*titles: str | Column) -> list[Column]:
     """Columns of words for bare titles."""
     return [title if isinstance(title, Column) else Column(title) for title in titles]
+
+
+def listed(names: Sequence[str], most: int = NAMED) -> str:
+    """a, b and c; after some names, how many more."""
+    if len(names) > most + 1:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def markdown(table: Table) -> str:

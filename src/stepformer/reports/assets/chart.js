@@ -5,6 +5,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const MARGIN = { left: 54, right: 14, top: 8, bottom: 38 };
 const COLOURS = 7;
+const DASHES = 3;
 const MOST_SEED_COLUMNS = 6;
 
 function make(name, attributes = {}, parent = null, content = null) {
@@ -23,11 +24,12 @@ function draw(name, attributes, parent, content = null) {
   return node;
 }
 
-/* The baseline is black; the others go through the colours, then through dashes. */
+/* The baseline is black and solid; the others go through colours and dashes, and what lies below shows in the gaps. */
 function looks(group) {
   if (group === 0) return "s0";
-  const cycle = Math.floor((group - 1) / (COLOURS - 1)) % 3;
-  return `s${1 + ((group - 1) % (COLOURS - 1))}${cycle ? ` d${cycle}` : ""}`;
+  const place = (group - 1) % (COLOURS - 1);
+  const cycle = Math.floor((group - 1) / (COLOURS - 1));
+  return `s${1 + place} d${1 + ((place + cycle) % DASHES)}`;
 }
 
 function swatch(group, parent) {
@@ -242,6 +244,7 @@ class Chart {
     if (!points.length) return;
     const places = points.map(([x, y]) => `${sx.place(x).toFixed(1)} ${sy.place(y).toFixed(1)}`);
     const look = { class: `line ${looks(line.group)}`, "data-group": line.group, d: `M${places.join("L")}` };
+    if (line.group) look["stroke-dashoffset"] = 4 * line.group; /* two lines of one pattern do not hide each other */
     look["stroke-width"] = thin ? 1 : Math.max(1.6, 2.8 - 0.4 * line.group); /* what lies below stays visible */
     if (thin) look["stroke-opacity"] = 0.45;
     draw("path", look, parent);
