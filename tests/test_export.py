@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from stepformer.data.tokenizers import ByteTokenizer, Tokenizer, byte_of_letter,
 from stepformer.huggingface import export, export_run
 from stepformer.huggingface.gpt2 import as_gpt2
 from stepformer.huggingface.tokenizer import save_tokenizer
+from stepformer.importing import import_checkpoint
 from stepformer.training import load_run, train
 
 transformers.utils.logging.disable_progress_bar()
@@ -129,32 +132,97 @@ def test_the_card_has_the_runs_numbers_and_no_path(run: Path, exported: Path) ->
     assert str(run.parent) not in everything
 
 
+def card_with(run: Path, out: Path, results: dict[str, Any], settings: dict[str, dict[str, Any]]) -> str:
+    """The card of a run while it has these measurements."""
+    paths = [
+        measured.save(run, kind, step=8, settings=settings.get(kind, {}), result=results[kind]) for kind in results
+    ]
+    try:
+        return (export_run(run, out) / "README.md").read_text()
+    finally:
+        for path in paths:
+            path.unlink()
+
+
 def test_the_card_shows_what_was_measured(run: Path, tmp_path: Path) -> None:
-    result = {"sharpness": 12.3456789, "by": {"layer": {"0": 1.5}}, "curve": [1, 2, 3], "many": dict.fromkeys("abc", 2)}
-    path = measured.save(run, "hessian", step=8, settings={"probes": 3}, result=result)
-    try:
-        card = (export_run(run, tmp_path / "m") / "README.md").read_text()
-    finally:
-        path.unlink()
-    assert "### hessian, after step 8" in card
-    assert "| sharpness | 12.3457 |" in card
-    assert "| by.layer.0 | 1.5 |" in card
-    assert '`{"probes": 3}`' in card
-    assert "| curve" not in card
+    values = [{"value": 39.53465, "converged": True}, {"value": -1.25, "converged": False}]
+    found = {"persistence": 12.05628, "sum_log_rms_gain": 2.697149, "mean_spread": 2.8969}
+    layers = [{"layer": 0, "block": {"k": 64}, "oracle": {"k": 64}}]
+    results = {
+        "hessian": {
+            "loss": 2.18524,
+            "eigenvalues": values,
+            "trace": {"mean": 388.2533, "standard_error": 31.063},
+            "trace_per_parameter": 0.0026179,
+            "curve": {"range": 1.05714, "loss": [1.0, 2.0]},
+            "tokens": 2048,
+            "method": "lanczos",
+            "settings": {"seed": 0},
+        },
+        "jacobian": {"summary": {"oracle": found, "block": found}, "layers": layers, "tokens": 1024},
+        "depth": {
+            "layers": [{"entropy": [1.0, 2.0], "capped_rows": 0.1}, {"entropy": [2.0, 3.0], "capped_rows": 0.0}],
+            "tokens": 512,
+        },
+        "songs": {"number": 1.0},
+    }
+    settings = {"hessian": {"probes": 3, "seed": 0, "corpus": "/secret-place/other corpus"}}
+    card = card_with(run, tmp_path / "m", results, settings)
+    part = card.split("### Hessian of the loss\n")[1].split("\n###")[0]
+    assert part.count("\n|") == 8  # six numbers
+    assert "`stepformer diagnose RUN --hessian 'corpus=other corpus' probes=3`, weights of step 8." in part
+    assert "An eigenvalue with ? had not converged." in part
+    for row in (
+        "| loss, nats per token | 2.185 |",
+        "| largest eigenvalues | 39.53, -1.25? |",
+        "| trace | 388.3 ± 31 |",
+        "| trace per parameter | 0.002618 |",
+        "| range of the loss curve | 1.057 |",
+        "| tokens | 2,048 |",
+    ):
+        assert row in part
+    assert "| block | 12.06 | 2.697 | 2.897 |\n| oracle | 12.06 | 2.697 | 2.897 |" in card
+    assert "of singular value 64," in card
+    assert "| mean attention entropy, nats | 2 |\n| capped rows, mean over layers | 5.00 % |" in card
+    assert "Also measured, in the run's own files: songs." in card
+    assert "lanczos" not in card
+    assert "secret-place" not in card
 
 
-def test_the_card_shows_perplexities_and_says_what_rounding_changed(run: Path, tmp_path: Path) -> None:
-    texts = [{"name": name, "mode": "blocks", "stride": None, "perplexity": 7.5 + i} for i, name in enumerate("ab")]
-    path = measured.save(run, "perplexity", step=8, settings={}, result={"texts": texts})
-    try:
-        card = (export_run(run, tmp_path / "m") / "README.md").read_text()
-        rounded = (export_run(run, tmp_path / "r", dtype="bf16") / "README.md").read_text()
-    finally:
-        path.unlink()
-    for text in ("| texts.1.name | a |", "| texts.1.perplexity | 7.5 |", "| texts.2.perplexity | 8.5 |"):
-        assert text in card
-    assert "rounded to bf16" not in card
+def test_the_card_shows_tasks_and_perplexities(run: Path, tmp_path: Path) -> None:
+    source = {"kind": "files", "scored": {"file": "x", "sha256": "d2d12e59"}}
+    entry = {"task": "arc_easy", "shots": 0, "items": 200, "of": 2376, "cut": 4, "source": source}
+    entry |= {"acc": 0.25, "acc_stderr": 0.0306, "acc_norm": 0.26, "acc_norm_stderr": 0.031}
+    plain = {"mode": "blocks", "stride": None, "nats": 2.0, "bits_per_byte": 1.5, "tokens": 4096, "bytes": 9000}
+    texts = [{**plain, "name": f"t{i}", "perplexity": 7.5 + i, "hash": f"{i:016d}"} for i in range(10)]
+    results = {"tasks": {"tasks": {"arc_easy@0": entry}}, "perplexity": {"texts": texts}}
+    card = card_with(run, tmp_path / "m", results, {"tasks": {"lm_eval": "0.4.13", "weights": "abcd"}})
+    assert "`stepformer eval RUN --tasks arc_easy --shots 0`, weights of step 8. ± is one standard error." in card
+    assert "| arc_easy | 0 | 200 of 2,376 | 25.00 ± 3.06 | 26.00 ± 3.10 |" in card
+    assert "| t1 | blocks | 2.0000 | 8.5 | 1.5 | 4,096 | `0000000000000001` |" in card
+    assert "2 more are in the run's own file." in card
+    assert "| t8 |" not in card
+    assert "d2d12e59" not in card
+
+
+def test_the_card_says_what_rounding_changed(run: Path, exported: Path, tmp_path: Path) -> None:
+    assert "rounded to bf16" not in (exported / "README.md").read_text()
+    rounded = (export_run(run, tmp_path / "r", dtype="bf16") / "README.md").read_text()
     assert "before they were rounded to bf16" in rounded
+
+
+def test_files_may_be_read_like_any_new_file(run: Path, tmp_path: Path) -> None:
+    for mask, mode in ((0o022, 0o644), (0o077, 0o600), (0o002, 0o664)):
+        before = os.umask(mask)
+        try:
+            out = export_run(run, tmp_path / f"{mask}")
+            again = import_checkpoint(out, tmp_path / f"run{mask}").folder
+        finally:
+            os.umask(before)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {mode}
+        weights = list(again.rglob("*.safetensors"))
+        assert [stat.S_IMODE(path.stat().st_mode) for path in weights] == [mode]
+        assert not list(tmp_path.rglob(".tmp-*"))
 
 
 def test_python_in_the_card_runs(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,7 +340,7 @@ def test_what_is_no_gpt2_is_refused_in_that_form(settings: dict[str, Any]) -> No
         as_gpt2(tiny("vanilla", **settings))
 
 
-def test_a_run_in_gpt2_form(tmp_path: Path) -> None:
+def test_a_run_in_gpt2_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_corpus(tmp_path / "corpus")
     train(small_run(tmp_path / "corpus", "vanilla", steps=4, precision="fp32"), tmp_path / "run", quiet=True)
     out = export_run(tmp_path / "run", tmp_path / "out", form="gpt2")
@@ -286,6 +354,14 @@ def test_a_run_in_gpt2_form(tmp_path: Path) -> None:
     made = model.generate(ids[:, :8], max_new_tokens=6, do_sample=True)
     assert int(made.max()) < 257
     assert "library_name: transformers" in (out / "README.md").read_text()
+    assert main(["import", str(out), "--out", str(tmp_path / "again")]) == 0
+    said = capsys.readouterr().out
+    added = sum(p.numel() for name, p in model.named_parameters() if name.endswith(".bias"))
+    assert f"biases: kept; all {added:,} are zero, as GPT-2's form adds them to a model that has none" in said
+    assert re.search(r"validation loss \d\.\d{4} as recorded, on [\d,]+ tokens\n", said)
+    model.transformer.ln_f.bias.data[0] = 1.0
+    model.save_pretrained(out)
+    assert import_checkpoint(out, tmp_path / "other").record["biases"] == "kept"
 
 
 def awkward(count: int = 150) -> list[str]:

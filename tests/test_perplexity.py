@@ -254,7 +254,7 @@ def test_texts_from_files(run: LoadedRun, corpus: Path, tmp_path: Path) -> None:
         open_text(str(run.folder.path), run.tokenizer)
     with pytest.raises(InputError, match="fingerprint"):
         open_text(str(corpus), train_bpe(260, ["a b c"]))
-    with pytest.raises(InputError, match=r"no source 'nothing\.txt'"):
+    with pytest.raises(InputError, match=r"no file or folder and no prepared corpus 'nothing\.txt'"):
         open_text("nothing.txt", run.tokenizer)
 
 
@@ -358,7 +358,7 @@ def test_what_was_measured_before_an_interrupted_part_is_not_measured_again(
         (["--on", "BOOK", "--micro-batch", "0"], "should be at least 1"),
         (["--ood", "--data", "nowhere"], "no data folder 'nowhere'"),
         (["--ood"], "Say where wikitext/, lambada/ and c4/ are"),
-        (["--on", "nowhere.txt"], "no source 'nowhere.txt'"),
+        (["--on", "nowhere.txt"], "no file or folder and no prepared corpus 'nowhere.txt'"),
     ],
 )
 def test_bad_words_are_sentences(
@@ -383,6 +383,39 @@ def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "There is no run folder" in capsys.readouterr().err
     assert main(["eval", str(tmp_path), "--on", "x.txt"]) == 2
     assert "is not a run" in capsys.readouterr().err
+    (tmp_path / "study.json").write_text("{}")
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "is a study, not a run: it has no runs yet." in capsys.readouterr().err
+    for name in ("a-s1", "b-s1", "c-s1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    assert main(["eval", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"is a study, not a run: name one of its runs, '{tmp_path / 'a-s1'}' or '{tmp_path / 'b-s1'}'." in said
+
+
+def test_folders_that_are_no_corpora(run: LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("Not tokens.")
+    assert main(["eval", str(run.folder.path), "--corpus", str(tmp_path)]) == 2
+    assert "is not a prepared corpus" in capsys.readouterr().err
+    (tmp_path / "train-00000.bin").write_bytes(b"\0\0")
+    assert main(["eval", str(run.folder.path), "--corpus", str(tmp_path)]) == 2
+    assert "was not finished" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_is_called_one(run: LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "book.txt").write_text(STORY)
+    words = ["eval", str(run.folder.path)]
+    assert main([*words, "--on", str(tmp_path / "book.txt")]) == 0
+    assert "after step" not in capsys.readouterr().out
+    run.folder.result.rename(tmp_path / "result.json")
+    try:
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith(f"yurii after step 12 of {run.config.train.steps}, unfinished: loss ")
+        assert main([*words, "--on", str(tmp_path / "book.txt")]) == 0
+        assert f"yurii after step 12 of {run.config.train.steps}, unfinished\n" in capsys.readouterr().out
+    finally:
+        (tmp_path / "result.json").rename(run.folder.result)
 
 
 def test_logits_that_are_not_finite(run: LoadedRun) -> None:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,8 +19,9 @@ from stepformer import measured
 from stepformer.cli import main
 from stepformer.errors import InputError, StepformerError
 from stepformer.evaluation import measure_tasks, tasks
-from stepformer.evaluation.harness import notes, read_metrics, settled
+from stepformer.evaluation.harness import notes, read_metrics, settled, with_error
 from stepformer.evaluation.scoring import Scorer
+from stepformer.evaluation.tasks import open_task
 from stepformer.training import load_run, train
 from stepformer.training.run import LoadedRun
 
@@ -206,7 +207,9 @@ def test_an_item_is_never_its_own_example(run: LoadedRun, data: Path) -> None:
                 assert not any(shown.startswith(questions[-1] + " ") for shown in questions[:-1])
 
 
-def test_an_interrupted_task_continues(run: LoadedRun, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_task_continues(
+    run: LoadedRun, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = measure_tasks(run, ["hellaswag"], shots=[2], data=data, micro_batch=4, quiet=True)
     (run.folder.path / "measured" / "tasks.json").unlink()
     calls: list[int] = []
@@ -225,7 +228,9 @@ def test_an_interrupted_task_continues(run: LoadedRun, data: Path, monkeypatch: 
     assert sum(calls) == 20
     measure_tasks(run, ["arc_easy"], shots=[0], data=data, quiet=True)  # finishes meanwhile, and leaves the journal
     between = sum(calls)
-    assert main([*words, "--micro-batch", "4", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--micro-batch", "4"]) == 0
+    assert capsys.readouterr().err.count("hellaswag 2-shot continues: 20 of 48 requests were kept") == 1
     assert sum(calls) == between + 28
     kept = measured.load(run.folder.path, "tasks")
     assert kept is not None
@@ -281,6 +286,16 @@ def test_metrics_are_renamed() -> None:
     assert read_metrics(given) == {"acc": 0.5, "f1[strict]": 1.0, "ppl": None}
 
 
+def test_numbers_have_as_many_digits_as_they_are_worth() -> None:
+    known = {"perplexity": 4895388781.938, "perplexity_stderr": 776143954357.16, "acc": 0.25, "acc_stderr": 0.0993}
+    assert with_error(known, "perplexity", 1) == "4.895e+09 (error unknown)"
+    assert with_error({**known, "perplexity_stderr": 4.1e8}, "perplexity", 1) == "4.895e+09 ± 4.1e+08"
+    assert with_error({"perplexity": 26.0213}, "perplexity", 1) == "26.02"
+    assert with_error({"mcc": 0.01, "mcc_stderr": 0.03}, "mcc", 1) == "0.01 ± 0.03"  # may be on both sides of zero
+    assert with_error(known, "acc", 100) == "25.00 ± 9.93"
+    assert with_error(known, "acc_norm", 100) == ""
+
+
 # bad input
 
 
@@ -289,6 +304,7 @@ def test_the_command_prints_a_table(run: LoadedRun, data: Path, capsys: pytest.C
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "the first 3 of 9 items" in printed
+    assert printed.count("± is one standard error; chance is 25 % for arc_easy\n") == 1
     assert "examples from arc_easy_test.jsonl, never the item itself" in printed
     assert main([*words, "--json"]) == 0
     captured = capsys.readouterr()
@@ -334,6 +350,28 @@ def test_an_unknown_task_has_a_suggestion(run: LoadedRun, monkeypatch: pytest.Mo
         measure_tasks(run, ["piqqa"], quiet=True)
     with pytest.raises(InputError, match="Did you mean 'hellaswag'"):
         measure_tasks(run, ["hellaswagg"], quiet=True)
+
+
+def test_a_task_of_the_hub_says_so_and_gives_up_early(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub.utils import http_backoff
+
+    class Manager:
+        all_tasks: ClassVar = ["arc_easy", "piqa"]
+
+        def load(self, names: list[str]) -> Any:
+            assert http_backoff.__kwdefaults__["max_retries"] == 1
+            raise ConnectionError("no network")
+
+    before = http_backoff.__kwdefaults__["max_retries"]
+    monkeypatch.delenv("STEPFORMER_DATA", raising=False)
+    monkeypatch.setattr(tasks, "all_tasks", Manager)
+    for name, hint in (("arc_easy", "; local files can be given with --data DIR"), ("piqa", "")):
+        with pytest.raises(StepformerError, match="no network"), open_task(name):
+            pass
+        assert f"reading {name} from the Hugging Face Hub{hint}\n" in capsys.readouterr().err
+    assert http_backoff.__kwdefaults__["max_retries"] == before > 1
 
 
 def test_without_the_extra_one_sentence_says_so(

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,6 +55,17 @@ def sync(file: BinaryIO) -> None:
     """Hand a file's bytes to the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def make_ordinary(path: Path) -> None:
+    """Give a finished file the permissions of any new one; safetensors writes files that only their owner may read."""
+    probe = path.with_name(f"{TEMPORARY}mode-{os.getpid()}-{path.name}")  # asking for the umask would change it
+    try:
+        with probe.open("wb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    finally:
+        probe.unlink(missing_ok=True)
+    path.chmod(mode)
 
 
 def rename(source: Path, target: Path) -> None:

@@ -97,7 +97,7 @@ def run_eval(args: argparse.Namespace) -> int:
         return 130
     if args.json:
         print(json.dumps({"run": args.folder, "step": run.step, **found}))
-    else:
+    elif is_unfinished(run):
         print(standing(run))
     return 0
 
@@ -145,10 +145,13 @@ def validation_loss(args: argparse.Namespace) -> int:
     return 0
 
 
+def is_unfinished(run: LoadedRun) -> bool:
+    return not run.folder.result.is_file() and not run.record.get("imported")
+
+
 def standing(run: LoadedRun) -> str:
     """Which weights were measured; those of a run that is not finished are said to be."""
-    unfinished = not run.folder.result.is_file() and not run.record.get("imported")
-    steps = f" of {run.config.train.steps:,}, unfinished" if unfinished else ""
+    steps = f" of {run.config.train.steps:,}, unfinished" if is_unfinished(run) else ""
     return f"{run.config.title} after step {run.step:,}{steps}"
 
 

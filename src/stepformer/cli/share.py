@@ -58,7 +58,8 @@ def run_export(args: argparse.Namespace) -> int:
 
     out = export_run(args.folder, args.out, args.checkpoint, dtype=args.dtype, form=args.format)
     print(f"written: {', '.join(sorted(path.name for path in out.iterdir()))}")
-    print(f'load it with AutoModelForCausalLM.from_pretrained("{out}"); README.md says how, and wants a licence')
+    where = json.dumps(str(out), ensure_ascii=False)
+    print(f"load it with AutoModelForCausalLM.from_pretrained({where}); README.md says how, and wants a licence")
     return 0
 
 
@@ -75,10 +76,16 @@ def run_import(args: argparse.Namespace) -> int:
             )
         )
         return 0
-    loss = "" if made.record["val_loss"] is None else f", validation loss {made.record['val_loss']:.4f} as recorded"
+    loss = ""
+    if made.record["val_loss"] is not None:
+        tokens = made.record.get("val_tokens")
+        on = f"on {tokens:,} tokens" if isinstance(tokens, int) else "tokens not recorded"
+        loss = f", validation loss {made.record['val_loss']:.4f} as recorded, {on}"
     print(f"{args.source} is {made.record['kind']}: {made.title}, {made.parameters:,} parameters")
     print(f"step {made.record['step']:,}{loss}")
     if "heads" in made.record:
         print(f"heads: {made.record['heads']} (the file does not say)")
+    if "biases" in made.record:
+        print(f"biases: {made.record['biases']}")
     print(f"written: {made.folder}")
     return 0

@@ -153,6 +153,7 @@ class Corpus:
         self.check_tokenizer(self.tokenizer)
 
 
+LEFT = (".parts", "train-*.bin", "val-*.bin")  # what an interrupted preparation leaves
 AGAIN = " Prepare the corpus again with --force."
 
 
@@ -161,6 +162,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not folder.is_dir():
         raise InputError(f"There is no corpus '{folder}'; `stepformer prepare --help` says how to make one.")
+    if not path.exists() and not any(found for pattern in LEFT for found in folder.glob(pattern)):
+        raise InputError(
+            f"'{folder}' is not a prepared corpus: it has no {MANIFEST}; `stepformer prepare --help` says how to make "
+            "one."
+        )
     if not path.exists():
         raise InputError(f"The corpus in '{folder}' was not finished (no {MANIFEST}); run stepformer prepare again.")
     manifest = files.read_json(path, "manifest")

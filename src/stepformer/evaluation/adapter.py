@@ -16,7 +16,7 @@ from typing import Any
 
 from stepformer import measured
 from stepformer.data.tokenizers import Tokenizer
-from stepformer.evaluation.scoring import Part, Scorer
+from stepformer.evaluation.scoring import Part, Scorer, say_continues
 from stepformer.evaluation.tasks import need
 from stepformer.generation import Generation, stream
 from stepformer.training.evaluation import autocasting
@@ -100,7 +100,10 @@ def adapter() -> Any:
 
         def asked_for(self, names: Iterable[str]) -> None:
             if self.journal is not None:
-                self.journal.used.update(names)
+                asked = set(names)
+                earlier = (asked & self.journal.pieces.keys()) - self.journal.used
+                say_continues(self.title, len(earlier), len(asked), "requests", quiet=self.quiet)
+                self.journal.used |= asked
 
         def keep(self, name: str, value: Any) -> None:
             if self.journal is None:

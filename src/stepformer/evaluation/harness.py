@@ -21,7 +21,7 @@ from stepformer import measured
 from stepformer.errors import InputError
 from stepformer.evaluation.adapter import adapter
 from stepformer.evaluation.scoring import about_run, scorer_of
-from stepformer.evaluation.tasks import LOCAL, OpenedTask, need, open_task
+from stepformer.evaluation.tasks import FOUR_CHOICES, LOCAL, OpenedTask, need, open_task
 from stepformer.training.run import LoadedRun
 
 KIND = "tasks"
@@ -206,16 +206,23 @@ def other_metrics(entry: Mapping[str, Any]) -> list[str]:
 
 
 def with_error(entry: Mapping[str, Any], name: str, scale: float) -> str:
-    """A metric with its standard error, if it has them."""
+    """A metric with its standard error, if it has them; accuracies (`scale` 100) in percent."""
     value, error = entry.get(name), entry.get(f"{name}_stderr")
     if value is None:
         return ""
-    return f"{scale * value:.4g}" if error is None else f"{scale * value:.2f} ± {scale * error:.2f}"
+    if scale != 1:
+        return f"{scale * value:.4g}" if error is None else f"{scale * value:.2f} ± {scale * error:.2f}"
+    # a bootstrap of exponentials that one item dominates says nothing about their error
+    if error is not None and "perplexity" in name and error > abs(value):
+        return f"{value:.4g} (error unknown)"
+    return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:
-    """What a reader should know about the numbers: shots from the scored file, prompts that were cut, limits."""
-    found = []
+    """What a reader should know: errors, chance, shots from the scored file, prompts that were cut, limits."""
+    names = dict.fromkeys(entry["task"] for entry in result["tasks"].values())
+    guessed = ", ".join(name for name in names if name in FOUR_CHOICES)
+    found = ["± is one standard error" + (f"; chance is 25 % for {guessed}" if guessed else "")]
     for entry in result["tasks"].values():
         title = entry["task"] if entry["shots"] is None else f"{entry['task']} {entry['shots']}-shot"
         if entry["shots"] and entry["source"].get("shots_from"):

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from stepformer import measured
 from stepformer.errors import InputError
-from stepformer.evaluation.scoring import Part, Scorer, about_run, scorer_of
+from stepformer.evaluation.scoring import Part, Scorer, about_run, say_continues, scorer_of
 from stepformer.evaluation.texts import Text, count_bytes, exponential, token_hash
 from stepformer.training.run import LoadedRun
 
@@ -147,13 +147,20 @@ def total_nats(
         ]
         return -math.fsum(sums)
 
-    with measured.counting(text.name, sum(count for _, _, count in windows), quiet=quiet) as count:
-        for begin in range(0, len(windows), PIECE_WINDOWS):
-            some = windows[begin : begin + PIECE_WINDOWS]
+    pieces = {}
+    for begin in range(0, len(windows), PIECE_WINDOWS):
+        some = windows[begin : begin + PIECE_WINDOWS]
+        pieces[f"{name}/{some[0]}/{some[-1]}/{len(some)}"] = some
+    everything = sum(scored for _, _, scored in windows)
+    if journal is not None:
+        earlier = [some for piece, some in pieces.items() if piece in journal.pieces and piece not in journal.used]
+        kept = sum(scored for some in earlier for _, _, scored in some)
+        say_continues(text.name, kept, everything, "tokens", quiet=quiet)
+    with measured.counting(text.name, everything, quiet=quiet) as count:
+        for piece, some in pieces.items():
             if journal is None:
                 total.append(nats(some))
             else:
-                piece = f"{name}/{some[0]}/{some[-1]}/{len(some)}"
                 total.append(float(journal.get(piece, functools.partial(nats, some))))
             count(sum(scored for _, _, scored in some))
     return math.fsum(total)

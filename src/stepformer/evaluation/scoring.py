@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 
 from stepformer.errors import InputError, StepformerError
@@ -123,3 +124,10 @@ def about_run(run: LoadedRun) -> dict[str, object]:
         "context": run.model.config.context,
         "precision": precision_of(run.config, run.device),
     }
+
+
+def say_continues(title: str, kept: int, total: int, unit: str, *, quiet: bool) -> None:
+    """Tell whoever began again after Ctrl-C that it was not in vain."""
+    if kept and not quiet:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"{title} continues: {kept:,} of {total:,} {unit} were kept", markup=False)

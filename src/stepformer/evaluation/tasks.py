@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -25,6 +26,7 @@ from stepformer.data.readers import opened, reading
 from stepformer.errors import InputError, StepformerError, suggestion
 
 TASK_FILES = Path(__file__).parent / "task_files"
+FOUR_CHOICES = ("hellaswag", "arc_easy", "arc_challenge")  # of ARC a few have three or five
 Row = dict[str, Any]
 
 
@@ -149,7 +151,34 @@ def open_task(name: str, data: str | Path | None = None, *, quiet: bool = False)
     if name not in manager.all_tasks:
         near = suggestion(name, [*LOCAL, *manager.all_tasks])
         raise InputError(f"The harness has no task '{name}'.{near or ' `lm-eval ls tasks` lists them.'}")
-    yield OpenedTask(name, loaded(manager, name), manager, {"kind": "harness"})
+    if not quiet:
+        hint = "; local files can be given with --data DIR" if name in LOCAL else ""
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"reading {name} from the Hugging Face Hub{hint}")
+    with impatient():
+        objects = loaded(manager, name)
+    yield OpenedTask(name, objects, manager, {"kind": "harness"})
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """The Hub's client gives up after one more try, and does not log each: without a network five take half a minute.
+
+    No setting of it says how often it tries, so that the default of its functions is another one meanwhile.
+    """
+    log = logging.getLogger("huggingface_hub")
+    client = importlib.import_module("huggingface_hub.utils")
+    asking = [getattr(client, name, None) for name in ("http_backoff", "http_stream_backoff")]
+    defaults = [d for d in (getattr(ask, "__kwdefaults__", None) for ask in asking) if d and "max_retries" in d]
+    level, before = log.level, [values["max_retries"] for values in defaults]
+    log.setLevel(logging.ERROR)
+    for values in defaults:
+        values["max_retries"] = 1
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        for values, tries in zip(defaults, before, strict=True):
+            values["max_retries"] = tries
 
 
 @functools.cache

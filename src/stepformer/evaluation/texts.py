@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stepformer.data.corpus import MANIFEST, Corpus
 from stepformer.data.readers import Layout, cut_text, extensions, opened, read_documents, reading
-from stepformer.data.sources import open_source, usable_files
+from stepformer.data.sources import DATASETS, open_source, usable_files
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.errors import InputError, suggestion
 from stepformer.training.corpora import checked
@@ -69,6 +69,11 @@ def open_text(
         return Text(corpus.name, tokens.tokens(0, count), f"{corpus.folder.name}, {split} split")
     if folder.is_dir() and (folder / "run.json").is_file():
         raise InputError(f"'{folder}' is a run, not a text: give a file, a folder of files or a prepared corpus.")
+    is_name = where == "tales" or where in DATASETS or where.startswith("hf:")
+    if not is_name and not folder.exists():
+        raise InputError(
+            f"There is no file or folder and no prepared corpus '{where}'.{suggestion(where, ('tales', *DATASETS))}"
+        )
     source = open_source(where, field=field, document=document)
     documents = (found.text for found in source)
     return as_text(source.name, documents, tokenizer, folder.name if folder.exists() else where, enough)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ from stepformer import measured
 from stepformer.catalogue import citations, preset_of
 from stepformer.config import ModelConfig
 from stepformer.files import read_json
+from stepformer.huggingface.card_results import markdown, section
 from stepformer.oracles import attentions, mlps
 from stepformer.references import BIBTEX
 from stepformer.schemes import splittings, templates
 from stepformer.training.run import LoadedRun
 from stepformer.training.runs import read_metrics
-
-MOST_NUMBERS = 60  # of one measurement; tables by layer and token are for the report, not for a card
 
 
 def validation(run: LoadedRun) -> dict[str, Any]:
@@ -95,6 +95,7 @@ def architecture(config: ModelConfig, parameters: int, without_tables: int) -> s
 
 
 def loading(title: str, tokenizer: str, gpt2: bool) -> str:
+    run = shlex.quote(f"runs/{title}")
     needs = "transformers" if gpt2 else "'stepformer[hub]'"
     imports = "" if gpt2 else "import stepformer.huggingface  # or pass trust_remote_code=True below\n"
     return f"""\
@@ -114,8 +115,8 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))
 With stepformer, as a run to generate from, evaluate, diagnose and train on:
 
 ```bash
-stepformer import FOLDER --out runs/{title}
-stepformer generate runs/{title} "Once upon a time"
+stepformer import FOLDER --out {run}
+stepformer generate {run} "Once upon a time"
 ```
 
 The tokenizer is `{tokenizer}`; documents are separated by its end-of-text token."""
@@ -168,29 +169,16 @@ def results(run: LoadedRun) -> str:
     if next(run.model.parameters()).dtype == torch.bfloat16:
         lines += ["", "Numbers are of the weights before they were rounded to bf16."]
     folder = run.folder.path / measured.FOLDER
+    others = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         measurement = measured.load(run.folder.path, path.stem)
         if measurement is not None:
-            numbers = dict(flat(measurement["result"]))
-            shown = dict(list(numbers.items())[:MOST_NUMBERS])
-            rest = len(numbers) - len(shown)
-            lines += ["", f"### {path.stem}, after step {measurement['step']:,}", "", table(shown)]
-            lines += ["", f"{rest} more numbers are in the run's own file."] if rest else []
-            settings = json.dumps(measurement["settings"], sort_keys=True)
-            lines += ["", f"Settings: `{settings}`"]
+            shown = section(path.stem, measurement)
+            lines += ["", shown] if shown else []
+            others += [] if shown else [path.stem]
+    if others:
+        lines += ["", f"Also measured, in the run's own files: {', '.join(others)}."]
     return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The single values of nested tables, by dotted names; of lists only those whose members have names."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and all(isinstance(member, Mapping) and "name" in member for member in value):
-            for place, member in enumerate(value, 1):
-                yield from flat(member, f"{prefix}{key}.{place}.")
-        elif isinstance(value, int | float | str):
-            yield f"{prefix}{key}", f"{value:.6g}" if isinstance(value, float) else value
 
 
 def environment(run: LoadedRun) -> str:
@@ -211,9 +199,4 @@ def cite(config: ModelConfig) -> str:
 
 
 def table(facts: Mapping[str, Any]) -> str:
-    rows = [f"| {cell(key)} | {cell(value)} |" for key, value in facts.items()]
-    return "\n".join(["| | |", "|---|---|", *rows])
-
-
-def cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return markdown(("", ""), list(facts.items()))

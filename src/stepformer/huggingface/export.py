@@ -111,10 +111,10 @@ def whole(out: Path) -> Iterator[Path]:
         try:
             temporary.mkdir(parents=True)
             yield temporary
-            for path in temporary.rglob("*"):
-                if path.is_file():
-                    with path.open("rb+") as file:
-                        files.sync(file)
+            for path in [path for path in temporary.rglob("*") if path.is_file()]:
+                with path.open("rb+") as file:
+                    files.sync(file)
+                files.make_ordinary(path)
             if out.exists():
                 files.rename(out, old)
             files.rename(temporary, out)

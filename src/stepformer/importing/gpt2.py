@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from stepformer.config import ModelConfig
 from stepformer.errors import ConfigError, InputError
-from stepformer.importing.layouts import Layout, Source, count_layers, number, rows_of, whole_number
+from stepformer.importing.layouts import Layout, Source, count_layers, loss_notes, number, rows_of, whole_number
 from stepformer.importing.reading import Found
 
 BLOCK = {
@@ -115,7 +117,17 @@ def huggingface(found: Found) -> Layout:
         val_loss=number(found.facts.get("val_loss")),
         head="lm_head.weight",
         ignored=BUFFERS,
+        notes={**loss_notes(found.facts), "biases": about_biases(found.tensors)},
     )
+
+
+def about_biases(tensors: Mapping[str, Tensor]) -> str:
+    """What became of them: a model without any has more parameters as GPT-2, which always has biases."""
+    biases = [value for name, value in tensors.items() if name.endswith(".bias") and not re.fullmatch(BUFFERS, name)]
+    if not biases or any(bool(value.any()) for value in biases):
+        return "kept"
+    count = sum(value.numel() for value in biases)
+    return f"kept; all {count:,} are zero, as GPT-2's form adds them to a model that has none"
 
 
 def check_sizes(where: str, config: ModelConfig, said: Mapping[str, Any], **names: str) -> None:

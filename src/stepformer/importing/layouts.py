@@ -108,3 +108,8 @@ def number(value: Any) -> float | None:
 def whole_number(value: Any) -> int:
     found = number(value)
     return 0 if found is None else max(0, int(found))
+
+
+def loss_notes(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """On what the loss in stepformer.json was measured."""
+    return {key: facts[key] for key in ("val_tokens", "val_hash") if facts.get(key)}

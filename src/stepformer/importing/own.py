@@ -6,7 +6,7 @@ import dataclasses
 
 from stepformer.config import ModelConfig
 from stepformer.errors import ConfigError, InputError
-from stepformer.importing.layouts import Layout, Source, number, whole_number
+from stepformer.importing.layouts import Layout, Source, loss_notes, number, whole_number
 from stepformer.importing.reading import Found
 from stepformer.model import Model
 
@@ -22,7 +22,7 @@ def exported(found: Found) -> Layout:
             "to be imported first (--plugin)."
         ) from None
     names = [name for name, _ in Model(config, device="meta").named_parameters()]
-    notes = {key: found.facts[key] for key in ("val_tokens", "val_hash", "run", "corpus") if found.facts.get(key)}
+    notes = loss_notes(found.facts) | {key: found.facts[key] for key in ("run", "corpus") if found.facts.get(key)}
     return Layout(
         "an exported stepformer model",
         config,

@@ -100,6 +100,7 @@ class Checkpoints:
         for path in sorted(temporary.rglob("*.safetensors")):
             with path.open("rb+") as file:
                 files.sync(file)
+            files.make_ordinary(path)
             listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
         files.write_json(temporary / MANIFEST, {"format": FORMAT, "files": listed, "state": dict(state)})
         if final.exists():  # a damaged one that a resumed run has passed again

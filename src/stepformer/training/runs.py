@@ -67,6 +67,13 @@ class RunFolder:
         """The record of the run; sentences for what is no run, or one of a newer stepformer."""
         if not self.path.is_dir():
             raise InputError(f"There is no run folder '{self.path}'.")
+        if not self.exists and (self.path / "study.json").is_file():
+            runs = sorted(str(found.parent) for found in self.path.glob("*/run.json"))
+            named = " or ".join(f"'{run}'" for run in runs[:2])
+            raise InputError(
+                f"'{self.path}' is a study, not a run: "
+                + (f"name one of its runs, {named}." if runs else "it has no runs yet.")
+            )
         if not self.exists:
             raise InputError(f"'{self.path}' is not a run: it has no run.json.")
         record: dict[str, Any] = files.read_json(self.path / "run.json", "run record")
