@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer of a process loads it, a second or more: once here, not in every child
 
 from runs import small_run
 from stepformer import files
