@@ -22,7 +22,13 @@ def failures(result: Audit) -> dict[int, str]:
     return {check.obligation: check.detail for check in result.checks if not check.passed}
 
 
-@pytest.mark.parametrize("name", sf.presets())
+# Variants of `entropy` that take seconds each; tests/test_combinations.py has their attentions in the fast set.
+LONG = ("entropy-head", "entropy-token", "entropy-floor")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in sf.presets()]
+)
 def test_short_audit(name: str) -> None:
     """All six obligations with 40 training steps; the full length is `stepformer audit --all`."""
     result = audit(sf.preset(name).config, name, steps=40, transcription=transcribe)

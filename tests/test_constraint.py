@@ -502,6 +502,7 @@ def test_rows_do_not_influence_each_other() -> None:
         assert torch.equal(x[:20], y[:20])  # to the bit
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph() -> None:
     scores, log_prior, radius = (x.float().requires_grad_() for x in problem())
 

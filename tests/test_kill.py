@@ -74,6 +74,7 @@ def test_killed_before_and_after_every_call(corpus: Path, tmp_path: Path) -> Non
     check(drive(corpus, tmp_path, points, []), 200)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(corpus: Path, tmp_path: Path) -> None:
     """Two kills each, at moments drawn with a fixed seed between the first step and the end of an undisturbed run."""
     generator = random.Random(0)
@@ -89,11 +90,10 @@ def test_killed_at_random_moments(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"sam": "always"},
-        {"optim.name": "adamw", "batch": 16, "micro_batch": 4},
-        {"optim.name": "scion", "save_every": 5, "schedule": "wsd"},
+        pytest.param({"sam": "always"}, id="sam"),
+        pytest.param({"optim.name": "adamw", "batch": 16, "micro_batch": 4}, id="adamw", marks=pytest.mark.slow),
+        pytest.param({"optim.name": "scion", "save_every": 5, "schedule": "wsd"}, id="scion", marks=pytest.mark.slow),
     ],
-    ids=["sam", "adamw", "scion"],
 )
 def test_other_optimizers_and_sam(corpus: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     points = [*every("gradients", [5]), *every("restore", [2]), *every("update", [4]), *every("rename", [9])]
