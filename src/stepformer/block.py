@@ -11,7 +11,9 @@ from stepformer.config import ModelConfig
 from stepformer.oracles import Call, attentions, make_norm, mlps
 from stepformer.schemes import State, Substep, free, splittings, templates, unit
 from stepformer.schemes.coefficients import Coefficient, CoefficientBank
+from stepformer.schemes.fused import FAMILIES, FusedSubstep, Moving
 from stepformer.schemes.hamiltonian import Fields
+from stepformer.sharding import is_sharded
 
 VALUE_MIX = 0.5  # lambda of the value residual, fixed or at its start
 
@@ -115,11 +117,39 @@ class Block(nn.Module):
         """One step of the template; with `plain`, the ordinary residual block (hybrid inference)."""
         # Its own count of attention calls and its own memory, also when checkpointing runs it twice.
         call = replace(call, used=0, memory=dict(s.memory), value_mix=self.value_mix())
+        if isinstance(s, Moving):
+            moved = self.splitting.step(self.fused_turns(call), s)
+            moved.memory = call.memory
+            return moved
+        before = s
         if self.embedding_skip:
             x, x0 = self.extras.value("skip_x"), self.extras.value("skip_x0")
             s = s.replace(x=x * s.x + x0 * s.memory["x0"])
         s = self.residual(s, call) if plain else self.splitting.step(self.turns(call), s)
-        return State(s.x, s.streams, call.memory)
+        return State(s.x, s.streams, call.memory).in_dtypes_of(before)
+
+    def fuses(self, call: Call) -> bool:
+        """Whether kernels may defer this block's stream updates (schemes/fused.py)."""
+        return (
+            type(self.template) in FAMILIES
+            and self.splitting.deferrable
+            and not self.embedding_skip
+            and call.observe is None
+            and call.slots is None
+            and not self.coefficients.pinned
+            and not is_sharded(next(self.mlp.parameters()))
+        )
+
+    def fused_turns(self, call: Call) -> dict[str, FusedSubstep]:
+        """As `turns`, deferring what they do to the streams."""
+        values = self.coefficients.values()
+        parts = {"attn": (self.attn_norm, partial(self.attn, call=call)), "mlp": (self.mlp_norm, self.mlp)}
+        turns = {}
+        for turn, oracles in self.splitting.oracles.items():
+            norm = self.aux_norms[self.norm_keys[turn]] if turn in self.norm_keys else None
+            asks = [parts[oracle] for oracle in oracles]
+            turns[turn] = FusedSubstep(self.template, asks, values[turn], self.coefficients.raw_values(turn), norm)
+        return turns
 
     def turns(self, call: Call) -> dict[str, Substep]:
         """The template bound to what each turn uses."""

@@ -15,12 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stepformer import kernels
 from stepformer.block import Block
 from stepformer.config import ModelConfig
 from stepformer.errors import InputError, StepformerError, suggestion
-from stepformer.oracles import Cache, fresh_call, make_norm
+from stepformer.oracles import Cache, Call, fresh_call, make_norm
 from stepformer.roles import Role, named_roles
 from stepformer.schemes import State, templates
+from stepformer.schemes.fused import Moving
+from stepformer.sharding import is_sharded
 
 if TYPE_CHECKING:
     from stepformer.generation import Generation, Prompts
@@ -30,9 +33,9 @@ IGNORE = -100  # target id that the loss skips
 
 
 class Output(NamedTuple):
-    """Logits (B, T, V) and, with targets, their mean cross-entropy in nats."""
+    """Logits (B, T, V), or None with `loss_only`; and, with targets, their mean cross-entropy in nats."""
 
-    logits: Tensor
+    logits: Tensor | None
     loss: Tensor | None = None
 
 
@@ -63,6 +66,7 @@ class Model(nn.Module):
     """A decoder-only language model whose layers are steps of the optimizer that its config names.
 
     `model(tokens)` gives `.logits`; `model(tokens, targets)` also `.loss` (targets already shifted, -100 ignored).
+    Training asks for the loss alone, `model(tokens, targets, loss_only=True)`: on a GPU it needs no whole logits then.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.plain_layers: frozenset[int] = frozenset()
+        self.stream_dtype: torch.dtype | None = None  # of x and the streams that start from tables; None: the weights'
         with torch.device("meta"):  # allocated and drawn once, in reset_parameters
             self.embed = Tables(config)
             blocks = Blocks(Block(config, layer=i) for i in range(config.n_layer))
@@ -181,32 +186,51 @@ class Model(nn.Module):
 
     def start(self, tokens: Tensor, positions: Tensor) -> State:
         """The state before the first layer: token embedding, and each auxiliary stream at its start."""
-        x = self.embed(tokens, positions)
+        x = self._narrow(self.embed(tokens, positions))
         streams = {}
         for name, start in self.starts.items():
             if start == "embed":
                 has_table = name in self.aux_embed
-                streams[name] = self.aux_embed[name](tokens, positions) if has_table else torch.zeros_like(x)
+                table = self._narrow(self.aux_embed[name](tokens, positions)) if has_table else None
+                streams[name] = torch.zeros_like(x) if table is None else table
             elif isinstance(start, float):
                 wide = torch.promote_types(x.dtype, torch.float32)
                 streams[name] = torch.full((1,), start, dtype=wide, device=x.device)
             elif start == "zero":
                 streams[name] = torch.zeros_like(x)
-            elif start == "ones":
-                streams[name] = torch.ones_like(x)
+            elif start == "ones":  # moments and matrices: sums of squares, which need the digits
+                streams[name] = torch.ones_like(x, dtype=self.embed.tok_emb.weight.dtype)
             else:
-                eye = torch.eye(self.config.head_dim, dtype=x.dtype, device=x.device)
+                eye = torch.eye(self.config.head_dim, dtype=self.embed.tok_emb.weight.dtype, device=x.device)
                 streams[name] = eye.expand(*x.shape[:2], -1, -1)
         return State(x, streams, {"x0": x} if self.config.embedding_skip else {})
 
+    def _narrow(self, stream: Tensor) -> Tensor:
+        return stream if self.stream_dtype is None else stream.to(self.stream_dtype)
+
     def head(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) from the last x: final norm, the token table and, if there is one, the soft cap."""
-        logits = F.linear(self.final_norm(x), self.embed.tok_emb.weight)
+        return self._logits(self.final_norm(x))
+
+    def _logits(self, h: Tensor) -> Tensor:
+        logits = F.linear(h, self.embed.tok_emb.weight)
         cap = self.config.logit_softcap
         if cap is None:
             return logits
         wide = logits if logits.dtype == torch.float64 else logits.float()  # bf16 has no room between 29.9 and 30
         return cap * torch.tanh(wide / cap)
+
+    def _loss(self, h: Tensor, targets: Tensor) -> Tensor:
+        """The loss from the normalised last x; where kernels may run, from some rows of logits at a time."""
+        table = self.embed.tok_emb.weight
+        kind = h.device.type
+        if torch.is_autocast_enabled(kind):
+            h = h.to(torch.get_autocast_dtype(kind))  # as F.linear would
+        if kernels.usable(h, table) and not is_sharded(table):
+            from stepformer.kernels.loss import linear_cross_entropy
+
+            return linear_cross_entropy(h.flatten(0, 1), table, targets.flatten(), self.config.logit_softcap)
+        return _cross_entropy(self._logits(h), targets)
 
     @torch.no_grad()
     def observe(self, tokens: Tensor, *, rows: bool = True) -> list[dict[str, list[Tensor]]]:
@@ -239,24 +263,36 @@ class Model(nn.Module):
         cache: Cache | None = None,
         lengths: Tensor | None = None,
         last_only: bool = False,
+        loss_only: bool = False,
     ) -> Output:
         """Logits for tokens (B, T), and the loss when targets are given.
 
         With a `cache` (see `new_cache`) the tokens continue what it holds, and no gradients are recorded. `lengths`
         (B,) says how many of each row's tokens are real when prompts of different length are padded on the right.
-        `last_only` returns the logits of each row's last real token alone, (B, 1, V).
+        `last_only` returns the logits of each row's last real token alone, (B, 1, V); `loss_only` the loss alone,
+        for which a GPU never holds the logits of all tokens. That loss has first derivatives only (`kernels.off`).
         """
         self._check(tokens, targets, cache, lengths, last_only)
+        if loss_only and targets is None:
+            raise InputError("`loss_only` needs targets: without them there is no loss.")
         with torch.no_grad() if cache is not None else contextlib.nullcontext():
-            return self._forward(tokens.long(), targets, cache, lengths, last_only)
+            return self._forward(tokens.long(), targets, cache, lengths, last_only, loss_only)
 
     def _forward(
-        self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, lengths: Tensor | None, last_only: bool
+        self,
+        tokens: Tensor,
+        targets: Tensor | None,
+        cache: Cache | None,
+        lengths: Tensor | None,
+        last_only: bool,
+        loss_only: bool,
     ) -> Output:
         separator = self.config.document_separator
         call = fresh_call(tokens, lengths, separator) if cache is None else cache.call(tokens, lengths, separator)
-        s = self.start(tokens, call.positions)
+        s: State | Moving = self.start(tokens, call.positions)
         checkpointing = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
+        if not checkpointing and self._fuses(s, call):
+            s = Moving.begin(s)
         for i, block in enumerate(self.blocks):
             if cache is not None:
                 call = replace(call, slots=cache.slots[i])
@@ -264,16 +300,23 @@ class Model(nn.Module):
             s = checkpoint(block, s, call, plain, use_reentrant=False) if checkpointing else block(s, call, plain)
         if cache is not None:
             cache.advance(call, tokens.shape[1])
-        x = s.x
+        h = s.finish(self.final_norm) if isinstance(s, Moving) else s.x
         if last_only:
-            x = x[:, -1:] if lengths is None else x[torch.arange(len(x), device=x.device), lengths - 1][:, None]
-        logits = self.head(x)
-        if targets is None:
-            return Output(logits)
-        # float(): under bf16 autocast the head is bf16, the softmax must not be
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        loss = F.cross_entropy(wide.flatten(0, 1), targets.long().flatten(), ignore_index=IGNORE)
-        return Output(logits, loss)
+            h = h[:, -1:] if lengths is None else h[torch.arange(len(h), device=h.device), lengths - 1][:, None]
+        if not isinstance(s, Moving):
+            h = self.final_norm(h)
+        if loss_only and targets is not None:
+            return Output(None, self._loss(h, targets))
+        logits = self._logits(h)
+        return Output(logits, None if targets is None else _cross_entropy(logits, targets))
+
+    def _fuses(self, s: State, call: Call) -> bool:
+        """Whether the streams may run through kernels that fuse the boundaries of the turns (schemes/fused.py)."""
+        return (
+            kernels.usable(s.x, *s.streams.values())
+            and not self.plain_layers
+            and all(block.fuses(call) for block in self.blocks)
+        )
 
     def _check(
         self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, lengths: Tensor | None, last_only: bool
@@ -405,6 +448,12 @@ class Model(nn.Module):
         twin._modules = dict(self._modules)
         twin.plain_layers = frozenset(range(config.n_layer)) - momentum
         return twin
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    # float(): under bf16 autocast the head is bf16, the softmax must not be
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, 1), targets.long().flatten(), ignore_index=IGNORE)
 
 
 def _is_integer(t: Tensor) -> bool:

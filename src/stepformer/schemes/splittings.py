@@ -34,8 +34,8 @@ class Substep:
     ) -> None:
         self.template, self.oracle, self.c, self.norm, self.fields = template, oracle, c, norm, fields
 
-    def ask(self, s: State) -> Tensor:
-        """The oracle's answer at the point where the template looks."""
+    def ask(self, s: State, scale: float = 1.0) -> Tensor:
+        """The oracle's answer at the point where the template looks; `scale` is that of the kick to come."""
         return self.oracle(self.template.query(s, self.c))
 
     def kick(self, s: State, g: Tensor, scale: float = 1.0) -> State:
@@ -47,13 +47,17 @@ class Substep:
     def drift(self, s: State, scale: float = 1.0) -> State:
         return self.template.drift(s, self.c, scale)
 
+    def follow(self, s: State, name: str) -> State:
+        """x follows the velocity by a coefficient of the splitting."""
+        return s.replace(x=s.x + getattr(self.c, name) * s.v)
+
     def take(self, s: State, scale: float = 1.0) -> State:
         """The whole turn: ask, kick, normalise, drift; or one step of the template's own integrator."""
         if self.fields is not None:
             assert isinstance(self.template, HamiltonianStep)
             assert self.norm is not None
             return self.template.integrate(s, self.c, self.fields, self.norm)
-        return self.drift(self.normalise(self.kick(s, self.ask(s), scale)), scale)
+        return self.drift(self.normalise(self.kick(s, self.ask(s, scale), scale)), scale)
 
 
 Substeps = Mapping[str, Substep]
@@ -66,13 +70,15 @@ class Splitting(Component):
     * `shares`: kinds of coefficients that all turns of a layer have in common;
     * `coefficients`: learned scalars of the splitting itself;
     * `norm_keys()`: which auxiliary norm each turn uses; turns with the same key share one;
-    * `calls()`: oracle evaluations per block; every attention evaluation needs its own cache.
+    * `calls()`: oracle evaluations per block; every attention evaluation needs its own cache;
+    * `deferrable`: `step` touches the state through its turns alone, so that kernels may fuse what they do.
     """
 
     oracles: Mapping[str, tuple[str, ...]] = {"attn": ("attn",), "mlp": ("mlp",)}
     shares: frozenset[str] = frozenset()
     coefficients: Mapping[str, Coefficient] = {}
     needs_velocity = False
+    deferrable = False
 
     def __init__(self, *, layer: int = 0, n_layer: int = 1, **options: Any) -> None:
         self.layer, self.last = layer, layer == n_layer - 1
@@ -144,6 +150,7 @@ class Parallel(Splitting):
     """Forward Euler on the sum of both oracles."""
 
     oracles = {"both": ("attn", "mlp")}
+    deferrable = True
 
     def step(self, turns: Substeps, s: State) -> State:
         return turns["both"].take(s)
@@ -157,6 +164,8 @@ class Parallel(Splitting):
 )
 class LieTrotter(Splitting):
     """The order everyone knows: a full attention step, then a full MLP step, each with its own coefficients."""
+
+    deferrable = True
 
     def step(self, turns: Substeps, s: State) -> State:
         for turn in (turns["attn"], turns["mlp"]):
@@ -174,6 +183,7 @@ class Strang(Ordered):
     """Symmetric splitting (PRK-Verlet for velocities): a half step halves gamma; both halves share everything."""
 
     shares = frozenset({"memory"})
+    deferrable = True
 
     def describe(self) -> str:
         outer, inner = self.names()
@@ -210,6 +220,7 @@ class IMEX(Ordered):
         "velocity_norm": choice("once", "every", help="LN_v once at the end, or after every velocity update"),
     }
     needs_velocity = True
+    deferrable = True
     k: int
     velocity_norm: str
 
@@ -262,6 +273,7 @@ class SymplecticEuler(Splitting):
     coefficients = {"delta": positive(1.0, "drift")}
     options = {"final_drift": flag(False, help="in the last block, let x follow the velocity after the MLP kick")}
     needs_velocity = True
+    deferrable = True
     final_drift: bool
 
     def describe(self) -> str:
@@ -276,12 +288,9 @@ class SymplecticEuler(Splitting):
 
     def step(self, turns: Substeps, s: State) -> State:
         attention, mlp = turns["attn"], turns["mlp"]
-        delta = attention.c.delta
-        s = attention.normalise(attention.kick(s, attention.ask(s), -1.0))
-        s = s.replace(x=s.x + delta * s.v)
+        s = attention.normalise(attention.kick(s, attention.ask(s, -1.0), -1.0))
+        s = attention.follow(s, "delta")
         if self.idle():
             return s
-        s = mlp.normalise(mlp.kick(s, mlp.ask(s), -1.0))
-        if self.last:
-            s = s.replace(x=s.x + delta * s.v)
-        return s
+        s = mlp.normalise(mlp.kick(s, mlp.ask(s, -1.0), -1.0))
+        return mlp.follow(s, "delta") if self.last else s

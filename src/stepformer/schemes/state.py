@@ -42,6 +42,13 @@ class State:
         """The same state without these streams, where it has them."""
         return State(self.x, {k: t for k, t in self.streams.items() if k not in names}, self.memory)
 
+    def in_dtypes_of(self, other: State) -> State:
+        """The same state with x and streams in the dtypes that `other` has: fp32 coefficients would widen them."""
+        if self.x.dtype == other.x.dtype and all(t.dtype == other.streams[k].dtype for k, t in self.streams.items()):
+            return self
+        streams = {k: t.to(other.streams[k].dtype) for k, t in self.streams.items()}
+        return State(self.x.to(other.x.dtype), streams, self.memory)
+
     def __repr__(self) -> str:
         named = {**self.streams, **self.memory}
         parts = [f"x{tuple(self.x.shape)}", *(f"{k}{tuple(t.shape)}" for k, t in named.items())]

@@ -85,7 +85,7 @@ def evaluate(
             starts = (mine if len(mine) else np.zeros(1, dtype=np.int64)) * context
             window = torch.from_numpy(split.gather(starts, context + 1)).to(world.device)
             with autocasting(world.device, autocast):
-                loss = model(window[:, :-1], window[:, 1:]).loss
+                loss = model(window[:, :-1], window[:, 1:], loss_only=True).loss
             total += loss.double() * len(mine)
             if progress:
                 progress(min(begin + stride, blocks), blocks)

@@ -440,7 +440,7 @@ def first_bad_output(model: nn.Module, inputs: Tensor, targets: Tensor, autocast
     hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
     try:
         with autocasting(inputs.device, autocast):
-            model(inputs, targets)
+            model(inputs, targets, loss_only=True)
     except InputError:
         return None
     finally:

@@ -123,7 +123,7 @@ class ParallelModel:
         self.run = run
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = self.run(inputs, targets).loss
+        loss = self.run(inputs, targets, loss_only=True).loss
         assert isinstance(loss, Tensor)
         return loss
 

@@ -1,0 +1,275 @@
+"""One architecture measured: forward and backward pass, optimizer, whole step, memory, decoding."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepformer import kernels
+from stepformer.benchmark.planning import BenchSettings, Case
+from stepformer.benchmark.profiling import profile
+from stepformer.benchmark.timing import Limit, spread, synchronize, timed
+from stepformer.errors import InputError
+from stepformer.generation import stream
+from stepformer.memory import estimate_memory
+from stepformer.model import Model
+from stepformer.optim import OptimConfig, Optimizers
+from stepformer.training.evaluation import autocasting
+from stepformer.training.parallel import ParallelModel, World
+from stepformer.training.speed import flops_per_token, peak_flops
+
+BATCHES = 4  # different inputs in turn, so that no step finds its data in a cache
+STREAMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Stage = Callable[[str], None]
+
+
+def measure(
+    case: Case, settings: BenchSettings, product: float, record: dict[str, Any], stage: Stage = lambda _: None
+) -> None:
+    """Fill `record` step by step, so that whatever ends this early leaves what was measured before."""
+    limit = Limit(settings.seconds)
+    record.update(facts(case, settings))
+    while True:
+        try:
+            with kernels.off() if case.kernels == "off" else contextlib.nullcontext():
+                _Bench(case, settings, product, record, stage, limit).run()
+            return
+        except torch.OutOfMemoryError:
+            smaller = record["micro_batch"] // 2
+        except InputError:
+            raise
+        except Exception as error:
+            record["error"] = _sentence(error, settings.compile and "compile_seconds" not in record)
+            return
+        finally:
+            record["seconds"] = round(limit.used, 2)
+            free(settings.device)
+        _out_of_memory(record, smaller if settings.micro_batch is None else 0)
+        if record["error"]:
+            return
+        case = Case(case.label, case.config, smaller, case.kernels, case.streams)
+
+
+def facts(case: Case, settings: BenchSettings) -> dict[str, Any]:
+    """What a record says about itself before anything is measured."""
+    return {
+        "label": case.label,
+        "config": case.config.to_dict(),
+        "hash": case.config.hash,
+        "context": case.config.context,
+        "micro_batch": case.micro_batch,
+        "kernels": case.kernels,
+        "streams": case.streams,
+        "compiled": settings.compile,
+        "notes": [],
+        "error": None,
+    }
+
+
+def free(device: torch.device) -> None:
+    """Forget compiled code and give memory back before the next architecture."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class _Bench:
+    """A built model and what is measured on it."""
+
+    def __init__(
+        self,
+        case: Case,
+        settings: BenchSettings,
+        product: float,
+        record: dict[str, Any],
+        stage: Stage,
+        limit: Limit,
+    ) -> None:
+        self.case, self.settings, self.product = case, settings, product
+        self.record, self.stage, self.limit = record, stage, limit
+        self.device = settings.device
+        self.on_cuda = self.device.type == "cuda"
+        self.autocast = torch.bfloat16 if self.on_cuda else None
+        self.tokens = case.micro_batch * case.config.context
+        self.held = torch.cuda.memory_allocated() if self.on_cuda else 0
+        self.model = Model(case.config, seed=0, device=self.device)
+        self.set_streams()
+        self.parallel = ParallelModel(self.model, World(0, 1, self.device), "ddp", compiled=False)
+        if settings.compile:
+            if self.on_cuda and case.config.d_model <= 128:  # as the trainer does
+                torch._inductor.config.triton.persistent_reductions = False
+            self.parallel.run = torch.compile(self.model, fullgraph=True, dynamic=False)
+        generator = torch.Generator().manual_seed(0)
+        shape = (BATCHES, case.micro_batch, case.config.context + 1)
+        windows = torch.randint(case.config.real_vocab or case.config.vocab_size, shape, generator=generator)
+        self.windows = windows.to(self.device)
+        self.turn = 0
+        self.optimizers = Optimizers(self.model, OptimConfig(name=settings.optimizer), steps=1000)  # type: ignore[arg-type]
+        self.updates = 0
+        record["parameters"] = self.model.num_parameters()
+        record["flops_per_token"] = flops_per_token(self.model)
+
+    def set_streams(self) -> None:
+        if self.case.streams == "auto":
+            return
+        if not hasattr(self.model, "stream_dtype"):
+            raise InputError("--streams: this version's models have no `stream_dtype` to set.")
+        self.model.stream_dtype = STREAMS[self.case.streams]
+
+    def run(self) -> None:
+        self.forward_backward()
+        if self.settings.profile and self.time_left("profile"):
+            self.profiled()
+        if self.settings.full_step and self.time_left("full step"):
+            self.full_step()
+        if self.settings.decode_tokens and self.time_left("decoding"):
+            self.optimizers.zero_grad()
+            self.decoding()
+
+    def time_left(self, what: str) -> bool:
+        if self.limit.passed:
+            self.note(f"{what} not measured: the limit of {self.limit.seconds:g} s was reached")
+        return not self.limit.passed
+
+    def note(self, text: str) -> None:
+        self.record["notes"].append(text)
+
+    def gradients(self) -> Tensor:
+        """Forward pass, loss and backward pass of one micro-batch, as the trainer runs them."""
+        window = self.windows[self.turn % BATCHES]
+        self.turn += 1
+        with autocasting(self.device, self.autocast):
+            loss = self.parallel.loss(window[:, :-1], window[:, 1:])
+        loss.backward()
+        return loss.detach()
+
+    def fresh_gradients(self) -> Tensor:
+        self.optimizers.zero_grad()
+        return self.gradients()
+
+    def update(self) -> None:
+        self.optimizers.clip()
+        self.optimizers.step(self.updates)
+        self.updates += 1
+
+    def whole_step(self) -> None:
+        self.fresh_gradients()
+        self.update()
+
+    def repeat(self, work: Callable[[], Any], count: int) -> dict[str, Any]:
+        """Times of `work`, as often as asked or as the limit affords."""
+        first = timed(work, 1, self.device)[0]
+        return spread(timed(work, self.limit.affords(count, first), self.device))
+
+    def forward_backward(self) -> None:
+        record, settings = self.record, self.settings
+        self.stage("compiling" if settings.compile else "warming up")
+        began = time.perf_counter()
+        loss = self.fresh_gradients()
+        record["loss"] = float(loss)
+        record["compile_seconds" if settings.compile else "first_step_seconds"] = time.perf_counter() - began
+        timed(self.fresh_gradients, settings.warmup, self.device)
+        self.stage("forward + backward")
+        if self.on_cuda:
+            self.optimizers.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+        found = record["forward_backward"] = self.repeat(self.fresh_gradients, settings.steps)
+        if self.on_cuda:
+            record["memory"] = {"peak_bytes": torch.cuda.max_memory_allocated() - self.held, "how": "measured"}
+            record["memory"]["held_before_bytes"] = self.held
+        else:
+            estimate = estimate_memory(self.case.config, self.case.micro_batch, optimizer_copies=0)
+            record["memory"] = {"peak_bytes": estimate.training, "how": "estimated"}
+        speed = record["tokens_per_second"] = 1000 * self.tokens / found["median_ms"]
+        rate = record["flops_per_token"] * speed
+        peak, source = peak_flops(self.device)
+        record["mfu"], record["mfu_of"] = rate / peak, source
+        record["of_product"] = rate / self.product
+        if not torch.isfinite(loss):
+            self.note(f"the loss is {float(loss):g}")
+
+    def full_step(self) -> None:
+        """The optimizer alone, then whole steps, then micro-batches whose gradients are added up."""
+        record, settings = self.record, self.settings
+        self.stage("optimizer")
+        self.fresh_gradients()
+        timed(self.update, 2, self.device)  # the first one makes its memory
+        count = max(3, settings.steps // 2)
+        optimizer = record["optimizer"] = {"name": settings.optimizer, **self.repeat(self.update, count)}
+        self.stage("full step")
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        whole = record["full_step"] = self.repeat(self.whole_step, count)
+        whole["tokens_per_second"] = 1000 * self.tokens / whole["median_ms"]
+        if self.on_cuda:
+            whole["peak_bytes"] = torch.cuda.max_memory_allocated() - self.held
+        adding = record["accumulating"] = self.repeat(self.gradients, count)
+        parts = max(1, round(settings.batch_tokens / self.tokens))
+        # the first micro-batch of a step writes its gradients, the others add to them
+        ms = record["forward_backward"]["median_ms"] + (parts - 1) * adding["median_ms"] + optimizer["median_ms"]
+        record["batch"] = {
+            "tokens": parts * self.tokens,
+            "micro_batches": parts,
+            "ms": ms,
+            "tokens_per_second": 1000 * parts * self.tokens / ms,
+            "optimizer_share": optimizer["median_ms"] / ms,
+        }
+
+    def decoding(self) -> None:
+        """Greedy, cached, one row: the time between tokens, after a prompt that is not counted."""
+        settings, context = self.settings, self.case.config.context
+        self.stage("decoding")
+        prompt = min(settings.prompt_tokens, context // 2)
+        count = min(settings.decode_tokens, context - prompt)
+        ids = self.windows[0, 0, :prompt].tolist()
+        with autocasting(self.device, self.autocast):
+            for _ in stream(self.model, ids, max_new_tokens=min(8, count), temperature=0):
+                pass
+            marks = []
+            for _ in stream(self.model, ids, max_new_tokens=count, temperature=0):
+                synchronize(self.device)
+                marks.append(time.perf_counter())
+                if self.limit.passed and len(marks) > 8:
+                    self.note(f"decoding ended after {len(marks)} tokens: the limit was reached")
+                    break
+        ms = [1000 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+        if ms:
+            speed = 1000 * len(ms) / sum(ms)
+            self.record["decode"] = {"prompt": prompt, "tokens": len(marks), "tokens_per_second": speed, **spread(ms)}
+
+    def profiled(self) -> None:
+        self.stage("profiling")
+        try:
+            self.record["profile"] = profile(self.fresh_gradients, self.device, "forward + backward")
+            if self.settings.full_step:
+                self.fresh_gradients()
+                self.update()
+                self.record["profile_optimizer"] = profile(self.update, self.device, "optimizer")
+        except RuntimeError as error:
+            self.note(f"no profile: {str(error).splitlines()[0]}")
+
+
+def _out_of_memory(record: dict[str, Any], smaller: int) -> None:
+    """Keep what a record says about itself; try the smaller micro-batch, or end with a sentence."""
+    tried = record["micro_batch"]
+    if not smaller:
+        record["error"] = f"out of memory at micro-batch {tried}."
+        return
+    for key in ("forward_backward", "memory", "tokens_per_second", "profile", "optimizer", "full_step"):
+        record.pop(key, None)
+    record["micro_batch"] = smaller
+    record["notes"] = [f"micro-batch {tried} did not fit; measured at {smaller}"]
+
+
+def _sentence(error: Exception, compiling: bool) -> str:
+    """An exception as one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else "no message"
+    return f"{'compiling failed' if compiling else 'failed'}: {type(error).__name__}: {text[:200]}"

@@ -1,0 +1,151 @@
+"""What will be measured, in which order: every architecture after the vanilla model it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepformer import kernels
+from stepformer.catalogue import SIZES, load_config, model_config
+from stepformer.config import ModelConfig, merge
+from stepformer.errors import InputError
+
+BASELINE = "vanilla"
+SHAPE = (*SIZES["small"], "activation_checkpointing")  # settings that the baseline shares with whom it is compared to
+MICRO_BATCH_TOKENS = {"cuda": 32_768, "cpu": 1_024}
+# one of each family, for who names nothing
+USUAL = ("vanilla", "yurii", "tmm", "adam", "muon", "symp-etd-ab2", "linear", "entropy")
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """How everything is measured; `kernels` and `streams` list the ways to measure each architecture in."""
+
+    device: torch.device
+    size: str
+    steps: int
+    warmup: int
+    compile: bool
+    kernels: tuple[str, ...] = ("on",)  # on, off; none where they cannot run
+    streams: tuple[str, ...] = ("auto",)  # auto: as the model has them; fp32, bf16
+    micro_batch: int | None = None
+    batch_tokens: int = 491_520
+    optimizer: str = "muon"
+    full_step: bool = True
+    decode_tokens: int = 256  # 0: decoding is not measured
+    prompt_tokens: int = 64
+    profile: bool = False
+    seconds: float | None = None
+    again: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "device": self.device.type, "kernels": list(self.kernels), "streams": list(self.streams)}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An architecture that someone asked for; `context` None is that of the size."""
+
+    name: str
+    words: tuple[str, ...] = ()
+    context: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement."""
+
+    label: str
+    config: ModelConfig
+    micro_batch: int
+    kernels: str
+    streams: str
+
+    @property
+    def frame(self) -> tuple[Any, ...]:
+        """What a ratio keeps equal: the shape of the model and how it is run."""
+        shape = tuple(getattr(self.config, key) for key in SHAPE)
+        return (shape, self.kernels, self.streams)
+
+
+def choose_kernels(choice: str, device: torch.device) -> tuple[str, ...]:
+    """The ways to measure: kernels on, off, both; where there are none, none."""
+    if device.type != "cuda" or not kernels.has_triton():
+        return ("none",)
+    return ("on", "off") if choice == "both" else (choice,)
+
+
+def plan(wanted: Iterable[Wanted], settings: BenchSettings) -> list[Case]:
+    """Every case after its baseline; architectures that are the same are measured once."""
+    configs: list[tuple[str, ModelConfig]] = []
+    for each in wanted:
+        config = resolve(each, settings.size)
+        if config not in (known for _, known in configs):
+            configs.append((" ".join((Path(each.name).stem, *each.words)), config))
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for way in settings.kernels:
+        for streams in settings.streams:
+            for label, config in configs:
+                micro_batch = settings.micro_batch or usual_micro_batch(settings.device, config.context)
+                case = Case(label, config, micro_batch, way, streams)
+                baseline = Case(BASELINE, baseline_of(config, settings.size), micro_batch, way, streams)
+                group = groups.setdefault(case.frame, [baseline])
+                if config != baseline.config:
+                    group.append(case)
+    return [case for group in groups.values() for case in group]
+
+
+def resolve(wanted: Wanted, size: str) -> ModelConfig:
+    """The config behind a preset, template or TOML file with `key=value` words."""
+    words = list(wanted.words)
+    values = merge({}, words, "model")
+    if "size" in values:
+        raise InputError(f"Give the size with --size {values['size']}: the baseline has it too.")
+    if wanted.context is not None:
+        if "context" in values:
+            raise InputError("Two contexts were given: with --context and with context=.")
+        values["context"] = wanted.context
+        words.append(f"context={wanted.context}")
+    if wanted.name.endswith(".toml"):
+        return load_config(wanted.name, [f"size={size}", *words])
+    if "preset" in values:
+        raise InputError("`preset` is the NAME itself: write `stepformer bench NAME key=value ...`.")
+    return model_config(wanted.name, size=size, **values)
+
+
+def baseline_of(config: ModelConfig, size: str) -> ModelConfig:
+    """The preset vanilla in the shape of another architecture."""
+    return model_config(BASELINE, size=size, **{key: getattr(config, key) for key in SHAPE})
+
+
+def usual_micro_batch(device: torch.device, context: int) -> int:
+    return max(1, MICRO_BATCH_TOKENS[device.type] // context)
+
+
+def introduction(cases: Sequence[Case], settings: BenchSettings) -> str:
+    """What will be measured and on what, for the first line."""
+    if settings.device.type == "cuda":
+        where = f"on {torch.cuda.get_device_name(settings.device)}"
+        have = {"on": "with kernels", "off": "without kernels", "none": "without kernels (Triton is not installed)"}
+        how = " and ".join(have[way] for way in settings.kernels)
+    else:
+        missing = "" if torch.cuda.is_available() else "No CUDA device: "
+        threads = torch.get_num_threads()
+        where, how = f"on {threads} CPU thread{'s' * (threads > 1)}", "kernels are not used here"
+        where = f"{missing}measuring {where}" if missing else where
+    where = where if where.startswith("No CUDA") else f"Measuring {where}"
+    labels = list(dict.fromkeys(case.label for case in cases))
+    config = cases[0].config
+    shape = (
+        f"size {settings.size} ({config.n_layer} layers, width {config.d_model}, context {config.context}), "
+        f"micro-batch {cases[0].micro_batch}"
+    )
+    return (
+        f"{where} at {shape}; {'compiled' if settings.compile else 'eager'}, {how}.\n"
+        f"{len(cases)} measurement{'s' * (len(cases) > 1)} of {len(labels)} architecture{'s' * (len(labels) > 1)}: "
+        f"{', '.join(labels)}."
+    )

@@ -1,0 +1,71 @@
+"""Triton kernels, each beside a plain PyTorch twin that computes the same thing; here it is decided which one runs.
+
+Kernels run on CUDA tensors in fp32 or bf16 when Triton can be imported. Everything else takes the twin: the CPU, fp64,
+second derivatives and function transforms (`torch.func`), which no kernel supports. `STEPFORMER_KERNELS=off` or
+`with kernels.off():` switches them off; a test may run them on the CPU through Triton's interpreter
+(`with kernels.interpreted():` in a process started with TRITON_INTERPRET=1).
+
+The files of this package import Triton when they are imported, so they are imported by those who have asked `usable`
+before. Every kernel is a `torch.library.custom_op` with its own backward operator: eager code, `torch.compile` and
+CUDA graphs call the same thing. No kernel adds with atomics, so the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Switch:
+    """What `off` and `interpreted` change."""
+
+    on = os.environ.get("STEPFORMER_KERNELS", "on").lower() not in ("off", "0", "false", "no")
+    interpreting = False
+
+
+@lru_cache
+def has_triton() -> bool:
+    """Whether Triton is installed (not whether a GPU is there)."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def usable(*tensors: Tensor | None) -> bool:
+    """Whether kernels may take these tensors."""
+    if not _Switch.on:
+        return False
+    for t in tensors:
+        if t is None:
+            continue
+        if t.dtype not in DTYPES or not (t.is_cuda or _Switch.interpreting):
+            return False
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return False
+    return has_triton()
+
+
+@contextlib.contextmanager
+def off() -> Iterator[None]:
+    """Only the PyTorch twins inside: for second derivatives, and to compare."""
+    before, _Switch.on = _Switch.on, False
+    try:
+        yield
+    finally:
+        _Switch.on = before
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Let kernels take CPU tensors inside; they must have been imported under TRITON_INTERPRET=1."""
+    before, _Switch.interpreting = _Switch.interpreting, True
+    try:
+        yield
+    finally:
+        _Switch.interpreting = before

@@ -1,0 +1,279 @@
+"""Shampoo's and SOAP's kick in one kernel: covariance, its inverse square root and the whitened direction, per token.
+
+Forward, for a token's answer G (h x k), its covariance R (k x k) and, with SOAP, its running mean M (h x k):
+
+    R' = b R + (1 - b) G^T G          M' = b1 M + (1 - b1) G          D = M', or G without a mean
+    s = ||R' + 1e-6 I||_F,  P_0 = (R' + 1e-6 I) / s,  Z_0 = D
+    T_i = (3 I - P_i) / 2,  Z_{i+1} = Z_i T_i,  P_{i+1} = P_i T_i^2 = 9/4 P_i + 1/4 (P_i^2 - 6 P_i) P_i,  i = 0..9
+    U = Z_10 / sqrt(s)
+
+It is the twin's iteration X <- X (3 I - X A X) / 2 with P = X A X carried along and D multiplied in from the start: all
+iterates are polynomials in one symmetric matrix, so they commute. Coupled like this the iteration forgets rounding
+errors (Guo and Higham, SIAM J. Matrix Anal. Appl. 28, 2006); uncoupled it amplifies them.
+
+Backward, from dU, dR', dM'. Run the P_i and Z_i again, then backwards with Y_9 = dU and E_10 = 0,
+where sym(H) = (H + H^T) / 2 and every E_i is symmetric:
+
+    E_i = 9/4 E + sym(-3 V + 1/2 (V + V^T / 2) P_i) - 1/2 sym(Z_i^T Y_i),  V = E P_i,  E = E_{i+1}
+    Y_{i-1} = Y_i T_i                                           (so Y_{-1} = dU X)
+    dD = Y_{-1} / sqrt(s) (+ dM'),  dA = E_0 / sqrt(s)
+    S = sym(dR') + (dA - P_0 (<dA, P_0> + <Y_{-1}, D> / (2 sqrt(s)))) / s
+    dR = b S,  db = <S, R> - <G S, G>,  dG = 2 (1 - b) G S + (1 - b1) dD,  dM = b1 dD,  db1 = <dD, M - G>
+
+The gradient of R is returned symmetrised, unlike the twin's: R is symmetric, and no other part of it ever reaches a
+parameter or an answer.
+
+Count for k = 64, h = 12: 2 products of k x k matrices and one of k x k with k x 16 for each of ten steps forward,
+4 and 4 backward: about 20 and 46 times 2 k^3 FLOP = 11 and 24 MFLOP a token. Memory: 32 KB a token forward, 64 KB
+backward. The backward keeps P_i and Z_i in a buffer of its programs, not of its tokens (20 KB a step and program).
+
+Precision. A product reads its operands as fp16, scaled to norms between 1 and 2^15: |P| <= 1, |Z|, |Y| < 58 and
+|E| < 35 for directions of norm 1, when E is divided by 9/4 at each step. "fp16x3" splits each operand into two fp16
+numbers (22 bits) and adds three products: as exact as fp32, 1e-6 for the values and 1e-5 for the gradients up to a
+condition of 1e6. "fp16" takes one product: as exact as tf32 and twice as fast, 2e-3 for values and 5e-3 for gradients
+at a condition of 1e4. fp32 answers take the first, bf16 answers the second, because they have 8 bits themselves.
+"ieee" multiplies in fp32 without tensor cores.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+STEPS = 10
+HEAD_DIMS = (16, 32, 64)
+MAX_HEADS = 32
+PRECISIONS = ("fp16", "fp16x3", "ieee")
+
+
+@triton.jit
+def _operand(x: tl.tensor, scale: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+    """x times a scale as a pair of dot operands: leading and trailing half."""
+    x = x * scale
+    if PRECISION == "ieee":
+        return x, x
+    high = x.to(tl.float16)
+    if PRECISION == "fp16":
+        return high, high
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _product(a: tl.tensor, a_low: tl.tensor, b: tl.tensor, b_low: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+    """a @ b of two pairs."""
+    if PRECISION == "ieee":
+        return tl.dot(a, b, input_precision="ieee")
+    if PRECISION == "fp16":
+        return tl.dot(a, b)
+    small = tl.dot(a, b_low, tl.dot(a_low, b))
+    return tl.dot(a, b, small)
+
+
+@triton.jit
+def _power_of_two(x: tl.tensor) -> tl.tensor:
+    """The largest power of two that is not above the Frobenius norm of x; never 0, so that one can divide by it."""
+    norm = tl.maximum(tl.sqrt(tl.sum(x * x)), 1e-30)
+    return (norm.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _normalised(covariance: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """(P_0, s) of a covariance."""
+    j = tl.arange(0, K)
+    shifted = covariance + tl.where(j[:, None] == j[None, :], 1e-6, 0.0)
+    size = tl.maximum(tl.sqrt(tl.sum(shifted * shifted)), 1e-6)
+    return shifted / size, size
+
+
+@triton.jit
+def _next(p: tl.tensor, ph: tl.tensor, pl: tl.tensor, SCALE: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+    """P_{i+1} from P_i and its operands."""
+    square = _product(ph, pl, ph, pl, PRECISION) * (1 / (SCALE * SCALE))
+    qh, ql = _operand(square - 6 * p, SCALE, PRECISION)
+    return 2.25 * p + _product(qh, ql, ph, pl, PRECISION) * (0.25 / (SCALE * SCALE))
+
+
+@triton.jit
+def _turned(z: tl.tensor, zh: tl.tensor, zl: tl.tensor, ph: tl.tensor, pl: tl.tensor, SCALE: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+    """T_i Z_i^T from Z_i^T (k x h) and P_i."""
+    return 1.5 * z - _product(ph, pl, zh, zl, PRECISION) * (0.5 / (SCALE * SCALE))
+
+
+@triton.jit
+def _forward(
+    g: tl.tensor,
+    m: tl.tensor,
+    r: tl.tensor,
+    beta_r: tl.tensor,
+    beta1: tl.tensor,
+    u: tl.tensor,
+    r_new: tl.tensor,
+    m_new: tl.tensor,
+    r_stride: tl.tensor,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MEAN: tl.constexpr,
+    STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    SCALE: tl.constexpr = 512.0
+    token = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, K)
+    head = tl.arange(0, COLUMNS)
+    square = j[:, None] * K + j[None, :]
+    turned = token * (H * K) + head[None, :] * K + j[:, None]  # G^T: tensor cores want 64 rows
+    real = (head < H)[None, :]
+
+    d = tl.load(g + turned, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(beta_r).to(tl.float32)
+    unit = _power_of_two(d)
+    gh, gl = _operand(d, SCALE / unit, PRECISION)
+    gram = _product(gh, gl, tl.trans(gh), tl.trans(gl), PRECISION) * (unit / SCALE) * (unit / SCALE)
+    covariance = b * tl.load(r + token * r_stride + square).to(tl.float32) + (1 - b) * gram
+    tl.store(r_new + token * (K * K) + square, covariance)
+    if MEAN:
+        b1 = tl.load(beta1).to(tl.float32)
+        d = b1 * tl.load(m + turned, mask=real, other=0.0).to(tl.float32) + (1 - b1) * d
+        tl.store(m_new + turned, d, mask=real)
+        unit = _power_of_two(d)
+
+    p, size = _normalised(covariance, K)
+    z = d / unit
+    for _ in range(STEPS - 1):
+        ph, pl = _operand(p, SCALE, PRECISION)
+        zh, zl = _operand(z, SCALE, PRECISION)
+        z = _turned(z, zh, zl, ph, pl, SCALE, PRECISION)
+        p = _next(p, ph, pl, SCALE, PRECISION)
+    ph, pl = _operand(p, SCALE, PRECISION)
+    zh, zl = _operand(z, SCALE, PRECISION)
+    z = _turned(z, zh, zl, ph, pl, SCALE, PRECISION)
+    tl.store(u + turned, z * (unit / tl.sqrt(size)), mask=real)
+
+
+@triton.jit
+def _backward(
+    du: tl.tensor,
+    dr_new: tl.tensor,
+    dm_new: tl.tensor,
+    g: tl.tensor,
+    m: tl.tensor,
+    r: tl.tensor,
+    r_new: tl.tensor,
+    beta_r: tl.tensor,
+    beta1: tl.tensor,
+    dg: tl.tensor,
+    dm: tl.tensor,
+    dr: tl.tensor,
+    dbeta_r: tl.tensor,
+    dbeta1: tl.tensor,
+    scratch: tl.tensor,
+    r_stride: tl.tensor,
+    tokens: tl.tensor,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MEAN: tl.constexpr,
+    HAS_DR: tl.constexpr,
+    NEEDS_DR: tl.constexpr,
+    STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    SCALE: tl.constexpr = 512.0
+    UNSCALE: tl.constexpr = 1 / (SCALE * SCALE)
+    HALVES: tl.constexpr = 2 if PRECISION == "fp16x3" else 1
+    PART: tl.constexpr = K * K + K * COLUMNS  # P_i and Z_i; their trailing halves follow
+    program = tl.program_id(0)
+    j = tl.arange(0, K)
+    head = tl.arange(0, COLUMNS)
+    square = j[:, None] * K + j[None, :]
+    tall = j[:, None] * COLUMNS + head[None, :]
+    real = (head < H)[None, :]
+    base = scratch + program.to(tl.int64) * (STEPS * PART * HALVES)
+    b = tl.load(beta_r).to(tl.float32)
+    b1 = 0.0
+    if MEAN:
+        b1 = tl.load(beta1).to(tl.float32)
+    db = 0.0
+    db1 = 0.0
+
+    for t in range(program, tokens, tl.num_programs(0)):
+        token = t.to(tl.int64)
+        turned = token * (H * K) + head[None, :] * K + j[:, None]
+        d = tl.load(g + turned, mask=real, other=0.0).to(tl.float32)
+        if MEAN:
+            d = b1 * tl.load(m + turned, mask=real, other=0.0).to(tl.float32) + (1 - b1) * d
+        unit = _power_of_two(d)
+        p, size = _normalised(tl.load(r_new + token * (K * K) + square), K)
+        z = d / unit
+        for i in range(STEPS):
+            ph, pl = _operand(p, SCALE, PRECISION)
+            zh, zl = _operand(z, SCALE, PRECISION)
+            here = base + i * (PART * HALVES)
+            tl.store(here + square, ph)
+            tl.store(here + K * K + tall, zh)
+            if HALVES == 2:
+                tl.store(here + PART + square, pl)
+                tl.store(here + PART + K * K + tall, zl)
+            if i < STEPS - 1:
+                z = _turned(z, zh, zl, ph, pl, SCALE, PRECISION)
+                p = _next(p, ph, pl, SCALE, PRECISION)
+        tl.debug_barrier()  # other threads read what was stored
+
+        y = tl.load(du + turned, mask=real, other=0.0).to(tl.float32)
+        y_unit = _power_of_two(y)
+        y = y / y_unit
+        e = tl.zeros((K, K), tl.float32)
+        shrunk = -0.25
+        for back in range(STEPS):
+            here = base + (STEPS - 1 - back) * (PART * HALVES)
+            ph = tl.load(here + square)
+            zh = tl.load(here + K * K + tall)
+            pl, zl = ph, zh
+            if HALVES == 2:
+                pl = tl.load(here + PART + square)
+                zl = tl.load(here + PART + K * K + tall)
+            yh, yl = _operand(y, SCALE, PRECISION)
+            half = _product(zh, zl, tl.trans(yh), tl.trans(yl), PRECISION) * (shrunk * UNSCALE)
+            if back > 0:
+                eh, el = _operand(e, SCALE, PRECISION)
+                v = _product(eh, el, ph, pl, PRECISION) * UNSCALE
+                vh, vl = _operand(v + 0.5 * tl.trans(v), SCALE, PRECISION)
+                half += 0.5 * e - (2 / 3) * v + _product(vh, vl, ph, pl, PRECISION) * (UNSCALE / 9)
+            e = half + tl.trans(half)
+            y = _turned(y, yh, yl, ph, pl, SCALE, PRECISION)
+            shrunk = shrunk / 2.25
+        tl.debug_barrier()  # the next token's stores wait for these loads
+
+        d = tl.load(g + turned, mask=real, other=0.0).to(tl.float32)
+        answer = d
+        if MEAN:
+            mean = tl.load(m + turned, mask=real, other=0.0).to(tl.float32)
+            d = b1 * mean + (1 - b1) * d
+        p, size = _normalised(tl.load(r_new + token * (K * K) + square), K)
+        dd = y * (y_unit / tl.sqrt(size))
+        e *= (unit * 2.25 ** (STEPS - 1)) * (y_unit / tl.sqrt(size))
+        e = (e - p * (tl.sum(e * p) + 0.5 * tl.sum(dd * d))) / size
+        if HAS_DR:
+            given = tl.load(dr_new + token * (K * K) + square).to(tl.float32)
+            e += 0.5 * (given + tl.trans(given))
+        if NEEDS_DR:
+            tl.store(dr + token * (K * K) + square, b * e)
+        e_unit = _power_of_two(e)
+        eh, el = _operand(e, SCALE / e_unit, PRECISION)
+        g_unit = _power_of_two(answer)
+        gh, gl = _operand(answer, SCALE / g_unit, PRECISION)
+        through = _product(eh, el, gh, gl, PRECISION) * (e_unit / SCALE) * (g_unit / SCALE)
+        db += tl.sum(e * tl.load(r + token * r_stride + square).to(tl.float32)) - tl.sum(through * answer)
+        through *= 2 * (1 - b)
+        if MEAN:
+            dd += tl.load(dm_new + turned, mask=real, other=0.0).to(tl.float32)
+            db1 += tl.sum(tl.where(real, dd * (mean - answer), 0.0))
+            tl.store(dm + turned, b1 * dd, mask=real)
+            dd = (1 - b1) * dd
+        tl.store(dg + turned, dd + through, mask=real)
+    tl.store(dbeta_r + program, db)
+    if MEAN:
+        tl.store(dbeta1 + program, db1)
