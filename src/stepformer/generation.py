@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,11 +14,13 @@ from torch import Tensor
 from stepformer.errors import InputError, StepformerError
 
 if TYPE_CHECKING:
+    from stepformer.decoding import Decoder
     from stepformer.model import Model
     from stepformer.oracles import Cache
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Finish = Literal["length", "stop", "context"]
+NOT_FINITE = "The model's logits are not finite: no token can be chosen by them."
 
 
 @dataclass
@@ -26,11 +29,13 @@ class Generation:
 
     "stop": a stop token (it is the last of `tokens`); "length": `max_new_tokens` reached; "context": the model's
     context is full (see `on_context_end`). `scores`: what beam search ranks by (`stepformer.beams`), else empty.
+    `ordinary`: why no recorded step decoded them (`stepformer.decoding`), None if one did.
     """
 
     tokens: list[list[int]]
     finish: list[Finish]
     scores: list[float] = field(default_factory=list)
+    ordinary: str | None = None
 
 
 @torch.no_grad()
@@ -54,7 +59,8 @@ def stream(
     Ids that only pad the vocabulary are never sampled. `stop` is a token, or several, that end a row. When the
     context is full, "stop" ends the row with finish reason "context", and "slide" goes on with the later half of the
     context re-encoded. Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
-    `look` is shown the logits (B, V) of every step before its tokens are drawn.
+    `look` is shown the logits (B, V) of every step before its tokens are drawn. On CUDA a recorded step decodes
+    (`stepformer.decoding`) where it can; the tokens are the same, `result` says which way they took.
     """
     rows = as_rows(prompts)
     check_settings(model, rows, max_new_tokens, on_context_end, temperature, top_k, top_p)
@@ -63,36 +69,47 @@ def stream(
     result.tokens[:] = [[] for _ in rows]
     result.finish[:] = ["length"] * len(rows)
 
-    device = model.embed.tok_emb.weight.device
-    generator = torch.Generator(device)
     if seed is not None and not -(2**63) <= seed < 2**63:
         raise InputError(f"seed = {seed} should fit in 64 bits.")
-    generator.seed() if seed is None else generator.manual_seed(seed)
     context = model.config.context
     active = [True] * len(rows)
     was_training = model.training
     model.eval()
+    held = contextlib.ExitStack()
     try:
-        cache, logits = encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
-        for i in range(max_new_tokens):
+        decoder, result.ordinary = fixed(model, rows, max_new_tokens, (temperature, top_k, top_p), look, held)
+        capacity = min(context, max(map(len, rows)) + max_new_tokens) if decoder is None else decoder.capacity
+        generator = torch.Generator(model.embed.tok_emb.weight.device) if decoder is None else decoder.generator
+        generator.seed() if seed is None else generator.manual_seed(seed)
+
+        def choose(logits: Tensor) -> Tensor:
             check_finite(logits)
             if look is not None:
-                look(logits[:, -1])
-            ids = sample(logits[:, -1], model.config.real_vocab, temperature, top_k, top_p, generator)
-            step: list[int | None] = []
-            for b, token in enumerate(ids.tolist()):
-                step.append(token if active[b] else None)
-                if active[b]:
-                    rows[b].append(token)
-                    result.tokens[b].append(token)
-                    if token in stops:
-                        active[b], result.finish[b] = False, "stop"
-            yield step
-            if not any(active) or i + 1 == max_new_tokens:
+                look(logits)
+            return sample(logits, model.config.real_vocab, temperature, top_k, top_p, generator)
+
+        made = 0
+        while True:
+            cache, logits = encode(model, rows, capacity)
+            # the logits after a full context still give a token
+            count = min(max_new_tokens - made, context - cache.longest + 1)
+            stretch = ordinary(model, choose) if decoder is None else decoder.stretch
+            with contextlib.closing(stretch(cache, logits, count)) as steps:
+                for ids in steps:
+                    step: list[int | None] = []
+                    for b, token in enumerate(ids):
+                        step.append(token if active[b] else None)
+                        if active[b]:
+                            rows[b].append(token)
+                            result.tokens[b].append(token)
+                            if token in stops:
+                                active[b], result.finish[b] = False, "stop"
+                    yield step
+                    if not any(active):
+                        return
+            made += count
+            if made == max_new_tokens:
                 return
-            if cache.longest < cache.capacity:
-                logits = model(ids[:, None], cache=cache).logits
-                continue
             # Some row fills the context: it slides or ends; rows that have ended shrink to one token, the rest stay.
             for b, row in enumerate(rows):
                 if active[b] and len(row) > context:
@@ -103,9 +120,51 @@ def stream(
             if not any(active):
                 return
             rows = [row if alive else row[:1] for row, alive in zip(rows, active, strict=True)]
-            cache, logits = encode(model, rows, context)
+            capacity = context
     finally:
+        held.close()
         model.train(was_training)
+
+
+Stretch = Callable[["Cache", Tensor, int], Generator[list[int], None, None]]
+"""Decodes so many tokens of every row after a cache and its last logits (B, 1, V), without a look at stop tokens."""
+
+
+def ordinary(model: Model, choose: Callable[[Tensor], Tensor]) -> Stretch:
+    """Decoding that launches every kernel of every step and waits for the tokens of each."""
+
+    def stretch(cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
+        for i in range(count):
+            ids = choose(logits[:, -1])
+            yield ids.tolist()
+            if i + 1 < count:
+                logits = model(ids[:, None], cache=cache).logits
+
+    return stretch
+
+
+def fixed(
+    model: Model,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    sampling: tuple[float, int | None, float | None],
+    look: Callable[[Tensor], None] | None,
+    held: contextlib.ExitStack,
+) -> tuple[Decoder | None, str | None]:
+    """A decoder with recorded steps, used until `held` is closed; or why there is none."""
+    if look is not None:
+        return None, "somebody looks at the logits of every step"
+    from stepformer import decoding
+
+    reason = decoding.refusal(model, max_new_tokens)
+    if reason is not None:
+        return None, reason
+    capacity = decoding.capacity_for(max(map(len, rows)), max_new_tokens, model.config.context)
+    try:
+        wanted = decoding.decoder_for(model, len(rows), capacity, decoding.Sampling(*sampling))
+        return held.enter_context(wanted), None
+    except RuntimeError as error:
+        return None, f"recording its step failed: {error}"
 
 
 def encode(model: Model, rows: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
@@ -129,9 +188,17 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draw one id per row from logits (B, V); ids from `real_vocab` on are never drawn."""
-    logits = logits[:, :real_vocab].float()
     if temperature == 0:
-        return logits.argmax(dim=-1)
+        return logits[:, :real_vocab].float().argmax(dim=-1)
+    p = probabilities(logits, real_vocab, temperature, top_k, top_p)
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
+
+
+def probabilities(
+    logits: Tensor, real_vocab: int | None, temperature: float, top_k: int | None, top_p: float | None
+) -> Tensor:
+    """What `sample` draws from, (B, real_vocab), at a temperature above 0."""
+    logits = logits[:, :real_vocab].float()
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # the maximum stays finite at any temperature
     if top_k is not None and top_k < logits.shape[-1]:
         values, kept = logits.topk(top_k, dim=-1)  # exactly k, whatever the ties
@@ -141,7 +208,7 @@ def sample(
         p = ordered.softmax(dim=-1)
         beyond = p.cumsum(dim=-1) - p >= top_p  # the token that crosses top_p still belongs to the set
         logits = logits.scatter(-1, order, ordered.masked_fill(beyond, -torch.inf))
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+    return logits.softmax(dim=-1)
 
 
 def as_rows(prompts: Prompts) -> list[list[int]]:
@@ -172,7 +239,7 @@ def as_stops(stop: int | Collection[int] | Tensor | None) -> frozenset[int]:
 
 def check_finite(logits: Tensor) -> None:
     if not bool(logits.isfinite().all()):
-        raise StepformerError("The model's logits are not finite: no token can be chosen by them.")
+        raise StepformerError(NOT_FINITE)
 
 
 def check_settings(

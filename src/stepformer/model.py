@@ -80,7 +80,8 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.plain_layers: frozenset[int] = frozenset()
-        self.stream_dtype: torch.dtype | None = None  # of x and the streams that start from tables; None: the weights'
+        # under autocast: what x and the streams that start from tables are carried in; None: as the weights
+        self.stream_dtype: torch.dtype | None = None
         with torch.device("meta"):  # allocated and drawn once, in reset_parameters
             self.embed = Tables(config)
             blocks = Blocks(Block(config, layer=i) for i in range(config.n_layer))
@@ -206,7 +207,8 @@ class Model(nn.Module):
         return State(x, streams, {"x0": x} if self.config.embedding_skip else {})
 
     def _narrow(self, stream: Tensor) -> Tensor:
-        return stream if self.stream_dtype is None else stream.to(self.stream_dtype)
+        narrow = self.stream_dtype is not None and torch.is_autocast_enabled(stream.device.type)
+        return stream.to(self.stream_dtype) if narrow else stream
 
     def head(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) from the last x: final norm, the token table and, if there is one, the soft cap."""

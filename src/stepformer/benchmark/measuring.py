@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 from stepformer import kernels
 from stepformer.benchmark.planning import BenchSettings, Case
 from stepformer.benchmark.profiling import profile
-from stepformer.benchmark.timing import Limit, spread, synchronize, timed
-from stepformer.errors import InputError
-from stepformer.generation import stream
+from stepformer.benchmark.timing import Limit, spread, timed
+from stepformer.decoding import BEHIND
+from stepformer.generation import Generation, stream
 from stepformer.memory import estimate_memory
 from stepformer.model import Model
 from stepformer.optim import OptimConfig, Optimizers
@@ -24,8 +25,9 @@ from stepformer.training.evaluation import autocasting
 from stepformer.training.parallel import ParallelModel, World
 from stepformer.training.speed import flops_per_token, peak_flops
 
+WARM_TOKENS = 24
 BATCHES = 4  # different inputs in turn, so that no step finds its data in a cache
-STREAMS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ABOUT = {"label", "config", "hash", "context", "micro_batch", "kernels", "streams", "compiled", "notes", "error"}
 Stage = Callable[[str], None]
 
 
@@ -42,8 +44,6 @@ def measure(
             return
         except torch.OutOfMemoryError:
             smaller = record["micro_batch"] // 2
-        except InputError:
-            raise
         except Exception as error:
             record["error"] = _sentence(error, settings.compile and "compile_seconds" not in record)
             return
@@ -100,7 +100,7 @@ class _Bench:
         self.tokens = case.micro_batch * case.config.context
         self.held = torch.cuda.memory_allocated() if self.on_cuda else 0
         self.model = Model(case.config, seed=0, device=self.device)
-        self.set_streams()
+        self.model.stream_dtype = torch.bfloat16 if case.streams == "bf16" else None
         self.parallel = ParallelModel(self.model, World(0, 1, self.device), "ddp", compiled=False)
         if settings.compile:
             if self.on_cuda and case.config.d_model <= 128:  # as the trainer does
@@ -109,19 +109,12 @@ class _Bench:
         generator = torch.Generator().manual_seed(0)
         shape = (BATCHES, case.micro_batch, case.config.context + 1)
         windows = torch.randint(case.config.real_vocab or case.config.vocab_size, shape, generator=generator)
-        self.windows = windows.to(self.device)
+        self.batches = [(w[:, :-1].contiguous().to(self.device), w[:, 1:].contiguous().to(self.device)) for w in windows]
         self.turn = 0
         self.optimizers = Optimizers(self.model, OptimConfig(name=settings.optimizer), steps=1000)  # type: ignore[arg-type]
         self.updates = 0
         record["parameters"] = self.model.num_parameters()
         record["flops_per_token"] = flops_per_token(self.model)
-
-    def set_streams(self) -> None:
-        if self.case.streams == "auto":
-            return
-        if not hasattr(self.model, "stream_dtype"):
-            raise InputError("--streams: this version's models have no `stream_dtype` to set.")
-        self.model.stream_dtype = STREAMS[self.case.streams]
 
     def run(self) -> None:
         self.forward_backward()
@@ -130,7 +123,6 @@ class _Bench:
         if self.settings.full_step and self.time_left("full step"):
             self.full_step()
         if self.settings.decode_tokens and self.time_left("decoding"):
-            self.optimizers.zero_grad()
             self.decoding()
 
     def time_left(self, what: str) -> bool:
@@ -143,10 +135,10 @@ class _Bench:
 
     def gradients(self) -> Tensor:
         """Forward pass, loss and backward pass of one micro-batch, as the trainer runs them."""
-        window = self.windows[self.turn % BATCHES]
+        inputs, targets = self.batches[self.turn % BATCHES]
         self.turn += 1
         with autocasting(self.device, self.autocast):
-            loss = self.parallel.loss(window[:, :-1], window[:, 1:])
+            loss = self.parallel.loss(inputs, targets)
         loss.backward()
         return loss.detach()
 
@@ -223,26 +215,48 @@ class _Bench:
         }
 
     def decoding(self) -> None:
-        """Greedy, cached, one row: the time between tokens, after a prompt that is not counted."""
+        """Greedy, cached, one row: the time between tokens, after a prompt that is not counted.
+
+        On CUDA the weights are made bf16, which is how a trained model is served; it is the last thing they are used for.
+        """
         settings, context = self.settings, self.case.config.context
         self.stage("decoding")
+        self.optimizers.zero_grad()
+        if self.on_cuda:
+            self.model.to(torch.bfloat16)
         prompt = min(settings.prompt_tokens, context // 2)
         count = min(settings.decode_tokens, context - prompt)
-        ids = self.windows[0, 0, :prompt].tolist()
-        with autocasting(self.device, self.autocast):
-            for _ in stream(self.model, ids, max_new_tokens=min(8, count), temperature=0):
-                pass
-            marks = []
-            for _ in stream(self.model, ids, max_new_tokens=count, temperature=0):
-                synchronize(self.device)
-                marks.append(time.perf_counter())
-                if self.limit.passed and len(marks) > 8:
-                    self.note(f"decoding ended after {len(marks)} tokens: the limit was reached")
-                    break
-        ms = [1000 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
-        if ms:
-            speed = 1000 * len(ms) / sum(ms)
-            self.record["decode"] = {"prompt": prompt, "tokens": len(marks), "tokens_per_second": speed, **spread(ms)}
+        ids = self.batches[0][0][0, :prompt].tolist()
+        self.decoded(ids, count, WARM_TOKENS)
+        marks, ordinary = self.decoded(ids, count, count)
+        ms = [1000 * (b - a) for a, b in pairwise(marks)]
+        if not ms:
+            return
+        # a recorded step runs ahead of who reads the tokens: so many were made before the first was seen
+        ahead = 0 if ordinary else min(BEHIND, len(ms) - 1)
+        self.record["decode"] = {
+            "prompt": prompt,
+            "tokens": len(marks),
+            "tokens_per_second": 1000 * (len(ms) - ahead) / sum(ms),
+            "ordinary": ordinary,
+            **spread(ms),
+        }
+        if self.on_cuda and ordinary and self.case.kernels == "on":
+            self.note(f"decoded without a recorded step: {ordinary}")
+
+    def decoded(self, ids: list[int], count: int, enough: int) -> tuple[list[float], str | None]:
+        """When each token came, until there are `enough` or the limit is reached; and why no recording was used."""
+        result, marks = Generation([], []), []
+        steps = stream(self.model, ids, max_new_tokens=count, temperature=0, result=result)
+        for _ in steps:
+            marks.append(time.perf_counter())
+            if len(marks) >= enough:
+                break
+            if self.limit.passed and len(marks) >= WARM_TOKENS:
+                self.note(f"decoding ended after {len(marks)} tokens: the limit was reached")
+                break
+        steps.close()  # type: ignore[attr-defined]
+        return marks, result.ordinary
 
     def profiled(self) -> None:
         self.stage("profiling")
@@ -262,8 +276,8 @@ def _out_of_memory(record: dict[str, Any], smaller: int) -> None:
     if not smaller:
         record["error"] = f"out of memory at micro-batch {tried}."
         return
-    for key in ("forward_backward", "memory", "tokens_per_second", "profile", "optimizer", "full_step"):
-        record.pop(key, None)
+    for key in set(record) - ABOUT:
+        del record[key]
     record["micro_batch"] = smaller
     record["notes"] = [f"micro-batch {tried} did not fit; measured at {smaller}"]
 

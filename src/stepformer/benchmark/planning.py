@@ -31,7 +31,7 @@ class BenchSettings:
     warmup: int
     compile: bool
     kernels: tuple[str, ...] = ("on",)  # on, off; none where they cannot run
-    streams: tuple[str, ...] = ("auto",)  # auto: as the model has them; fp32, bf16
+    streams: tuple[str, ...] = ("fp32",)  # what x and the velocities are carried in: fp32, bf16
     micro_batch: int | None = None
     batch_tokens: int = 491_520
     optimizer: str = "muon"
@@ -77,6 +77,15 @@ def choose_kernels(choice: str, device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda" or not kernels.has_triton():
         return ("none",)
     return ("on", "off") if choice == "both" else (choice,)
+
+
+def choose_streams(choice: str, device: torch.device) -> tuple[str, ...]:
+    """The ways to carry streams; auto is what training does: bf16 on CUDA, elsewhere as the weights."""
+    if device.type != "cuda":
+        if choice in ("bf16", "both"):
+            raise InputError(f"--streams {choice}: on the CPU nothing runs in bf16; leave it out.")
+        return ("fp32",)
+    return {"auto": ("bf16",), "both": ("bf16", "fp32")}.get(choice, (choice,))
 
 
 def plan(wanted: Iterable[Wanted], settings: BenchSettings) -> list[Case]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def timed(work: Callable[[], Any], count: int, device: torch.device) -> list[flo
         for _ in range(count):
             work()
             marks.append(time.perf_counter())
-        return [1000 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+        return [1000 * (b - a) for a, b in pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     synchronize(device)
     events[0].record()
@@ -58,7 +59,7 @@ def timed(work: Callable[[], Any], count: int, device: torch.device) -> list[flo
         work()
         event.record()
     synchronize(device)
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
 def spread(ms: list[float]) -> dict[str, Any]:
@@ -81,4 +82,9 @@ def product_rate(device: torch.device, size: int | None = None) -> dict[str, Any
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     timed(lambda: a @ b, 3, device)
     found = spread(timed(lambda: a @ b, 20, device))
-    return {"size": size, "dtype": str(dtype).removeprefix("torch."), "flops": 2e3 * size**3 / found["median_ms"], **found}
+    return {
+        "size": size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "flops": 2e3 * size**3 / found["median_ms"],
+        **found,
+    }

@@ -13,6 +13,7 @@ from typing import Any
 from stepformer import __version__
 from stepformer.cli import (
     audit,
+    bench,
     compare,
     diagnose,
     evaluate,
@@ -38,6 +39,7 @@ A preset is a named point in template x splitting x attention; change one word a
   stepformer show yurii                        equations, coefficients, parameter counts
   stepformer show yurii splitting=strang       the same template under another splitting
   stepformer audit yurii                       is it causal, does cached decoding agree, are its gradients right?
+  stepformer bench yurii                       how fast is it here, against a plain GPT?
   stepformer train yurii                       train it (tiny, on the embedded tales; see train --help)
   stepformer compare vanilla yurii --seeds 3   is the difference real? paired seeds, intervals, a plot
   stepformer eval RUN --tasks hellaswag        how good is it? tasks, perplexity on other texts
@@ -82,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_list(commands, common)
     show.add_show(commands, common)
     audit.add_audit(commands, common)
+    bench.add_bench(commands, common)
     flow.add_flow(commands, common)
     for command in commands.choices.values():
         command.set_defaults(parser=command)

@@ -17,8 +17,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stepformer import kernels
 from stepformer.diagnostics.lanczos import dot, norm
 from stepformer.diagnostics.twins import twin
 from stepformer.errors import InputError, StepformerError
@@ -73,12 +73,12 @@ class HessianOperator:
 
     @torch.no_grad()
     def loss(self) -> float:
-        with sdpa_kernel(SDPBackend.MATH):
+        with kernels.twice_differentiable():
             return math.fsum(float(loss) * weight for loss, weight in self._losses())
 
     def gradient(self) -> Tensor:
         total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), kernels.twice_differentiable():
             for loss, weight in self._losses():
                 total += self.flat(torch.autograd.grad(weight * loss, self.parameters, materialize_grads=True))
         return total
@@ -89,7 +89,7 @@ class HessianOperator:
             raise InputError(f"The Hessian has {self.size:,} columns; a vector of shape {tuple(v.shape)} was given.")
         along = self.split(v.to(self.device, self.dtype))
         total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), kernels.twice_differentiable():
             for loss, weight in self._losses():
                 gradient = torch.autograd.grad(
                     weight * loss, self.parameters, create_graph=True, materialize_grads=True

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stepformer import kernels
 from stepformer.block import Block
 from stepformer.diagnostics.states import Passage, per_token, through_depth
 from stepformer.diagnostics.twins import twin
@@ -39,7 +39,7 @@ class Linearised:
     """The Jacobian of a map at a point. Tensors in and out are flattened and joined in their order."""
 
     def __init__(self, map: Map, point: Sequence[Tensor]) -> None:
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), kernels.twice_differentiable():
             self.inputs = [t.detach().clone().requires_grad_() for t in point]
             self.outputs = list(map(self.inputs))
             # an output that no input reaches has zero rows

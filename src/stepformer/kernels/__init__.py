@@ -16,10 +16,10 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -31,10 +31,17 @@ class _Switch:
     interpreting = False
 
 
-@lru_cache
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
     """Whether Triton is installed (not whether a GPU is there)."""
-    return importlib.util.find_spec("triton") is not None
+    return _INSTALLED
+
+
+def switched_on() -> bool:
+    """Whether anything beside the plain twins may run at all."""
+    return _Switch.on
 
 
 def usable(*tensors: Tensor | None) -> bool:
@@ -59,6 +66,13 @@ def off() -> Iterator[None]:
         yield
     finally:
         _Switch.on = before
+
+
+@contextlib.contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Only operations that have second derivatives inside: no kernels of ours, no fused attention of torch's."""
+    with off(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 @contextlib.contextmanager

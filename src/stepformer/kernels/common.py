@@ -60,7 +60,7 @@ def code(scalar: Scalar | None) -> int:
 
 
 @triton.jit
-def mapped(raw: Any, constant: Any, KIND: tl.constexpr) -> Any:
+def mapped(raw: tl.tensor, constant: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """The value of a scalar; `raw` points to its parameter."""
     if KIND < 0:
         value = constant
@@ -79,7 +79,7 @@ def mapped(raw: Any, constant: Any, KIND: tl.constexpr) -> Any:
 
 
 @triton.jit
-def slope(raw: Any, constant: Any, KIND: tl.constexpr) -> Any:
+def slope(raw: tl.tensor, constant: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """d value / d raw."""
     y = tl.load(raw).to(tl.float32)
     if KIND == UNIT:
@@ -93,13 +93,13 @@ def slope(raw: Any, constant: Any, KIND: tl.constexpr) -> Any:
 
 
 @triton.jit
-def quotient(a: Any, b: Any) -> Any:
+def quotient(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """a / b, and 0 where b is 0."""
     return tl.where(b == 0, 0.0, a / tl.where(b == 0, 1.0, b))
 
 
 @triton.jit
-def row_statistics(p: Any, column: Any, eps: Any, CENTRED: tl.constexpr, D: tl.constexpr) -> Any:
+def row_statistics(p: tl.tensor, column: tl.tensor, eps: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr) -> tl.tensor:
     """Mean and reciprocal deviation of each row of a tile (rows, columns); `column` says which columns exist."""
     if CENTRED:
         mean = tl.sum(p, 1) / D
@@ -111,23 +111,32 @@ def row_statistics(p: Any, column: Any, eps: Any, CENTRED: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def row_norm_backward(c: Any, hat: Any, r: Any, CENTRED: tl.constexpr, D: tl.constexpr) -> Any:
+def row_norm_backward(c: tl.tensor, hat: tl.tensor, r: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr) -> tl.tensor:
     """Gradient of the norm's input from that of `hat`, and mean(c hat) of each row."""
-    along = tl.sum(c * hat, 1) / D
     if CENTRED:
-        dp = (c - (tl.sum(c, 1) / D)[:, None] - hat * along[:, None]) * r[:, None]
+        # both sums in one reduction: the warps of a row meet once
+        along, mean = tl.split(tl.sum(tl.join(c * hat, c), 1) / D)
+        dp = (c - mean[:, None] - hat * along[:, None]) * r[:, None]
     else:
+        along = tl.sum(c * hat, 1) / D
         dp = (c - hat * along[:, None]) * r[:, None]
     return dp, along
 
 
 @triton.jit
-def load_tile(source: Any, at: Any, mask: Any) -> Any:
+def thread_sums(a: tl.tensor) -> tl.tensor:
+    """A tile summed over 8 neighbouring columns, which one thread holds: a running sum in an eighth of the registers."""
+    return tl.sum(tl.reshape(a, (a.shape[0], a.shape[1] // 8, 8)), 2)
+
+
+@triton.jit
+def load_tile(source: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_columns(source: Any, columns: Any, D: tl.constexpr) -> Any:
+def load_columns(source: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """A gain or bias as a tile of one row; columns of shape (1, BLOCK) keep it in the layout of the tiles."""
     return tl.load(source + columns, mask=columns < D, other=0.0).to(tl.float32)
 
 
@@ -163,6 +172,26 @@ def nothing(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
-def like_first(grad: Tensor | None, *inputs: Tensor | None) -> list[Tensor | None]:
-    """One gradient for several inputs that were added, in the dtype of each."""
-    return [None if grad is None or t is None else grad.to(t.dtype) for t in inputs]
+def columns(vectors: tuple[Tensor | None, ...], d: int, scalars: int) -> int:
+    """Width of a line of partial sums: the vectors that exist, then all scalars."""
+    return sum(v is not None for v in vectors) * d + scalars
+
+
+def split_sums(sums: Tensor, vectors: tuple[Tensor | None, ...], raws: tuple[Tensor | None, ...], d: int) -> list[Any]:
+    """A line of sums as gradients of the vectors and the raw scalars, None where there is no such parameter."""
+    grads: list[Tensor | None] = []
+    start = 0
+    for vector in vectors:
+        grads.append(None if vector is None else sums[start : start + d].to(vector.dtype))
+        start += 0 if vector is None else d
+    for k, raw in enumerate(raws):
+        grads.append(None if raw is None else sums[start + k : start + k + 1].to(raw.dtype).view(raw.shape))
+    return grads
+
+
+def norm_reference(p: Tensor, gain: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+    """The norm behind u in plain PyTorch."""
+    if kind == "layernorm":
+        return F.layer_norm(p, p.shape[-1:], gain, bias, eps)
+    u = F.rms_norm(p, p.shape[-1:], gain, eps)
+    return u if bias is None else u + bias

@@ -47,7 +47,7 @@ def _capped(z, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
         square = a * a
         # near 0 the quotient cancels; the series is exact to fp32 below a quarter
         series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-        u = cap * tl.where(square < 0.0625, a * series, 1 - 2 / (1 + tl.exp2(2 * LOG2E * a)))
+        u = cap * tl.where(square < 0.0625, a * series, 1 - 2 / (1 + tl.exp2(a * (2 * LOG2E))))
     return u
 
 
@@ -104,8 +104,9 @@ def _rows(  # type: ignore[no-untyped-def]
                 tl.store(start + FULL * TILE + columns, zero, mask=columns < WIDTH - FULL * TILE)
     else:
         known = (target >= 0) & (target < V)
+        hot = tl.where(known, target, -1).to(tl.int32)
         # before the maxima, whose exchange between threads keeps this ahead of every store
-        at_target = tl.load(start + target, mask=known, other=float("nan")).to(tl.float32)
+        at_target = tl.load(start + hot, mask=known, other=float("nan")).to(tl.float32)
         at_target = _capped(at_target, cap, CAPPED)
         maxima = tl.full((VECTORS,), LOWEST, tl.float32)
         sums = tl.zeros((VECTORS,), tl.float32)
@@ -128,14 +129,14 @@ def _rows(  # type: ignore[no-untyped-def]
                 rest = FULL * TILE + columns
                 z = tl.load(start + rest, mask=rest < WIDTH, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 u = _capped(z, cap, CAPPED)
-                dz = _derivative(u, rest == target, largest, share, scale, cap, CAPPED)
+                dz = _derivative(u, rest == hot, largest, share, scale, cap, CAPPED)
                 dz = tl.where(rest < V, dz, 0.0)
                 tl.store(start + rest, dz.to(logits.dtype.element_ty), mask=rest < WIDTH)
             for i in range(0, FULL):
                 at = (FULL - 1 - i) * TILE + columns  # backwards: what was read last is still near
                 z = tl.load(start + at, eviction_policy="evict_first").to(tl.float32)
                 u = _capped(z, cap, CAPPED)
-                dz = _derivative(u, at == target, largest, share, scale, cap, CAPPED)
+                dz = _derivative(u, at == hot, largest, share, scale, cap, CAPPED)
                 tl.store(start + at, dz.to(logits.dtype.element_ty))
 
 
@@ -144,7 +145,7 @@ def row_settings(vocabulary: int, element_size: int) -> dict[str, int]:
     lanes = 16 // element_size
     vectors = triton.next_power_of_2(triton.cdiv(vocabulary, lanes))
     warps = 16 if vectors >= 2048 else 4
-    return {"LANES": lanes, "VECTORS": min(vectors, warps * 32 * 2), "num_warps": warps}
+    return {"LANES": lanes, "VECTORS": min(vectors, warps * 32 * 4), "num_warps": warps}
 
 
 def chunk_rows(rows: int, width: int, element_size: int, chunk_bytes: int) -> int:
@@ -236,9 +237,7 @@ def _loss_and_gradients(
 
 
 @_loss_and_gradients.register_fake
-def _(
-    h: Tensor, table: Tensor, targets: Tensor, cap: float | None, train_table: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(h: Tensor, table: Tensor, targets: Tensor, cap: float | None, train_table: bool) -> tuple[Tensor, Tensor, Tensor]:
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     dtable = torch.empty(table.shape if train_table else (0, table.shape[1]), dtype=table.dtype, device=h.device)
     return h.new_empty((), dtype=torch.float32), dh, dtable
@@ -251,6 +250,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)
 
 
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    product = gradient * factor.view(1, 1)  # as a 0-D tensor it would be rounded to bf16 first
+    return product.to(gradient.dtype)
+
+
 def _multiply(
     ctx: Any, factor: Tensor | None, second_h: Tensor | None, second_table: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -260,13 +264,7 @@ def _multiply(
     if factor is None:
         return None, None, None, None, None
     dh, dtable = ctx.saved_tensors
-    return (
-        dh * factor.to(dh.dtype),
-        dtable * factor.to(dtable.dtype) if ctx.train_table else None,
-        None,
-        None,
-        None,
-    )
+    return _scaled(dh, factor), _scaled(dtable, factor) if ctx.train_table else None, None, None, None
 
 
 _loss_and_gradients.register_autograd(_multiply, setup_context=_keep)

@@ -47,6 +47,7 @@ from stepformer.kernels.common import (
     row_norm_backward,
     row_statistics,
     slope,
+    thread_sums,
 )
 
 VECTORS = ("gain_v", "gain_a", "bias_a", "gain_b", "bias_b")
@@ -56,19 +57,19 @@ Norms = tuple[()] | tuple[tuple[Tensor | None, Tensor | None], ...]
 
 @triton.jit
 def _forward_kernel(
-    g: Any, g2: Any, x: Any, V: Any, gain_v: Any, gain_a: Any, bias_a: Any, gain_b: Any, bias_b: Any,
-    raw_step: Any, raw_nu: Any, raw_lam: Any, raw_mu: Any, raw_beta: Any, raw_next: Any,
-    c_step: Any, c_nu: Any, c_lam: Any, c_mu: Any, c_beta: Any, c_next: Any,
-    x_out: Any, V_out: Any, u: Any, u2: Any, statistics: Any, n: Any, eps_v: Any, eps: Any,
+    g: tl.tensor, g2: tl.tensor, x: tl.tensor, V: tl.tensor, gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
+    raw_step: tl.tensor, raw_nu: tl.tensor, raw_lam: tl.tensor, raw_mu: tl.tensor, raw_beta: tl.tensor, raw_next: tl.tensor,
+    c_step: tl.tensor, c_nu: tl.tensor, c_lam: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
+    x_out: tl.tensor, V_out: tl.tensor, u: tl.tensor, u2: tl.tensor, statistics: tl.tensor, n: tl.tensor, eps_v: tl.tensor, eps: tl.tensor,
     STEP: tl.constexpr, NU: tl.constexpr, LAM: tl.constexpr, MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
     CENTRED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    column = (columns < D)[None, :]
+    columns = tl.arange(0, BLOCK)[None, :]
+    column = columns < D
     row = rows < n
     mask = row[:, None] & column
-    at = rows.to(tl.int64)[:, None] * D + columns[None, :]
+    at = rows.to(tl.int64)[:, None] * D + columns
 
     w = load_tile(g, at, mask)
     if g2 is not None:
@@ -81,7 +82,7 @@ def _forward_kernel(
         tl.store(statistics + rows, mean, mask=row)
         tl.store(statistics + n + rows, r, mask=row)
         gain = tl.where(step < 0, -1.0, 1.0) * load_columns(gain_v, columns, D)
-        v = (w - mean[:, None]) * r[:, None] * gain[None, :]
+        v = (w - mean[:, None]) * r[:, None] * gain
     else:
         v = step * w
     if V_out is not None:
@@ -111,32 +112,32 @@ def _forward_kernel(
             hat = (p - mean[:, None]) * r[:, None]
             out = hat
             if gain_a is not None:
-                out = out * load_columns(gain_a, columns, D)[None, :]
+                out = out * load_columns(gain_a, columns, D)
             if bias_a is not None:
-                out = out + load_columns(bias_a, columns, D)[None, :]
+                out = out + load_columns(bias_a, columns, D)
             tl.store(u + at, out, mask=mask)
             if u2 is not None:
                 out = hat
                 if gain_b is not None:
-                    out = out * load_columns(gain_b, columns, D)[None, :]
+                    out = out * load_columns(gain_b, columns, D)
                 if bias_b is not None:
-                    out = out + load_columns(bias_b, columns, D)[None, :]
+                    out = out + load_columns(bias_b, columns, D)
                 tl.store(u2 + at, out, mask=mask)
 
 
 @triton.jit
 def _backward_kernel(
-    du: Any, du2: Any, dx_out: Any, dV_out: Any, x_out: Any, V_out: Any, g: Any, g2: Any, statistics: Any,
-    gain_v: Any, gain_a: Any, bias_a: Any, gain_b: Any, bias_b: Any,
-    raw_step: Any, raw_nu: Any, raw_lam: Any, raw_mu: Any, raw_beta: Any, raw_next: Any,
-    c_step: Any, c_nu: Any, c_lam: Any, c_mu: Any, c_beta: Any, c_next: Any,
-    dx: Any, dw: Any, partial: Any, n: Any, eps_v: Any,
+    du: tl.tensor, du2: tl.tensor, dx_out: tl.tensor, dV_out: tl.tensor, x_out: tl.tensor, V_out: tl.tensor, g: tl.tensor, g2: tl.tensor, statistics: tl.tensor,
+    gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
+    raw_step: tl.tensor, raw_nu: tl.tensor, raw_lam: tl.tensor, raw_mu: tl.tensor, raw_beta: tl.tensor, raw_next: tl.tensor,
+    c_step: tl.tensor, c_nu: tl.tensor, c_lam: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
+    dx: tl.tensor, dw: tl.tensor, partial: tl.tensor, n: tl.tensor, eps_v: tl.tensor,
     STEP: tl.constexpr, NU: tl.constexpr, LAM: tl.constexpr, MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
     DRIFT: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    columns = tl.arange(0, BLOCK)
-    column = (columns < D)[None, :]
+    columns = tl.arange(0, BLOCK)[None, :]
+    column = columns < D
     step = mapped(raw_step, c_step, STEP)
     nu = mapped(raw_nu, c_nu, NU) if NU != ABSENT else 1.0
     keep = 1 - mapped(raw_lam, c_lam, LAM) if LAM != ABSENT else 1.0
@@ -147,71 +148,82 @@ def _backward_kernel(
     if gain_v is not None:
         signed_gain = tl.where(step < 0, -1.0, 1.0) * load_columns(gain_v, columns, D)
         to_hat = quotient(1.0, ratio * signed_gain)
-    sum_gain_v = tl.zeros((BLOCK,), tl.float32)
+    sum_gain_v = tl.zeros((1, BLOCK), tl.float32)
     sum_gain_a, sum_bias_a = sum_gain_v, sum_gain_v
     sum_gain_b, sum_bias_b = sum_gain_v, sum_gain_v
-    sum_nu, sum_lam, sum_mu, sum_ratio = sum_gain_v, sum_gain_v, sum_gain_v, sum_gain_v
+    sum_nu = tl.zeros((ROWS, BLOCK // 8), tl.float32)
+    sum_lam, sum_mu, sum_ratio = sum_nu, sum_nu, sum_nu
     sum_step = tl.zeros((ROWS,), tl.float32)
 
     for tile in tl.range(0, TILES, num_stages=STAGES):
         rows = (tile * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
         row = rows < n
         mask = row[:, None] & column
-        at = rows.to(tl.int64)[:, None] * D + columns[None, :]
+        at = rows.to(tl.int64)[:, None] * D + columns
 
-        v = tl.zeros((ROWS, BLOCK), tl.float32)
-        hat = v
+        # all loads before the first reduction, behind whose barrier they would wait
         if gain_v is not None:
             r = tl.load(statistics + n + rows, mask=row, other=0.0)
         if V_out is not None:
             kept = load_tile(V_out, at, mask)
-            v = kept * quotient(1.0, ratio)
-            if gain_v is not None:
-                hat = kept * to_hat[None, :]
         elif g is not None:
             w = load_tile(g, at, mask)
             if g2 is not None:
                 w += load_tile(g2, at, mask)
             if gain_v is not None:
-                hat = (w - tl.load(statistics + rows, mask=row, other=0.0)[:, None]) * r[:, None]
-                v = hat * signed_gain[None, :]
+                mean = tl.load(statistics + rows, mask=row, other=0.0)
+        if x_out is not None:
+            p = load_tile(x_out, at, mask)
+        if du is not None:
+            c = load_tile(du, at, mask)
+        if du2 is not None:
+            c2 = load_tile(du2, at, mask)
+        if du is not None or du2 is not None:
+            mean_p = tl.load(statistics + 2 * n + rows, mask=row, other=0.0)
+            r_p = tl.load(statistics + 3 * n + rows, mask=row, other=0.0)
+        if dx_out is not None:
+            dt = load_tile(dx_out, at, mask)
+        if dV_out is not None:
+            dV = load_tile(dV_out, at, mask)
+
+        v = tl.zeros((ROWS, BLOCK), tl.float32)
+        hat = v
+        if V_out is not None:
+            v = kept * quotient(1.0, ratio)
+            if gain_v is not None:
+                hat = kept * to_hat
+        elif g is not None:
+            if gain_v is not None:
+                hat = (w - mean[:, None]) * r[:, None]
+                v = hat * signed_gain
             else:
                 v = step * w
 
-        dp = tl.zeros((ROWS, BLOCK), tl.float32)
-        if du is not None or du2 is not None or LAM >= 0:
-            p = load_tile(x_out, at, mask)
-            if LAM >= 0:
-                x = (p - nu * v) / keep
+        if LAM >= 0:
+            x = (p - nu * v) / keep
         if du is not None or du2 is not None:
             if MU != ABSENT:
                 p += mu * v
-            mean_p = tl.load(statistics + 2 * n + rows, mask=row, other=0.0)
-            r_p = tl.load(statistics + 3 * n + rows, mask=row, other=0.0)
             hat_p = (p - mean_p[:, None]) * r_p[:, None]
-            c = dp
             if du is not None:
-                c = load_tile(du, at, mask)
                 if gain_a is not None:
-                    sum_gain_a += tl.sum(c * hat_p, 0)
+                    sum_gain_a += tl.sum(c * hat_p, 0, keep_dims=True)
                 if bias_a is not None:
-                    sum_bias_a += tl.sum(c, 0)
+                    sum_bias_a += tl.sum(c, 0, keep_dims=True)
                 if gain_a is not None:
-                    c = c * load_columns(gain_a, columns, D)[None, :]
+                    c = c * load_columns(gain_a, columns, D)
             if du2 is not None:
-                c2 = load_tile(du2, at, mask)
                 if gain_b is not None:
-                    sum_gain_b += tl.sum(c2 * hat_p, 0)
+                    sum_gain_b += tl.sum(c2 * hat_p, 0, keep_dims=True)
                 if bias_b is not None:
-                    sum_bias_b += tl.sum(c2, 0)
+                    sum_bias_b += tl.sum(c2, 0, keep_dims=True)
                 if gain_b is not None:
-                    c2 = c2 * load_columns(gain_b, columns, D)[None, :]
-                c = c + c2
+                    c2 = c2 * load_columns(gain_b, columns, D)
+                c = c + c2 if du is not None else c2
             dp, _ = row_norm_backward(c, hat_p, r_p, CENTRED, D)
-
-        dt = dp
-        if dx_out is not None:
-            dt = dt + load_tile(dx_out, at, mask)
+            dt = dt + dp if dx_out is not None else dp
+        elif dx_out is None:
+            dt = tl.zeros((ROWS, BLOCK), tl.float32)
         if dx is not None:
             if DRIFT and LAM != ABSENT:
                 tl.store(dx + at, keep * dt, mask=mask)
@@ -223,21 +235,20 @@ def _backward_kernel(
             if NU != ABSENT:
                 dv = nu * dt
             if NU >= 0:
-                sum_nu += tl.sum(dt * v, 0)
+                sum_nu += thread_sums(dt * v)
             if LAM >= 0:
-                sum_lam -= tl.sum(dt * x, 0)
-        if MU != ABSENT:
+                sum_lam -= thread_sums(dt * x)
+        if MU != ABSENT and (du is not None or du2 is not None):
             dv += mu * dp
-        if MU >= 0:
-            sum_mu += tl.sum(dp * v, 0)
+            if MU >= 0:
+                sum_mu += thread_sums(dp * v)
         if dV_out is not None:
-            dV = load_tile(dV_out, at, mask)
             dv += ratio * dV
             if BETA >= 0 or NEXT >= 0:
-                sum_ratio += tl.sum(dV * v, 0)
+                sum_ratio += thread_sums(dV * v)
         if gain_v is not None:
-            sum_gain_v += tl.sum(dv * hat, 0)
-            dw_tile, along = row_norm_backward(dv * signed_gain[None, :], hat, r, True, D)
+            sum_gain_v += tl.sum(dv * hat, 0, keep_dims=True)
+            dw_tile, along = row_norm_backward(dv * signed_gain, hat, r, True, D)
             sum_step += r * r * along
         else:
             dw_tile = step * dv
@@ -249,33 +260,272 @@ def _backward_kernel(
     line = partial + tl.program_id(0).to(tl.int64) * WIDTH
     if gain_v is not None:
         sum_gain_v *= tl.where(step < 0, -1.0, 1.0)
-        tl.store(line + columns, sum_gain_v, mask=columns < D)
+        tl.store(line + columns, sum_gain_v, mask=column)
         line += D
     if gain_a is not None:
-        tl.store(line + columns, sum_gain_a, mask=columns < D)
+        tl.store(line + columns, sum_gain_a, mask=column)
         line += D
     if bias_a is not None:
-        tl.store(line + columns, sum_bias_a, mask=columns < D)
+        tl.store(line + columns, sum_bias_a, mask=column)
         line += D
     if gain_b is not None:
-        tl.store(line + columns, sum_gain_b, mask=columns < D)
+        tl.store(line + columns, sum_gain_b, mask=column)
         line += D
     if bias_b is not None:
-        tl.store(line + columns, sum_bias_b, mask=columns < D)
+        tl.store(line + columns, sum_bias_b, mask=column)
         line += D
     if STEP >= 0:
         if gain_v is not None:
             factor = D * eps_v / (step * step * step)
         else:
             factor = quotient(1.0, step)
-        tl.store(line, tl.sum(sum_step, 0) * factor * slope(raw_step, c_step, STEP))
+        tl.store(line, tl.sum(sum_step) * factor * slope(raw_step, c_step, STEP))
     if NU >= 0:
-        tl.store(line + 1, tl.sum(sum_nu, 0) * slope(raw_nu, c_nu, NU))
+        tl.store(line + 1, tl.sum(sum_nu) * slope(raw_nu, c_nu, NU))
     if LAM >= 0:
-        tl.store(line + 2, tl.sum(sum_lam, 0) * slope(raw_lam, c_lam, LAM))
+        tl.store(line + 2, tl.sum(sum_lam) * slope(raw_lam, c_lam, LAM))
     if MU >= 0:
-        tl.store(line + 3, tl.sum(sum_mu, 0) * slope(raw_mu, c_mu, MU))
+        tl.store(line + 3, tl.sum(sum_mu) * slope(raw_mu, c_mu, MU))
     if BETA >= 0:
-        tl.store(line + 4, tl.sum(sum_ratio, 0) / step_next * slope(raw_beta, c_beta, BETA))
+        tl.store(line + 4, tl.sum(sum_ratio) / step_next * slope(raw_beta, c_beta, BETA))
     if NEXT >= 0:
-        tl.store(line + 5, -tl.sum(sum_ratio, 0) * ratio / step_next * slope(raw_next, c_next, NEXT))
+        tl.store(line + 5, -tl.sum(sum_ratio) * ratio / step_next * slope(raw_next, c_next, NEXT))
+
+
+def forward_tile(d: int) -> Tile:
+    """About 2,048 numbers at once; 8 of a row per thread, so that a bf16 load is 16 bytes."""
+    block = common.width(d)
+    return Tile(rows=max(1, min(16, 2048 // block)), warps=max(1, min(8, block // 256)))
+
+
+def backward_tile(d: int) -> Tile:
+    block = common.width(d)
+    return Tile(rows=max(1, min(16, 2048 // block)), warps=max(1, min(8, block // 256)), stages=1, programs=4)
+
+
+@torch.library.custom_op("stepformer::velocity_pass", mutates_args=())
+def _pass(
+    g: Tensor, x: Tensor, V: Tensor | None, g2: Tensor | None,
+    gain_v: Tensor | None, gain_a: Tensor | None, bias_a: Tensor | None, gain_b: Tensor | None, bias_b: Tensor | None,
+    raw_step: Tensor | None, raw_nu: Tensor | None, raw_lam: Tensor | None, raw_mu: Tensor | None,
+    raw_beta: Tensor | None, raw_next: Tensor | None,
+    kinds: list[int], constants: list[float], eps_v: float, eps: float,
+    outputs: int, centred: bool, drift: bool, carry: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x_out, V_out, u, u2, statistics = _outputs(g, x, V, outputs, drift, carry, dtype)
+    d = g.shape[-1]
+    n = g.numel() // d
+    tile = forward_tile(d)
+    _forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
+        g.contiguous(), _dense(g2), x.contiguous() if drift or outputs else None, _dense(V),
+        gain_v, gain_a, bias_a, gain_b, bias_b, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
+        x_out if drift else None, V_out if carry else None, u if outputs else None, u2 if outputs > 1 else None,
+        statistics, n, eps_v, eps, *kinds,
+        CENTRED=centred, D=d, BLOCK=common.width(d), ROWS=tile.rows, num_warps=tile.warps,
+    )  # fmt: skip
+    return x_out, V_out, u, u2, statistics
+
+
+def _dense(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _outputs(
+    g: Tensor, x: Tensor, V: Tensor | None, outputs: int, drift: bool, carry: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Unwritten memory for x', V', u, u2 and the statistics; empty where one does not exist."""
+    return (
+        x.new_empty(g.shape if drift else 0),
+        (x if V is None else V).new_empty(g.shape if carry else 0),
+        x.new_empty(g.shape if outputs else 0, dtype=dtype),
+        x.new_empty(g.shape if outputs > 1 else 0, dtype=dtype),
+        x.new_empty((4, g.numel() // g.shape[-1]), dtype=torch.float32),
+    )
+
+
+@_pass.register_fake
+def _(g: Tensor, x: Tensor, V: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    outputs, _, drift, carry, dtype = args[-5:]
+    return _outputs(g, x, V, outputs, drift, carry, dtype)
+
+
+@torch.library.custom_op("stepformer::velocity_pass_backward", mutates_args=())
+def _pass_backward(
+    du: Tensor | None, du2: Tensor | None, dx_out: Tensor | None, dV_out: Tensor | None,
+    x_out: Tensor | None, V_out: Tensor | None, g: Tensor | None, g2: Tensor | None, statistics: Tensor,
+    gain_v: Tensor | None, gain_a: Tensor | None, bias_a: Tensor | None, gain_b: Tensor | None, bias_b: Tensor | None,
+    raw_step: Tensor | None, raw_nu: Tensor | None, raw_lam: Tensor | None, raw_mu: Tensor | None,
+    raw_beta: Tensor | None, raw_next: Tensor | None,
+    kinds: list[int], constants: list[float], eps_v: float, centred: bool, drift: bool,
+    shape: list[int], dx_dtype: torch.dtype | None, dw_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d = shape[-1]
+    n = statistics.shape[1]
+    tile = backward_tile(d)
+    programs, tiles = common.persistent(n, tile, statistics.device)
+    vectors = (gain_v, gain_a, bias_a, gain_b, bias_b)
+    dx, dw, _ = _gradients(statistics, vectors, shape, dx_dtype, dw_dtype)
+    columns = common.columns(vectors, d, len(SCALARS))
+    partial = statistics.new_empty((programs, columns))
+    _backward_kernel[(programs,)](
+        _dense(du), _dense(du2), _dense(dx_out), _dense(dV_out), _dense(x_out), V_out, _dense(g), _dense(g2), statistics,
+        *vectors, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
+        None if dx_dtype is None else dx, None if dw_dtype is None else dw, partial, n, eps_v, *kinds,
+        DRIFT=drift, CENTRED=centred, D=d, BLOCK=common.width(d), ROWS=tile.rows,
+        TILES=tiles, STAGES=tile.stages, WIDTH=columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return dx, dw, partial.sum(0)
+
+
+def _gradients(
+    statistics: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    shape: list[int],
+    dx_dtype: torch.dtype | None,
+    dw_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = statistics.new_empty(0 if dx_dtype is None else shape, dtype=dx_dtype)
+    dw = statistics.new_empty(0 if dw_dtype is None else shape, dtype=dw_dtype)
+    return dx, dw, statistics.new_empty(common.columns(vectors, shape[-1], len(SCALARS)))
+
+
+@_pass_backward.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape, dx_dtype, dw_dtype = args[-3:]
+    return _gradients(args[8], args[9:14], shape, dx_dtype, dw_dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    g, x, V, g2, *rest = inputs
+    vectors, raws, (kinds, constants, eps_v, _, outputs, centred, drift, carry, _) = rest[:5], rest[5:11], rest[11:]
+    x_out, V_out, _, _, statistics = output
+    step, nu, lam, mu = kinds[:4]
+    asks_for_v = vectors[0] is not None or step >= 0 or nu >= 0 or lam >= 0 or mu != ABSENT.value
+    answers = (g, g2) if asks_for_v and not carry else (None, None)
+    position = None
+    if outputs or lam >= 0:
+        position = x_out if drift else x
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(position, V_out if carry else None, *answers, statistics, *vectors, *raws)
+    ctx.numbers = (kinds, constants, eps_v, centred, drift)
+    ctx.shape, ctx.dtypes = list(g.shape), [None if t is None else t.dtype for t in (g, x, V, g2)]
+    # x' = x + g: both have the same gradient, and it is written once
+    residual = drift and not carry and not asks_for_v and lam == ABSENT.value and constants[0] * constants[1] == 1.0
+    ctx.same = residual and g.dtype == x.dtype
+
+
+def _backward(ctx: Any, dx_out: Tensor | None, dV_out: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+    du, du2, _ = others
+    saved = ctx.saved_tensors
+    vectors, raws = saved[5:10], saved[10:]
+    g_dtype, x_dtype, V_dtype, g2_dtype = ctx.dtypes
+    needs = ctx.needs_input_grad
+    wants_w = needs[0] or needs[2] or needs[3]
+    has_dx = dx_out is not None or du is not None or du2 is not None
+    dx, dw, sums = torch.ops.stepformer.velocity_pass_backward(
+        du, du2, dx_out, dV_out, *saved, *ctx.numbers, ctx.shape,
+        x_dtype if has_dx and (needs[1] or ctx.same) else None,
+        (V_dtype or g_dtype) if wants_w and not ctx.same else None,
+    )  # fmt: skip
+    if ctx.same:
+        dw = dx
+    inputs = [dw.to(t) if need and t is not None else None for need, t in zip((needs[0], needs[2], needs[3]), (g_dtype, V_dtype, g2_dtype), strict=True)]
+    by_parameter = common.split_sums(sums, vectors, raws, ctx.shape[-1])
+    return inputs[0], dx if has_dx and needs[1] else None, inputs[1], inputs[2], *by_parameter, *[None] * 9
+
+
+_pass.register_autograd(_backward, setup_context=_setup)
+
+
+def velocity_pass(
+    g: Tensor,
+    *,
+    x: Tensor,
+    V: Tensor | None = None,
+    g2: Tensor | None = None,
+    gamma: Scalar = Scalar(),
+    scale: float = 1.0,
+    gain_v: Tensor | None = None,
+    eps_v: float = 1e-5,
+    nu: Scalar | None = None,
+    lam: Scalar | None = None,
+    drift: bool = True,
+    mu_next: Scalar | None = None,
+    beta_next: Scalar | None = None,
+    gamma_next: Scalar | None = None,
+    scale_next: float = 1.0,
+    norms: Norms = (),
+    norm_kind: str = "layernorm",
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """x', V', u and u2 after an oracle's answer g (plus g2), all (..., d).
+
+    `V` is the velocity times beta / (scale * gamma) of this pass; V' comes back times beta / (scale * gamma) of the
+    next one (`beta_next`, `gamma_next`, `scale_next`), or as it is without `beta_next`. There is a V' when there is a
+    V or a `beta_next`. Without `gain_v` the velocity is not normalised. No gain and no beta may be exactly 0.
+    `norms` holds gain and bias (or None) of each output, none to two; statistics are taken once. x' has the dtype
+    of x, V' that of V (without V that of x), u that of `out_dtype` (default: that of x). Not twice differentiable.
+    """
+    carry = V is not None or beta_next is not None
+    if not drift:
+        nu = lam = None
+    (gain_a, bias_a), (gain_b, bias_b) = [*norms, (None, None), (None, None)][:2]
+    scalars = (
+        gamma.times(scale),
+        nu,
+        lam,
+        mu_next if norms else None,
+        beta_next,
+        None if beta_next is None else (gamma_next or Scalar()).times(scale_next),
+    )
+    x_out, V_out, u, u2, _ = torch.ops.stepformer.velocity_pass(
+        g, x, V, g2, gain_v, gain_a, bias_a, gain_b, bias_b,
+        *[None if s is None else s.raw for s in scalars],
+        [common.code(s) for s in scalars],
+        [1.0 if s is None else s.constant for s in scalars],
+        eps_v, eps, len(norms), norm_kind == "layernorm", drift, carry, out_dtype or x.dtype,
+    )  # fmt: skip
+    return x_out if drift else x, V_out if carry else None, u if norms else None, u2 if len(norms) > 1 else None
+
+
+def velocity_pass_reference(
+    g: Tensor,
+    *,
+    x: Tensor,
+    V: Tensor | None = None,
+    g2: Tensor | None = None,
+    gamma: Scalar = Scalar(),
+    scale: float = 1.0,
+    gain_v: Tensor | None = None,
+    eps_v: float = 1e-5,
+    nu: Scalar | None = None,
+    lam: Scalar | None = None,
+    drift: bool = True,
+    mu_next: Scalar | None = None,
+    beta_next: Scalar | None = None,
+    gamma_next: Scalar | None = None,
+    scale_next: float = 1.0,
+    norms: Norms = (),
+    norm_kind: str = "layernorm",
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """`velocity_pass` as plain equations, differentiable by autograd in any dtype: its twin in the tests."""
+    answer = g if g2 is None else g + g2
+    v = scale * gamma.value() * (answer if V is None else V + answer)
+    if gain_v is not None:
+        v = F.layer_norm(v, v.shape[-1:], gain_v, None, eps_v)
+    x_out = x
+    if drift:
+        moved = v if nu is None else nu.value() * v
+        x_out = ((x if lam is None else (1 - lam.value()) * x) + moved).to(x.dtype)
+    V_out = None
+    if V is not None or beta_next is not None:
+        ratio: Tensor | float = 1.0
+        if beta_next is not None:
+            ratio = beta_next.value() / (scale_next * (gamma_next or Scalar()).value())
+        V_out = (ratio * v).to((x if V is None else V).dtype)
+    p = x_out if mu_next is None else x_out + mu_next.value() * v
+    us = [common.norm_reference(p, gain, bias, norm_kind, eps).to(out_dtype or x.dtype) for gain, bias in norms]
+    return x_out, V_out, *[*us, None, None][:2]

@@ -37,10 +37,14 @@ at a condition of 1e4. fp32 answers take the first, bf16 answers the second, bec
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from stepformer.kernels.common import multiprocessors
 
 STEPS = 10
 HEAD_DIMS = (16, 32, 64)
@@ -96,7 +100,15 @@ def _next(p: tl.tensor, ph: tl.tensor, pl: tl.tensor, SCALE: tl.constexpr, PRECI
 
 
 @triton.jit
-def _turned(z: tl.tensor, zh: tl.tensor, zl: tl.tensor, ph: tl.tensor, pl: tl.tensor, SCALE: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+def _turned(
+    z: tl.tensor,
+    zh: tl.tensor,
+    zl: tl.tensor,
+    ph: tl.tensor,
+    pl: tl.tensor,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
     """T_i Z_i^T from Z_i^T (k x h) and P_i."""
     return 1.5 * z - _product(ph, pl, zh, zl, PRECISION) * (0.5 / (SCALE * SCALE))
 
@@ -111,9 +123,9 @@ def _forward(
     u: tl.tensor,
     r_new: tl.tensor,
     m_new: tl.tensor,
-    r_stride: tl.tensor,
     H: tl.constexpr,
     K: tl.constexpr,
+    R_STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
     MEAN: tl.constexpr,
     STEPS: tl.constexpr,
@@ -132,7 +144,7 @@ def _forward(
     unit = _power_of_two(d)
     gh, gl = _operand(d, SCALE / unit, PRECISION)
     gram = _product(gh, gl, tl.trans(gh), tl.trans(gl), PRECISION) * (unit / SCALE) * (unit / SCALE)
-    covariance = b * tl.load(r + token * r_stride + square).to(tl.float32) + (1 - b) * gram
+    covariance = b * tl.load(r + token * R_STRIDE + square).to(tl.float32) + (1 - b) * gram
     tl.store(r_new + token * (K * K) + square, covariance)
     if MEAN:
         b1 = tl.load(beta1).to(tl.float32)
@@ -167,16 +179,16 @@ def _backward(
     dg: tl.tensor,
     dm: tl.tensor,
     dr: tl.tensor,
-    dbeta_r: tl.tensor,
-    dbeta1: tl.tensor,
+    partial: tl.tensor,
     scratch: tl.tensor,
-    r_stride: tl.tensor,
     tokens: tl.tensor,
     H: tl.constexpr,
     K: tl.constexpr,
+    R_STRIDE: tl.constexpr,
     COLUMNS: tl.constexpr,
     MEAN: tl.constexpr,
     HAS_DR: tl.constexpr,
+    HAS_DM: tl.constexpr,
     NEEDS_DR: tl.constexpr,
     STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -190,6 +202,7 @@ def _backward(
     head = tl.arange(0, COLUMNS)
     square = j[:, None] * K + j[None, :]
     tall = j[:, None] * COLUMNS + head[None, :]
+    turned = head[None, :] * K + j[:, None]
     real = (head < H)[None, :]
     base = scratch + program.to(tl.int64) * (STEPS * PART * HALVES)
     b = tl.load(beta_r).to(tl.float32)
@@ -200,14 +213,14 @@ def _backward(
     db1 = 0.0
 
     for t in range(program, tokens, tl.num_programs(0)):
-        token = t.to(tl.int64)
-        turned = token * (H * K) + head[None, :] * K + j[:, None]
-        d = tl.load(g + turned, mask=real, other=0.0).to(tl.float32)
+        vectors = t.to(tl.int64) * (H * K)
+        matrices = t.to(tl.int64) * (K * K)
+        d = tl.load(g + vectors + turned, mask=real, other=0.0).to(tl.float32)
         if MEAN:
-            d = b1 * tl.load(m + turned, mask=real, other=0.0).to(tl.float32) + (1 - b1) * d
+            d = b1 * tl.load(m + vectors + turned, mask=real, other=0.0).to(tl.float32) + (1 - b1) * d
         unit = _power_of_two(d)
-        p, size = _normalised(tl.load(r_new + token * (K * K) + square), K)
         z = d / unit
+        p, size = _normalised(tl.load(r_new + matrices + square), K)
         for i in range(STEPS):
             ph, pl = _operand(p, SCALE, PRECISION)
             zh, zl = _operand(z, SCALE, PRECISION)
@@ -222,7 +235,7 @@ def _backward(
                 p = _next(p, ph, pl, SCALE, PRECISION)
         tl.debug_barrier()  # other threads read what was stored
 
-        y = tl.load(du + turned, mask=real, other=0.0).to(tl.float32)
+        y = tl.load(du + vectors + turned, mask=real, other=0.0).to(tl.float32)
         y_unit = _power_of_two(y)
         y = y / y_unit
         e = tl.zeros((K, K), tl.float32)
@@ -240,40 +253,224 @@ def _backward(
             if back > 0:
                 eh, el = _operand(e, SCALE, PRECISION)
                 v = _product(eh, el, ph, pl, PRECISION) * UNSCALE
+                half += 0.5 * e - (2 / 3) * v
                 vh, vl = _operand(v + 0.5 * tl.trans(v), SCALE, PRECISION)
-                half += 0.5 * e - (2 / 3) * v + _product(vh, vl, ph, pl, PRECISION) * (UNSCALE / 9)
+                half += _product(vh, vl, ph, pl, PRECISION) * (UNSCALE / 9)
             e = half + tl.trans(half)
             y = _turned(y, yh, yl, ph, pl, SCALE, PRECISION)
             shrunk = shrunk / 2.25
         tl.debug_barrier()  # the next token's stores wait for these loads
 
-        d = tl.load(g + turned, mask=real, other=0.0).to(tl.float32)
-        answer = d
+        answer = tl.load(g + vectors + turned, mask=real, other=0.0).to(tl.float32)
+        d = answer
         if MEAN:
-            mean = tl.load(m + turned, mask=real, other=0.0).to(tl.float32)
-            d = b1 * mean + (1 - b1) * d
-        p, size = _normalised(tl.load(r_new + token * (K * K) + square), K)
+            mean = tl.load(m + vectors + turned, mask=real, other=0.0).to(tl.float32)
+            d = b1 * mean + (1 - b1) * answer
+        p, size = _normalised(tl.load(r_new + matrices + square), K)
         dd = y * (y_unit / tl.sqrt(size))
         e *= (unit * 2.25 ** (STEPS - 1)) * (y_unit / tl.sqrt(size))
         e = (e - p * (tl.sum(e * p) + 0.5 * tl.sum(dd * d))) / size
         if HAS_DR:
-            given = tl.load(dr_new + token * (K * K) + square).to(tl.float32)
+            given = tl.load(dr_new + matrices + square).to(tl.float32)
             e += 0.5 * (given + tl.trans(given))
         if NEEDS_DR:
-            tl.store(dr + token * (K * K) + square, b * e)
+            tl.store(dr + matrices + square, b * e)
         e_unit = _power_of_two(e)
         eh, el = _operand(e, SCALE / e_unit, PRECISION)
         g_unit = _power_of_two(answer)
         gh, gl = _operand(answer, SCALE / g_unit, PRECISION)
         through = _product(eh, el, gh, gl, PRECISION) * (e_unit / SCALE) * (g_unit / SCALE)
-        db += tl.sum(e * tl.load(r + token * r_stride + square).to(tl.float32)) - tl.sum(through * answer)
+        old = tl.load(r + t.to(tl.int64) * R_STRIDE + square).to(tl.float32)
+        db += tl.sum(e * old) - tl.sum(through * answer)
         through *= 2 * (1 - b)
         if MEAN:
-            dd += tl.load(dm_new + turned, mask=real, other=0.0).to(tl.float32)
-            db1 += tl.sum(tl.where(real, dd * (mean - answer), 0.0))
-            tl.store(dm + turned, b1 * dd, mask=real)
+            if HAS_DM:
+                dd += tl.load(dm_new + vectors + turned, mask=real, other=0.0).to(tl.float32)
+            db1 += tl.sum(dd * (mean - answer))
+            tl.store(dm + vectors + turned, b1 * dd, mask=real)
             dd = (1 - b1) * dd
-        tl.store(dg + turned, dd + through, mask=real)
-    tl.store(dbeta_r + program, db)
-    if MEAN:
-        tl.store(dbeta1 + program, db1)
+        tl.store(dg + vectors + turned, dd + through, mask=real)
+    tl.store(partial + program, db)
+    tl.store(partial + tl.num_programs(0) + program, db1)
+
+
+class Launch(NamedTuple):
+    """How the backward runs: warps, stages of its loads, programs per multiprocessor and registers per thread."""
+
+    warps: int = 4
+    stages: int = 1
+    programs: int = 2
+    registers: int | None = None
+
+
+def launch(k: int, precision: str) -> Launch:
+    """One group of four warps makes a 64 x 64 product; what it needs in registers lets two programs run side by side."""
+    return Launch()
+
+
+def precision_for(dtype: torch.dtype) -> str:
+    """fp32 answers deserve 22 bits, bf16 answers 11."""
+    return "fp16" if dtype == torch.bfloat16 else "fp16x3"
+
+
+def supports(n_head: int, head_dim: int) -> bool:
+    """Whether a token's matrix of heads has a shape that the kernels take."""
+    return head_dim in HEAD_DIMS and n_head <= MAX_HEADS
+
+
+def whiten(
+    g: Tensor, m: Tensor | None, r: Tensor, beta_r: Tensor, beta1: Tensor | None, n_head: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """u = D R'^{-1/2} in `dtype`, R' and M' of each token; without m and beta1 D is g and there is no M'.
+
+    g and m are (..., n_head * k), r is (..., k, k) and may be expanded; the betas are mapped values of shape (1,).
+    """
+    u, r_new, m_new = _whiten(g, m, r, beta_r, beta1, n_head, dtype, precision_for(g.dtype))
+    return u, r_new, None if m is None else m_new
+
+
+@torch.library.custom_op("stepformer::whiten", mutates_args=())
+def _whiten(
+    g: Tensor,
+    m: Tensor | None,
+    r: Tensor,
+    beta_r: Tensor,
+    beta1: Tensor | None,
+    n_head: int,
+    dtype: torch.dtype,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    u, r_new, m_new = _outputs(g, m, r, beta1, dtype)
+    r, stride = _matrices(r)
+    k = r.shape[-1]
+    tokens = g.numel() // (n_head * k)
+    if tokens:
+        _forward[(tokens,)](
+            g.contiguous(), None if m is None else m.contiguous(), r, beta_r, beta1, u, r_new, m_new,
+            H=n_head, K=k, R_STRIDE=stride, COLUMNS=_columns(n_head), MEAN=m is not None, STEPS=STEPS,
+            PRECISION=precision, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return u, r_new, m_new
+
+
+def _outputs(
+    g: Tensor, m: Tensor | None, r: Tensor, beta1: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unwritten memory for u, R' and M'; an operator returns tensors only, so a missing M' is an empty one."""
+    u = g.new_empty(g.shape, dtype=dtype)
+    r_new = g.new_empty(r.shape, dtype=torch.float32)
+    if m is None or beta1 is None:
+        return u, r_new, g.new_empty(0)
+    wide = torch.promote_types(torch.promote_types(g.dtype, m.dtype), beta1.dtype)
+    return u, r_new, g.new_empty(g.shape, dtype=wide)
+
+
+def _columns(n_head: int) -> int:
+    """Heads, padded to what a product takes."""
+    return max(16, triton.next_power_of_2(n_head))
+
+
+def _matrices(r: Tensor) -> tuple[Tensor, int]:
+    """r with its distance between tokens: 0 for one matrix that all tokens share."""
+    k = r.shape[-1]
+    if r.stride()[-2:] == (k, 1) and not any(r.stride()[:-2]):
+        return r, 0
+    return r.contiguous(), k * k
+
+
+@_whiten.register_fake
+def _(
+    g: Tensor,
+    m: Tensor | None,
+    r: Tensor,
+    beta_r: Tensor,
+    beta1: Tensor | None,
+    n_head: int,
+    dtype: torch.dtype,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(g, m, r, beta1, dtype)
+
+
+@torch.library.custom_op("stepformer::whiten_backward", mutates_args=())
+def _whiten_backward(
+    du: Tensor,
+    dr_new: Tensor | None,
+    dm_new: Tensor | None,
+    g: Tensor,
+    m: Tensor | None,
+    r: Tensor,
+    r_new: Tensor,
+    beta_r: Tensor,
+    beta1: Tensor | None,
+    n_head: int,
+    precision: str,
+    needs_dr: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dg, dm, dr = _gradients(g, m, r, needs_dr)
+    r, stride = _matrices(r)
+    k = r.shape[-1]
+    tokens = g.numel() // (n_head * k)
+    how = launch(k, precision)
+    programs = min(tokens, multiprocessors(g.device) * how.programs)
+    partial = g.new_empty((2, programs), dtype=torch.float32)
+    halves = 2 if precision == "fp16x3" else 1
+    scratch = g.new_empty(
+        (programs, STEPS, halves, k * (k + _columns(n_head))),
+        dtype=torch.float32 if precision == "ieee" else torch.float16,
+    )
+    if tokens:
+        _backward[(programs,)](
+            du.contiguous(), None if dr_new is None else dr_new.contiguous(),
+            None if dm_new is None else dm_new.contiguous(), g.contiguous(), None if m is None else m.contiguous(),
+            r, r_new, beta_r, beta1, dg, dm, dr, partial, scratch, tokens,
+            H=n_head, K=k, R_STRIDE=stride, COLUMNS=_columns(n_head), MEAN=m is not None,
+            HAS_DR=dr_new is not None, HAS_DM=dm_new is not None, NEEDS_DR=needs_dr, STEPS=STEPS, PRECISION=precision,
+            num_warps=how.warps, num_stages=how.stages, maxnreg=how.registers,
+        )  # fmt: skip
+    return dg, dm, dr, partial.sum(1)
+
+
+def _gradients(g: Tensor, m: Tensor | None, r: Tensor, needs_dr: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Unwritten memory for dg, dm and dr."""
+    dm = g.new_empty(0) if m is None else g.new_empty(m.shape, dtype=m.dtype)
+    return g.new_empty(g.shape), dm, g.new_empty(r.shape if needs_dr else 0, dtype=r.dtype)
+
+
+@_whiten_backward.register_fake
+def _(
+    du: Tensor,
+    dr_new: Tensor | None,
+    dm_new: Tensor | None,
+    g: Tensor,
+    m: Tensor | None,
+    r: Tensor,
+    r_new: Tensor,
+    beta_r: Tensor,
+    beta1: Tensor | None,
+    n_head: int,
+    precision: str,
+    needs_dr: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_gradients(g, m, r, needs_dr), g.new_empty(2, dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    g, m, r, beta_r, beta1, ctx.n_head, _, ctx.precision = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(g, m, r, output[1], beta_r, beta1)
+
+
+def _differentiate(ctx: Any, du: Tensor | None, dr_new: Tensor | None, dm_new: Tensor | None) -> tuple[Any, ...]:
+    g, m, r, r_new, beta_r, beta1 = ctx.saved_tensors
+    if du is None:
+        du = torch.zeros_like(g)
+    needs_dr = ctx.needs_input_grad[2]
+    dg, dm, dr, dbetas = _whiten_backward(
+        du, dr_new, None if m is None else dm_new, g, m, r, r_new, beta_r, beta1, ctx.n_head, ctx.precision, needs_dr
+    )
+    mean = (None, None) if m is None else (dm, dbetas[1:].to(beta1.dtype))
+    return dg, mean[0], dr if needs_dr else None, dbetas[:1].to(beta_r.dtype), mean[1], None, None, None
+
+
+_whiten.register_autograd(_differentiate, setup_context=_keep)

@@ -75,6 +75,13 @@ class StateSlot:
     def tensors(self) -> list[Tensor]:
         return [self.state] if self.moved is None else [self.state, self.moved]
 
+    def keep(self, tensors: list[Tensor]) -> None:
+        """Hold what is held now in these tensors, the ones of an earlier `tensors`: for steps at fixed addresses."""
+        for kept, new in zip(tensors, self.tensors(), strict=True):
+            if kept is not new:
+                kept.copy_(new)
+        self.state, self.moved = tensors[0], tensors[1] if len(tensors) > 1 else None
+
 
 @dataclass
 class Call:

@@ -21,18 +21,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepformer import kernels
 from stepformer.options import Option, choice, flag, integer
-from stepformer.oracles.attention import Attention, at_least_fp32, over_queries, register_attention, softmax_rows
+from stepformer.oracles.attention import (
+    Attention,
+    as_products,
+    at_least_fp32,
+    over_queries,
+    product_dtype,
+    register_attention,
+    softmax_rows,
+)
 from stepformer.oracles.caches import Call, TokenSlot
 from stepformer.oracles.linear import needs_integrator
 from stepformer.oracles.softmax import rotate
 from stepformer.schemes.coefficients import CoefficientBank, positive
-from stepformer.schemes.hamiltonian import SYMP
+from stepformer.schemes.hamiltonian import SYMP, Fields
 
 if TYPE_CHECKING:
     from stepformer.config import ModelConfig
 
 RIDGE = 1e-6
+LONGEST_FUSED = 16_384  # tokens, as a kernel holds a whole row of scores
 
 
 @register_attention(
@@ -140,20 +150,43 @@ class HamiltonianAttention(Attention):
         if self.metric == "learned":
             root = self.root.weight.to(y.dtype)
             return F.linear(F.linear(y, root.mT), root) + RIDGE * y
-        with torch.autocast(y.device.type, enabled=False):
+        return y @ self.metric_matrix().to(y.dtype)
+
+    def metric_matrix(self) -> Tensor:
+        """B. Many tokens times B cost half of what C and C^T cost; the products behind it are of weights alone."""
+        if self.metric == "learned":
+            b = self.root.weight @ self.root.weight.mT
+            return b + RIDGE * torch.eye(self.d_model, dtype=b.dtype, device=b.device)
+        with torch.autocast(self.query.weight.device.type, enabled=False):
             wq, wv = at_least_fp32(self.query.weight, self.value.weight)
             wk = wq if self.key is None else at_least_fp32(self.key.weight)[0]
             a = self.tau * wq.mT @ wk
             ridge = RIDGE * torch.eye(self.d_model, dtype=a.dtype, device=a.device)
             b = torch.linalg.solve(a + ridge, wv, left=False)  # W_V (A + ridge)^-1
-            return y @ (0.5 * (b + b.mT)).to(y.dtype)
+            return 0.5 * (b + b.mT)
 
     def kappa_now(self) -> Tensor | float:
         """kappa, set or learned."""
         return self.coefficients.value("kappa") if self.coefficients.specs else self.kappa
 
-    def fields(self, u: Tensor, y: Tensor, call: Call) -> SoftmaxFields:
+    def fields(self, u: Tensor, y: Tensor, call: Call) -> Fields:
+        plain = call.mask is None and call.slots is None and call.observe is None and u.shape[1] <= LONGEST_FUSED
+        if plain and product_dtype(u) in kernels.DTYPES and kernels.usable(u, y):
+            return FusedFields(self, u, y, call)
         return SoftmaxFields(self, u, y, call)
+
+    def queries_and_keys(self, u: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Of the tokens of this call, (B, kernels, T, width) each."""
+        heads = (self.kernels, -1)
+        q = self.query(u).unflatten(-1, heads).transpose(1, 2)
+        k = q if self.key is None else self.key(u).unflatten(-1, heads).transpose(1, 2)
+        return (rotate(q, call.positions), rotate(k, call.positions)) if self.rotary else (q, k)
+
+    def from_keys(self, total: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+        """W_Q^T of sums of keys (B, kernels, T, width), as A u_j = tau W_Q^T k_j."""
+        if self.rotary:
+            total = rotate(total, -call.positions)
+        return F.linear(total.transpose(1, 2).flatten(-2).to(dtype), self.query.weight.mT)
 
     def scores(self, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
         """S between some queries and all keys, bounded, -inf where not visible."""
@@ -167,11 +200,7 @@ class SoftmaxFields:
 
     def __init__(self, attention: HamiltonianAttention, u: Tensor, y: Tensor, call: Call) -> None:
         self.attention, self.call, self.y, self.dtype = attention, call, y, y.dtype
-        heads = (attention.kernels, -1)
-        q = attention.query(u).unflatten(-1, heads).transpose(1, 2)
-        k = q if attention.key is None else attention.key(u).unflatten(-1, heads).transpose(1, 2)
-        if attention.rotary:
-            q, k = rotate(q, call.positions), rotate(k, call.positions)
+        q, k = attention.queries_and_keys(u, call)
         slot = call.next_slot()
         if isinstance(slot, TokenSlot):
             (k,) = slot.extend(call, k=k)
@@ -236,7 +265,44 @@ class SoftmaxFields:
             else:
                 others = over_queries(self.second_pass, self.q.shape[2], attention.query_chunk, dim=2)
                 total = (0.5 * self.a / z + kappa * z) * self.gathered + 0.5 * others
-        if attention.rotary:
-            total = rotate(total, -self.call.positions)
-        total = (attention.tau / attention.kernels) * total.transpose(1, 2).flatten(-2)
-        return F.linear(total.to(self.dtype), attention.query.weight.mT)  # A u_j = tau W_Q^T k_j
+        return attention.from_keys((attention.tau / attention.kernels) * total, self.call, self.dtype)
+
+
+class FusedFields:
+    """The same F and G of plain causal tokens by kernels, products in the dtype of autocast.
+
+    In bf16 q, k, By and the weights of the sums are rounded, 2^-9 relative each; scores, z, a and all sums are fp32.
+    """
+
+    def __init__(self, attention: HamiltonianAttention, u: Tensor, y: Tensor, call: Call) -> None:
+        from stepformer.kernels.hamiltonian import force_and_log_z
+
+        self.attention, self.call, self.y, self.dtype = attention, call, y, y.dtype
+        q, k = as_products(*attention.queries_and_keys(u, call))
+        self.metric = attention.metric_matrix()
+        self.by = self.lower(y)
+        a = (y.float() * self.by.float()).sum(dim=-1) / attention.d_model
+        row = attention.rule == "row"
+        kappa = attention.kappa_now() * torch.full((), 1.0 if row else 0.5, device=a.device)
+        self.total, self.log_z = force_and_log_z(
+            q,
+            k,
+            a,
+            kappa,
+            tau=attention.tau,
+            bound=attention.bound,
+            n0=attention.n0,
+            factor=attention.tau / attention.kernels,
+            keys=row,
+        )
+
+    def lower(self, y: Tensor) -> Tensor:
+        y, metric = as_products(y, self.metric)
+        return F.linear(y, metric)
+
+    def velocity(self, y: Tensor) -> Tensor:
+        by = self.by if y is self.y else self.lower(y)
+        return (torch.exp(-self.log_z).mean(dim=1)[..., None] * by).to(self.dtype)
+
+    def force(self) -> Tensor:
+        return self.attention.from_keys(self.total, self.call, self.total.dtype)

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from stepformer import kernels
 from stepformer.options import integer
-from stepformer.oracles.attention import Attention, at_least_fp32, register_attention
+from stepformer.oracles.attention import Attention, as_products, at_least_fp32, product_dtype, register_attention
 from stepformer.oracles.caches import Call, StateSlot
 from stepformer.schemes.coefficients import CoefficientBank, positive
 from stepformer.schemes.hamiltonian import SYMP
 
 if TYPE_CHECKING:
     from stepformer.config import ModelConfig
+
+CHUNK = 128
+CUDA_CHUNK = 1024  # a state of d x d for so many tokens costs less to move than to multiply
 
 
 def gather(
@@ -58,7 +62,7 @@ class BilinearAttention(Attention):
     options = {
         "n0": integer(0, minimum=0, help="divide sums by this constant; 0: by the number of visible tokens"),
         "chunk": integer(
-            0, minimum=0, help="tokens per chunk; 0: one chunk up to 2 d_model tokens, chunks of 128 beyond"
+            0, minimum=0, help="tokens per chunk; 0: one up to 2 d_model tokens, beyond chunks of 128 (1024 on CUDA)"
         ),
     }
     output_map = None
@@ -74,17 +78,23 @@ class BilinearAttention(Attention):
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StateSlot:
         return StateSlot(batch, self.d_model, device, dtype, moved=self.moves_with_new_momentum)
 
-    def gather(self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """nu_i sum_j (q_i.k_j) v_j with nu = 1 / n_i, in fp32 at least, and the new state."""
-        length = q.shape[1]
+    def gather(self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """nu_i sum_j (q_i.k_j) v_j with nu = 1 / n_i in fp32 at least, and the new state if anyone asks for one."""
         # The masked product costs T^2 d, chunks cost T d^2: up to about 2 d tokens the first is cheaper.
-        chunk = self.chunk or (0 if length <= 2 * self.d_model else 128)
-        with torch.autocast(q.device.type, enabled=False):
-            q, k, v = at_least_fp32(q, k, v)
-            total, state = gather(q, k, v, call, state, chunk)
-            if self.n0:
-                return total / self.n0, state
-            return total / call.counts()[..., None].to(total.dtype), state
+        dense = self.chunk == 0 and q.shape[1] <= 2 * self.d_model
+        plain = call.slots is None and call.mask is None and product_dtype(q, k, v) in kernels.DTYPES
+        if plain and kernels.usable(q, k, v):
+            from stepformer.kernels.linear_flow import causal_sum
+
+            total = causal_sum(*as_products(q, k, v), segment=0 if dense else self.chunk or CUDA_CHUNK)
+            (total,) = at_least_fp32(total)
+        else:
+            with torch.autocast(q.device.type, enabled=False):  # operands too: a running sum needs the digits
+                chunk = 0 if dense else self.chunk or CHUNK
+                total, state = gather(*at_least_fp32(q, k, v), call, state, chunk)
+        if self.n0:
+            return total / self.n0, state
+        return total / call.counts()[..., None].to(total.dtype), state
 
 
 @register_attention(
@@ -109,7 +119,7 @@ class LinearAttention(BilinearAttention):
         slot = call.next_slot()
         state = slot.state if isinstance(slot, StateSlot) else None
         gathered, state = self.gather(self.kernel(u), u, values, call, state)
-        if isinstance(slot, StateSlot):
+        if isinstance(slot, StateSlot) and state is not None:
             slot.state = state
         return self.coefficients.value("h") * gathered.to(u.dtype)
 
@@ -158,7 +168,7 @@ class LinearFields:
         if not own and self.slot is not None:
             before = self.slot.moved
         field, after = self.attention.gather(self.attention.kernel(self.u), self.u, y, self.call, before)
-        if self.slot is not None:
+        if self.slot is not None and after is not None:
             if own:
                 self.slot.state = after
             else:
@@ -168,7 +178,7 @@ class LinearFields:
     def force(self) -> Tensor:
         before = None if self.before is None else self.before.mT
         field, after = self.attention.gather(self.y, self.y, self.u, self.call, before)
-        if self.slot is not None:
+        if self.slot is not None and after is not None:
             self.slot.state = after.mT
         return self.attention.value(self.u) - self.attention.kernel(field.to(self.u.dtype))
 

@@ -55,6 +55,9 @@ class TrainConfig(Settings):
     keep: int = setting(2, "how many of the latest checkpoints stay; the best stays besides", least=1)
     log_every: int = setting(1, "steps between lines of metrics.jsonl", least=1)
     precision: Literal["auto", "fp32", "bf16", "fp64"] = setting("auto", "bf16 autocast on CUDA, fp32 on CPU")
+    streams: Literal["auto", "fp32", "bf16"] = setting(
+        "auto", "what the residual stream and velocities are carried in under bf16 autocast (auto: bf16 on CUDA)"
+    )
     deterministic: bool = setting(
         False, "on CUDA: the same bits every time, at some cost in speed (CPU runs always are)"
     )
@@ -124,6 +127,8 @@ class RunConfig:
         for section, key in (("data", "also"), ("train", "init")):  # younger than runs whose hash must stay
             if values[section][key] is None:
                 del values[section][key]
+        if values["train"]["streams"] == "auto":
+            del values["train"]["streams"]
         values["model"] = self.model.hash
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]

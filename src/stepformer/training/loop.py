@@ -74,6 +74,7 @@ class Trainer:
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
+        self.model.stream_dtype = streams_of(config, device)
         if config.optim.own_init:
             scion_init(self.model, config.optim)
         self.flops = flops_per_token(self.model)
@@ -391,6 +392,14 @@ def precision_of(config: RunConfig, device: torch.device) -> str:
     if chosen != "auto":
         return chosen
     return "bf16" if device.type == "cuda" else "fp32"
+
+
+def streams_of(config: RunConfig, device: torch.device) -> torch.dtype | None:
+    """What x and the velocities are carried in: bf16 under bf16 autocast on CUDA unless fp32 is asked for
+    (docs/performance.md has the difference in loss); otherwise as the weights."""
+    if precision_of(config, device) != "bf16" or config.train.streams == "fp32":
+        return None
+    return torch.bfloat16 if config.train.streams == "bf16" or device.type == "cuda" else None
 
 
 def eval_every_of(config: RunConfig, eval_tokens: int) -> int:

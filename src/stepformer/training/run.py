@@ -22,7 +22,7 @@ from stepformer.training.config import RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
 from stepformer.training.display import Display
 from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
-from stepformer.training.loop import Trainer, precision_of
+from stepformer.training.loop import Trainer, precision_of, streams_of
 from stepformer.training.parallel import World, choose_device, joined_world
 from stepformer.training.runs import RunFolder, checkpoint_of
 from stepformer.training.stopping import Watch
@@ -246,6 +246,7 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto") -> Loa
     checkpoint, state = checkpoint_of(folder, which, alone)
     dtype = torch.float64 if precision_of(config, alone.device) == "fp64" else torch.float32
     model = Model(config.model, seed=0, device=alone.device, dtype=dtype)
+    model.stream_dtype = streams_of(config, alone.device)
     stored.load(checkpoint, "model", dict(model.named_parameters()))
     return LoadedRun(model.eval(), load_tokenizer(folder.tokenizer), config, record, int(state["step"]), folder)
 

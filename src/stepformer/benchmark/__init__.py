@@ -1,0 +1,1 @@
+"""How fast architectures are on this machine: measuring, stored results, tables, targets (`stepformer bench`)."""

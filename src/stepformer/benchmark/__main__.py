@@ -1,0 +1,7 @@
+"""`python -m stepformer.benchmark`."""
+
+import sys
+
+from stepformer.benchmark.command import main
+
+sys.exit(main())

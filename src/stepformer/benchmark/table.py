@@ -1,0 +1,207 @@
+"""Measurements as tables: for the terminal, and as the Markdown page that is kept beside the raw numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepformer.benchmark.planning import BASELINE
+from stepformer.benchmark.records import Process, Record, frame, pairs
+from stepformer.benchmark.targets import TARGETS, Target, Verdict, value_of, verdicts
+
+Pair = tuple[Record, Record]
+PAGE = """\
+# How fast the architectures are
+
+Made by `stepformer bench --table benchmarks/results -o benchmarks/README.md` from the JSON files in `results/`, which
+hold every step's time, the settings, the versions and the commit; nothing here is typed by hand.
+`stepformer bench` measures the same on your machine (`docs/benchmark.md`).
+"""
+LEGEND = (
+    "ktok/s: thousand tokens a second of forward pass, loss and backward pass, from the median step; [q1, q3] its "
+    "quartiles. Ratio: to vanilla in the same process. In a batch: the whole training step with gradients added up over "
+    "micro-batches, clipping and optimizer. Peak: of forward and backward pass, without optimizer memory. MFU: of the "
+    "data sheet's rate, by 6 operations per weight and token and 12 L T d for attention; of a product: of the measured "
+    "rate of one large matrix product. Decode: greedy, cached, one row."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first `left` columns are words, the others numbers."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+def plain(table: Table) -> str:
+    """For a terminal without colours."""
+    lines = [list(table.header), *map(list, table.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
+    out = [
+        "  ".join(
+            c.ljust(w) if i < table.left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    return "\n".join([*(line.rstrip() for line in out), *table.notes])
+
+
+def markdown(table: Table) -> str:
+    rule = ["---" if i < table.left else "--:" for i in range(len(table.header))]
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (table.header, rule, *table.rows)]
+    return "\n".join([*lines, *(f"\n{note}" for note in table.notes)])
+
+
+def speed_table(measured: Sequence[Pair]) -> Table:
+    """One row per measurement; columns that say the same in every row are left out."""
+    records = [record for record, _ in measured]
+    ways = [key for key in ("context", "micro_batch", "kernels", "streams") if len({r[key] for r in records}) > 1]
+    words = {"micro_batch": "micro-batch"}
+    header = ["architecture", *(words.get(way, way) for way in ways), "ktok/s", "ratio", "ms [q1, q3]"]
+    header += ["in a batch", "optimizer", "peak GiB", "MFU", "of a product", "decode tok/s", "compile s"]
+    rows, notes = [], []
+    for record, baseline in measured:
+        rows.append([record["label"], *(str(record[way]) for way in ways), *_numbers(record, baseline)])
+        said = [*record["notes"], *([record["error"]] if record["error"] else [])]
+        notes += [f"{record['label']}: {text}" for text in said]
+    empty = [i for i in range(len(header)) if i and all(row[i] == "" for row in rows)]
+    kept = [i for i in range(len(header)) if i not in empty]
+    return Table([header[i] for i in kept], [[row[i] for i in kept] for row in rows], notes=notes)
+
+
+def _numbers(record: Record, baseline: Record) -> list[str]:
+    """The cells of a record; empty where nothing was measured."""
+    if "tokens_per_second" not in record:
+        return ["failed" if record["error"] else "", *[""] * 9]
+    times = record["forward_backward"]
+    ratio = value_of("ratio", record, baseline)
+    cells = [
+        f"{record['tokens_per_second'] / 1000:,.1f}",
+        "" if ratio is None else f"{ratio:.3f}",
+        f"{times['median_ms']:.1f} [{times['q1_ms']:.1f}, {times['q3_ms']:.1f}]",
+    ]
+    batch, optimizer, decode = (record.get(key) or {} for key in ("batch", "optimizer", "decode"))
+    cells.append(f"{batch['tokens_per_second'] / 1000:,.1f}" if batch else "")
+    cells.append(f"{optimizer['median_ms']:.1f} ms, {100 * batch['optimizer_share']:.1f} %" if batch else "")
+    about = "about " if record["memory"]["how"] == "estimated" else ""
+    cells.append(f"{about}{record['memory']['peak_bytes'] / 2**30:.2f}")
+    cells += [f"{100 * record['mfu']:.1f} %", f"{100 * record['of_product']:.1f} %"]
+    cells.append(f"{decode['tokens_per_second']:,.0f}" if decode else "")
+    cells.append(f"{record['compile_seconds']:.0f}" if "compile_seconds" in record else "")
+    return cells
+
+
+def target_table(found: Iterable[Verdict]) -> Table:
+    rows = []
+    for verdict in found:
+        target = verdict.target
+        number = "" if verdict.value is None else _amount(verdict.value)
+        word = {True: "reached", False: "NOT reached", None: "not measured"}[verdict.reached]
+        sign = "<=" if target.at_most else ">="
+        where = "" if target.context == 1024 else f" at T = {target.context}"
+        rows.append(
+            [target.row, verdict.preset, f"{target.quantity}{where}", word, f"{sign} {_amount(target.bound)}", number]
+        )
+    return Table(["row", "architecture", "quantity", "verdict", "target", "measured"], rows, left=4)
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 20 else f"{value:.3f}"
+
+
+def profile_table(measured: Sequence[Pair]) -> Table | None:
+    """Milliseconds of one step by kind of kernel, a column per architecture; None if nothing was profiled."""
+    records = [record for record, _ in measured if record.get("profile")]
+    if not records:
+        return None
+    names = [record["label"] + ("" if record["kernels"] != "off" else " (off)") for record in records]
+    groups: dict[str, list[float]] = {}
+    for column, record in enumerate(records):
+        for group, ms in record["profile"]["groups_ms"].items():
+            groups.setdefault(group, [0.0] * len(records))[column] = ms
+    ordered = sorted(groups.items(), key=lambda item: -max(item[1]))
+    rows = [[group, *(f"{ms:.2f}" for ms in times)] for group, times in ordered]
+    for key, word in (("counted_ms", "all of these"), ("idle_ms", "device idle"), ("wall_ms", "forward + backward")):
+        if records[0]["profile"][key] is not None:
+            rows.append([word, *(f"{record['profile'][key]:.2f}" for record in records)])
+    if all(record.get("profile_optimizer") for record in records):
+        rows.append(["optimizer step", *(f"{record['profile_optimizer']['wall_ms']:.2f}" for record in records)])
+    return Table(["ms per micro-batch", *names], rows)
+
+
+def newest(processes: Iterable[Process]) -> list[Pair]:
+    """The last measurement of every architecture under every condition, each with the vanilla of its own process."""
+    found: dict[tuple[Any, ...], Pair] = {}
+    for process in processes:
+        for record, baseline in pairs(process["results"]):
+            key = (frame(record), record["label"])
+            if key not in found or "tokens_per_second" in record:
+                found[key] = (record, baseline)
+    return sorted(found.values(), key=lambda pair: (pair[0]["context"], pair[0]["label"] != BASELINE))
+
+
+def judged(processes: Iterable[Process], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
+    """Verdicts on measurements at the size and with the settings that the targets are for."""
+    fitting: list[Pair] = []
+    for process in processes:
+        if process["device"]["kind"] == "cuda" and process["settings"]["size"] == "small":
+            of_process = [pair for pair in pairs(process["results"]) if pair[0]["kernels"] != "off"]
+            fitting += reversed(of_process)  # of several ways to store streams the first counts: the last one here
+    return verdicts(targets, fitting)
+
+
+def page(processes: Sequence[Process]) -> str:
+    """The Markdown page: per machine and size a table, the targets, where the time goes, and what was measured when."""
+    groups: dict[tuple[Any, ...], list[Process]] = {}
+    for process in processes:
+        key = (process["device"]["name"], process["settings"]["size"], process["settings"]["compile"])
+        groups.setdefault(key, []).append(process)
+    out = [PAGE, LEGEND]
+    for (name, size, compiled), members in groups.items():
+        measured = newest(members)
+        out.append(f"\n## {name}, size {size}, {'compiled' if compiled else 'eager'}\n")
+        out.append(_conditions(members))
+        out.append(markdown(speed_table(measured)))
+        if members[0]["device"]["kind"] == "cuda" and size == "small":
+            out.append("\n### Targets\n")
+            out.append(markdown(target_table(judged(members))))
+        times = profile_table(measured)
+        if times is not None:
+            out.append("\n### Where the time goes\n")
+            out.append(markdown(times))
+    return "\n".join(out) + "\n"
+
+
+def _conditions(members: Sequence[Process]) -> str:
+    """One paragraph about what a table was measured with."""
+    last = members[-1]
+    versions = last["versions"]
+    parts = [f"torch {versions['torch']}", f"triton {versions['triton']}", f"Python {versions['python']}"]
+    if last["device"].get("driver"):
+        parts.append(f"driver {last['device']['driver']}")
+    if last["device"].get("threads"):
+        parts.append(f"{last['device']['threads']} threads")
+    product = last["product"]
+    parts.append(f"a {product['dtype']} product of size {product['size']} at {product['flops'] / 1e12:,.2f} TFLOP/s")
+    dates = sorted({str(process["date"])[:10] for process in members})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    commits = sorted({(process["commit"] or {}).get("hash", "unknown")[:10] for process in members})
+    speeds = [
+        record["tokens_per_second"] / 1000
+        for process in members
+        for record in process["results"]
+        if record["label"] == BASELINE
+        and "tokens_per_second" in record
+        and record["kernels"] != "off"
+        and record["context"] == process["results"][0]["context"]
+    ]
+    text = (
+        f"{', '.join(parts)}; {when}, {len(members)} process{'es' * (len(members) > 1)}, commit {', '.join(commits)}."
+    )
+    if len(speeds) > 1:
+        text += f" Vanilla was measured in each of them: {min(speeds):,.1f} to {max(speeds):,.1f} ktok/s."
+    return f"{text}\n"

@@ -1,0 +1,378 @@
+"""Triton kernels of constrained attention, forward: the inverse temperature of every row, then what it gathers.
+
+Scores are S_j = q.k_j, without the 1 / sqrt(head_dim), which belongs to b = beta / sqrt(head_dim). A row sees the keys
+j <= i, t of them; E and Var are those of its weights a ~ exp(b S). Sought is b with D(b) = ln t - H(a) = rho, where
+
+    H = ln sum_j exp(b (S_j - m)),   m = E[S],      dD / d ln b = b^2 Var(S).
+
+`solve_rows`: (1) the same problem on at most SUBSET of the keys, held in registers: every n-th key stands for n, the
+first for itself, since it may be a sink; (2) one pass over all keys at that b, which also finds the largest and
+smallest score, the variance and the ties at the top; (3) more passes while a row of the block is not there yet.
+`gather_rows`: one more pass at the b found, with O = E[V], W = E[(S - m) V] and the moments of S. What is left of
+D - rho, second order in the last step or rounding, is a step db that is taken without another pass:
+
+    b + db,   O + db W,   m + db Var,   H(b + db) from the moments.
+
+Passes on average 3 to 4 of a block of 64 rows with Gaussian scores at h = 0.5 ln t, 2 at rho = 0.1 ln t.
+Each costs 2 d FLOP for its products and some 12 more, one of them exp2, per pair; the last 6 d + 12.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+EPS = tl.constexpr(1.1920929e-07)
+TINY = tl.constexpr(1e-37)
+HIDDEN = tl.constexpr(-1e18)  # a score whose exponential is 0; finite, so that 0 times it is 0
+
+
+@triton.jit
+def load_rows(pointer: Any, rows: Any, stride: Any, length: Any, D: tl.constexpr, CHECK: tl.constexpr) -> Any:
+    """The rows (N, D) of a matrix; zeros from `length` on, if CHECK."""
+    at = pointer + rows[:, None] * stride + tl.arange(0, D)[None, :]
+    if CHECK:
+        return tl.load(at, mask=rows[:, None] < length, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _central(z: Any, s1: Any, s2: Any, s3: Any) -> Any:
+    """(mean, variance, third central moment) from sums of weights times powers."""
+    mean, square, cube = s1 / z, s2 / z, s3 / z
+    return mean, tl.maximum(square - mean * mean, 0.0), cube - 3 * mean * square + 2 * mean * mean * mean
+
+
+@triton.jit
+def _halley(b: Any, low: Any, high: Any, end: Any, missing: Any, second: Any, third: Any, full: Any, rho: Any) -> Any:
+    """Halley's method in ln b on logit(D / D(inf)), inside a bracket, at most to `end`; missing = D(inf) - D(b).
+
+    Returns (new b, low, high, step, error = D - rho, slope = dD / d ln b, whether the step was taken as it is).
+    `high` is infinite until a b with D > rho was seen, so that `end` itself can be tried.
+    """
+    goal = full - rho
+    error = goal - missing
+    slope = tl.maximum(b * b * second, TINY)
+    low = tl.where(error < 0, b, low)
+    high = tl.where(error < 0, high, b)
+    gained = tl.maximum(full - missing, full * EPS)
+    left = tl.maximum(missing, 1e-7)
+    newton = (tl.log(gained / left) - tl.log(rho / goal)) * (gained / full) * (left / slope)
+    curvature = 1 + 0.5 * b * third / tl.maximum(second, TINY) + 0.5 * slope * (1 / left - 1 / gained)
+    step = newton / (1 - tl.minimum(tl.maximum(newton * curvature, -1.0), 0.5))
+    new = tl.minimum(b * tl.exp(-tl.minimum(tl.maximum(step, -3.0), 3.0)), end)
+    # what is missing is known to 1e-7: below 1e-6, far from nearly every goal, halve the bracket
+    taken = (new > low) & (new < high) & (missing > 1e-6)
+    new = tl.where(taken, new, tl.sqrt(low * tl.minimum(high, end)))
+    return new, low, high, step, error, slope, taken
+
+
+@triton.jit
+def _start(
+    q: Any, k: Any, rows: Any, rho: Any, limit: Any, stride: Any, length: Any, last: Any,
+    D: tl.constexpr, SUBSET: tl.constexpr, STEPS: tl.constexpr, BETA_MAX: tl.constexpr, PRECISION: tl.constexpr,
+) -> Any:  # fmt: skip
+    """(b that solves the row on a subset of its keys, the largest score among them)."""
+    every = tl.cdiv(last, SUBSET)
+    column = tl.arange(0, SUBSET)
+    keys = column * every
+    s = tl.dot(q, tl.trans(load_rows(k, keys, stride, length, D, True)), input_precision=PRECISION)
+    seen = keys[None, :] <= rows[:, None]
+    top = tl.max(tl.where(seen, s, HIDDEN), 1)
+    first = tl.sum(tl.where(column[None, :] == 0, s, 0.0), 1) - top
+    seen = seen & (column[None, :] > 0)
+    x = tl.where(seen, s - top[:, None], HIDDEN)  # at most 0, as `first` is
+    others = tl.maximum(rows // every, 1).to(tl.float32)
+    t = (rows + 1).to(tl.float32)
+    weight = rows.to(tl.float32) / others
+    mean = (first + weight * tl.sum(tl.where(seen, x, 0.0), 1)) / t
+    square = (first * first + weight * tl.sum(tl.where(seen, x * x, 0.0), 1)) / t
+    spread = -tl.minimum(first, tl.min(tl.where(seen, x, 0.0), 1))
+    variance = tl.maximum(square - mean * mean, TINY)
+    ties = tl.where(first == 0, 1.0, 0.0) + weight * tl.sum(tl.where(x == 0, 1.0, 0.0), 1)
+    base = tl.log(tl.maximum(ties, 1.0))
+    full = tl.maximum(tl.log(t) - base, 2e-6)
+    rho = tl.maximum(tl.minimum(rho, 0.97 * full), 1e-6)
+    end = tl.minimum(BETA_MAX / tl.sqrt(variance), limit)
+    low = tl.minimum(tl.sqrt(8 * rho) / tl.maximum(spread, TINY), end)
+    high = tl.full(rho.shape, float("inf"), tl.float32)
+    b = tl.minimum(tl.sqrt(2 * rho / variance), (full + rho) / tl.maximum(-mean, TINY))
+    b = tl.maximum(tl.minimum(b, end), low)
+    for _ in range(STEPS):
+        e = tl.exp2((b * LOG2E)[:, None] * x)
+        e0 = tl.exp2(b * LOG2E * first)
+        z = e0 + weight * tl.sum(e, 1)
+        e = e * x
+        s1 = e0 * first + weight * tl.sum(e, 1)
+        e = e * x
+        s2 = e0 * first * first + weight * tl.sum(e, 1)
+        s3 = e0 * first * first * first + weight * tl.sum(e * x, 1)
+        mean, second, third = _central(z, s1, s2, s3)
+        missing = tl.log(z) - b * mean - base
+        new, low, high, step, _, _, _ = _halley(b, low, high, end, missing, second, third, full, rho)
+        b = tl.where(tl.abs(step) < 1e-3, b, new)
+    return b, top
+
+
+@triton.jit
+def _first_pass(
+    q: Any, k: Any, rows: Any, origin: Any, b: Any, stride: Any, length: Any, begin: Any, stop: Any,
+    z: Any, s1: Any, s2: Any, s3: Any, top: Any, bottom: Any, ties: Any, p1: Any, p2: Any,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Sums of exp(b (d - top)) d^n, n = 0..3, and of d, d^2, over d = S - origin; top, bottom = max, min of d."""
+    b2 = b * LOG2E
+    for n in range(begin, stop, BLOCK_N):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, stride, length, D, DIAGONAL)
+        d = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - origin[:, None]
+        if DIAGONAL:
+            seen = keys[None, :] <= rows[:, None]
+            plain = tl.where(seen, d, 0.0)
+            bottom = tl.minimum(bottom, tl.min(tl.where(seen, d, -HIDDEN), 1))
+            d = tl.where(seen, d, HIDDEN)
+        else:
+            plain = d
+            bottom = tl.minimum(bottom, tl.min(d, 1))
+        p1 += tl.sum(plain, 1)
+        p2 += tl.sum(plain * plain, 1)
+        above = tl.maximum(top, tl.max(d, 1))
+        ties = tl.where(above > top, 0.0, ties) + tl.sum(tl.where(d == above[:, None], 1.0, 0.0), 1)
+        fade = tl.exp2(b2 * (top - above))
+        top = above
+        e = tl.exp2(b2[:, None] * d - (b2 * top)[:, None])
+        z = z * fade + tl.sum(e, 1)
+        e = e * d
+        s1 = s1 * fade + tl.sum(e, 1)
+        e = e * d
+        s2 = s2 * fade + tl.sum(e, 1)
+        s3 = s3 * fade + tl.sum(e * d, 1)
+    return z, s1, s2, s3, top, bottom, ties, p1, p2
+
+
+@triton.jit
+def _pass(
+    q: Any, k: Any, rows: Any, origin: Any, b: Any, top: Any, stride: Any, length: Any, begin: Any, stop: Any,
+    z: Any, s1: Any, s2: Any, s3: Any,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+) -> Any:  # fmt: skip
+    """The sums of exp(b (d - top)) d^n alone."""
+    b2 = b * LOG2E
+    for n in range(begin, stop, BLOCK_N):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, stride, length, D, DIAGONAL)
+        d = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - origin[:, None]
+        if DIAGONAL:
+            d = tl.where(keys[None, :] <= rows[:, None], d, HIDDEN)
+        e = tl.exp2(b2[:, None] * d - (b2 * top)[:, None])
+        z += tl.sum(e, 1)
+        e = e * d
+        s1 += tl.sum(e, 1)
+        e = e * d
+        s2 += tl.sum(e, 1)
+        s3 += tl.sum(e * d, 1)
+    return z, s1, s2, s3
+
+
+@triton.jit
+def solve_rows(
+    q_ptr: Any, k_ptr: Any, radius_ptr: Any, state_ptr: Any,
+    qb: Any, qh: Any, qt: Any, kb: Any, kh: Any, kt: Any, rb: Any, rh: Any, rt: Any,
+    heads: Any, length: Any, total: Any, limit: Any,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBSET: tl.constexpr, STEPS: tl.constexpr,
+    PASSES: tl.constexpr, CLOSE: tl.constexpr, LIMITED: tl.constexpr, BETA_MAX: tl.constexpr,
+    PRECISION: tl.constexpr, COUNT: tl.constexpr,
+) -> None:  # fmt: skip
+    """state (4, B, H, T): b, the largest score, m predicted at b, 1 where the constraint binds.
+
+    limit: the largest b, if LIMITED. CLOSE: how small a step, in units where b std_a(S) changes by as much, need not be
+    checked by another pass. With COUNT the third row of the state holds the number of passes instead.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the long rows first
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    start = block * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)
+    last = tl.minimum(start + BLOCK_M, length)
+    full_tiles = start // BLOCK_N * BLOCK_N  # keys that all rows of the block see
+    k = k_ptr + batch.to(tl.int64) * kb + head.to(tl.int64) * kh
+    q = load_rows(q_ptr + batch.to(tl.int64) * qb + head.to(tl.int64) * qh, rows, qt, length, D, True)
+    inside = rows < length
+    rho = tl.load(radius_ptr + batch.to(tl.int64) * rb + head.to(tl.int64) * rh + rows * rt, mask=inside, other=0.0)
+    t = (rows + 1).to(tl.float32)
+
+    # a subset first; its largest score is the origin of all sums that follow
+    b, origin = _start(q, k, rows, rho, limit, kt, length, last, D, SUBSET, STEPS, BETA_MAX, PRECISION)
+    zero = tl.zeros((BLOCK_M,), tl.float32)
+    z, s1, s2, s3, top, bottom, ties, p1, p2 = _first_pass(
+        q, k, rows, origin, b, kt, length, 0, full_tiles,
+        zero, zero, zero, zero, zero + HIDDEN, zero - HIDDEN, zero, zero, zero,
+        D, BLOCK_N, False, PRECISION,
+    )  # fmt: skip
+    z, s1, s2, s3, top, bottom, ties, p1, p2 = _first_pass(
+        q, k, rows, origin, b, kt, length, full_tiles, last, z, s1, s2, s3, top, bottom, ties, p1, p2,
+        D, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+
+    # what the rows are: as in the twin
+    variance = tl.maximum(p2 / t - (p1 / t) * (p1 / t), TINY)
+    constant = top - bottom <= 1.2e-30
+    cap = BETA_MAX / tl.sqrt(variance)
+    end = tl.minimum(cap, limit)
+    base = tl.log(tl.maximum(ties, 1.0))
+    full = tl.log(t) - base
+    free = (rho > 0) & (constant == 0)
+    solvable = free & (full - rho > 4 * full * EPS)
+    # the other rows are carried along with a harmless target
+    full_ = tl.maximum(full, 1e-3)
+    rho_ = tl.where(solvable, rho, 0.5 * full_)
+    low = tl.minimum(tl.sqrt(8 * rho_) / tl.maximum(top - bottom, TINY), end)
+    high = tl.full((BLOCK_M,), float("inf"), tl.float32)
+
+    done = solvable == 0
+    ended = done
+    expected = zero  # m - origin at the b chosen last
+    passes = 1
+    pending = 1
+    while pending > 0:
+        mean, second, third = _central(z, s1, s2, s3)
+        missing = tl.log(z) + b * (top - mean) - base
+        new, low, high, step, error, slope, taken = _halley(b, low, high, end, missing, second, third, full_, rho_)
+        at_end = (error <= 0) & (b >= end)
+        exact = tl.abs(error) <= (1 + full_ + slope) * (2 * EPS)
+        close = taken & (tl.abs(step) * tl.maximum(tl.sqrt(slope), 1.0) < CLOSE)
+        move = tl.where(at_end | exact, 0.0, new - b)
+        near = tl.where(close, mean + move * second + 0.5 * move * move * third, mean)
+        expected = tl.where(done, expected, near)
+        b = tl.where(done, b, b + move)
+        ended = ended | (at_end & (done == 0))
+        done = done | at_end | exact | close
+        pending = tl.where(passes < PASSES, 1 - tl.min(done.to(tl.int32), 0), 0)
+        if pending > 0:
+            z, s1, s2, s3 = _pass(
+                q, k, rows, origin, b, top, kt, length, 0, full_tiles, zero, zero, zero, zero,
+                D, BLOCK_N, False, PRECISION,
+            )  # fmt: skip
+            z, s1, s2, s3 = _pass(
+                q, k, rows, origin, b, top, kt, length, full_tiles, last, z, s1, s2, s3,
+                D, BLOCK_N, True, PRECISION,
+            )  # fmt: skip
+            passes += 1
+
+    b = tl.where(ended, end, b)
+    active = (ended == 0) & (b < end)
+    if LIMITED:
+        b = tl.where(constant, limit, b)
+        b = tl.where(rho > 0, b, 0.0)
+    else:
+        b = tl.where(free, b, 0.0)
+    b = tl.where(rho == rho, b, rho)
+    at = tl.program_id(1).to(tl.int64) * length + rows
+    tl.store(state_ptr + at, b, mask=inside)
+    tl.store(state_ptr + total + at, origin + top, mask=inside)
+    if COUNT:
+        expected = tl.zeros((BLOCK_M,), tl.float32) + passes
+    else:
+        expected = tl.where(active, expected, top) + origin
+    tl.store(state_ptr + 2 * total + at, expected, mask=inside)
+    tl.store(state_ptr + 3 * total + at, active.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _gather_pass(
+    q: Any, k: Any, v: Any, rows: Any, b2: Any, lift: Any, reference: Any, kt: Any, vt: Any, length: Any,
+    begin: Any, stop: Any, z: Any, s1: Any, s2: Any, s3: Any, o: Any, w: Any,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+) -> Any:  # fmt: skip
+    """Sums of e x^n, n = 0..3, e V and e x V over x = S - reference, e = exp2(b2 x - lift)."""
+    for n in range(begin, stop, BLOCK_N):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, kt, length, D, DIAGONAL)
+        values = load_rows(v, keys, vt, length, D, DIAGONAL)
+        x = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - reference[:, None]
+        e = tl.exp2(b2[:, None] * x - lift[:, None])
+        if DIAGONAL:
+            e = tl.where(keys[None, :] <= rows[:, None], e, 0.0)
+        y = e * x
+        z += tl.sum(e, 1)
+        s1 += tl.sum(y, 1)
+        s2 += tl.sum(y * x, 1)
+        s3 += tl.sum(y * x * x, 1)
+        o = tl.dot(e.to(values.dtype), values, o, input_precision=PRECISION)
+        w = tl.dot(y.to(values.dtype), values, w, input_precision=PRECISION)
+    return z, s1, s2, s3, o, w
+
+
+@triton.jit
+def gather_rows(
+    q_ptr: Any, k_ptr: Any, v_ptr: Any, radius_ptr: Any, state_ptr: Any, out_ptr: Any, tilt_ptr: Any, rows_ptr: Any,
+    qb: Any, qh: Any, qt: Any, kb: Any, kh: Any, kt: Any, vb: Any, vh: Any, vt: Any, rb: Any, rh: Any, rt: Any,
+    heads: Any, length: Any, total: Any,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """out, tilt (B, T, H, D) = O, W; rows (5, B, H, T): b, m, H, Var and 1 where the constraint binds."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    start = block * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)
+    inside = rows < length
+    last = tl.minimum(start + BLOCK_M, length)
+    full_tiles = start // BLOCK_N * BLOCK_N
+    at = tl.program_id(1).to(tl.int64) * length + rows
+    b = tl.load(state_ptr + at, mask=inside, other=0.0)
+    top = tl.load(state_ptr + total + at, mask=inside, other=0.0)
+    reference = tl.load(state_ptr + 2 * total + at, mask=inside, other=0.0)
+    active = tl.load(state_ptr + 3 * total + at, mask=inside, other=0.0)
+    rho = tl.load(radius_ptr + batch * rb + head * rh + rows * rt, mask=inside, other=0.0)
+    q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
+    k = k_ptr + batch * kb + head * kh
+    v = v_ptr + batch * vb + head * vh
+
+    b2 = b * LOG2E
+    lift = b2 * (top - reference)
+    zero = tl.zeros((BLOCK_M,), tl.float32)
+    nothing = tl.zeros((BLOCK_M, D), tl.float32)
+    z, s1, s2, s3, o, w = _gather_pass(
+        q, k, v, rows, b2, lift, reference, kt, vt, length, 0, full_tiles,
+        zero, zero, zero, zero, nothing, nothing, D, BLOCK_N, False, PRECISION,
+    )  # fmt: skip
+    z, s1, s2, s3, o, w = _gather_pass(
+        q, k, v, rows, b2, lift, reference, kt, vt, length, full_tiles, last,
+        z, s1, s2, s3, o, w, D, BLOCK_N, True, PRECISION,
+    )  # fmt: skip
+    z = tl.where(inside, z, 1.0)
+    mean, second, third = _central(z, s1, s2, s3)
+    o = o / z[:, None]
+    w = w / z[:, None] - mean[:, None] * o
+    log_z = tl.log(z)  # of sum exp(b (S - top))
+    below = top - reference - mean  # top - m
+    entropy = log_z + b * below
+
+    # the last step, in ln b, by Halley's method on D itself
+    t = (rows + 1).to(tl.float32)
+    error = tl.log(t) - entropy - rho
+    slope = tl.maximum(b * b * second, TINY)
+    wrong = (active > 0) & (tl.abs(error) > (1 + tl.log(t) + slope) * (2 * EPS))
+    newton = error / slope
+    bend = newton * (1 + 0.5 * b * third / tl.maximum(second, TINY))
+    step = newton / (1 - tl.minimum(tl.maximum(bend, -1.0), 0.5))
+    step = tl.minimum(tl.maximum(step, -0.1), 0.1)
+    db = tl.where(wrong, b * tl.exp(-step) - b, 0.0)
+    o += db[:, None] * w
+    shift = db * (second + 0.5 * db * third)  # of m
+    # ln sum exp((b + db) (S - top)) + (b + db) (top - m)
+    entropy = log_z + db * (0.5 * db * second + db * db * third / 6 - below) + (b + db) * (below - shift)
+    second = tl.maximum(second + db * third, 0.0)
+
+    to = (batch * length + rows[:, None]) * heads * D + head * D + tl.arange(0, D)[None, :]
+    tl.store(out_ptr + to, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(tilt_ptr + to, w.to(tilt_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(rows_ptr + at, b + db, mask=inside)
+    tl.store(rows_ptr + total + at, reference + mean + shift, mask=inside)
+    tl.store(rows_ptr + 2 * total + at, entropy, mask=inside)
+    tl.store(rows_ptr + 3 * total + at, second, mask=inside)
+    tl.store(rows_ptr + 4 * total + at, active, mask=inside)

@@ -1,0 +1,176 @@
+"""Causal sums of linear attention, in matrix products of the vendor's library.
+
+    o_i = sum_{j<=i} (q_i.k_j) v_j        for tokens (B, T, d)
+
+Within a segment of L tokens the masked scores S = tril(q k^T) are formed, in stretches of `chunk` queries that meet
+only the keys up to their end; nothing but the blocks on the diagonal needs a mask. Between segments runs the state:
+
+    o = S v + q C,   C_s = sum_{s' < s} k_s'^T v_s'           (d x d per segment, summed in fp32)
+
+Backward, with g = dL/do and D_s = sum_{s' > s} q_s'^T g_s':
+
+    dS = tril(g v^T);  dq = dS k + g C^T;  dk = dS^T q + v D^T;  dv = S^T g + k D
+
+All segments at once: no loop over them, and the sums over s are one small kernel. Key-side products (dS^T q, S^T g) run
+over stretches of keys and all later queries, so each gradient is written once. Operands are bf16 or fp32 as given,
+sums are fp32; S and C are rounded to the operands' dtype once (relative 2^-9 in bf16, before another sum).
+
+FLOPs per token, forward: 4 d (f L + d), f = (1 + chunk/L) / 2, and 4 d f T without segments; backward twice that.
+Bytes per token for the states: 12 d^2 / L forward. With d = 768 one segment is best up to about 2 d tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 256  # queries at a time: at 1024 tokens 5/8 of the square, in products large enough to fill the device
+KEPT = 2**26  # scores that the forward pass keeps for the backward, per call; beyond, they are computed again
+ALIGNED = 8  # rows of score matrices begin at multiples of 16 bytes, whatever the number of keys
+
+
+def stretches(length: int, chunk: int) -> list[tuple[int, int]]:
+    """Begin and end of consecutive parts."""
+    return [(begin, min(begin + chunk, length)) for begin in range(0, length, chunk)]
+
+
+def padded(columns: int) -> int:
+    """Columns that a row of a score matrix has room for."""
+    return -(-columns // ALIGNED) * ALIGNED
+
+
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched a @ b, added up and returned in fp32."""
+    return torch.bmm(a, b) if a.dtype == torch.float32 else torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+    """out = a @ b, or out += a @ b."""
+    if fresh:
+        torch.bmm(a, b, out=out)
+    else:
+        out.baddbmm_(a, b)
+
+
+def from_later(weights: Tensor, sources: Tensor, out: Tensor, chunk: int, fresh: bool) -> None:
+    """out_j = (or +=) sum_{i>=j} weights_ij sources_i; weights (B, T, T) hold zeros in the chunks on the diagonal."""
+    for begin, end in stretches(out.shape[1], chunk):
+        add_product(out[:, begin:end], weights[:, begin:, begin:end].mT, sources[:, begin:], fresh)
+
+
+@triton.jit
+def _running_kernel(
+    states: Any, out: Any, size: Any, SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(1).to(tl.int64) * SEGMENTS
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < size
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for step in range(SEGMENTS):
+        segment = SEGMENTS - 1 - step if REVERSE else step
+        where = (row + segment) * size + at
+        tl.store(out + where, total, mask=live)
+        total += tl.load(states + where, mask=live, other=0.0)
+
+
+def running(states: Tensor, segments: int, dtype: torch.dtype, reverse: bool = False) -> Tensor:
+    """Sums of (B * segments, d, d) over all earlier segments of the same row, or over all later ones, in `dtype`."""
+    out = torch.empty_like(states, dtype=dtype)
+    size, block = states[0].numel(), 1024
+    grid = (triton.cdiv(size, block), states.shape[0] // segments)
+    _running_kernel[grid](states, out, size, SEGMENTS=segments, REVERSE=reverse, BLOCK=block, num_warps=4)
+    return out
+
+
+def _scores(q: Tensor, k: Tensor, out: Tensor, begin: int, end: int) -> Tensor:
+    """Masked scores of some queries with the keys up to their end, written to `out`."""
+    torch.bmm(q[:, begin:end], k[:, :end].mT, out=out)
+    out[:, :, begin:].tril_()
+    return out
+
+
+@torch.library.custom_op("stepformer::causal_sum", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums, the scores (empty unless they are to be kept) and the states (empty for one segment)."""
+    shape, n = v.shape, q.shape[1] // segment
+    q, k, v = (t.reshape(-1, segment, t.shape[-1]) for t in (q, k, v))
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    states = q.new_empty(0)
+    if n > 1:
+        states = running(fp32_product(k.mT, v), n, q.dtype)
+        torch.bmm(q, states, out=out)
+    scores = q.new_empty(q.shape[0], segment if keep else min(chunk, segment), padded(segment))
+    for begin, end in stretches(segment, chunk):
+        part = scores[:, begin:end, :end] if keep else scores[:, : end - begin, :end]
+        add_product(out[:, begin:end], _scores(q, k, part, begin, end), v[:, :end], fresh=n == 1)
+    return out.view(shape), scores if keep else q.new_empty(0), states
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    batch, n = q.shape[0], q.shape[1] // segment
+    scores = q.new_empty(batch * n, segment, padded(segment)) if keep else q.new_empty(0)
+    states = q.new_empty(batch * n, k.shape[-1], v.shape[-1]) if n > 1 else q.new_empty(0)
+    return v.new_empty(v.shape), scores, states
+
+
+@torch.library.custom_op("stepformer::causal_sum_backward", mutates_args=())
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, states: Tensor, segment: int, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes, n = (q.shape, k.shape, v.shape), q.shape[1] // segment
+    grad, q, k, v = (t.reshape(-1, segment, t.shape[-1]) for t in (grad, q, k, v))
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if n > 1:
+        later = running(fp32_product(q.mT, grad), n, q.dtype, reverse=True)
+        torch.bmm(grad, states.mT, out=dq)
+        torch.bmm(v, later.mT, out=dk)
+        torch.bmm(k, later, out=dv)
+    again = scores.numel() == 0
+    room = (q.shape[0], segment, padded(segment))
+    scores = q.new_empty(room) if again else scores
+    slopes = q.new_empty(room)
+    for begin, end in stretches(segment, chunk):
+        if again:
+            _scores(q, k, scores[:, begin:end, :end], begin, end)
+        part = _scores(grad, v, slopes[:, begin:end, :end], begin, end)
+        add_product(dq[:, begin:end], part, k[:, :end], fresh=n == 1)
+    from_later(slopes[:, :, :segment], q, dk, chunk, fresh=n == 1)
+    from_later(scores[:, :, :segment], grad, dv, chunk, fresh=n == 1)
+    return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, states: Tensor, segment: int, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, ctx.segment, ctx.chunk, _ = inputs
+    ctx.save_for_backward(q, k, v, *output[1:])
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    return (*_backward(grad, *ctx.saved_tensors, ctx.segment, ctx.chunk), None, None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_setup)
+
+
+def causal_sum(q: Tensor, k: Tensor, v: Tensor, segment: int = 0, chunk: int = CHUNK) -> Tensor:
+    """sum_{j<=i} (q_i.k_j) v_j for tokens (B, T, d) of one dtype; `segment` = 0: all tokens in one."""
+    batch, length, _ = q.shape
+    segment = min(segment or length, length)
+    missing = -length % segment
+    if missing:
+        q, k, v = (F.pad(t, (0, 0, 0, missing)) for t in (q, k, v))
+    keep = torch.is_grad_enabled() and batch * q.shape[1] * segment <= KEPT
+    out: Tensor = _forward(q, k, v, segment, chunk, keep)[0]
+    return out[:, :length] if missing else out
