@@ -21,7 +21,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from stepformer import kernels
+from stepformer import decoding_rows, kernels
+from stepformer.decoding_rows import Numbers
 from stepformer.errors import StepformerError
 from stepformer.generation import NOT_FINITE, probabilities
 from stepformer.model import Model
@@ -91,7 +92,8 @@ class Decoder:
     """A model's decoding step at one batch size and capacity, with the memory that it works on.
 
     `stretch` decodes from a cache that holds the prompts. The model itself is not kept: only its weights' memory is,
-    and `fits` asks whether they are still there.
+    and `fits` asks whether they are still there. `unfused` says why its step has as many kernels as the model has
+    operations; None if it is one of those in `decoding_rows`.
     """
 
     def __init__(
@@ -119,8 +121,13 @@ class Decoder:
         self.behind = BEHIND if record else 0
         self.host = [torch.zeros(batch + 1, dtype=torch.long, pin_memory=record) for _ in range(self.behind + 1)]
         self.read = [torch.cuda.Event() for _ in self.host] if record else []
-        step = FixedStep(model, self)
-        self.advance: Callable[[], None] = torch.compile(step.__call__, fullgraph=True, dynamic=False) if compiled else step
+        self.numbers: Numbers | None = None
+        self.unfused = "it is compiled" if compiled else decoding_rows.refusal(model, batch)
+        step: Callable[[], None] = FixedStep(model, self)
+        if self.unfused is None:
+            step = row_step = decoding_rows.RowStep(model, self)
+            self.numbers = row_step.numbers
+        self.advance = torch.compile(step.__call__, fullgraph=True, dynamic=False) if compiled else step
         if record:
             with self._constants():
                 self.advance = self._recorded(self.advance)
@@ -161,6 +168,8 @@ class Decoder:
         """Begin where the prompts in another cache of this capacity end, with the weights as they are now."""
         for (bank, key), value in self.coefficients.items():
             value.copy_(bank.value(key))
+        if self.numbers is not None:
+            self.numbers.refresh()
         for mine, theirs in zip(self.cache.slots, cache.slots, strict=True):
             for slot, other in zip(mine, theirs, strict=True):
                 for kept, given in zip(slot.tensors(), other.tensors(), strict=True):

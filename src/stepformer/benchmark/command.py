@@ -24,7 +24,7 @@ from stepformer.benchmark.planning import (
     introduction,
     plan,
 )
-from stepformer.benchmark.table import Table, judged, page, plain, profile_table, speed_table, target_table
+from stepformer.benchmark.table import Table, judged, legend, page, plain, profile_table, speed_table, target_table
 from stepformer.benchmark.timing import product_rate
 from stepformer.catalogue import SIZES, presets
 from stepformer.errors import InputError
@@ -71,7 +71,12 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     how.add_argument("--steps", type=int, metavar="N", help="timed steps (CUDA: 20, CPU: 15)")
     how.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (CUDA: yes, CPU: no)")
     how.add_argument("--kernels", choices=("on", "off", "both"), default="on", help="our Triton kernels (on)")
-    how.add_argument("--streams", choices=("auto", "fp32", "bf16", "both"), default="auto", help="what x and velocities are carried in")
+    how.add_argument(
+        "--streams",
+        choices=("auto", "fp32", "bf16", "both"),
+        default="auto",
+        help="what x and velocities are carried in",
+    )
     how.add_argument("--optimizer", choices=("muon", "adamw", "scion", "polargrad"), default="muon", help="(muon)")
     how.add_argument("--batch-tokens", type=int, metavar="N", help="tokens in a whole step (CUDA: 491,520, CPU: 4,096)")
     how.add_argument("--decode-tokens", type=int, metavar="N", help="tokens to decode (CUDA: 512, CPU: 48)")
@@ -112,7 +117,14 @@ def run(args: argparse.Namespace, show: Show | None = None) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what does not go together, in a sentence."""
-    for option, least in (("context", 2), ("micro_batch", 1), ("steps", 3), ("rounds", 1), ("decode_tokens", 2), ("batch_tokens", 1)):
+    for option, least in (
+        ("context", 2),
+        ("micro_batch", 1),
+        ("steps", 3),
+        ("rounds", 1),
+        ("decode_tokens", 2),
+        ("batch_tokens", 1),
+    ):
         value = getattr(args, option)
         if value is not None and value < least:
             raise InputError(f"--{option.replace('_', '-')} {value} should be at least {least}.")
@@ -191,11 +203,16 @@ def carry_out(
     if settings.again:
         first = cases[0]
         todo.append(Case(f"{BASELINE} (again)", first.config, first.micro_batch, first.kernels, first.streams))
+    baselines: dict[tuple[Any, ...], Any] = {}
     for case in todo:
         record: dict[str, Any] = {}
         progress.begin(case)
         try:
-            measure(case, settings, process["product"]["flops"], record, progress.stage)
+            beside = baselines.get(case.frame)
+            rate = process["product"]["flops"]
+            step = measure(case, settings, rate, record, stage=progress.stage, beside=beside)
+            if case.label == BASELINE:
+                baselines[case.frame] = step
         except KeyboardInterrupt:
             if record:
                 record["notes"].append("interrupted")
@@ -224,6 +241,7 @@ def _present(process: dict[str, Any], rows: list[targets.Target], show: Show) ->
     if not measured:
         return
     show(speed_table(measured))
+    print(f"\n{legend(process)}")
     times = profile_table(measured)
     if times is not None:
         print()
@@ -231,8 +249,6 @@ def _present(process: dict[str, Any], rows: list[targets.Target], show: Show) ->
     if rows:
         print()
         show(target_table(judged([process], rows)))
-    if process["device"]["kind"] == "cpu":
-        print("Peak memory is estimated from the tensors that a step keeps, not measured.")
 
 
 def _page(where: Path, out: str | None) -> int:

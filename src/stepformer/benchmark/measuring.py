@@ -29,30 +29,43 @@ WARM_TOKENS = 24
 BATCHES = 4  # different inputs in turn, so that no step finds its data in a cache
 ABOUT = {"label", "config", "hash", "context", "micro_batch", "kernels", "streams", "compiled", "notes", "error"}
 Stage = Callable[[str], None]
+Work = Callable[[], Any]
 
 
 def measure(
-    case: Case, settings: BenchSettings, product: float, record: dict[str, Any], stage: Stage = lambda _: None
-) -> None:
-    """Fill `record` step by step, so that whatever ends this early leaves what was measured before."""
+    case: Case,
+    settings: BenchSettings,
+    product: float,
+    record: dict[str, Any],
+    *,
+    stage: Stage = lambda _: None,
+    beside: Work | None = None,
+) -> Work | None:
+    """Fill `record` step by step, so that whatever ends this early leaves what was measured before.
+
+    `beside` is the baseline's step, taken in turn with every timed step. On the CPU, which other programs use as well,
+    a ratio means nothing otherwise. Returns this one's step for others to be measured beside; None on CUDA, where the
+    device is ours and its memory is needed, and when compiled, since compiled code is forgotten in between.
+    """
     limit = Limit(settings.seconds)
     record.update(facts(case, settings))
     while True:
         try:
             with kernels.off() if case.kernels == "off" else contextlib.nullcontext():
-                _Bench(case, settings, product, record, stage, limit).run()
-            return
+                bench = _Bench(case, settings, product, record, stage, limit, beside)
+                bench.run()
+            return None if bench.on_cuda or settings.compile else bench.fresh_gradients
         except torch.OutOfMemoryError:
             smaller = record["micro_batch"] // 2
         except Exception as error:
             record["error"] = _sentence(error, settings.compile and "compile_seconds" not in record)
-            return
+            return None
         finally:
             record["seconds"] = round(limit.used, 2)
             free(settings.device)
         _out_of_memory(record, smaller if settings.micro_batch is None else 0)
         if record["error"]:
-            return
+            return None
         case = Case(case.label, case.config, smaller, case.kernels, case.streams)
 
 
@@ -91,8 +104,9 @@ class _Bench:
         record: dict[str, Any],
         stage: Stage,
         limit: Limit,
+        beside: Work | None,
     ) -> None:
-        self.case, self.settings, self.product = case, settings, product
+        self.case, self.settings, self.product, self.beside = case, settings, product, beside
         self.record, self.stage, self.limit = record, stage, limit
         self.device = settings.device
         self.on_cuda = self.device.type == "cuda"
@@ -109,7 +123,9 @@ class _Bench:
         generator = torch.Generator().manual_seed(0)
         shape = (BATCHES, case.micro_batch, case.config.context + 1)
         windows = torch.randint(case.config.real_vocab or case.config.vocab_size, shape, generator=generator)
-        self.batches = [(w[:, :-1].contiguous().to(self.device), w[:, 1:].contiguous().to(self.device)) for w in windows]
+        self.batches = [
+            (w[:, :-1].contiguous().to(self.device), w[:, 1:].contiguous().to(self.device)) for w in windows
+        ]
         self.turn = 0
         self.optimizers = Optimizers(self.model, OptimConfig(name=settings.optimizer), steps=1000)  # type: ignore[arg-type]
         self.updates = 0
@@ -155,10 +171,20 @@ class _Bench:
         self.fresh_gradients()
         self.update()
 
-    def repeat(self, work: Callable[[], Any], count: int) -> dict[str, Any]:
+    def repeat(self, work: Work, count: int) -> dict[str, Any]:
         """Times of `work`, as often as asked or as the limit affords."""
         first = timed(work, 1, self.device)[0]
         return spread(timed(work, self.limit.affords(count, first), self.device))
+
+    def in_turn(self, beside: Work) -> dict[str, Any]:
+        """Times of our steps, each after one of the baseline's, which are kept too."""
+        times: tuple[list[float], list[float]] = ([], [])
+        pair = [timed(work, 1, self.device)[0] for work in (beside, self.fresh_gradients)]
+        for _ in range(self.limit.affords(self.settings.steps, sum(pair))):
+            for kept, work in zip(times, (beside, self.fresh_gradients), strict=True):
+                kept += timed(work, 1, self.device)
+        self.record["beside"] = spread(times[0])
+        return spread(times[1])
 
     def forward_backward(self) -> None:
         record, settings = self.record, self.settings
@@ -172,7 +198,10 @@ class _Bench:
         if self.on_cuda:
             self.optimizers.zero_grad()
             torch.cuda.reset_peak_memory_stats()
-        found = record["forward_backward"] = self.repeat(self.fresh_gradients, settings.steps)
+        if self.beside is None:
+            found = record["forward_backward"] = self.repeat(self.fresh_gradients, settings.steps)
+        else:
+            found = record["forward_backward"] = self.in_turn(self.beside)
         if self.on_cuda:
             record["memory"] = {"peak_bytes": torch.cuda.max_memory_allocated() - self.held, "how": "measured"}
             record["memory"]["held_before_bytes"] = self.held
@@ -217,7 +246,7 @@ class _Bench:
     def decoding(self) -> None:
         """Greedy, cached, one row: the time between tokens, after a prompt that is not counted.
 
-        On CUDA the weights are made bf16, which is how a trained model is served; it is the last thing they are used for.
+        On CUDA the weights are made bf16, as a trained model is served; it is the last thing they are used for.
         """
         settings, context = self.settings, self.case.config.context
         self.stage("decoding")

@@ -1,7 +1,7 @@
 """Measures one checkout on the CPU in a process of its own; run as a file, so that it can measure any other checkout.
 
-It uses only what every version of the package has had: `build`, `ParallelModel`, `Optimizers` and `generate`. The job comes as JSON in
-the first argument, the result goes to standard output.
+It uses only what every version of the package has had: `build`, `ParallelModel`, `Optimizers` and `generate`. The job
+comes as JSON in the first argument, the result goes to standard output.
 """
 
 from __future__ import annotations

@@ -19,12 +19,14 @@ hold every step's time, the settings, the versions and the commit; nothing here 
 `stepformer bench` measures the same on your machine (`docs/benchmark.md`).
 """
 LEGEND = (
-    "ktok/s: thousand tokens a second of forward pass, loss and backward pass, from the median step; [q1, q3] its "
-    "quartiles. Ratio: to vanilla in the same process. In a batch: the whole training step with gradients added up over "
-    "micro-batches, clipping and optimizer. Peak: of forward and backward pass, without optimizer memory. MFU: of the "
-    "data sheet's rate, by 6 operations per weight and token and 12 L T d for attention; of a product: of the measured "
-    "rate of one large matrix product. Decode: greedy, cached, one row."
+    "ktok/s: thousand tokens a second of forward pass, loss and backward pass, by the median step, whose time stands "
+    "in ms with its quartiles; ratio: to vanilla in the same process; batch: ktok/s of a whole step of {tokens} tokens "
+    "with clipping and optimizer (opt), gradients added up over micro-batches; GiB: peak of forward and backward pass, "
+    "without the optimizer's memory; MFU: of {peak}; product: of the measured rate of one large matrix product; "
+    "decode: tokens a second, greedy, cached, one row{compiled}."
 )
+SPARE = ("compile s", "product %", "opt ms", "ms [q1, q3]", "opt %", "MFU %", "batch")  # what a narrow terminal misses
+BUSY = 1.15
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,33 @@ class Table:
     left: int = 1
     notes: Sequence[str] = field(default_factory=tuple)
 
+    def widths(self) -> list[int]:
+        return [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+
+    def without(self, columns: Iterable[int]) -> Table:
+        gone = set(columns)
+        lines = [[cell for i, cell in enumerate(line) if i not in gone] for line in (self.header, *self.rows)]
+        return Table(lines[0], lines[1:], self.left, self.notes)
+
+    def fitting(self, width: int) -> Table:
+        """As many columns as fit, the spare ones gone first."""
+        table = self
+        for name in SPARE:
+            if sum(table.widths()) + 2 * (len(table.header) - 1) <= width:
+                break
+            if name in table.header:
+                table = table.without([list(table.header).index(name)])
+        return table
+
 
 def plain(table: Table) -> str:
     """For a terminal without colours."""
-    lines = [list(table.header), *map(list, table.rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
+    widths = table.widths()
     out = [
         "  ".join(
             c.ljust(w) if i < table.left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
         )
-        for line in lines
+        for line in (table.header, *table.rows)
     ]
     return "\n".join([*(line.rstrip() for line in out), *table.notes])
 
@@ -57,42 +76,59 @@ def markdown(table: Table) -> str:
 
 
 def speed_table(measured: Sequence[Pair]) -> Table:
-    """One row per measurement; columns that say the same in every row are left out."""
+    """One row per measurement; columns that are empty, or say the same in every row, are left out."""
     records = [record for record, _ in measured]
     ways = [key for key in ("context", "micro_batch", "kernels", "streams") if len({r[key] for r in records}) > 1]
-    words = {"micro_batch": "micro-batch"}
-    header = ["architecture", *(words.get(way, way) for way in ways), "ktok/s", "ratio", "ms [q1, q3]"]
-    header += ["in a batch", "optimizer", "peak GiB", "MFU", "of a product", "decode tok/s", "compile s"]
+    header = ["architecture", *(way.replace("_", "-") for way in ways), "ktok/s", "ratio", "ms [q1, q3]", "batch"]
+    header += ["opt ms", "opt %", "GiB", "MFU %", "product %", "decode", "compile s"]
     rows, notes = [], []
     for record, baseline in measured:
         rows.append([record["label"], *(str(record[way]) for way in ways), *_numbers(record, baseline)])
         said = [*record["notes"], *([record["error"]] if record["error"] else [])]
         notes += [f"{record['label']}: {text}" for text in said]
-    empty = [i for i in range(len(header)) if i and all(row[i] == "" for row in rows)]
-    kept = [i for i in range(len(header)) if i not in empty]
-    return Table([header[i] for i in kept], [[row[i] for i in kept] for row in rows], notes=notes)
+    table = Table(header, rows, notes=notes)
+    return table.without(i for i in range(len(header)) if all(row[i] == "" for row in rows))
 
 
 def _numbers(record: Record, baseline: Record) -> list[str]:
     """The cells of a record; empty where nothing was measured."""
     if "tokens_per_second" not in record:
-        return ["failed" if record["error"] else "", *[""] * 9]
+        return ["failed" if record["error"] else "", *[""] * 10]
     times = record["forward_backward"]
     ratio = value_of("ratio", record, baseline)
-    cells = [
+    batch, optimizer, decode = (record.get(key) for key in ("batch", "optimizer", "decode"))
+    return [
         f"{record['tokens_per_second'] / 1000:,.1f}",
         "" if ratio is None else f"{ratio:.3f}",
         f"{times['median_ms']:.1f} [{times['q1_ms']:.1f}, {times['q3_ms']:.1f}]",
+        f"{batch['tokens_per_second'] / 1000:,.1f}" if batch else "",
+        f"{optimizer['median_ms']:.2f}" if optimizer else "",
+        f"{100 * batch['optimizer_share']:.2f}" if batch else "",
+        f"{record['memory']['peak_bytes'] / 2**30:.2f}",
+        f"{100 * record['mfu']:.1f}",
+        f"{100 * record['of_product']:.1f}",
+        f"{decode['tokens_per_second']:,.0f}" if decode else "",
+        f"{record['compile_seconds']:.0f}" if "compile_seconds" in record else "",
     ]
-    batch, optimizer, decode = (record.get(key) or {} for key in ("batch", "optimizer", "decode"))
-    cells.append(f"{batch['tokens_per_second'] / 1000:,.1f}" if batch else "")
-    cells.append(f"{optimizer['median_ms']:.1f} ms, {100 * batch['optimizer_share']:.1f} %" if batch else "")
-    about = "about " if record["memory"]["how"] == "estimated" else ""
-    cells.append(f"{about}{record['memory']['peak_bytes'] / 2**30:.2f}")
-    cells += [f"{100 * record['mfu']:.1f} %", f"{100 * record['of_product']:.1f} %"]
-    cells.append(f"{decode['tokens_per_second']:,.0f}" if decode else "")
-    cells.append(f"{record['compile_seconds']:.0f}" if "compile_seconds" in record else "")
-    return cells
+
+
+def legend(process: Process) -> str:
+    """What the columns mean, and what makes them rough."""
+    results = [record for record in process["results"] if "mfu_of" in record]
+    text = LEGEND.format(
+        tokens=f"{process['settings']['batch_tokens']:,}",
+        peak=results[0]["mfu_of"] if results else "the data sheet",
+        compiled="; compile: seconds of the first step" if process["settings"]["compile"] else "",
+    )
+    if process["device"]["kind"] != "cuda":
+        text += " GiB are estimated here, from the tensors that a step keeps; ratios are of steps taken in turn."
+    times = results[0]["forward_backward"] if results else None
+    if times and times["q3_ms"] > BUSY * times["q1_ms"]:
+        text += (
+            f" The middle half of vanilla's steps took {times['q1_ms']:.1f} to {times['q3_ms']:.1f} ms: the machine "
+            "was busy with something else, and the speeds are rough."
+        )
+    return text
 
 
 def target_table(found: Iterable[Verdict]) -> Table:
@@ -160,12 +196,13 @@ def page(processes: Sequence[Process]) -> str:
     for process in processes:
         key = (process["device"]["name"], process["settings"]["size"], process["settings"]["compile"])
         groups.setdefault(key, []).append(process)
-    out = [PAGE, LEGEND]
+    out = [PAGE]
     for (name, size, compiled), members in groups.items():
         measured = newest(members)
         out.append(f"\n## {name}, size {size}, {'compiled' if compiled else 'eager'}\n")
         out.append(_conditions(members))
         out.append(markdown(speed_table(measured)))
+        out.append(f"\n{legend(members[-1])}")
         if members[0]["device"]["kind"] == "cuda" and size == "small":
             out.append("\n### Targets\n")
             out.append(markdown(target_table(judged(members))))

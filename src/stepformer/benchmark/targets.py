@@ -84,16 +84,20 @@ class Verdict:
     reached: bool | None
 
 
+def ratio(record: dict[str, Any], baseline: dict[str, Any]) -> float:
+    """The speed as a part of vanilla's: of the steps taken in turn with it, or of those it took before."""
+    if "beside" in record:
+        return float(record["beside"]["median_ms"] / record["forward_backward"]["median_ms"])
+    return float(record["tokens_per_second"] / baseline["tokens_per_second"])
+
+
 def value_of(quantity: str, record: dict[str, Any], baseline: dict[str, Any]) -> float | None:
     """One measured quantity of a record, in the unit of its target; None if it was not measured."""
     ways: dict[str, Callable[[], float]] = {
         "ktok/s": lambda: record["tokens_per_second"] / 1000,
         "peak GiB": lambda: record["memory"]["peak_bytes"] / 2**30,
-        "ratio": lambda: record["tokens_per_second"] / baseline["tokens_per_second"],
-        "ratio by FLOPs": lambda: (
-            (record["tokens_per_second"] * record["flops_per_token"])
-            / (baseline["tokens_per_second"] * baseline["flops_per_token"])
-        ),
+        "ratio": lambda: ratio(record, baseline),
+        "ratio by FLOPs": lambda: ratio(record, baseline) * record["flops_per_token"] / baseline["flops_per_token"],
         "optimizer % of a step": lambda: 100 * record["batch"]["optimizer_share"],
         "decode tok/s": lambda: record["decode"]["tokens_per_second"],
         "decode ratio": lambda: record["decode"]["tokens_per_second"] / baseline["decode"]["tokens_per_second"],

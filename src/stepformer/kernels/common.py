@@ -99,34 +99,57 @@ def quotient(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def tile_columns(CHUNKS: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
+    """The columns of a tile (chunks, rows, columns of a chunk), shape (CHUNKS, 1, CHUNK).
+
+    With rows in the middle, Triton gives a row of CHUNK <= 256 numbers to one warp (8 per thread), the rows to the
+    warps and the chunks to registers: sums over a row need no barrier, and a chunk beyond the width of the tensor
+    (the fourth of 768) is known to be empty at compile time.
+    """
+    return (tl.arange(0, CHUNKS) * CHUNK)[:, None, None] + tl.arange(0, CHUNK)[None, None, :]
+
+
+@triton.jit
+def row_sum(a: tl.tensor) -> tl.tensor:
+    """(CHUNKS, ROWS, CHUNK) -> (ROWS,)"""
+    return tl.sum(tl.sum(a, 0), 1)
+
+
+@triton.jit
+def over_row(a: tl.tensor) -> tl.tensor:
+    """(ROWS,) -> (1, ROWS, 1)"""
+    return a[None, :, None]
+
+
+@triton.jit
+def thread_sums(a: tl.tensor) -> tl.tensor:
+    """Sums of the numbers that one thread holds: what is added up to a scalar at the very end stays this small."""
+    a = tl.sum(a, 0)
+    return tl.sum(tl.reshape(a, (a.shape[0], a.shape[1] // 8, 8)), 2)
+
+
+@triton.jit
 def row_statistics(p: tl.tensor, column: tl.tensor, eps: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr) -> tl.tensor:
-    """Mean and reciprocal deviation of each row of a tile (rows, columns); `column` says which columns exist."""
+    """Mean and reciprocal deviation of each row of a tile; `column` says which columns exist."""
     if CENTRED:
-        mean = tl.sum(p, 1) / D
-        q = tl.where(column, p - mean[:, None], 0.0)
+        mean = row_sum(p) / D
+        q = tl.where(column, p - over_row(mean), 0.0)
+        square = row_sum(q * q)
     else:
-        mean = tl.sum(p, 1) * 0
-        q = p
-    return mean, tl.rsqrt(tl.sum(q * q, 1) / D + eps)
+        square = row_sum(p * p)
+        mean = square * 0
+    return mean, tl.rsqrt(square / D + eps)
 
 
 @triton.jit
 def row_norm_backward(c: tl.tensor, hat: tl.tensor, r: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr) -> tl.tensor:
     """Gradient of the norm's input from that of `hat`, and mean(c hat) of each row."""
+    along = row_sum(c * hat) / D
     if CENTRED:
-        # both sums in one reduction: the warps of a row meet once
-        along, mean = tl.split(tl.sum(tl.join(c * hat, c), 1) / D)
-        dp = (c - mean[:, None] - hat * along[:, None]) * r[:, None]
+        dp = (c - over_row(row_sum(c) / D) - hat * over_row(along)) * over_row(r)
     else:
-        along = tl.sum(c * hat, 1) / D
-        dp = (c - hat * along[:, None]) * r[:, None]
+        dp = (c - hat * over_row(along)) * over_row(r)
     return dp, along
-
-
-@triton.jit
-def thread_sums(a: tl.tensor) -> tl.tensor:
-    """A tile summed over 8 neighbouring columns, which one thread holds: a running sum in an eighth of the registers."""
-    return tl.sum(tl.reshape(a, (a.shape[0], a.shape[1] // 8, 8)), 2)
 
 
 @triton.jit
@@ -136,13 +159,20 @@ def load_tile(source: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def load_columns(source: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """A gain or bias as a tile of one row; columns of shape (1, BLOCK) keep it in the layout of the tiles."""
+    """A gain or bias in the shape of `columns`, so that it lies in the threads where it is needed."""
     return tl.load(source + columns, mask=columns < D, other=0.0).to(tl.float32)
 
 
-class Tile(NamedTuple):
-    """How a kernel is launched: rows at once, warps, stages of its pipeline, programs per multiprocessor."""
+@triton.jit
+def store_columns(line: tl.tensor, columns: tl.tensor, total: tl.tensor, D: tl.constexpr) -> None:
+    """The rows' sums of a tile, added up, into a line of partial sums."""
+    tl.store(line + columns, tl.sum(total, 1, keep_dims=True), mask=columns < D)
 
+
+class Tile(NamedTuple):
+    """How a kernel is launched: columns of a chunk, rows at once, warps, pipeline stages, programs per multiprocessor."""
+
+    chunk: int
     rows: int
     warps: int
     stages: int = 1
@@ -155,9 +185,8 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def width(d: int) -> int:
-    """Columns of a tile: a power of two."""
-    return max(16, triton.next_power_of_2(d))
+def chunks(d: int, tile: Tile) -> int:
+    return triton.next_power_of_2(triton.cdiv(d, tile.chunk))
 
 
 def persistent(n: int, tile: Tile, device: torch.device) -> tuple[int, int]:

@@ -93,7 +93,7 @@ def solve(q: Tensor, k: Tensor, radius: Tensor, ceiling: float = math.inf, *, co
     state = torch.empty(4, batch, heads, length, dtype=torch.float32, device=q.device)
     limit = ceiling / math.sqrt(d)
     # a step below `close` is not looked at again: what is left of it, about its cube, the gathering pass corrects
-    close = 0.02 if q.dtype == torch.float32 else 0.15
+    close = 0.005 if q.dtype == torch.float32 else 0.15
     solve_rows[(triton.cdiv(length, tile.queries), batch * heads)](
         q, k, radius, state, *q.stride()[:3], *k.stride()[:3], *radius.stride(), heads, length, state[0].numel(), limit,
         D=d, BLOCK_M=tile.queries, BLOCK_N=tile.keys, SUBSET=subset, STEPS=STEPS, PASSES=PASSES, CLOSE=close,

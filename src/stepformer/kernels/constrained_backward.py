@@ -11,8 +11,6 @@ keys, reads them for dK and dV. 6 d and 8 d FLOP per visible pair and some 10 mo
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -21,10 +19,10 @@ from stepformer.kernels.constrained_forward import EPS, LOG2E, load_rows
 
 @triton.jit
 def _query_pass(
-    q: Any, k: Any, v: Any, grad: Any, rows: Any, b2: Any, mean: Any, entropy: Any, gain: Any, ratio: Any, dq: Any,
-    kt: Any, vt: Any, length: Any, begin: Any, stop: Any,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, rows: tl.tensor, b2: tl.tensor, mean: tl.tensor, entropy: tl.tensor, gain: tl.tensor, ratio: tl.tensor, dq: tl.tensor,
+    kt: tl.tensor, vt: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     for n in range(begin, stop, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
         tile = load_rows(k, keys, kt, length, D, DIAGONAL)
@@ -41,10 +39,10 @@ def _query_pass(
 
 @triton.jit
 def query_gradient(
-    q_ptr: Any, k_ptr: Any, v_ptr: Any, out_ptr: Any, tilt_ptr: Any, grad_ptr: Any, rows_ptr: Any,
-    dq_ptr: Any, dradius_ptr: Any, lines_ptr: Any,
-    qb: Any, qh: Any, qt: Any, kb: Any, kh: Any, kt: Any, vb: Any, vh: Any, vt: Any, gb: Any, gh: Any, gt: Any,
-    heads: Any, length: Any, total: Any,
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor, grad_ptr: tl.tensor, rows_ptr: tl.tensor,
+    dq_ptr: tl.tensor, dradius_ptr: tl.tensor, lines_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor, vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor,
+    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """dq (B, T, H, D), dradius (B, H, T) and, for the other kernel, lines (2, B, H, T) = dO.O and r."""
@@ -95,10 +93,10 @@ def query_gradient(
 
 @triton.jit
 def _key_pass(
-    q: Any, k: Any, v: Any, grads: Any, rows_ptr: Any, lines_ptr: Any, keys: Any, dk: Any, dv: Any,
-    qt: Any, gt: Any, length: Any, total: Any, begin: Any, stop: Any,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grads: tl.tensor, rows_ptr: tl.tensor, lines_ptr: tl.tensor, keys: tl.tensor, dk: tl.tensor, dv: tl.tensor,
+    qt: tl.tensor, gt: tl.tensor, length: tl.tensor, total: tl.tensor, begin: tl.tensor, stop: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """Tiles are (keys, queries) here, so that dK and dV are products without a transposition of the weights."""
     for m in range(begin, stop, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
@@ -130,9 +128,9 @@ def _key_pass(
 
 @triton.jit
 def key_gradient(
-    q_ptr: Any, k_ptr: Any, v_ptr: Any, grad_ptr: Any, rows_ptr: Any, lines_ptr: Any, dk_ptr: Any, dv_ptr: Any,
-    qb: Any, qh: Any, qt: Any, kb: Any, kh: Any, kt: Any, vb: Any, vh: Any, vt: Any, gb: Any, gh: Any, gt: Any,
-    heads: Any, length: Any, total: Any,
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, grad_ptr: tl.tensor, rows_ptr: tl.tensor, lines_ptr: tl.tensor, dk_ptr: tl.tensor, dv_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor, vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor,
+    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """dk, dv (B, T, H, D). CHECK: the length is no multiple of BLOCK_M. The first keys have most to do and go first."""

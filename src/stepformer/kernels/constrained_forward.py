@@ -19,8 +19,6 @@ Each costs 2 d FLOP for its products and some 12 more, one of them exp2, per pai
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -31,7 +29,7 @@ HIDDEN = tl.constexpr(-1e18)  # a score whose exponential is 0; finite, so that 
 
 
 @triton.jit
-def load_rows(pointer: Any, rows: Any, stride: Any, length: Any, D: tl.constexpr, CHECK: tl.constexpr) -> Any:
+def load_rows(pointer: tl.tensor, rows: tl.tensor, stride: tl.tensor, length: tl.tensor, D: tl.constexpr, CHECK: tl.constexpr) -> tl.tensor:
     """The rows (N, D) of a matrix; zeros from `length` on, if CHECK."""
     at = pointer + rows[:, None] * stride + tl.arange(0, D)[None, :]
     if CHECK:
@@ -40,14 +38,14 @@ def load_rows(pointer: Any, rows: Any, stride: Any, length: Any, D: tl.constexpr
 
 
 @triton.jit
-def _central(z: Any, s1: Any, s2: Any, s3: Any) -> Any:
+def _central(z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor) -> tl.tensor:
     """(mean, variance, third central moment) from sums of weights times powers."""
     mean, square, cube = s1 / z, s2 / z, s3 / z
     return mean, tl.maximum(square - mean * mean, 0.0), cube - 3 * mean * square + 2 * mean * mean * mean
 
 
 @triton.jit
-def _halley(b: Any, low: Any, high: Any, end: Any, missing: Any, second: Any, third: Any, full: Any, rho: Any) -> Any:
+def _halley(b: tl.tensor, low: tl.tensor, high: tl.tensor, end: tl.tensor, missing: tl.tensor, second: tl.tensor, third: tl.tensor, full: tl.tensor, rho: tl.tensor) -> tl.tensor:
     """Halley's method in ln b on logit(D / D(inf)), inside a bracket, at most to `end`; missing = D(inf) - D(b).
 
     Returns (new b, low, high, step, error = D - rho, slope = dD / d ln b, whether the step was taken as it is).
@@ -72,9 +70,9 @@ def _halley(b: Any, low: Any, high: Any, end: Any, missing: Any, second: Any, th
 
 @triton.jit
 def _start(
-    q: Any, k: Any, rows: Any, rho: Any, limit: Any, stride: Any, length: Any, last: Any,
+    q: tl.tensor, k: tl.tensor, rows: tl.tensor, rho: tl.tensor, limit: tl.tensor, stride: tl.tensor, length: tl.tensor, last: tl.tensor,
     D: tl.constexpr, SUBSET: tl.constexpr, STEPS: tl.constexpr, BETA_MAX: tl.constexpr, PRECISION: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """(b that solves the row on a subset of its keys, the largest score among them)."""
     every = tl.cdiv(last, SUBSET)
     column = tl.arange(0, SUBSET)
@@ -119,10 +117,10 @@ def _start(
 
 @triton.jit
 def _first_pass(
-    q: Any, k: Any, rows: Any, origin: Any, b: Any, stride: Any, length: Any, begin: Any, stop: Any,
-    z: Any, s1: Any, s2: Any, s3: Any, top: Any, bottom: Any, ties: Any, p1: Any, p2: Any,
+    q: tl.tensor, k: tl.tensor, rows: tl.tensor, origin: tl.tensor, b: tl.tensor, stride: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, top: tl.tensor, bottom: tl.tensor, ties: tl.tensor, p1: tl.tensor, p2: tl.tensor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """Sums of exp(b (d - top)) d^n, n = 0..3, and of d, d^2, over d = S - origin; top, bottom = max, min of d."""
     b2 = b * LOG2E
     for n in range(begin, stop, BLOCK_N):
@@ -155,10 +153,10 @@ def _first_pass(
 
 @triton.jit
 def _pass(
-    q: Any, k: Any, rows: Any, origin: Any, b: Any, top: Any, stride: Any, length: Any, begin: Any, stop: Any,
-    z: Any, s1: Any, s2: Any, s3: Any,
+    q: tl.tensor, k: tl.tensor, rows: tl.tensor, origin: tl.tensor, b: tl.tensor, top: tl.tensor, stride: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """The sums of exp(b (d - top)) d^n alone."""
     b2 = b * LOG2E
     for n in range(begin, stop, BLOCK_N):
@@ -179,9 +177,9 @@ def _pass(
 
 @triton.jit
 def solve_rows(
-    q_ptr: Any, k_ptr: Any, radius_ptr: Any, state_ptr: Any,
-    qb: Any, qh: Any, qt: Any, kb: Any, kh: Any, kt: Any, rb: Any, rh: Any, rt: Any,
-    heads: Any, length: Any, total: Any, limit: Any,
+    q_ptr: tl.tensor, k_ptr: tl.tensor, radius_ptr: tl.tensor, state_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, rb: tl.tensor, rh: tl.tensor, rt: tl.tensor,
+    heads: tl.tensor, length: tl.tensor, total: tl.tensor, limit: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBSET: tl.constexpr, STEPS: tl.constexpr,
     PASSES: tl.constexpr, CLOSE: tl.constexpr, LIMITED: tl.constexpr, BETA_MAX: tl.constexpr,
     PRECISION: tl.constexpr, COUNT: tl.constexpr,
@@ -283,10 +281,10 @@ def solve_rows(
 
 @triton.jit
 def _gather_pass(
-    q: Any, k: Any, v: Any, rows: Any, b2: Any, lift: Any, reference: Any, kt: Any, vt: Any, length: Any,
-    begin: Any, stop: Any, z: Any, s1: Any, s2: Any, s3: Any, o: Any, w: Any,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, rows: tl.tensor, b2: tl.tensor, lift: tl.tensor, reference: tl.tensor, kt: tl.tensor, vt: tl.tensor, length: tl.tensor,
+    begin: tl.tensor, stop: tl.tensor, z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, o: tl.tensor, w: tl.tensor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> tl.tensor:  # fmt: skip
     """Sums of e x^n, n = 0..3, e V and e x V over x = S - reference, e = exp2(b2 x - lift)."""
     for n in range(begin, stop, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
@@ -308,9 +306,9 @@ def _gather_pass(
 
 @triton.jit
 def gather_rows(
-    q_ptr: Any, k_ptr: Any, v_ptr: Any, radius_ptr: Any, state_ptr: Any, out_ptr: Any, tilt_ptr: Any, rows_ptr: Any,
-    qb: Any, qh: Any, qt: Any, kb: Any, kh: Any, kt: Any, vb: Any, vh: Any, vt: Any, rb: Any, rh: Any, rt: Any,
-    heads: Any, length: Any, total: Any,
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, radius_ptr: tl.tensor, state_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor, rows_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor, vh: tl.tensor, vt: tl.tensor, rb: tl.tensor, rh: tl.tensor, rt: tl.tensor,
+    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """out, tilt (B, T, H, D) = O, W; rows (5, B, H, T): b, m, H, Var and 1 where the constraint binds."""

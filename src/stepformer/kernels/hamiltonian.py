@@ -15,12 +15,13 @@ Backward, with G = dL/dout, l = dL/d ln z, D_ij = G_i.k_j and H_ij = (c / n_i) e
     dS_ij = H_ij (r_i + r_j + kappa) + e_ij dlnz_i / (n_i z_i),   dX = tau (1 - (S/b)^2) dS,
     dq = dX k,   dk = dX^T q + W^T G.
 
-dS of row i needs H of all later rows: stretches go backwards, and each needs two looks at e and D. Kept for it: e in the
-dtype of q (relative 2^-9 in bf16, as W itself), of which S = ln e; no scores. Row sums, S, D, r and z are fp32.
+dS of row i needs H of all later rows: stretches go backwards, and each takes two looks at e and D. Kept for it: e in
+the dtype of q (relative 2^-9 in bf16, as W itself), from which S = ln e; no scores. S, D, r, z and sums are fp32.
 
-Per head, in units of 2 T^2 d f FLOPs, f = (1 + chunk/T) / 2 = 5/8 at T = 1024: forward 2 products, backward 4 (5 if e is
-not kept). Bytes in units of f T^2, bf16: forward 18 (X written and read, e written and read, W written and read),
-backward 30. Nothing is read that was not written: blocks above the diagonal exist in memory but in no sum.
+Per head, in units of 2 T^2 d f FLOPs, f = (1 + chunk/T) / 2 = 5/8 at T = 1024: forward 2 products, backward 4 (5 if e
+is not kept). Bytes in units of f T^2, bf16: forward 16 (X, e and W, each written and read once), backward 26 (D
+written, read twice; e read twice; dX written, read twice; W written, read). Blocks above the diagonal exist in
+memory but are neither written nor read.
 """
 
 from __future__ import annotations
@@ -41,121 +42,156 @@ SLAB = 2**27  # entries of W that exist at the same time in the backward pass
 
 
 @triton.jit
+def _own_rows(begin: tl.tensor, rows: tl.tensor, R: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+    """Rows of this program within its stretch, their keys, whether a row exists, and whether it sees a key.
+
+    `near` is `live` rounded up to whole vectors of 16 keys: what is read and written, so that accesses are wide.
+    """
+    first = tl.program_id(0) * R
+    row = first + tl.arange(0, R)
+    column = tl.arange(0, BLOCK)
+    inside = row < rows
+    limit = (begin + first + R + 15) // 16 * 16
+    near = inside[:, None] & (column < limit)[None, :]
+    live = inside[:, None] & (column[None, :] <= (begin + row)[:, None])
+    return row, column, inside, near, live
+
+
+@triton.jit
+def _visible(i: tl.tensor, n0: tl.tensor) -> Any:
+    """n_i."""
+    return tl.where(n0 > 0, n0, i + 1).to(tl.float32)
+
+
+@triton.jit
 def _exponentials_kernel(
-    scores: Any, a: Any, e: Any, log_z: Any, r: Any, begin: Any, rows: Any, keys: Any, width: Any, T: Any,
-    tau: Any, bound: Any, n0: Any, BOUNDED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    scores: tl.tensor, a: tl.tensor, e: tl.tensor, log_z: tl.tensor, r: tl.tensor,
+    begin: tl.tensor, rows: tl.tensor, keys: tl.tensor, width: tl.tensor, T: tl.tensor,
+    tau: tl.tensor, bound: tl.tensor, n0: tl.tensor, BOUNDED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """e = exp(S), ln z and r for a stretch of queries; `width` is the room of a row of e."""
     batch = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    column = tl.arange(0, BLOCK)
-    i = begin + row
-    live = (row < rows)[:, None] & (column[None, :] <= i[:, None])
-    line = batch * rows + row
-    s = tau * tl.load(scores + line[:, None] * keys + column[None, :], mask=live, other=0.0).to(tl.float32)
+    row, column, inside, near, live = _own_rows(begin, rows, R, BLOCK)
+    source = scores + batch * rows * keys + (row[:, None] * keys + column[None, :])
+    s = tau * tl.load(source, mask=near & (column < keys)[None, :], other=0.0)
     if BOUNDED:
         s = bound * (2 / (1 + tl.exp(-2 / bound * s)) - 1)  # tanh: its rounding, 1e-7 bound, is that of S
     weights = tl.where(live, tl.exp(s), 0.0)
-    tl.store(e + line[:, None] * width + column[None, :], weights, mask=live)
-    n = tl.where(n0 > 0, n0, i + 1).to(tl.float32)
-    total = tl.where(row < rows, tl.sum(weights, 1), 1.0)
-    lz = tl.log(total / n)
+    target = e + batch * rows * width + (row[:, None] * width + column[None, :])
+    tl.store(target, weights, mask=near & (column < width)[None, :])
+    i = begin + row
     at = batch * T + i
-    tl.store(log_z + at, lz, mask=row < rows)
-    tl.store(r + at, 0.5 * tl.load(a + at, mask=row < rows, other=0.0) * tl.exp(-2 * lz), mask=row < rows)
+    log_mean = tl.log(tl.where(inside, tl.sum(weights, 1), 1.0) / _visible(i, n0))
+    tl.store(log_z + at, log_mean, mask=inside)
+    tl.store(r + at, 0.5 * tl.load(a + at, mask=inside, other=0.0) * tl.exp(-2 * log_mean), mask=inside)
 
 
 @triton.jit
 def _weights_kernel(
-    e: Any, r: Any, kappa: Any, out: Any, begin: Any, rows: Any, keys: Any, width: Any, T: Any, factor: Any, n0: Any,
-    KEYS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    e: tl.tensor, r: tl.tensor, kappa: tl.tensor, out: tl.tensor,
+    begin: tl.tensor, rows: tl.tensor, keys: tl.tensor, width: tl.tensor, T: tl.tensor,
+    factor: tl.tensor, n0: tl.tensor, KEYS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """W of a stretch of queries, zeros above the diagonal."""
     batch = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    column = tl.arange(0, BLOCK)
+    row, column, inside, near, live = _own_rows(begin, rows, R, BLOCK)
     i = begin + row
-    live = (row < rows)[:, None] & (column[None, :] <= i[:, None])
-    at = (batch * rows + row)[:, None] * width + column[None, :]
-    w = tl.load(r + batch * T + i, mask=row < rows, other=0.0) + tl.load(kappa)
-    omega = w[:, None] + tl.zeros((R, BLOCK), dtype=tl.float32)
+    at = row[:, None] * width + column[None, :]
+    weights = tl.load(e + batch * rows * width + at, mask=near & (column < width)[None, :], other=0.0).to(tl.float32)
+    omega = (tl.load(r + batch * T + i, mask=inside, other=0.0) + tl.load(kappa))[:, None]
     if KEYS:
-        omega += tl.load(r + batch * T + column, mask=column < keys, other=0.0)[None, :]
-    n = tl.where(n0 > 0, n0, i + 1).to(tl.float32)
-    weights = (factor / n)[:, None] * tl.load(e + at, mask=live, other=0.0).to(tl.float32) * omega
-    tl.store(out + at, weights, mask=(row < rows)[:, None] & (column < keys)[None, :])
+        omega = omega + tl.load(r + batch * T + column, mask=column < keys, other=0.0)[None, :]
+    weights = tl.where(live, (factor / _visible(i, n0))[:, None] * weights * omega, 0.0)
+    tl.store(out + batch * rows * width + at, weights, mask=inside[:, None] & (column < keys)[None, :])
 
 
 @triton.jit
 def _sums_kernel(
-    e: Any, d: Any, row_sums: Any, column_sums: Any, begin: Any, rows: Any, keys: Any, width: Any, T: Any,
-    factor: Any, n0: Any, KEYS: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    e: tl.tensor, d: tl.tensor, row_sums: tl.tensor, column_sums: tl.tensor,
+    begin: tl.tensor, rows: tl.tensor, keys: tl.tensor, width: tl.tensor, T: tl.tensor,
+    factor: tl.tensor, n0: tl.tensor,
+    KEYS: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Sums of H over each row, and over GROUP rows for each column."""
     batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
+    limit = (begin + (tl.program_id(0) + 1) * GROUP + 15) // 16 * 16
     below = tl.zeros((BLOCK,), dtype=tl.float32)
     for part in range(GROUP // R):
         row = tl.program_id(0) * GROUP + part * R + tl.arange(0, R)
         i = begin + row
-        live = (row < rows)[:, None] & (column[None, :] <= i[:, None])
-        line = batch * rows + row
-        n = tl.where(n0 > 0, n0, i + 1).to(tl.float32)
-        h = tl.load(e + line[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
-        h *= tl.load(d + line[:, None] * keys + column[None, :], mask=live, other=0.0)
-        h *= (factor / n)[:, None]
-        tl.store(row_sums + batch * T + i, tl.sum(h, 1), mask=row < rows)
+        inside = row < rows
+        live = inside[:, None] & (column[None, :] <= i[:, None])
+        # e is written up to the last row of a tile of R, rounded up to 16: GROUP is 16
+        near = inside[:, None] & (column < limit)[None, :]
+        h = tl.load(
+            e + batch * rows * width + (row[:, None] * width + column[None, :]),
+            mask=near & (column < width)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        h *= tl.load(
+            d + batch * rows * keys + (row[:, None] * keys + column[None, :]),
+            mask=near & (column < keys)[None, :],
+            other=0.0,
+        )
+        h = tl.where(live, h * (factor / _visible(i, n0))[:, None], 0.0)
+        tl.store(row_sums + batch * T + i, tl.sum(h, 1), mask=inside)
         if KEYS:
             below += tl.sum(h, 0)
     if KEYS:
         groups = (T + GROUP - 1) // GROUP
         group = begin // GROUP + tl.program_id(0)
-        known = (column < (group + 1) * GROUP) & (column < keys)
+        known = (column < limit) & (column < keys)
         tl.store(column_sums + (batch * groups + group) * T + column, below, mask=known)
 
 
 @triton.jit
 def _slopes_kernel(
-    e: Any, d: Any, r: Any, log_z: Any, d_log_z: Any, kappa: Any, row_sums: Any, column_sums: Any,
-    out: Any, weights: Any, d_r: Any, begin: Any, rows: Any, keys: Any, width: Any, T: Any, room: Any,
-    tau: Any, bound: Any, factor: Any, n0: Any, BOUNDED: tl.constexpr, KEYS: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    e: tl.tensor, d: tl.tensor, r: tl.tensor, log_z: tl.tensor, d_log_z: tl.tensor, kappa: tl.tensor,
+    row_sums: tl.tensor, column_sums: tl.tensor, slopes: tl.tensor, weights: tl.tensor, d_r: tl.tensor,
+    begin: tl.tensor, rows: tl.tensor, keys: tl.tensor, width: tl.tensor, T: tl.tensor, room: tl.tensor,
+    tau: tl.tensor, bound: tl.tensor, factor: tl.tensor, n0: tl.tensor, BOUNDED: tl.constexpr,
+    KEYS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """dX and W of a stretch of queries, zeros above the diagonal, into (B, T, room); and dr."""
     batch = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    column = tl.arange(0, BLOCK)
+    row, column, inside, near, live = _own_rows(begin, rows, R, BLOCK)
     i = begin + row
-    inside = row < rows
     at = batch * T + i
     own = tl.load(r + at, mask=inside, other=0.0)
     change = tl.load(row_sums + at, mask=inside, other=0.0)
-    omega = (own + tl.load(kappa))[:, None] + tl.zeros((R, BLOCK), dtype=tl.float32)
+    omega = (own + tl.load(kappa))[:, None]
     if KEYS:
-        omega += tl.load(r + batch * T + column, mask=column < keys, other=0.0)[None, :]
+        omega = omega + tl.load(r + batch * T + column, mask=column < keys, other=0.0)[None, :]
         groups = (T + GROUP - 1) // GROUP
         group = tl.arange(0, GROUPS)
         later = (group < groups)[:, None] & (group[:, None] >= (i // GROUP)[None, :]) & inside[None, :]
-        place = (batch * groups + group)[:, None] * T + i[None, :]
-        change += tl.sum(tl.load(column_sums + place, mask=later, other=0.0), 0)
+        place = column_sums + batch * groups * T + (group[:, None] * T + i[None, :])
+        change += tl.sum(tl.load(place, mask=later, other=0.0), 0)
     tl.store(d_r + at, change, mask=inside)
-
-    live = inside[:, None] & (column[None, :] <= i[:, None])
-    line = batch * rows + row
-    ew = tl.load(e + line[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
-    dw = tl.load(d + line[:, None] * keys + column[None, :], mask=live, other=0.0)
-    n = tl.where(n0 > 0, n0, i + 1).to(tl.float32)
-    w = (factor / n)[:, None] * ew * omega
+    n = _visible(i, n0)
     d_lz = tl.load(d_log_z + at, mask=inside, other=0.0) - 2 * own * change
     scale = d_lz * tl.exp(-tl.load(log_z + at, mask=inside, other=0.0)) / n
+
+    ew = tl.load(
+        e + batch * rows * width + (row[:, None] * width + column[None, :]),
+        mask=near & (column < width)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    dw = tl.load(
+        d + batch * rows * keys + (row[:, None] * keys + column[None, :]),
+        mask=near & (column < keys)[None, :],
+        other=0.0,
+    )
+    w = (factor / n)[:, None] * ew * omega
     x = tau * (w * dw + ew * scale[:, None])
     if BOUNDED:
         t = tl.log(tl.where(ew > 0, ew, 1.0)) / bound
         x *= 1 - t * t
-    place = at[:, None] * room + column[None, :]
+    place = batch * T * room + (i[:, None] * room + column[None, :])
     known = inside[:, None] & (column < keys)[None, :]
-    tl.store(weights + place, w, mask=known)
-    tl.store(out + place, x, mask=known)
+    tl.store(weights + place, tl.where(live, w, 0.0), mask=known)
+    tl.store(slopes + place, tl.where(live, x, 0.0), mask=known)
 
 
 def _tile(keys: int) -> dict[str, int]:
@@ -398,10 +434,11 @@ def force_and_log_z(
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, T, d) and ln z (B, H, T) of plain causal tokens.
 
-    q, k: (B, H, T, d) of one dtype. a: (B, T), kappa: one number, both fp32. keys: whether keys bring r_j (`row` force).
+    q, k: (B, H, T, d) of one dtype. a: (B, T) and kappa, one number, are fp32. keys: whether keys bring their r_j.
+    chunk: queries at a time, rounded up to a multiple of 16; 0: all at once.
     """
     batch, heads, length, _ = q.shape
     keep = torch.is_grad_enabled() and batch * heads * length**2 <= KEPT
-    chunk = max(GROUP, chunk // GROUP * GROUP)
+    chunk = triton.cdiv(min(chunk or length, length), GROUP) * GROUP
     out, log_z, _ = _forward(q, k, a, kappa, tau, bound, n0, factor, keys, chunk, keep)
     return out, log_z

@@ -65,8 +65,9 @@ def from_later(weights: Tensor, sources: Tensor, out: Tensor, chunk: int, fresh:
 
 @triton.jit
 def _running_kernel(
-    states: Any, out: Any, size: Any, SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+    states: tl.tensor, out: tl.tensor, size: tl.tensor,
+    SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * SEGMENTS
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < size

@@ -162,7 +162,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         torch.addmm(total, a, b, beta=0 if first else 1, out=total)
     elif first:
         torch.mm(a, b, out_dtype=torch.float32, out=total)
-    elif torch.__version__ >= (2, 10):
+    elif torch.__version__ >= "2.10":
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:  # where the sum still had to have the factors' dtype
         total += torch.mm(a, b, out_dtype=torch.float32)

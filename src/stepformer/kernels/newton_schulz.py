@@ -17,12 +17,13 @@ the directional derivative of Z -> o along do. Every matrix X above becomes a pa
 All matrices of the h x h space are polynomials in G: symmetric, so what one product leaves in the registers of a warp
 is both a left and a right factor of the next (`_as_factor`), and the whole iteration moves no data.
 
-Products run on tensor cores in tf32. "Accurate" splits fp32 numbers into two tf32 ones and adds three products:
-relative error below 1e-5 also for ill-conditioned Y. One product alone gives 2e-3 for Gaussian Y, 3e-2 for Y without
-full rank (bf16 products: 3e-2 and 3e-1). Values are accurate unless `fast`; derivatives unless `fast` or do is bf16.
+Products run on tensor cores in tf32. "Accurate" ones split each fp32 number into two tf32 numbers and add three
+products: relative error about 1e-6, 1e-5 for ill-conditioned Y. One product alone gives 2e-3 for Gaussian Y, 3e-2 for
+Y without full rank (products in bf16: 3e-2 and 3e-1). Values are accurate unless `fast`; derivatives unless `fast` or
+do is bf16, where one product adds 2e-3 (6e-3 ill-conditioned) to what storing do in bf16 costs anyway.
 
-12 heads of 64, padded to 16: 0.9 M multiply-adds a token and tf32 product forward, 2.6 M backward where accurate.
-Traffic in d-vectors per token: ortho 2 forward, 3 backward; muon 4 and 6 (g, m, do, dm', dg, dm).
+12 heads of 64, padded to 16: 127 k multiply-adds a token forward and 365 k backward, three times that where accurate.
+Traffic in d-vectors per token: ortho 2 forward, 3 backward; muon 4 and 6 (g, m, do, dm' read, dg, dm written).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepformer.kernels.common import Scalar, code, mapped, slope
+from stepformer.kernels.common import Scalar, code, mapped, nothing, slope
 from stepformer.schemes.matrix_functions import NEWTON_SCHULZ
 
 MOST_ROWS, MOST_COLUMNS = 32, 128  # larger matrices do not fit in the registers of a warp
@@ -105,7 +106,7 @@ def _apply(q: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr)
 
 @triton.jit
 def _polynomial(G: tl.tensor, one: tl.tensor, ACCURATE: tl.constexpr) -> tl.tensor:
-    return A * one + B * G + C * _times(G, G, tl.zeros_like(G), ACCURATE)
+    return one * A + G * B + _times(G, G, tl.zeros_like(G), ACCURATE) * C
 
 
 @triton.jit
@@ -122,16 +123,20 @@ def _steps(G: tl.tensor, one: tl.tensor, STEPS: tl.constexpr, ACCURATE: tl.const
 
 
 @triton.jit
-def _times_pair(X: tl.tensor, dX: tl.tensor, Y: tl.tensor, dY: tl.tensor, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr) -> tl.tensor:
+def _times_pair(
+    X: tl.tensor, dX: tl.tensor, Y: tl.tensor, dY: tl.tensor, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr
+) -> tl.tensor:
     """X Y and its derivative."""
     zero = tl.zeros_like(X)
     return _times(X, Y, zero, VALUES), _times(dX, Y, _times(X, dY, zero, DERIVATIVES), DERIVATIVES)
 
 
 @triton.jit
-def _polynomial_pair(G: tl.tensor, dG: tl.tensor, one: tl.tensor, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr) -> tl.tensor:
+def _polynomial_pair(
+    G: tl.tensor, dG: tl.tensor, one: tl.tensor, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr
+) -> tl.tensor:
     square, dsquare = _times_pair(G, dG, G, dG, VALUES, DERIVATIVES)
-    return A * one + B * G + C * square, B * dG + C * dsquare
+    return one * A + G * B + square * C, dG * B + dsquare * C
 
 
 @triton.jit
@@ -277,5 +282,172 @@ def _backward_kernel(
             tl.store(dm + at + c * CHUNK, beta * t, mask=mask)
             tl.store(dg + at + c * CHUNK, (1 - beta) * t, mask=mask)
     if partial is not None:
-        total = tl.sum(tl.sum(tl.sum(change, 1), 0), 0)
+        total = tl.sum(tl.sum(change, 1), 0)
         tl.store(partial + tl.program_id(0), total * slope(raw, constant, KIND))
+
+
+class Tile(NamedTuple):
+    """How a kernel is launched: tokens per program, warps, columns at once. A warp holds whole matrices."""
+
+    tokens: int
+    warps: int
+    chunk: int
+
+
+def tile(h: int, k: int, backward: bool) -> Tile:
+    """One token per warp: its matrices fill the registers of a warp in the backward."""
+    return Tile(1, 1, min(32 if backward or h > 16 else 64, _columns(k)))
+
+
+def _columns(k: int) -> int:
+    return max(16, triton.next_power_of_2(k))
+
+
+def supports(h: int, k: int) -> bool:
+    """Whether matrices of h x k fit."""
+    return h <= MOST_ROWS and k <= MOST_COLUMNS
+
+
+def _shape(h: int, k: int, t: Tile) -> dict[str, int]:
+    return {
+        "H": h, "K": k, "R": max(16, triton.next_power_of_2(h)), "CHUNK": t.chunk,
+        "CHUNKS": triton.cdiv(k, t.chunk), "TOKENS": t.tokens, "num_warps": t.warps,
+    }  # fmt: skip
+
+
+def _forward(
+    g: Tensor,
+    m: Tensor | None,
+    raw: Tensor | None,
+    kind: int,
+    constant: float,
+    heads: int,
+    dtype: torch.dtype,
+    fast: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """m' and o of contiguous vectors (..., d)."""
+    h, k = heads, g.shape[-1] // heads
+    n = g.numel() // g.shape[-1]
+    m_out, o = None if m is None else torch.empty_like(m), torch.empty_like(g, dtype=dtype)
+    t = tile(h, k, backward=False)
+    if n:
+        _forward_kernel[(triton.cdiv(n, t.tokens),)](
+            g, m, raw, constant, m_out, o, n, KIND=kind, ACCURATE=not fast, **_shape(h, k, t)
+        )
+    return m_out, o
+
+
+def _backward(
+    g: Tensor, m: Tensor | None, raw: Tensor | None, kind: int, constant: float, heads: int, fast: bool,
+    do: Tensor, dm_out: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of g, m and the raw parameter."""
+    h, k = heads, g.shape[-1] // heads
+    n = g.numel() // g.shape[-1]
+    t = tile(h, k, backward=True)
+    programs = triton.cdiv(n, t.tokens)
+    dg, dm = torch.empty_like(g), None if m is None else torch.empty_like(m)
+    partial = None if raw is None else torch.empty(programs, dtype=torch.float32, device=g.device)
+    if n:
+        _backward_kernel[(programs,)](
+            g, m, raw, constant, do, dm_out, dg, dm, partial, n, KIND=kind,
+            VALUES=not fast, DERIVATIVES=not fast and do.dtype != torch.bfloat16, **_shape(h, k, t),
+        )  # fmt: skip
+    return dg, dm, None if raw is None or partial is None else partial.sum().to(raw.dtype).expand_as(raw)
+
+
+@torch.library.custom_op("stepformer::newton_schulz", mutates_args=())
+def _ortho(g: Tensor, heads: int, dtype: torch.dtype, fast: bool) -> Tensor:
+    return _forward(g.contiguous(), None, None, -2, 1.0, heads, dtype, fast)[1]
+
+
+@_ortho.register_fake
+def _(g: Tensor, heads: int, dtype: torch.dtype, fast: bool) -> Tensor:
+    return g.new_empty(g.shape, dtype=dtype)
+
+
+@torch.library.custom_op("stepformer::newton_schulz_backward", mutates_args=())
+def _ortho_backward(g: Tensor, do: Tensor, heads: int, fast: bool) -> Tensor:
+    return _backward(g.contiguous(), None, None, -2, 1.0, heads, fast, do.contiguous(), None)[0]
+
+
+@_ortho_backward.register_fake
+def _(g: Tensor, do: Tensor, heads: int, fast: bool) -> Tensor:
+    return g.new_empty(g.shape)
+
+
+def _ortho_keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    g, ctx.heads, _, ctx.fast = inputs
+    ctx.save_for_backward(g)
+
+
+def _ortho_gradient(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+    (g,) = ctx.saved_tensors
+    return _ortho_backward(g, do, ctx.heads, ctx.fast), None, None, None
+
+
+_ortho.register_autograd(_ortho_gradient, setup_context=_ortho_keep)
+
+
+@torch.library.custom_op("stepformer::muon", mutates_args=())
+def _muon(
+    g: Tensor, m: Tensor, raw: Tensor | None, kind: int, constant: float, heads: int, dtype: torch.dtype, fast: bool
+) -> tuple[Tensor, Tensor]:
+    m_out, o = _forward(g.contiguous(), m.contiguous(), raw, kind, constant, heads, dtype, fast)
+    assert m_out is not None
+    return m_out, o
+
+
+@_muon.register_fake
+def _(
+    g: Tensor, m: Tensor, raw: Tensor | None, kind: int, constant: float, heads: int, dtype: torch.dtype, fast: bool
+) -> tuple[Tensor, Tensor]:
+    return m.new_empty(m.shape), g.new_empty(g.shape, dtype=dtype)
+
+
+@torch.library.custom_op("stepformer::muon_backward", mutates_args=())
+def _muon_backward(
+    g: Tensor, m: Tensor, raw: Tensor | None, do: Tensor, dm_out: Tensor | None,
+    kind: int, constant: float, heads: int, fast: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dm_out = None if dm_out is None else dm_out.contiguous()
+    dg, dm, draw = _backward(g.contiguous(), m.contiguous(), raw, kind, constant, heads, fast, do.contiguous(), dm_out)
+    assert dm is not None
+    return dg, dm, nothing(g) if draw is None else draw.clone()
+
+
+@_muon_backward.register_fake
+def _(
+    g: Tensor, m: Tensor, raw: Tensor | None, do: Tensor, dm_out: Tensor | None,
+    kind: int, constant: float, heads: int, fast: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return g.new_empty(g.shape), m.new_empty(m.shape), nothing(g) if raw is None else raw.new_empty(raw.shape)
+
+
+def _muon_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    g, m, raw, ctx.kind, ctx.constant, ctx.heads, ctx.dtype, ctx.fast = inputs
+    ctx.save_for_backward(g, m, raw)
+    ctx.set_materialize_grads(False)  # the mean after the last turn has no gradient
+
+
+def _muon_gradient(ctx: Any, dm_out: Tensor | None, do: Tensor | None) -> tuple[Tensor | None, ...]:
+    g, m, raw = ctx.saved_tensors
+    if do is None:
+        do = g.new_zeros(g.shape, dtype=ctx.dtype)
+    dg, dm, draw = _muon_backward(g, m, raw, do, dm_out, ctx.kind, ctx.constant, ctx.heads, ctx.fast)
+    return dg, dm, None if raw is None else draw, None, None, None, None, None
+
+
+_muon.register_autograd(_muon_gradient, setup_context=_muon_keep)
+
+
+def newton_schulz(g: Tensor, heads: int, dtype: torch.dtype | None = None, fast: bool = False) -> Tensor:
+    """Newton-Schulz of the `heads` rows of every vector of g (..., d), in `dtype` (as g without one)."""
+    return _ortho(g, heads, g.dtype if dtype is None else dtype, fast)
+
+
+def muon_pass(
+    g: Tensor, m: Tensor, beta: Scalar, heads: int, dtype: torch.dtype | None = None, fast: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The mean m' = beta m + (1 - beta) g, in the dtype of m, and Newton-Schulz of it, in `dtype` (as g without one)."""
+    return _muon(g, m, beta.raw, code(beta), beta.constant, heads, g.dtype if dtype is None else dtype, fast)

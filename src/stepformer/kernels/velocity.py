@@ -43,11 +43,15 @@ from stepformer.kernels.common import (
     load_columns,
     load_tile,
     mapped,
+    over_row,
     quotient,
     row_norm_backward,
     row_statistics,
+    row_sum,
     slope,
+    store_columns,
     thread_sums,
+    tile_columns,
 )
 
 VECTORS = ("gain_v", "gain_a", "bias_a", "gain_b", "bias_b")
@@ -62,14 +66,14 @@ def _forward_kernel(
     c_step: tl.tensor, c_nu: tl.tensor, c_lam: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
     x_out: tl.tensor, V_out: tl.tensor, u: tl.tensor, u2: tl.tensor, statistics: tl.tensor, n: tl.tensor, eps_v: tl.tensor, eps: tl.tensor,
     STEP: tl.constexpr, NU: tl.constexpr, LAM: tl.constexpr, MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
-    CENTRED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
     row = rows < n
-    mask = row[:, None] & column
-    at = rows.to(tl.int64)[:, None] * D + columns
+    mask = over_row(row) & column
+    at = over_row(rows.to(tl.int64)) * D + columns
 
     w = load_tile(g, at, mask)
     if g2 is not None:
@@ -79,10 +83,10 @@ def _forward_kernel(
     step = mapped(raw_step, c_step, STEP)
     if gain_v is not None:
         mean, r = row_statistics(w, column, eps_v / (step * step), True, D)
+        r = tl.where(step < 0, -r, r)  # with the sign of the step, here and in the backward
         tl.store(statistics + rows, mean, mask=row)
         tl.store(statistics + n + rows, r, mask=row)
-        gain = tl.where(step < 0, -1.0, 1.0) * load_columns(gain_v, columns, D)
-        v = (w - mean[:, None]) * r[:, None] * gain
+        v = (w - over_row(mean)) * over_row(r) * load_columns(gain_v, columns, D)
     else:
         v = step * w
     if V_out is not None:
@@ -109,7 +113,7 @@ def _forward_kernel(
             mean, r = row_statistics(p, column, eps, CENTRED, D)
             tl.store(statistics + 2 * n + rows, mean, mask=row)
             tl.store(statistics + 3 * n + rows, r, mask=row)
-            hat = (p - mean[:, None]) * r[:, None]
+            hat = (p - over_row(mean)) * over_row(r)
             out = hat
             if gain_a is not None:
                 out = out * load_columns(gain_a, columns, D)
@@ -133,10 +137,10 @@ def _backward_kernel(
     c_step: tl.tensor, c_nu: tl.tensor, c_lam: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
     dx: tl.tensor, dw: tl.tensor, partial: tl.tensor, n: tl.tensor, eps_v: tl.tensor,
     STEP: tl.constexpr, NU: tl.constexpr, LAM: tl.constexpr, MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
-    DRIFT: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    DRIFT: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
     step = mapped(raw_step, c_step, STEP)
     nu = mapped(raw_nu, c_nu, NU) if NU != ABSENT else 1.0
@@ -146,20 +150,19 @@ def _backward_kernel(
     step_next = mapped(raw_next, c_next, NEXT) if BETA != ABSENT else 1.0
     ratio = beta / step_next
     if gain_v is not None:
-        signed_gain = tl.where(step < 0, -1.0, 1.0) * load_columns(gain_v, columns, D)
-        to_hat = quotient(1.0, ratio * signed_gain)
-    sum_gain_v = tl.zeros((1, BLOCK), tl.float32)
+        to_hat = quotient(1.0, ratio * load_columns(gain_v, columns, D))
+    sum_gain_v = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
     sum_gain_a, sum_bias_a = sum_gain_v, sum_gain_v
     sum_gain_b, sum_bias_b = sum_gain_v, sum_gain_v
-    sum_nu = tl.zeros((ROWS, BLOCK // 8), tl.float32)
+    sum_nu = tl.zeros((ROWS, CHUNK // 8), tl.float32)
     sum_lam, sum_mu, sum_ratio = sum_nu, sum_nu, sum_nu
     sum_step = tl.zeros((ROWS,), tl.float32)
 
     for tile in tl.range(0, TILES, num_stages=STAGES):
         rows = (tile * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
         row = rows < n
-        mask = row[:, None] & column
-        at = rows.to(tl.int64)[:, None] * D + columns
+        mask = over_row(row) & column
+        at = over_row(rows.to(tl.int64)) * D + columns
 
         # all loads before the first reduction, behind whose barrier they would wait
         if gain_v is not None:
@@ -186,7 +189,7 @@ def _backward_kernel(
         if dV_out is not None:
             dV = load_tile(dV_out, at, mask)
 
-        v = tl.zeros((ROWS, BLOCK), tl.float32)
+        v = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
         hat = v
         if V_out is not None:
             v = kept * quotient(1.0, ratio)
@@ -194,8 +197,8 @@ def _backward_kernel(
                 hat = kept * to_hat
         elif g is not None:
             if gain_v is not None:
-                hat = (w - mean[:, None]) * r[:, None]
-                v = hat * signed_gain
+                hat = (w - over_row(mean)) * over_row(r)
+                v = hat * load_columns(gain_v, columns, D)
             else:
                 v = step * w
 
@@ -204,32 +207,32 @@ def _backward_kernel(
         if du is not None or du2 is not None:
             if MU != ABSENT:
                 p += mu * v
-            hat_p = (p - mean_p[:, None]) * r_p[:, None]
+            hat_p = (p - over_row(mean_p)) * over_row(r_p)
             if du is not None:
                 if gain_a is not None:
-                    sum_gain_a += tl.sum(c * hat_p, 0, keep_dims=True)
+                    sum_gain_a += c * hat_p
                 if bias_a is not None:
-                    sum_bias_a += tl.sum(c, 0, keep_dims=True)
+                    sum_bias_a += c
                 if gain_a is not None:
                     c = c * load_columns(gain_a, columns, D)
             if du2 is not None:
                 if gain_b is not None:
-                    sum_gain_b += tl.sum(c2 * hat_p, 0, keep_dims=True)
+                    sum_gain_b += c2 * hat_p
                 if bias_b is not None:
-                    sum_bias_b += tl.sum(c2, 0, keep_dims=True)
+                    sum_bias_b += c2
                 if gain_b is not None:
                     c2 = c2 * load_columns(gain_b, columns, D)
                 c = c + c2 if du is not None else c2
             dp, _ = row_norm_backward(c, hat_p, r_p, CENTRED, D)
             dt = dt + dp if dx_out is not None else dp
         elif dx_out is None:
-            dt = tl.zeros((ROWS, BLOCK), tl.float32)
+            dt = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
         if dx is not None:
             if DRIFT and LAM != ABSENT:
                 tl.store(dx + at, keep * dt, mask=mask)
             else:
                 tl.store(dx + at, dt, mask=mask)
-        dv = tl.zeros((ROWS, BLOCK), tl.float32)
+        dv = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
         if DRIFT:
             dv = dt
             if NU != ABSENT:
@@ -247,32 +250,31 @@ def _backward_kernel(
             if BETA >= 0 or NEXT >= 0:
                 sum_ratio += thread_sums(dV * v)
         if gain_v is not None:
-            sum_gain_v += tl.sum(dv * hat, 0, keep_dims=True)
-            dw_tile, along = row_norm_backward(dv * signed_gain, hat, r, True, D)
+            sum_gain_v += dv * hat
+            dw_tile, along = row_norm_backward(dv * load_columns(gain_v, columns, D), hat, r, True, D)
             sum_step += r * r * along
         else:
             dw_tile = step * dv
             if STEP >= 0:
-                sum_step += tl.sum(dv * v, 1)
+                sum_step += row_sum(dv * v)
         if dw is not None:
             tl.store(dw + at, dw_tile, mask=mask)
 
     line = partial + tl.program_id(0).to(tl.int64) * WIDTH
     if gain_v is not None:
-        sum_gain_v *= tl.where(step < 0, -1.0, 1.0)
-        tl.store(line + columns, sum_gain_v, mask=column)
+        store_columns(line, columns, sum_gain_v, D)
         line += D
     if gain_a is not None:
-        tl.store(line + columns, sum_gain_a, mask=column)
+        store_columns(line, columns, sum_gain_a, D)
         line += D
     if bias_a is not None:
-        tl.store(line + columns, sum_bias_a, mask=column)
+        store_columns(line, columns, sum_bias_a, D)
         line += D
     if gain_b is not None:
-        tl.store(line + columns, sum_gain_b, mask=column)
+        store_columns(line, columns, sum_gain_b, D)
         line += D
     if bias_b is not None:
-        tl.store(line + columns, sum_bias_b, mask=column)
+        store_columns(line, columns, sum_bias_b, D)
         line += D
     if STEP >= 0:
         if gain_v is not None:
@@ -293,14 +295,11 @@ def _backward_kernel(
 
 
 def forward_tile(d: int) -> Tile:
-    """About 2,048 numbers at once; 8 of a row per thread, so that a bf16 load is 16 bytes."""
-    block = common.width(d)
-    return Tile(rows=max(1, min(16, 2048 // block)), warps=max(1, min(8, block // 256)))
+    return Tile(chunk=max(16, min(256, triton.next_power_of_2(d))), rows=4, warps=4)
 
 
 def backward_tile(d: int) -> Tile:
-    block = common.width(d)
-    return Tile(rows=max(1, min(16, 2048 // block)), warps=max(1, min(8, block // 256)), stages=1, programs=4)
+    return Tile(chunk=max(16, min(256, triton.next_power_of_2(d))), rows=4, warps=4, stages=1, programs=2)
 
 
 @torch.library.custom_op("stepformer::velocity_pass", mutates_args=())
@@ -321,7 +320,7 @@ def _pass(
         gain_v, gain_a, bias_a, gain_b, bias_b, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         x_out if drift else None, V_out if carry else None, u if outputs else None, u2 if outputs > 1 else None,
         statistics, n, eps_v, eps, *kinds,
-        CENTRED=centred, D=d, BLOCK=common.width(d), ROWS=tile.rows, num_warps=tile.warps,
+        CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows, num_warps=tile.warps,
     )  # fmt: skip
     return x_out, V_out, u, u2, statistics
 
@@ -371,7 +370,7 @@ def _pass_backward(
         _dense(du), _dense(du2), _dense(dx_out), _dense(dV_out), _dense(x_out), V_out, _dense(g), _dense(g2), statistics,
         *vectors, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         None if dx_dtype is None else dx, None if dw_dtype is None else dw, partial, n, eps_v, *kinds,
-        DRIFT=drift, CENTRED=centred, D=d, BLOCK=common.width(d), ROWS=tile.rows,
+        DRIFT=drift, CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows,
         TILES=tiles, STAGES=tile.stages, WIDTH=columns, num_warps=tile.warps,
     )  # fmt: skip
     return dx, dw, partial.sum(0)

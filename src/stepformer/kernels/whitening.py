@@ -49,13 +49,12 @@ from stepformer.kernels.common import multiprocessors
 STEPS = 10
 HEAD_DIMS = (16, 32, 64)
 MAX_HEADS = 32
-PRECISIONS = ("fp16", "fp16x3", "ieee")
+SCALE = tl.constexpr(512.0)  # of every matrix below, so that fp16 holds the smallest entries that matter
 
 
 @triton.jit
-def _operand(x: tl.tensor, scale: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
-    """x times a scale as a pair of dot operands: leading and trailing half."""
-    x = x * scale
+def _operand(x: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+    """x as a pair of dot operands: leading and trailing half."""
     if PRECISION == "ieee":
         return x, x
     high = x.to(tl.float16)
@@ -83,34 +82,34 @@ def _power_of_two(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _normalised(covariance: tl.tensor, K: tl.constexpr) -> tl.tensor:
-    """(P_0, s) of a covariance."""
+def _shifted(covariance: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """The covariance plus 1e-6 I."""
     j = tl.arange(0, K)
-    shifted = covariance + tl.where(j[:, None] == j[None, :], 1e-6, 0.0)
-    size = tl.maximum(tl.sqrt(tl.sum(shifted * shifted)), 1e-6)
-    return shifted / size, size
+    return tl.where(j[:, None] == j[None, :], covariance + 1e-6, covariance)
 
 
 @triton.jit
-def _next(p: tl.tensor, ph: tl.tensor, pl: tl.tensor, SCALE: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+def _normalised(covariance: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """(P_0, s) of a covariance."""
+    shifted = _shifted(covariance, K)
+    size = tl.maximum(tl.sqrt(tl.sum(shifted * shifted)), 1e-6)
+    return shifted * (1 / size), size
+
+
+@triton.jit
+def _next(p: tl.tensor, ph: tl.tensor, pl: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
     """P_{i+1} from P_i and its operands."""
-    square = _product(ph, pl, ph, pl, PRECISION) * (1 / (SCALE * SCALE))
-    qh, ql = _operand(square - 6 * p, SCALE, PRECISION)
-    return 2.25 * p + _product(qh, ql, ph, pl, PRECISION) * (0.25 / (SCALE * SCALE))
+    square = _product(ph, pl, ph, pl, PRECISION) * (1 / SCALE)
+    qh, ql = _operand(square - 6 * p, PRECISION)
+    return 2.25 * p + _product(qh, ql, ph, pl, PRECISION) * (0.25 / SCALE)
 
 
 @triton.jit
 def _turned(
-    z: tl.tensor,
-    zh: tl.tensor,
-    zl: tl.tensor,
-    ph: tl.tensor,
-    pl: tl.tensor,
-    SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    z: tl.tensor, zh: tl.tensor, zl: tl.tensor, ph: tl.tensor, pl: tl.tensor, PRECISION: tl.constexpr
 ) -> tl.tensor:
     """T_i Z_i^T from Z_i^T (k x h) and P_i."""
-    return 1.5 * z - _product(ph, pl, zh, zl, PRECISION) * (0.5 / (SCALE * SCALE))
+    return 1.5 * z - _product(ph, pl, zh, zl, PRECISION) * (0.5 / SCALE)
 
 
 @triton.jit
@@ -131,7 +130,6 @@ def _forward(
     STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    SCALE: tl.constexpr = 512.0
     token = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, K)
     head = tl.arange(0, COLUMNS)
@@ -142,7 +140,7 @@ def _forward(
     d = tl.load(g + turned, mask=real, other=0.0).to(tl.float32)
     b = tl.load(beta_r).to(tl.float32)
     unit = _power_of_two(d)
-    gh, gl = _operand(d, SCALE / unit, PRECISION)
+    gh, gl = _operand(d * (SCALE / unit), PRECISION)
     gram = _product(gh, gl, tl.trans(gh), tl.trans(gl), PRECISION) * (unit / SCALE) * (unit / SCALE)
     covariance = b * tl.load(r + token * R_STRIDE + square).to(tl.float32) + (1 - b) * gram
     tl.store(r_new + token * (K * K) + square, covariance)
@@ -153,16 +151,17 @@ def _forward(
         unit = _power_of_two(d)
 
     p, size = _normalised(covariance, K)
-    z = d / unit
+    p *= SCALE
+    z = d * (SCALE / unit)
     for _ in range(STEPS - 1):
-        ph, pl = _operand(p, SCALE, PRECISION)
-        zh, zl = _operand(z, SCALE, PRECISION)
-        z = _turned(z, zh, zl, ph, pl, SCALE, PRECISION)
-        p = _next(p, ph, pl, SCALE, PRECISION)
-    ph, pl = _operand(p, SCALE, PRECISION)
-    zh, zl = _operand(z, SCALE, PRECISION)
-    z = _turned(z, zh, zl, ph, pl, SCALE, PRECISION)
-    tl.store(u + turned, z * (unit / tl.sqrt(size)), mask=real)
+        ph, pl = _operand(p, PRECISION)
+        zh, zl = _operand(z, PRECISION)
+        z = _turned(z, zh, zl, ph, pl, PRECISION)
+        p = _next(p, ph, pl, PRECISION)
+    ph, pl = _operand(p, PRECISION)
+    zh, zl = _operand(z, PRECISION)
+    z = _turned(z, zh, zl, ph, pl, PRECISION)
+    tl.store(u + turned, z * (unit / (SCALE * tl.sqrt(size))), mask=real)
 
 
 @triton.jit
@@ -193,8 +192,6 @@ def _backward(
     STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    SCALE: tl.constexpr = 512.0
-    UNSCALE: tl.constexpr = 1 / (SCALE * SCALE)
     HALVES: tl.constexpr = 2 if PRECISION == "fp16x3" else 1
     PART: tl.constexpr = K * K + K * COLUMNS  # P_i and Z_i; their trailing halves follow
     program = tl.program_id(0)
@@ -204,61 +201,67 @@ def _backward(
     tall = j[:, None] * COLUMNS + head[None, :]
     turned = head[None, :] * K + j[:, None]
     real = (head < H)[None, :]
-    base = scratch + program.to(tl.int64) * (STEPS * PART * HALVES)
+    base = scratch + program.to(tl.int64) * ((STEPS - 1) * PART * HALVES)
     b = tl.load(beta_r).to(tl.float32)
     b1 = 0.0
     if MEAN:
         b1 = tl.load(beta1).to(tl.float32)
-    db = 0.0
-    db1 = 0.0
+    one = tl.full((), 1, tl.int64)  # offsets of matrices pass 2^31
+    db = tl.zeros((K,), tl.float32)
+    db1 = tl.zeros((K,), tl.float32)
 
     for t in range(program, tokens, tl.num_programs(0)):
-        vectors = t.to(tl.int64) * (H * K)
-        matrices = t.to(tl.int64) * (K * K)
+        token = t * one
+        vectors = token * (H * K)
+        matrices = token * (K * K)
         d = tl.load(g + vectors + turned, mask=real, other=0.0).to(tl.float32)
         if MEAN:
             d = b1 * tl.load(m + vectors + turned, mask=real, other=0.0).to(tl.float32) + (1 - b1) * d
         unit = _power_of_two(d)
-        z = d / unit
+        z = d * (SCALE / unit)
         p, size = _normalised(tl.load(r_new + matrices + square), K)
-        for i in range(STEPS):
-            ph, pl = _operand(p, SCALE, PRECISION)
-            zh, zl = _operand(z, SCALE, PRECISION)
-            here = base + i * (PART * HALVES)
+        p *= SCALE
+        here = base
+        for _ in range(STEPS - 1):
+            ph, pl = _operand(p, PRECISION)
+            zh, zl = _operand(z, PRECISION)
             tl.store(here + square, ph)
             tl.store(here + K * K + tall, zh)
             if HALVES == 2:
                 tl.store(here + PART + square, pl)
                 tl.store(here + PART + K * K + tall, zl)
-            if i < STEPS - 1:
-                z = _turned(z, zh, zl, ph, pl, SCALE, PRECISION)
-                p = _next(p, ph, pl, SCALE, PRECISION)
-        tl.debug_barrier()  # other threads read what was stored
+            z = _turned(z, zh, zl, ph, pl, PRECISION)
+            p = _next(p, ph, pl, PRECISION)
+            here += PART * HALVES
 
+        ph, pl = _operand(p, PRECISION)
+        zh, zl = _operand(z, PRECISION)
         y = tl.load(du + vectors + turned, mask=real, other=0.0).to(tl.float32)
         y_unit = _power_of_two(y)
-        y = y / y_unit
-        e = tl.zeros((K, K), tl.float32)
-        shrunk = -0.25
-        for back in range(STEPS):
-            here = base + (STEPS - 1 - back) * (PART * HALVES)
+        y *= SCALE / y_unit
+        yh, yl = _operand(y, PRECISION)
+        half = _product(zh, zl, tl.trans(yh), tl.trans(yl), PRECISION) * (-0.25 / SCALE)
+        e = half + tl.trans(half)
+        y = _turned(y, yh, yl, ph, pl, PRECISION)
+        shrunk = -0.25 / SCALE
+        tl.debug_barrier()  # other threads read what was stored
+        for _ in range(STEPS - 1):
+            here -= PART * HALVES
+            shrunk = shrunk / 2.25
             ph = tl.load(here + square)
             zh = tl.load(here + K * K + tall)
             pl, zl = ph, zh
             if HALVES == 2:
                 pl = tl.load(here + PART + square)
                 zl = tl.load(here + PART + K * K + tall)
-            yh, yl = _operand(y, SCALE, PRECISION)
-            half = _product(zh, zl, tl.trans(yh), tl.trans(yl), PRECISION) * (shrunk * UNSCALE)
-            if back > 0:
-                eh, el = _operand(e, SCALE, PRECISION)
-                v = _product(eh, el, ph, pl, PRECISION) * UNSCALE
-                half += 0.5 * e - (2 / 3) * v
-                vh, vl = _operand(v + 0.5 * tl.trans(v), SCALE, PRECISION)
-                half += _product(vh, vl, ph, pl, PRECISION) * (UNSCALE / 9)
+            eh, el = _operand(e, PRECISION)
+            v = _product(eh, el, ph, pl, PRECISION) * (1 / SCALE)
+            vh, vl = _operand(v + 0.5 * tl.trans(v), PRECISION)
+            half = 0.5 * e - (2 / 3) * v + _product(vh, vl, ph, pl, PRECISION) * (1 / (9 * SCALE))
+            yh, yl = _operand(y, PRECISION)
+            half += _product(zh, zl, tl.trans(yh), tl.trans(yl), PRECISION) * shrunk
             e = half + tl.trans(half)
-            y = _turned(y, yh, yl, ph, pl, SCALE, PRECISION)
-            shrunk = shrunk / 2.25
+            y = _turned(y, yh, yl, ph, pl, PRECISION)
         tl.debug_barrier()  # the next token's stores wait for these loads
 
         answer = tl.load(g + vectors + turned, mask=real, other=0.0).to(tl.float32)
@@ -266,32 +269,34 @@ def _backward(
         if MEAN:
             mean = tl.load(m + vectors + turned, mask=real, other=0.0).to(tl.float32)
             d = b1 * mean + (1 - b1) * answer
-        p, size = _normalised(tl.load(r_new + matrices + square), K)
-        dd = y * (y_unit / tl.sqrt(size))
-        e *= (unit * 2.25 ** (STEPS - 1)) * (y_unit / tl.sqrt(size))
-        e = (e - p * (tl.sum(e * p) + 0.5 * tl.sum(dd * d))) / size
+        p = _shifted(tl.load(r_new + matrices + square), K) * (1 / size)
+        root = y_unit / (SCALE * tl.sqrt(size))
+        dd = y * root
+        e *= (unit * 2.25 ** (STEPS - 1)) * root
+        along = tl.sum(tl.sum(e * p, 1) + 0.5 * tl.sum(dd * d, 1))
+        e = (e - p * along) * (1 / size)
         if HAS_DR:
             given = tl.load(dr_new + matrices + square).to(tl.float32)
             e += 0.5 * (given + tl.trans(given))
         if NEEDS_DR:
             tl.store(dr + matrices + square, b * e)
         e_unit = _power_of_two(e)
-        eh, el = _operand(e, SCALE / e_unit, PRECISION)
         g_unit = _power_of_two(answer)
-        gh, gl = _operand(answer, SCALE / g_unit, PRECISION)
+        eh, el = _operand(e * (SCALE / e_unit), PRECISION)
+        gh, gl = _operand(answer * (SCALE / g_unit), PRECISION)
         through = _product(eh, el, gh, gl, PRECISION) * (e_unit / SCALE) * (g_unit / SCALE)
-        old = tl.load(r + t.to(tl.int64) * R_STRIDE + square).to(tl.float32)
-        db += tl.sum(e * old) - tl.sum(through * answer)
+        old = tl.load(r + token * R_STRIDE + square).to(tl.float32)
+        db += tl.sum(e * old, 1) - tl.sum(through * answer, 1)
         through *= 2 * (1 - b)
         if MEAN:
             if HAS_DM:
                 dd += tl.load(dm_new + vectors + turned, mask=real, other=0.0).to(tl.float32)
-            db1 += tl.sum(dd * (mean - answer))
+            db1 += tl.sum(dd * (mean - answer), 1)
             tl.store(dm + vectors + turned, b1 * dd, mask=real)
             dd = (1 - b1) * dd
         tl.store(dg + vectors + turned, dd + through, mask=real)
-    tl.store(partial + program, db)
-    tl.store(partial + tl.num_programs(0) + program, db1)
+    tl.store(partial + program, tl.sum(db))
+    tl.store(partial + tl.num_programs(0) + program, tl.sum(db1))
 
 
 class Launch(NamedTuple):
@@ -304,7 +309,7 @@ class Launch(NamedTuple):
 
 
 def launch(k: int, precision: str) -> Launch:
-    """One group of four warps makes a 64 x 64 product; what it needs in registers lets two programs run side by side."""
+    """Four warps share a 64 x 64 product; the registers they need let two programs run side by side."""
     return Launch()
 
 
@@ -416,7 +421,7 @@ def _whiten_backward(
     partial = g.new_empty((2, programs), dtype=torch.float32)
     halves = 2 if precision == "fp16x3" else 1
     scratch = g.new_empty(
-        (programs, STEPS, halves, k * (k + _columns(n_head))),
+        (programs, STEPS - 1, halves, k * (k + _columns(n_head))),
         dtype=torch.float32 if precision == "ieee" else torch.float16,
     )
     if tokens:

@@ -294,6 +294,7 @@ class FusedFields:
             n0=attention.n0,
             factor=attention.tau / attention.kernels,
             keys=row,
+            chunk=attention.query_chunk,
         )
 
     def lower(self, y: Tensor) -> Tensor:
