@@ -54,10 +54,13 @@ def close(found: Any, expected: Any, bound: float, names: str = "") -> None:
         assert distance <= bound * b.double().norm(), (names, i, float(distance / b.double().norm()))
 
 
-def gradients(outputs: Any, inputs: Any) -> tuple[Tensor, ...]:
-    """Of all outputs with fixed random weights."""
-    total = sum((o.double() * draw(*o.shape, seed=90 + i, device=o.device.type)).sum() for i, o in enumerate(outputs))
-    assert isinstance(total, Tensor)
+def gradients(outputs: Any, inputs: Any, expected: Any) -> tuple[Tensor, ...]:
+    """Of all outputs with fixed weights: random, and along the outputs so that the one of a scalar does not cancel."""
+    total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
+    for i, (o, e) in enumerate(zip(outputs, expected, strict=True)):
+        e = e.detach().double()
+        weight = draw(*o.shape, seed=90 + i, device=o.device.type) + e / e.square().mean().sqrt()
+        total = total + (o.double() * weight).sum()
     return torch.autograd.grad(total, inputs)
 
 
@@ -85,14 +88,19 @@ def check_force(
     q, k = (draw(*shape, seed=i, device=device, dtype=dtype).requires_grad_() for i in range(2))
     a = draw(batch, length, seed=2, device=device).abs().requires_grad_()
     kappa = draw(1, seed=3, device=device).abs().requires_grad_()
-    constants = {"tau": 1.3 / width**0.5, "bound": bound, "n0": n0, "factor": 0.3, "keys": keys}
-    expected = written_out(q, k, a, kappa, **constants)  # type: ignore[arg-type]
+    constants: dict[str, Any] = {"tau": 1.3 / width**0.5, "bound": bound, "n0": n0, "factor": 0.3, "keys": keys}
+    expected = written_out(q, k, a, kappa, **constants)
     inputs = [t.detach().to(d).requires_grad_() for t, d in ((q, dtype), (k, dtype), (a, None), (kappa, None))]
     inputs[2:] = [t.detach().float().requires_grad_() for t in inputs[2:]]
-    found = hamiltonian.force_and_log_z(*inputs, chunk=chunk, **constants)  # type: ignore[arg-type]
+    found = hamiltonian.force_and_log_z(*inputs, chunk=chunk, **constants)
     tolerance = FP32 if dtype == torch.float32 else BF16
     close(found, expected, tolerance, "values")
-    close(gradients(found, inputs), gradients(expected, (q, k, a, kappa)), tolerance, "gradients of q, k, a, kappa")
+    close(
+        gradients(found, inputs, expected),
+        gradients(expected, (q, k, a, kappa), expected),
+        tolerance,
+        "gradients of q, k, a, kappa",
+    )
 
 
 FORCES = [
@@ -130,7 +138,9 @@ def check_sum(
     found = (linear_flow.causal_sum(*inputs, segment=segment, chunk=chunk),)
     tolerance = FP32 if dtype == torch.float32 else BF16
     close(found, expected, tolerance, "values")
-    close(gradients(found, inputs), gradients(expected, (q, k, v)), tolerance, "gradients of q, k, v")
+    close(
+        gradients(found, inputs, expected), gradients(expected, (q, k, v), expected), tolerance, "gradients of q, k, v"
+    )
 
 
 @pytest.mark.parametrize(("batch", "length", "width", "segment", "chunk"), SUMS)
@@ -199,7 +209,7 @@ def test_fields_equal_the_twin(kind: Any, options: dict[str, Any], interpreted: 
     made = module(kind, 8, **options)
     u, y = (draw(2, 19, 8, seed=i).requires_grad_() for i in range(2))
     expected = fields(made, u, y)
-    slopes = gradients(expected, (u, y, *made.parameters()))
+    slopes = gradients(expected, (u, y, *made.parameters()), expected)
     made.float()
     u, y = (t.detach().float().requires_grad_() for t in (u, y))
     if kind is HamiltonianAttention:
@@ -207,7 +217,7 @@ def test_fields_equal_the_twin(kind: Any, options: dict[str, Any], interpreted: 
     found = fields(made, u, y)
     bound = 1e-3 if options.get("metric") == "derived" else FP32
     close(found, expected, bound, "values")
-    close(gradients(found, (u, y, *made.parameters())), slopes, bound, "gradients")
+    close(gradients(found, (u, y, *made.parameters()), expected), slopes, bound, "gradients")
 
 
 def test_linear_attention_equals_the_twin(interpreted: None) -> None:
@@ -215,12 +225,12 @@ def test_linear_attention_equals_the_twin(interpreted: None) -> None:
     u = draw(2, 19, 8).requires_grad_()
     call = fresh_call(torch.zeros(2, 19))
     expected = (made(u, call),)
-    slopes = gradients(expected, (u, *made.parameters()))
+    slopes = gradients(expected, (u, *made.parameters()), expected)
     made.float()
     u = u.detach().float().requires_grad_()
     found = (made(u, call),)
     close(found, expected, FP32)
-    close(gradients(found, (u, *made.parameters())), slopes, FP32)
+    close(gradients(found, (u, *made.parameters()), expected), slopes, FP32)
 
 
 @pytest.mark.parametrize("kind", [HamiltonianAttention, LinearHamiltonian])
@@ -232,7 +242,7 @@ def test_compiled_without_a_break(kind: Any, interpreted: None) -> None:
     results = []
     for function in (fields, torch.compile(fields, backend="aot_eager", fullgraph=True)):
         out = function(made, u, y)
-        results.append((*out, *gradients(out, (u, y, *made.parameters()))))
+        results.append((*out, *gradients(out, (u, y, *made.parameters()), out)))
     close(results[1], results[0], 1e-6)
 
 
@@ -270,7 +280,7 @@ class TestOnTheDevice:
         runs = []
         for _ in range(2):
             out = hamiltonian.force_and_log_z(q, k, a, kappa, tau=0.1, bound=12.0, chunk=chunk)
-            runs.append((*out, *gradients(out, (q, k))))
+            runs.append((*out, *gradients(out, (q, k), out)))
         assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
@@ -284,10 +294,10 @@ class TestAutocast:
         u, y = (draw(2, 300, 128, seed=i, device="cuda").requires_grad_() for i in range(2))
         with kernels.off():
             expected = fields(made, u, y)
-        slopes = gradients(expected, (u, y, *made.parameters()))
+        slopes = gradients(expected, (u, y, *made.parameters()), expected)
         made.float()
         u, y = (t.detach().float().requires_grad_() for t in (u, y))
         with torch.autocast("cuda", torch.bfloat16):
             found = fields(made, u, y)
         close(found, expected, BF16, "values")
-        close(gradients(found, (u, y, *made.parameters())), slopes, BF16, "gradients")
+        close(gradients(found, (u, y, *made.parameters()), expected), slopes, BF16, "gradients")

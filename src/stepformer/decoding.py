@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -97,7 +97,14 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Model, batch: int, capacity: int, sampling: Sampling, *, record: bool = True, compiled: bool = False
+        self,
+        model: Model,
+        batch: int,
+        capacity: int,
+        sampling: Sampling,
+        *,
+        record: bool = True,
+        compiled: bool = False,
     ) -> None:
         device = model.embed.tok_emb.weight.device
         self.batch, self.capacity, self.sampling, self.real_vocab = batch, capacity, sampling, model.config.real_vocab
@@ -127,7 +134,9 @@ class Decoder:
         if self.unfused is None:
             step = row_step = decoding_rows.RowStep(model, self)
             self.numbers = row_step.numbers
-        self.advance = torch.compile(step.__call__, fullgraph=True, dynamic=False) if compiled else step
+        self.advance: Any = step
+        if compiled:
+            self.advance = torch.compile(self.advance.__call__, fullgraph=True, dynamic=False)
         if record:
             with self._constants():
                 self.advance = self._recorded(self.advance)
@@ -186,7 +195,7 @@ class Decoder:
         self.out[-1].copy_(torch.linalg.vector_norm(logits, math.inf).isfinite())
 
     def stretch(self, cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
-        """`count` tokens of every row after the prompts in `cache`, one step at a time; `logits` (B, 1, V) are theirs."""
+        """`count` tokens of every row after the prompts in `cache`, whose last logits (B, 1, V) are given."""
         self.load(cache)
         self.choose(logits[:, -1])
         waiting: deque[int] = deque()

@@ -65,12 +65,13 @@ class Number:
 
 
 NONE, ONE = Number(0.0), Number(1.0)
+Four = tuple[Number, Number, Number, Number]  # a, b, c, m of row_kernels.py
 
 
 class Numbers:
     """The four numbers of every point of a step, in order, as one tensor that follows the learned coefficients."""
 
-    def __init__(self, planned: list[tuple[Number, ...]], coefficients: dict[Any, Tensor], device: torch.device) -> None:
+    def __init__(self, planned: list[Four], coefficients: dict[Any, Tensor], device: torch.device) -> None:
         used = dict.fromkeys((n.bank, n.key) for four in planned for n in four if n.bank is not None)
         self.sources = [coefficients[each] for each in used]
         places = {each: i + 1 for i, each in enumerate(used)}  # before them a one
@@ -95,7 +96,7 @@ class Update:
     b: Number
     velocity: bool
     c: Number = NONE
-    norm: nn.Module | None = None
+    norm: nn.LayerNorm | None = None
 
 
 @dataclass
@@ -125,7 +126,8 @@ class RowTurn:
 
     def ask(self, s: Streams, scale: float = 1.0) -> Tensor | None:
         answers = [self.step.ask(self, oracle, s) for oracle in self.oracles]
-        return sum(answers[1:], answers[0]) if answers[0] is not None else None
+        found = [answer for answer in answers if answer is not None]
+        return sum(found[1:], found[0]) if found else None
 
     def kick(self, s: Streams, g: Tensor | None, scale: float = 1.0) -> Streams:
         self.step.settle(s)
@@ -139,8 +141,10 @@ class RowTurn:
         keys = self.block.norm_keys
         if self.plain or self.turn not in keys:
             return s
+        norm = self.block.aux_norms[keys[self.turn]]
         assert s.waiting is not None
-        return Streams(s.x, s.v, replace(s.waiting, norm=self.block.aux_norms[keys[self.turn]]))
+        assert isinstance(norm, nn.LayerNorm)
+        return Streams(s.x, s.v, replace(s.waiting, norm=norm))
 
     def drift(self, s: Streams, scale: float = 1.0) -> Streams:
         return self._moved(s, ONE if self.plain or not self.velocity else self.number("nu"))
@@ -163,12 +167,13 @@ class RowStep:
         self.model, self.decoder = model, decoder
         device = decoder.positions.device
         attn = model.blocks[0].attn
-        self.turns_of_positions = None
+        self.angles: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
         if attn.rotary:
-            pairs = torch.cat([torch.ones(attn.head_dim // 2), torch.zeros(attn.head_dim // 2)]).to(device)
-            turned = rotate(pairs.expand(1, 1, decoder.capacity, -1), decoder.keys)[0, 0]
-            self.turns_of_positions = tuple(part.contiguous() for part in turned.chunk(2, dim=-1))
-        self.planned: list[tuple[Number, ...]] = []
+            first = torch.arange(model.config.head_dim, device=device) < model.config.head_dim // 2
+            turned = rotate(first.float().expand(1, 1, decoder.capacity, -1), decoder.keys)[0, 0]
+            cosines, sines = turned.chunk(2, dim=-1)
+            self.angles = cosines.contiguous(), sines.contiguous()
+        self.planned: list[Four] = []
         self.numbers: Numbers | None = None  # while it is None, nothing is launched: the numbers are collected
         self()
         self.numbers = Numbers(self.planned, decoder.coefficients, device)
@@ -182,19 +187,18 @@ class RowStep:
                 for oracle in ("attn", "mlp"):
                     s = RowTurn(self, i, oracle, plain=True).take(s)
             else:
-                turns: Any = {turn: RowTurn(self, i, turn) for turn in block.splitting.oracles}
-                s = block.splitting.step(turns, s)
+                turns = {turn: RowTurn(self, i, turn) for turn in block.splitting.oracles}
+                step: Any = block.splitting.step  # to it, these turns and streams are like any others
+                s = step(turns, s)
         u = self.settle(s, model.final_norm)
         if self.numbers is None:
             return
         from stepformer.kernels import rows
 
-        greedy = own.sampling.temperature == 0
-        table, cap = model.embed.tok_emb.weight, model.config.logit_softcap
         assert u is not None
-        found = rows.linear(u, table, cap=cap, real=own.real_vocab or len(table) if greedy else 0)
-        if isinstance(found, tuple):
-            rows.finish(*found[1:], own.tokens, own.positions, own.out)
+        found, best = rows.logits(u, model.embed.tok_emb.weight, model.config.logit_softcap, own.real_vocab)
+        if own.sampling.temperature == 0:
+            rows.finish(best, own.tokens, own.positions, own.out)
         else:
             own.positions += 1
             own.choose(found)
@@ -259,13 +263,14 @@ class RowStep:
         attn, slot = block.attn, self.decoder.cache.slots[turn.layer][self.calls[turn.layer]]
         self.calls[turn.layer] += 1
         assert isinstance(slot, TokenSlot)
+        assert isinstance(attn, SoftmaxAttention)
         qkv = rows.linear(found, attn.qkv.weight, attn.qkv.bias)
         seen = rows.attend(
             qkv,
             slot.stored["k"],
             slot.stored["v"],
             self.decoder.positions,
-            self.turns_of_positions,
+            self.angles,
             QK_NORM_EPS if attn.qk_norm else None,
         )
         return rows.linear(seen, attn.out.weight, attn.out.bias)

@@ -1,4 +1,8 @@
-"""This checkout against another one on the CPU: processes in turn, A B A B, so that a busy machine troubles both."""
+"""This checkout against another one on the CPU: two processes take steps in turn, so that a busy machine troubles both.
+
+Each round starts two fresh processes. For every architecture and kind of work they take one step each, in the order
+A B, then B A, and so on; a ratio is that of two steps taken one after the other.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +23,12 @@ from stepformer.catalogue import model_config
 from stepformer.config import merge
 from stepformer.errors import InputError, StepformerError
 
+KINDS = ("forward + backward", "optimizer", "16 tokens decoded")
+WARMUP = 2
 SAYING = (
-    "Ratio: time there / time here, so above 1 means that this checkout is faster; the median over the rounds, in "
-    "brackets the lowest and the highest. Where these lie on both sides of 1 nothing can be told apart."
+    "Ratio: time there / time here, so above 1 this checkout is faster; the median over pairs of steps taken in turn, "
+    "in brackets the lowest and the highest median of a round. Where 1 lies between these, nothing can be told apart. "
+    "Fastest: the ratio of the fastest steps, which a busy machine disturbs least."
 )
 
 
@@ -32,54 +41,98 @@ class Job:
     size: str
     micro_batch: int | None
     steps: int
-    decode: bool
+    kinds: tuple[str, ...] = KINDS
+
+
+class Worker:
+    """A process that measures one checkout when it is asked to."""
+
+    def __init__(self, source: Path, process: subprocess.Popen[str]) -> None:
+        self.source, self.process = source, process
+        where = Path(self.answer())
+        if not where.resolve().is_relative_to(source.resolve()):
+            raise StepformerError(
+                f"'{source}' was to be measured, but Python imported the stepformer of another folder."
+            )
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            said = self.process.communicate()[1].strip().splitlines()
+            raise StepformerError(f"Measuring '{self.source}' failed: {said[-1] if said else 'it said nothing'}")
+        return json.loads(line)
+
+    def step(self, name: str, kind: str) -> float:
+        """Milliseconds of one step."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"name": name, "kind": kind}) + "\n")
+        self.process.stdin.flush()
+        return float(self.answer())
+
+
+@contextmanager
+def worker(source: Path, job: Job, settings: dict[str, Any]) -> Iterator[Worker]:
+    environment = {**os.environ, "PYTHONPATH": str(source.resolve()), "CUDA_VISIBLE_DEVICES": ""}
+    # -P: the folder of the probe is no place to import from
+    command = [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))]
+    process = subprocess.Popen(
+        [*command, json.dumps({**asdict(job), "settings": settings})],
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield Worker(source, process)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def compare(job: Job, other: Path, rounds: int) -> dict[str, Any]:
-    """Median times of both in each round, and their ratios."""
+    """All times of both, by round, architecture and kind of work."""
     if not (other / "stepformer" / "__init__.py").is_file():
         raise InputError(f"There is no package stepformer in '{other}': --against takes another checkout's src folder.")
     settings = merge({}, job.words, "model")
     for name in job.names:
         model_config(name, size=job.size, **settings)  # a wrong name is said here, not by a process
     here = Path(stepformer.__file__).parents[1]
-    times: dict[str, list[dict[str, dict[str, float]]]] = {"here": [], "there": []}
+    found = []
     for number in range(rounds):
-        order = (("there", other), ("here", here))
-        for side, source in order if number % 2 == 0 else reversed(order):
-            print(f"round {number + 1}/{rounds}: {side}", file=sys.stderr, flush=True)
-            times[side].append(_measure(job, settings, source))
-    ratios: dict[str, dict[str, list[float]]] = {}
-    for there, now in zip(times["there"], times["here"], strict=True):
-        for name, kinds in now.items():
-            for kind, ms in kinds.items():
-                ratios.setdefault(name, {}).setdefault(kind, []).append(there[name][kind] / ms)
-    return {"job": asdict(job), "rounds": rounds, "times_ms": times, "ratios": ratios}
+        with worker(other, job, settings) as there, worker(here, job, settings) as now:
+            for name in job.names:
+                print(f"round {number + 1}/{rounds}: {name}", file=sys.stderr, flush=True)
+                for kind in job.kinds:
+                    found.append({"round": number, "name": name, "kind": kind, **_in_turn(there, now, name, kind, job)})
+    return {"job": asdict(job), "rounds": rounds, "measured": found}
 
 
-def _measure(job: Job, settings: dict[str, Any], source: Path) -> dict[str, dict[str, float]]:
-    environment = {**os.environ, "PYTHONPATH": str(source.resolve()), "CUDA_VISIBLE_DEVICES": ""}
-    probe = Path(__file__).with_name("probe.py")
-    command = [sys.executable, "-P", str(probe), json.dumps({**asdict(job), "settings": settings})]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise StepformerError(f"Measuring '{source}' failed: {last}")
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    if not Path(found["where"]).is_relative_to(source.resolve()):
-        raise StepformerError(f"'{source}' was to be measured, but Python imported another stepformer.")
-    results: dict[str, dict[str, float]] = found["results"]
-    return results
+def _in_turn(there: Worker, here: Worker, name: str, kind: str, job: Job) -> dict[str, list[float]]:
+    sides = [("there_ms", there), ("here_ms", here)]
+    times: dict[str, list[float]] = {side: [] for side, _ in sides}
+    for step in range(WARMUP + job.steps):
+        for side, process in sides if step % 2 == 0 else sides[::-1]:
+            ms = process.step(name, kind)
+            if step >= WARMUP:
+                times[side].append(round(ms, 4))
+    return times
+
+
+def ratios(entry: dict[str, Any]) -> list[float]:
+    """Of pairs of steps taken one after the other."""
+    return [there / here for there, here in zip(entry["there_ms"], entry["here_ms"], strict=True)]
 
 
 def table(found: dict[str, Any]) -> Table:
     rows = []
-    for name, kinds in found["ratios"].items():
-        for kind, ratios in kinds.items():
-            ms = {
-                side: statistics.median(each[name][kind] for each in found["times_ms"][side])
-                for side in ("there", "here")
-            }
-            spread = f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
-            rows.append([name, kind, f"{ms['there']:.2f}", f"{ms['here']:.2f}", spread])
-    return Table(["architecture", "work", "there ms", "here ms", "ratio [low, high]"], rows, left=2)
+    for name, kind in dict.fromkeys((entry["name"], entry["kind"]) for entry in found["measured"]):
+        entries = [entry for entry in found["measured"] if (entry["name"], entry["kind"]) == (name, kind)]
+        there, here = (statistics.median(ms for e in entries for ms in e[side]) for side in ("there_ms", "here_ms"))
+        medians = [statistics.median(ratios(entry)) for entry in entries]
+        middle = statistics.median(ratio for entry in entries for ratio in ratios(entry))
+        spread = f"{middle:.3f} [{min(medians):.3f}, {max(medians):.3f}]"
+        best = [min(ms for entry in entries for ms in entry[side]) for side in ("there_ms", "here_ms")]
+        rows.append([name, kind, f"{there:.2f}", f"{here:.2f}", spread, f"{best[0] / best[1]:.3f}"])
+    return Table(["architecture", "work", "there ms", "here ms", "ratio [low, high]", "fastest"], rows, left=2)

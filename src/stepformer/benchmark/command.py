@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -26,7 +27,7 @@ from stepformer.benchmark.planning import (
 )
 from stepformer.benchmark.table import Table, judged, legend, page, plain, profile_table, speed_table, target_table
 from stepformer.benchmark.timing import product_rate
-from stepformer.catalogue import SIZES, presets
+from stepformer.catalogue import SIZES, preset, presets
 from stepformer.errors import InputError
 from stepformer.files import write_text
 from stepformer.training.parallel import choose_device
@@ -44,7 +45,7 @@ examples:
   stepformer bench yurii --kernels both          with our kernels and with plain PyTorch
   stepformer bench --targets muon,symp           rows of the targets table: reached or not
   stepformer bench --table FOLDER -o README.md   a Markdown page from stored results
-  stepformer bench yurii --against ../old/src    is this checkout slower than another one? alternating processes
+  stepformer bench yurii --against ../old/src    is this checkout slower than another one?
 """
 Show = Callable[[Table], None]
 
@@ -62,7 +63,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     what.add_argument("--no-decode", action="store_true", help="no decoding")
     what.add_argument("--profile", action="store_true", help="also where the time goes, by kind of kernel")
     what.add_argument("--again", action="store_true", help="vanilla once more at the end: did the machine drift?")
-    what.add_argument("--against", metavar="SRC", help="another checkout's src: compare both on the CPU, alternating")
+    what.add_argument("--against", metavar="SRC", help="another checkout's src: compare both on the CPU, in turn")
     how = sub.add_argument_group("how")
     how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     how.add_argument("--size", choices=list(SIZES), help="(CPU: tiny, CUDA: small)")
@@ -81,7 +82,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     how.add_argument("--batch-tokens", type=int, metavar="N", help="tokens in a whole step (CUDA: 491,520, CPU: 4,096)")
     how.add_argument("--decode-tokens", type=int, metavar="N", help="tokens to decode (CUDA: 512, CPU: 48)")
     how.add_argument("--seconds", type=float, metavar="S", help="limit per architecture; the rest of it is left out")
-    how.add_argument("--rounds", type=int, default=5, metavar="N", help="--against: processes of each kind (5)")
+    how.add_argument("--rounds", type=int, default=3, metavar="N", help="--against: fresh pairs of processes (3)")
     out = sub.add_argument_group("output")
     out.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="all numbers as JSON, into a file or (-) here"
@@ -101,16 +102,18 @@ def run(args: argparse.Namespace, show: Show | None = None) -> int:
         return _against(args, show)
     settings = settings_of(args)
     rows = targets.select(args.targets) if args.targets else []
-    cases = plan(_wanted(args, rows, settings), settings)
+    cases = plan(_wanted(args, rows), settings)
+    save = _writer(args)
     if args.json != "-":
         print(introduction(cases, settings), flush=True)
-    process, interrupted = carry_out(cases, settings, _writer(args))
+    process, interrupted = carry_out(cases, settings, save)
     if args.json == "-":
-        print(json.dumps(records.finite({"format": records.FORMAT, "processes": [process]}), indent=2))
+        print(records.as_json([process]), end="")
     else:
         _present(process, rows, show)
     if interrupted:
-        print(f"stepformer: interrupted after {len(process['results'])} of {len(cases)} measurements", file=sys.stderr)
+        whole = sum("interrupted" not in record["notes"] for record in process["results"])
+        print(f"stepformer: interrupted after {whole} of {len(cases)} measurements", file=sys.stderr)
         return 130
     return 1 if any(record["error"] for record in process["results"]) else 0
 
@@ -130,6 +133,10 @@ def check(args: argparse.Namespace) -> None:
             raise InputError(f"--{option.replace('_', '-')} {value} should be at least {least}.")
     if args.seconds is not None and not args.seconds > 0:
         raise InputError(f"--seconds {args.seconds:g} should be above 0.")
+    if args.against and (args.targets or args.all or args.append or args.profile):
+        raise InputError(
+            "--against compares named architectures on the CPU: no --targets, --all, --append or --profile."
+        )
     if args.json not in (None, "-") and not args.json.endswith(".json"):
         raise InputError(f"--json {args.json}: the file's name should end in .json (names of architectures go first).")
     if args.json and args.append:
@@ -173,13 +180,14 @@ def settings_of(args: argparse.Namespace) -> BenchSettings:
     )
 
 
-def _wanted(args: argparse.Namespace, rows: list[targets.Target], settings: BenchSettings) -> list[Wanted]:
+def _wanted(args: argparse.Namespace, rows: list[targets.Target]) -> list[Wanted]:
     if rows:
         return targets.wanted(rows)
     names = [word for word in args.names if "=" not in word]
     words = tuple(word for word in args.names if "=" in word)
     if args.all:
-        names = [BASELINE, *presets()]
+        catalogue = [preset(name) for name in presets()]
+        names = [BASELINE, *(min((row.name, *row.aliases), key=len) for row in catalogue)]
     elif not names:
         names = list(USUAL)
     return [Wanted(name, words, args.context) for name in names]
@@ -199,6 +207,7 @@ def carry_out(
         "product": product_rate(settings.device),
         "results": [],
     }
+    save(process)  # a file that cannot be written is better known now
     todo = [*cases]
     if settings.again:
         first = cases[0]
@@ -240,8 +249,10 @@ def _present(process: dict[str, Any], rows: list[targets.Target], show: Show) ->
     measured = list(records.pairs(process["results"]))
     if not measured:
         return
-    show(speed_table(measured))
-    print(f"\n{legend(process)}")
+    table = speed_table(measured)
+    show(table)
+    if len(table.header) > 1:
+        print("\n" + textwrap.fill(legend(process, table), 118))
     times = profile_table(measured)
     if times is not None:
         print()
@@ -266,10 +277,11 @@ def _against(args: argparse.Namespace, show: Show) -> int:
     words = [word for word in args.names if "=" in word]
     if args.context:
         words.append(f"context={args.context}")
-    job = against.Job(names, words, args.size or "tiny", args.micro_batch, args.steps or 15, not args.no_decode)
+    kinds = against.KINDS[: 3 - args.no_decode] if not args.no_step else against.KINDS[:1]
+    job = against.Job(names, words, args.size or "tiny", args.micro_batch, args.steps or 15, kinds)
     found = against.compare(job, Path(args.against), args.rounds)
     show(against.table(found))
-    print(against.SAYING)
+    print("\n" + textwrap.fill(against.SAYING, 118))
     path = args.json if args.json != "-" else None
     if path:
         write_text(Path(path), json.dumps(found, indent=2) + "\n")

@@ -50,11 +50,10 @@ def measure(
     limit = Limit(settings.seconds)
     record.update(facts(case, settings))
     while True:
+        free(settings)
         try:
             with kernels.off() if case.kernels == "off" else contextlib.nullcontext():
-                bench = _Bench(case, settings, product, record, stage, limit, beside)
-                bench.run()
-            return None if bench.on_cuda or settings.compile else bench.fresh_gradients
+                return _Bench(case, settings, product, record, stage, limit, beside).run()
         except torch.OutOfMemoryError:
             smaller = record["micro_batch"] // 2
         except Exception as error:
@@ -62,7 +61,6 @@ def measure(
             return None
         finally:
             record["seconds"] = round(limit.used, 2)
-            free(settings.device)
         _out_of_memory(record, smaller if settings.micro_batch is None else 0)
         if record["error"]:
             return None
@@ -85,11 +83,12 @@ def facts(case: Case, settings: BenchSettings) -> dict[str, Any]:
     }
 
 
-def free(device: torch.device) -> None:
+def free(settings: BenchSettings) -> None:
     """Forget compiled code and give memory back before the next architecture."""
-    torch._dynamo.reset()
+    if settings.compile:
+        torch._dynamo.reset()
     gc.collect()
-    if device.type == "cuda":
+    if settings.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -132,7 +131,8 @@ class _Bench:
         record["parameters"] = self.model.num_parameters()
         record["flops_per_token"] = flops_per_token(self.model)
 
-    def run(self) -> None:
+    def run(self) -> Work | None:
+        """Measure everything that is asked for; returns the step where others may be measured beside it."""
         self.forward_backward()
         if self.settings.profile and self.time_left("profile"):
             self.profiled()
@@ -140,6 +140,7 @@ class _Bench:
             self.full_step()
         if self.settings.decode_tokens and self.time_left("decoding"):
             self.decoding()
+        return None if self.on_cuda or self.settings.compile else self.fresh_gradients
 
     def time_left(self, what: str) -> bool:
         if self.limit.passed:

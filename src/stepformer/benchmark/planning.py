@@ -94,7 +94,9 @@ def plan(wanted: Iterable[Wanted], settings: BenchSettings) -> list[Case]:
     for each in wanted:
         config = resolve(each, settings.size)
         if config not in (known for _, known in configs):
-            configs.append((" ".join((Path(each.name).stem, *each.words)), config))
+            # the baseline has the shape too, so a name need not tell it
+            words = [word for word in each.words if word.partition("=")[0].removeprefix("model.") not in SHAPE]
+            configs.append((" ".join((Path(each.name).stem, *words)), config))
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for way in settings.kernels:
         for streams in settings.streams:
@@ -138,20 +140,18 @@ def usual_micro_batch(device: torch.device, context: int) -> int:
 def introduction(cases: Sequence[Case], settings: BenchSettings) -> str:
     """What will be measured and on what, for the first line."""
     if settings.device.type == "cuda":
-        where = f"on {torch.cuda.get_device_name(settings.device)}"
+        where = f"Measuring on {torch.cuda.get_device_name(settings.device)}"
         have = {"on": "with kernels", "off": "without kernels", "none": "without kernels (Triton is not installed)"}
         how = " and ".join(have[way] for way in settings.kernels)
     else:
-        missing = "" if torch.cuda.is_available() else "No CUDA device: "
         threads = torch.get_num_threads()
-        where, how = f"on {threads} CPU thread{'s' * (threads > 1)}", "kernels are not used here"
-        where = f"{missing}measuring {where}" if missing else where
-    where = where if where.startswith("No CUDA") else f"Measuring {where}"
+        begin = "Measuring" if torch.cuda.is_available() else "No CUDA device: measuring"
+        where, how = f"{begin} on {threads} CPU thread{'s' * (threads > 1)}", "kernels are not used here"
     labels = list(dict.fromkeys(case.label for case in cases))
     config = cases[0].config
-    shape = (
-        f"size {settings.size} ({config.n_layer} layers, width {config.d_model}, context {config.context}), "
-        f"micro-batch {cases[0].micro_batch}"
+    batches = dict.fromkeys((case.micro_batch, case.config.context) for case in cases)
+    shape = f"size {settings.size} ({config.n_layer} layers, width {config.d_model}), micro-batches of " + " and ".join(
+        f"{count} x {context} tokens" for count, context in batches
     )
     return (
         f"{where} at {shape}; {'compiled' if settings.compile else 'eager'}, {how}.\n"

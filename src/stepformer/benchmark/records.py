@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from stepformer.benchmark.planning import BASELINE, SHAPE
 from stepformer.errors import InputError
-from stepformer.files import read_json, write_json
+from stepformer.files import read_json, write_text
 
 FORMAT = 1
 Record = dict[str, Any]
@@ -17,7 +19,13 @@ Process = dict[str, Any]  # date, commit, versions, device, settings, product, r
 
 
 def write(path: Path, processes: list[Process]) -> None:
-    write_json(path, finite({"format": FORMAT, "processes": processes}))
+    write_text(path, as_json(processes))
+
+
+def as_json(processes: list[Process]) -> str:
+    """The text of a file: indented, with every list of numbers on one line."""
+    text = json.dumps(finite({"format": FORMAT, "processes": processes}), indent=2, sort_keys=True)
+    return re.sub(r"\[\s+([-\d.,e+\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
 def read(path: Path) -> list[Process]:

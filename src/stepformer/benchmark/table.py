@@ -9,6 +9,7 @@ from typing import Any
 from stepformer.benchmark.planning import BASELINE
 from stepformer.benchmark.records import Process, Record, frame, pairs
 from stepformer.benchmark.targets import TARGETS, Target, Verdict, value_of, verdicts
+from stepformer.catalogue import SIZES
 
 Pair = tuple[Record, Record]
 PAGE = """\
@@ -18,13 +19,18 @@ Made by `stepformer bench --table benchmarks/results -o benchmarks/README.md` fr
 hold every step's time, the settings, the versions and the commit; nothing here is typed by hand.
 `stepformer bench` measures the same on your machine (`docs/benchmark.md`).
 """
-LEGEND = (
-    "ktok/s: thousand tokens a second of forward pass, loss and backward pass, by the median step, whose time stands "
-    "in ms with its quartiles; ratio: to vanilla in the same process; batch: ktok/s of a whole step of {tokens} tokens "
-    "with clipping and optimizer (opt), gradients added up over micro-batches; GiB: peak of forward and backward pass, "
-    "without the optimizer's memory; MFU: of {peak}; product: of the measured rate of one large matrix product; "
-    "decode: tokens a second, greedy, cached, one row{compiled}."
-)
+LEGEND = {
+    "ktok/s": "thousand tokens a second of forward pass, loss and backward pass, by the median step",
+    "ratio": "of that to vanilla's in the same process",
+    "ms": "the median step with its quartiles",
+    "batch": "ktok/s of a whole step of {tokens} tokens: gradients added up over micro-batches, clipping, optimizer",
+    "opt": "clipping and optimizer ({optimizer}), alone and as a part of such a step",
+    "GiB": "peak of forward and backward pass, without the optimizer's memory",
+    "MFU": "of {peak}, counting 6 operations per weight and token and 12 L T d for attention",
+    "product": "of the measured rate of one large matrix product",
+    "decode": "tokens a second, greedy, cached, one row",
+    "compile": "seconds of the first step",
+}
 SPARE = ("compile s", "product %", "opt ms", "ms [q1, q3]", "opt %", "MFU %", "batch")  # what a narrow terminal misses
 BUSY = 1.15
 
@@ -112,23 +118,27 @@ def _numbers(record: Record, baseline: Record) -> list[str]:
     ]
 
 
-def legend(process: Process) -> str:
-    """What the columns mean, and what makes them rough."""
+def legend(process: Process, table: Table) -> str:
+    """What the columns of a table mean, and what makes its numbers rough."""
     results = [record for record in process["results"] if "mfu_of" in record]
-    text = LEGEND.format(
+    shown = {name.split(" ")[0] for name in table.header}
+    text = "; ".join(f"{word}: {meaning}" for word, meaning in LEGEND.items() if word in shown)
+    text = text.format(
         tokens=f"{process['settings']['batch_tokens']:,}",
+        optimizer=process["settings"]["optimizer"],
         peak=results[0]["mfu_of"] if results else "the data sheet",
-        compiled="; compile: seconds of the first step" if process["settings"]["compile"] else "",
     )
-    if process["device"]["kind"] != "cuda":
-        text += " GiB are estimated here, from the tensors that a step keeps; ratios are of steps taken in turn."
+    if any(record["memory"]["how"] == "estimated" for record in results):
+        text += ". GiB are estimated from the tensors that a step keeps"
+    if any("beside" in record for record in results):
+        text += ". Ratios are of steps taken in turn"
     times = results[0]["forward_backward"] if results else None
     if times and times["q3_ms"] > BUSY * times["q1_ms"]:
         text += (
-            f" The middle half of vanilla's steps took {times['q1_ms']:.1f} to {times['q3_ms']:.1f} ms: the machine "
-            "was busy with something else, and the speeds are rough."
+            f". The middle half of vanilla's steps took {times['q1_ms']:.1f} to {times['q3_ms']:.1f} ms: the machine "
+            "was busy with something else, and the speeds are rough"
         )
-    return text
+    return f"{text}."
 
 
 def target_table(found: Iterable[Verdict]) -> Table:
@@ -194,15 +204,18 @@ def page(processes: Sequence[Process]) -> str:
     """The Markdown page: per machine and size a table, the targets, where the time goes, and what was measured when."""
     groups: dict[tuple[Any, ...], list[Process]] = {}
     for process in processes:
-        key = (process["device"]["name"], process["settings"]["size"], process["settings"]["compile"])
-        groups.setdefault(key, []).append(process)
+        if process["results"]:
+            settings = process["settings"]
+            key = (process["device"]["name"], settings["size"], _changes(process), settings["compile"])
+            groups.setdefault(key, []).append(process)
     out = [PAGE]
-    for (name, size, compiled), members in groups.items():
+    for (name, size, changes, compiled), members in groups.items():
         measured = newest(members)
-        out.append(f"\n## {name}, size {size}, {'compiled' if compiled else 'eager'}\n")
+        table = speed_table(measured)
+        out.append(f"\n## {name}, size {size}{changes}, {'compiled' if compiled else 'eager'}\n")
         out.append(_conditions(members))
-        out.append(markdown(speed_table(measured)))
-        out.append(f"\n{legend(members[-1])}")
+        out.append(markdown(table))
+        out.append(f"\n{legend(members[-1], table)}")
         if members[0]["device"]["kind"] == "cuda" and size == "small":
             out.append("\n### Targets\n")
             out.append(markdown(target_table(judged(members))))
@@ -211,6 +224,12 @@ def page(processes: Sequence[Process]) -> str:
             out.append("\n### Where the time goes\n")
             out.append(markdown(times))
     return "\n".join(out) + "\n"
+
+
+def _changes(process: Process) -> str:
+    """How the shape differs from that of the size, as words; contexts have their own column."""
+    usual, config = SIZES[process["settings"]["size"]], process["results"][0]["config"]
+    return "".join(f" {k}={config[k]}" for k in usual if k != "context" and config.get(k) != usual[k] and k in config)
 
 
 def _conditions(members: Sequence[Process]) -> str:
@@ -234,7 +253,7 @@ def _conditions(members: Sequence[Process]) -> str:
         if record["label"] == BASELINE
         and "tokens_per_second" in record
         and record["kernels"] != "off"
-        and record["context"] == process["results"][0]["context"]
+        and record["context"] == min(each["context"] for each in process["results"])
     ]
     text = (
         f"{', '.join(parts)}; {when}, {len(members)} process{'es' * (len(members) > 1)}, commit {', '.join(commits)}."

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepformer.benchmark.planning import Wanted
+from stepformer.catalogue import preset
 from stepformer.errors import UnknownNameError, suggestion
 
 MOMENTUM = ("hb", "yurii", "tmm", "symplectic-euler", "polyak-euler", "nesterov-euler")
@@ -108,13 +109,21 @@ def value_of(quantity: str, record: dict[str, Any], baseline: dict[str, Any]) ->
         return None
 
 
+def _canonical(label: str) -> str:
+    """One name for a preset, whichever of its names was given; other labels are no preset's."""
+    try:
+        return preset(label).name
+    except UnknownNameError:
+        return label
+
+
 def verdicts(targets: Iterable[Target], pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> list[Verdict]:
     """One verdict per row and preset, from (record, its baseline) pairs; the last of several counts."""
-    known = {(record["label"], record["context"]): (record, baseline) for record, baseline in pairs}
+    known = {(_canonical(record["label"]), record["context"]): (record, baseline) for record, baseline in pairs}
     found = []
     for target in targets:
         for name in target.presets:
-            pair = known.get((name, target.context))
+            pair = known.get((_canonical(name), target.context))
             value = None if pair is None else value_of(target.quantity, *pair)
             found.append(Verdict(target, name, value, None if value is None else target.holds(value)))
     return found

@@ -6,9 +6,12 @@ import argparse
 import sys
 from typing import Any
 
+import torch
+
 from stepformer.errors import InputError
 from stepformer.generation import Generation, stream
 from stepformer.training import load_run
+from stepformer.training.loop import precision_of
 from stepformer.training.run import LoadedRun
 
 
@@ -34,12 +37,19 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
         "--length-penalty", type=float, metavar="P", help="with --beams: scores are divided by length^P (default: 1)"
     )
     sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    sub.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp32"),
+        default="auto",
+        help="of the weights; auto: bf16 on a GPU for a run that was trained so, else as they are",
+    )
     sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
     sub.set_defaults(run=run_generate)
 
 
 def run_generate(args: argparse.Namespace) -> int:
     run = load_run(args.folder, args.checkpoint, args.device)
+    set_precision(run, args.precision)
     if args.samples < 1:
         raise InputError(f"--samples {args.samples} should be at least 1.")
     if args.beams is not None:
@@ -72,6 +82,17 @@ def run_generate(args: argparse.Namespace) -> int:
             sys.stdout.flush()
         print()
     return 0
+
+
+def set_precision(run: LoadedRun, asked: str) -> None:
+    """Cast the weights for decoding, which reads all of them for every token; on a GPU, say which were chosen."""
+    device = run.device
+    if asked == "auto":
+        asked = precision_of(run.config, device) if device.type == "cuda" else "as stored"
+    if asked in ("bf16", "fp32"):
+        run.model.to(torch.bfloat16 if asked == "bf16" else torch.float32)
+    if device.type == "cuda":
+        print(f"decoding on {device} with weights in {asked}", file=sys.stderr)
 
 
 def prompt_ids(run: LoadedRun, prompt: str) -> list[int]:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 Range = Literal["free", "unit", "positive"]
+Norms = tuple[tuple[Tensor | None, Tensor | None], ...]
 
 ABSENT = tl.constexpr(-2)  # the term with this scalar is not there at all
 CONSTANT = tl.constexpr(-1)  # only the constant factor, nothing learned
@@ -50,6 +51,9 @@ class Scalar(NamedTuple):
 
     def times(self, factor: float) -> Scalar:
         return Scalar(self.raw, self.kind, factor * self.constant)
+
+
+ONE = Scalar()
 
 
 def code(scalar: Scalar | None) -> int:
@@ -129,7 +133,9 @@ def thread_sums(a: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def row_statistics(p: tl.tensor, column: tl.tensor, eps: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr) -> tl.tensor:
+def row_statistics(
+    p: tl.tensor, column: tl.tensor, eps: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr
+) -> tl.tensor:
     """Mean and reciprocal deviation of each row of a tile; `column` says which columns exist."""
     if CENTRED:
         mean = row_sum(p) / D
@@ -142,13 +148,18 @@ def row_statistics(p: tl.tensor, column: tl.tensor, eps: tl.tensor, CENTRED: tl.
 
 
 @triton.jit
+def standardised(p: tl.tensor, mean: tl.tensor, r: tl.tensor) -> tl.tensor:
+    """(p - mean) r, as one multiplication and addition."""
+    return p * over_row(r) - over_row(mean * r)
+
+
+@triton.jit
 def row_norm_backward(c: tl.tensor, hat: tl.tensor, r: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr) -> tl.tensor:
     """Gradient of the norm's input from that of `hat`, and mean(c hat) of each row."""
     along = row_sum(c * hat) / D
+    dp = c * over_row(r) - hat * over_row(along * r)
     if CENTRED:
-        dp = (c - over_row(row_sum(c) / D) - hat * over_row(along)) * over_row(r)
-    else:
-        dp = (c - hat * over_row(along)) * over_row(r)
+        dp = c * over_row(r) - over_row(row_sum(c) / D * r) - hat * over_row(along * r)
     return dp, along
 
 
@@ -169,20 +180,77 @@ def store_columns(line: tl.tensor, columns: tl.tensor, total: tl.tensor, D: tl.c
     tl.store(line + columns, tl.sum(total, 1, keep_dims=True), mask=columns < D)
 
 
+@triton.jit
+def store_normalised(
+    u: tl.tensor, at: tl.tensor, mask: tl.tensor, hat: tl.tensor, gain: tl.tensor, bias: tl.tensor,
+    columns: tl.tensor, D: tl.constexpr,
+) -> None:  # fmt: skip
+    """u = gain hat + bias."""
+    if gain is not None:
+        hat = hat * load_columns(gain, columns, D)
+    if bias is not None:
+        hat = hat + load_columns(bias, columns, D)
+    tl.store(u + at, hat, mask=mask)
+
+
+@triton.jit
+def hat_gradient(
+    du: tl.tensor, hat: tl.tensor, gain: tl.tensor, bias: tl.tensor, sum_gain: tl.tensor, sum_bias: tl.tensor,
+    columns: tl.tensor, D: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """What u = gain hat + bias hands back: dL/dhat, and the running sums of the gradients of gain and bias."""
+    if bias is not None:
+        sum_bias += du
+    if gain is not None:
+        sum_gain += du * hat
+        du = du * load_columns(gain, columns, D)
+    return du, sum_gain, sum_bias
+
+
+@triton.jit
+def store_vector_sums(
+    line: tl.tensor, columns: tl.tensor, gain: tl.tensor, bias: tl.tensor, sum_gain: tl.tensor, sum_bias: tl.tensor,
+    D: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Write those of the two sums that belong to a parameter; where the next one goes."""
+    if gain is not None:
+        store_columns(line, columns, sum_gain, D)
+        line += D
+    if bias is not None:
+        store_columns(line, columns, sum_bias, D)
+        line += D
+    return line
+
+
 class Tile(NamedTuple):
-    """How a kernel is launched: columns of a chunk, rows at once, warps, pipeline stages, programs per multiprocessor."""
+    """How a kernel is launched: columns of a chunk, rows at once, warps, and for a persistent grid pipeline stages,
+    programs per multiprocessor and the most registers a thread may take."""
 
     chunk: int
     rows: int
     warps: int
     stages: int = 1
     programs: int = 0
+    registers: int | None = None
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     """On the CPU (interpreter) one, so that programs have several rows to go through."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def row_tile(d: int, rows: int = 4, programs: int = 0) -> Tile:
+    """A warp per row, and more of them when a thread would hold more than 24 numbers of it.
+
+    `programs` is how many fit on a multiprocessor when each is one warp.
+    """
+    warps = triton.next_power_of_2(triton.cdiv(d, 768))
+    chunk = min(256 * warps, max(16, triton.next_power_of_2(d)))
+    return Tile(chunk, rows if d <= 256 else 1, warps, programs=max(1, programs // warps))
 
 
 def chunks(d: int, tile: Tile) -> int:
@@ -201,6 +269,10 @@ def nothing(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
+def dense(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
 def columns(vectors: tuple[Tensor | None, ...], d: int, scalars: int) -> int:
     """Width of a line of partial sums: the vectors that exist, then all scalars."""
     return sum(v is not None for v in vectors) * d + scalars
@@ -216,11 +288,3 @@ def split_sums(sums: Tensor, vectors: tuple[Tensor | None, ...], raws: tuple[Ten
     for k, raw in enumerate(raws):
         grads.append(None if raw is None else sums[start + k : start + k + 1].to(raw.dtype).view(raw.shape))
     return grads
-
-
-def norm_reference(p: Tensor, gain: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
-    """The norm behind u in plain PyTorch."""
-    if kind == "layernorm":
-        return F.layer_norm(p, p.shape[-1:], gain, bias, eps)
-    u = F.rms_norm(p, p.shape[-1:], gain, eps)
-    return u if bias is None else u + bias

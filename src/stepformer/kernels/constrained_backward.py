@@ -16,10 +16,13 @@ import triton.language as tl
 
 from stepformer.kernels.constrained_forward import EPS, LOG2E, load_rows
 
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def _query_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, rows: tl.tensor, b2: tl.tensor, mean: tl.tensor, entropy: tl.tensor, gain: tl.tensor, ratio: tl.tensor, dq: tl.tensor,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, rows: tl.tensor, b2: tl.tensor, mean: tl.tensor,
+    entropy: tl.tensor, gain: tl.tensor, ratio: tl.tensor, dq: tl.tensor,
     kt: tl.tensor, vt: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -39,13 +42,17 @@ def _query_pass(
 
 @triton.jit
 def query_gradient(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor, grad_ptr: tl.tensor, rows_ptr: tl.tensor,
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor,
+    grad_ptr: tl.tensor, rows_ptr: tl.tensor,
     dq_ptr: tl.tensor, dradius_ptr: tl.tensor, lines_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor, vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
+    vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor,
     heads: tl.tensor, length: tl.tensor, total: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq (B, T, H, D), dradius (B, H, T) and, for the other kernel, lines (2, B, H, T) = dO.O and r."""
+    """dq (B, T, H, D), dradius (B, H, T) and, for the other kernel, lines (4, B, H, T): b / ln 2,
+    (H + b m) / ln 2, dO.O - r m and r, so that a_j = 2^(b2 S_j - h2) and dS_j = b a_j (g_j - f - r S_j).
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
@@ -71,14 +78,16 @@ def query_gradient(
     safe = (active > 0) & (b * b * variance > EPS)
     ratio = tl.where(safe, along / tl.where(safe, variance, 1.0), 0.0)
     dradius = tl.where(safe, ratio / tl.where(safe, b, 1.0), 0.0)
-    tl.store(lines_ptr + at, gain, mask=inside)
-    tl.store(lines_ptr + total + at, ratio, mask=inside)
+    b2 = b * LOG2E
+    tl.store(lines_ptr + at, b2, mask=inside)
+    tl.store(lines_ptr + total + at, entropy + b2 * mean, mask=inside)
+    tl.store(lines_ptr + 2 * total + at, gain - ratio * mean, mask=inside)
+    tl.store(lines_ptr + 3 * total + at, ratio, mask=inside)
     tl.store(dradius_ptr + at, dradius, mask=inside)
 
     q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
     k = k_ptr + batch * kb + head * kh
     v = v_ptr + batch * vb + head * vh
-    b2 = b * LOG2E
     dq = tl.zeros((BLOCK_M, D), tl.float32)
     dq = _query_pass(
         q, k, v, grad, rows, b2, mean, entropy, gain, ratio, dq, kt, vt, length, 0, full_tiles,
@@ -93,7 +102,8 @@ def query_gradient(
 
 @triton.jit
 def _key_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, grads: tl.tensor, rows_ptr: tl.tensor, lines_ptr: tl.tensor, keys: tl.tensor, dk: tl.tensor, dv: tl.tensor,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grads: tl.tensor, lines_ptr: tl.tensor, keys: tl.tensor, dk: tl.tensor,
+    dv: tl.tensor,
     qt: tl.tensor, gt: tl.tensor, length: tl.tensor, total: tl.tensor, begin: tl.tensor, stop: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -104,32 +114,32 @@ def _key_pass(
         grad = load_rows(grads, rows, gt, length, D, CHECK)
         if CHECK:
             inside = rows < length
-            b = tl.load(rows_ptr + rows, mask=inside, other=0.0)
-            mean = tl.load(rows_ptr + total + rows, mask=inside, other=0.0)
-            entropy = tl.load(rows_ptr + 2 * total + rows, mask=inside, other=1e30)  # no weight
-            gain = tl.load(lines_ptr + rows, mask=inside, other=0.0)
-            ratio = tl.load(lines_ptr + total + rows, mask=inside, other=0.0)
+            b2 = tl.load(lines_ptr + rows, mask=inside, other=0.0)
+            h2 = tl.load(lines_ptr + total + rows, mask=inside, other=1e30)  # no weight
+            f = tl.load(lines_ptr + 2 * total + rows, mask=inside, other=0.0)
+            ratio = tl.load(lines_ptr + 3 * total + rows, mask=inside, other=0.0)
         else:
-            b = tl.load(rows_ptr + rows)
-            mean = tl.load(rows_ptr + total + rows)
-            entropy = tl.load(rows_ptr + 2 * total + rows)
-            gain = tl.load(lines_ptr + rows)
-            ratio = tl.load(lines_ptr + total + rows)
-        x = tl.dot(k, tl.trans(queries), input_precision=PRECISION) - mean[None, :]
+            b2 = tl.load(lines_ptr + rows)
+            h2 = tl.load(lines_ptr + total + rows)
+            f = tl.load(lines_ptr + 2 * total + rows)
+            ratio = tl.load(lines_ptr + 3 * total + rows)
+        s = tl.dot(k, tl.trans(queries), input_precision=PRECISION)
         g = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        a = tl.exp2((b * LOG2E)[None, :] * x - (entropy * LOG2E)[None, :])
+        a = tl.exp2(b2[None, :] * s - h2[None, :])
         if DIAGONAL:
             a = tl.where(keys[:, None] <= rows[None, :], a, 0.0)
         dv = tl.dot(a.to(grad.dtype), grad, dv, input_precision=PRECISION)
-        ds = a * (g - gain[None, :] - ratio[None, :] * x) * b[None, :]
+        ds = a * (g - f[None, :] - ratio[None, :] * s) * (b2 * LN2)[None, :]
         dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit
 def key_gradient(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, grad_ptr: tl.tensor, rows_ptr: tl.tensor, lines_ptr: tl.tensor, dk_ptr: tl.tensor, dv_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor, vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor,
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, grad_ptr: tl.tensor, lines_ptr: tl.tensor,
+    dk_ptr: tl.tensor, dv_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
+    vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor,
     heads: tl.tensor, length: tl.tensor, total: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -142,18 +152,17 @@ def key_gradient(
     v = load_rows(v_ptr + batch * vb + head * vh, keys, vt, length, D, True)
     q = q_ptr + batch * qb + head * qh
     grads = grad_ptr + batch * gb + head * gh
-    rows_ptr += tl.program_id(1).to(tl.int64) * length
     lines_ptr += tl.program_id(1).to(tl.int64) * length
     first = start // BLOCK_M * BLOCK_M
     crossed = tl.minimum(tl.cdiv(start + BLOCK_N, BLOCK_M) * BLOCK_M, length)  # from there on rows see all keys here
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
     dk, dv = _key_pass(
-        q, k, v, grads, rows_ptr, lines_ptr, keys, dk, dv, qt, gt, length, total, first, crossed,
+        q, k, v, grads, lines_ptr, keys, dk, dv, qt, gt, length, total, first, crossed,
         D, BLOCK_M, True, CHECK, PRECISION,
     )  # fmt: skip
     dk, dv = _key_pass(
-        q, k, v, grads, rows_ptr, lines_ptr, keys, dk, dv, qt, gt, length, total, crossed, length,
+        q, k, v, grads, lines_ptr, keys, dk, dv, qt, gt, length, total, crossed, length,
         D, BLOCK_M, False, CHECK, PRECISION,
     )  # fmt: skip
     to = (batch * length + keys[:, None]) * heads * D + head * D + tl.arange(0, D)[None, :]

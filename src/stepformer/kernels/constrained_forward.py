@@ -29,7 +29,9 @@ HIDDEN = tl.constexpr(-1e18)  # a score whose exponential is 0; finite, so that 
 
 
 @triton.jit
-def load_rows(pointer: tl.tensor, rows: tl.tensor, stride: tl.tensor, length: tl.tensor, D: tl.constexpr, CHECK: tl.constexpr) -> tl.tensor:
+def load_rows(
+    pointer: tl.tensor, rows: tl.tensor, stride: tl.tensor, length: tl.tensor, D: tl.constexpr, CHECK: tl.constexpr
+) -> tl.tensor:
     """The rows (N, D) of a matrix; zeros from `length` on, if CHECK."""
     at = pointer + rows[:, None] * stride + tl.arange(0, D)[None, :]
     if CHECK:
@@ -45,7 +47,17 @@ def _central(z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor) -> tl.te
 
 
 @triton.jit
-def _halley(b: tl.tensor, low: tl.tensor, high: tl.tensor, end: tl.tensor, missing: tl.tensor, second: tl.tensor, third: tl.tensor, full: tl.tensor, rho: tl.tensor) -> tl.tensor:
+def _halley(
+    b: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    end: tl.tensor,
+    missing: tl.tensor,
+    second: tl.tensor,
+    third: tl.tensor,
+    full: tl.tensor,
+    rho: tl.tensor,
+) -> tl.tensor:
     """Halley's method in ln b on logit(D / D(inf)), inside a bracket, at most to `end`; missing = D(inf) - D(b).
 
     Returns (new b, low, high, step, error = D - rho, slope = dD / d ln b, whether the step was taken as it is).
@@ -54,8 +66,8 @@ def _halley(b: tl.tensor, low: tl.tensor, high: tl.tensor, end: tl.tensor, missi
     goal = full - rho
     error = goal - missing
     slope = tl.maximum(b * b * second, TINY)
-    low = tl.where(error < 0, b, low)
-    high = tl.where(error < 0, high, b)
+    low = tl.where(error < 0, tl.maximum(b, low), low)
+    high = tl.where(error < 0, high, tl.minimum(b, high))
     gained = tl.maximum(full - missing, full * EPS)
     left = tl.maximum(missing, 1e-7)
     newton = (tl.log(gained / left) - tl.log(rho / goal)) * (gained / full) * (left / slope)
@@ -70,7 +82,8 @@ def _halley(b: tl.tensor, low: tl.tensor, high: tl.tensor, end: tl.tensor, missi
 
 @triton.jit
 def _start(
-    q: tl.tensor, k: tl.tensor, rows: tl.tensor, rho: tl.tensor, limit: tl.tensor, stride: tl.tensor, length: tl.tensor, last: tl.tensor,
+    q: tl.tensor, k: tl.tensor, rows: tl.tensor, rho: tl.tensor, limit: tl.tensor, stride: tl.tensor,
+    length: tl.tensor, last: tl.tensor,
     D: tl.constexpr, SUBSET: tl.constexpr, STEPS: tl.constexpr, BETA_MAX: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """(b that solves the row on a subset of its keys, the largest score among them)."""
@@ -112,13 +125,16 @@ def _start(
         missing = tl.log(z) - b * mean - base
         new, low, high, step, _, _, _ = _halley(b, low, high, end, missing, second, third, full, rho)
         b = tl.where(tl.abs(step) < 1e-3, b, new)
-    return b, top
+    # a constant subset says nothing: a b so small that the bracket of all keys takes over
+    return tl.where(spread > 0, b, 1e-30), top
 
 
 @triton.jit
 def _first_pass(
-    q: tl.tensor, k: tl.tensor, rows: tl.tensor, origin: tl.tensor, b: tl.tensor, stride: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
-    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, top: tl.tensor, bottom: tl.tensor, ties: tl.tensor, p1: tl.tensor, p2: tl.tensor,
+    q: tl.tensor, k: tl.tensor, rows: tl.tensor, origin: tl.tensor, b: tl.tensor, stride: tl.tensor,
+    length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, top: tl.tensor, bottom: tl.tensor, ties: tl.tensor,
+    p1: tl.tensor, p2: tl.tensor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Sums of exp(b (d - top)) d^n, n = 0..3, and of d, d^2, over d = S - origin; top, bottom = max, min of d."""
@@ -142,6 +158,8 @@ def _first_pass(
         fade = tl.exp2(b2 * (top - above))
         top = above
         e = tl.exp2(b2[:, None] * d - (b2 * top)[:, None])
+        if DIAGONAL:
+            e = tl.where(seen, e, 0.0)  # b may be as good as nothing
         z = z * fade + tl.sum(e, 1)
         e = e * d
         s1 = s1 * fade + tl.sum(e, 1)
@@ -153,7 +171,8 @@ def _first_pass(
 
 @triton.jit
 def _pass(
-    q: tl.tensor, k: tl.tensor, rows: tl.tensor, origin: tl.tensor, b: tl.tensor, top: tl.tensor, stride: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    q: tl.tensor, k: tl.tensor, rows: tl.tensor, origin: tl.tensor, b: tl.tensor, top: tl.tensor, stride: tl.tensor,
+    length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
     z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -163,9 +182,9 @@ def _pass(
         keys = n + tl.arange(0, BLOCK_N)
         tile = load_rows(k, keys, stride, length, D, DIAGONAL)
         d = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - origin[:, None]
-        if DIAGONAL:
-            d = tl.where(keys[None, :] <= rows[:, None], d, HIDDEN)
         e = tl.exp2(b2[:, None] * d - (b2 * top)[:, None])
+        if DIAGONAL:
+            e = tl.where(keys[None, :] <= rows[:, None], e, 0.0)
         z += tl.sum(e, 1)
         e = e * d
         s1 += tl.sum(e, 1)
@@ -178,7 +197,8 @@ def _pass(
 @triton.jit
 def solve_rows(
     q_ptr: tl.tensor, k_ptr: tl.tensor, radius_ptr: tl.tensor, state_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, rb: tl.tensor, rh: tl.tensor, rt: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, rb: tl.tensor,
+    rh: tl.tensor, rt: tl.tensor,
     heads: tl.tensor, length: tl.tensor, total: tl.tensor, limit: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBSET: tl.constexpr, STEPS: tl.constexpr,
     PASSES: tl.constexpr, CLOSE: tl.constexpr, LIMITED: tl.constexpr, BETA_MAX: tl.constexpr,
@@ -241,11 +261,15 @@ def solve_rows(
         new, low, high, step, error, slope, taken = _halley(b, low, high, end, missing, second, third, full_, rho_)
         at_end = (error <= 0) & (b >= end)
         exact = tl.abs(error) <= (1 + full_ + slope) * (2 * EPS)
-        close = taken & (tl.abs(step) * tl.maximum(tl.sqrt(slope), 1.0) < CLOSE)
-        move = tl.where(at_end | exact, 0.0, new - b)
+        # near saturation all steps are short: there the error has to be small, too; whether the end is enough, a pass
+        # at the end must tell
+        close = taken & (new < end) & (tl.abs(step) * tl.maximum(tl.sqrt(slope), 1.0) < CLOSE)
+        close = close & (tl.abs(error) < 0.3 * tl.minimum(full_ - rho_, 1.0))
+        new = tl.where(at_end | exact, b, new)
+        move = new - b
         near = tl.where(close, mean + move * second + 0.5 * move * move * third, mean)
         expected = tl.where(done, expected, near)
-        b = tl.where(done, b, b + move)
+        b = tl.where(done, b, new)
         ended = ended | (at_end & (done == 0))
         done = done | at_end | exact | close
         pending = tl.where(passes < PASSES, 1 - tl.min(done.to(tl.int32), 0), 0)
@@ -281,8 +305,10 @@ def solve_rows(
 
 @triton.jit
 def _gather_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, rows: tl.tensor, b2: tl.tensor, lift: tl.tensor, reference: tl.tensor, kt: tl.tensor, vt: tl.tensor, length: tl.tensor,
-    begin: tl.tensor, stop: tl.tensor, z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, o: tl.tensor, w: tl.tensor,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, rows: tl.tensor, b2: tl.tensor, lift: tl.tensor, reference: tl.tensor,
+    kt: tl.tensor, vt: tl.tensor, length: tl.tensor,
+    begin: tl.tensor, stop: tl.tensor, z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, o: tl.tensor,
+    w: tl.tensor,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Sums of e x^n, n = 0..3, e V and e x V over x = S - reference, e = exp2(b2 x - lift)."""
@@ -306,8 +332,10 @@ def _gather_pass(
 
 @triton.jit
 def gather_rows(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, radius_ptr: tl.tensor, state_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor, rows_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor, vh: tl.tensor, vt: tl.tensor, rb: tl.tensor, rh: tl.tensor, rt: tl.tensor,
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, radius_ptr: tl.tensor, state_ptr: tl.tensor,
+    out_ptr: tl.tensor, tilt_ptr: tl.tensor, rows_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
+    vh: tl.tensor, vt: tl.tensor, rb: tl.tensor, rh: tl.tensor, rt: tl.tensor,
     heads: tl.tensor, length: tl.tensor, total: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip

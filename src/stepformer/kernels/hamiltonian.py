@@ -26,14 +26,14 @@ memory but are neither written nor read.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepformer.kernels.linear_flow import CHUNK, KEPT, add_product, fp32_product, from_later, padded, stretches
+from stepformer.kernels.linear_flow import CHUNK, KEPT, fp32_product, from_later, padded, stretches
 
 LONGEST = 16_384  # tokens: a kernel holds a whole row of scores
 GROUP = 16  # rows whose column sums are added before they are written
@@ -194,15 +194,24 @@ def _slopes_kernel(
     tl.store(slopes + place, tl.where(live, x, 0.0), mask=known)
 
 
+class Rule(NamedTuple):
+    """The constants of a call."""
+
+    tau: float
+    bound: float
+    n0: int
+    factor: float
+    keys: bool
+    chunk: int
+
+
 def _tile(keys: int) -> dict[str, int]:
     """Rows and columns of a tile that holds whole rows, and its warps."""
     block = max(16, triton.next_power_of_2(keys))
     return {"R": min(GROUP, max(1, TILE // block)), "BLOCK": block, "num_warps": 8 if block <= TILE else 16}
 
 
-def _exponentials(
-    q: Tensor, k: Tensor, a: Tensor, e: Tensor, log_z: Tensor, r: Tensor, begin: int, tau: float, bound: float, n0: int
-) -> None:
+def _exponentials(q: Tensor, k: Tensor, a: Tensor, e: Tensor, log_z: Tensor, r: Tensor, begin: int, rule: Rule) -> None:
     """Fill e (B, rows, width), the exponentials of the scores from query `begin` on, and the rows of ln z and r."""
     rows, length = e.shape[1], q.shape[1]
     keys = begin + rows
@@ -210,7 +219,9 @@ def _exponentials(
     tile = _tile(keys)
     grid = (triton.cdiv(rows, tile["R"]), q.shape[0])
     _exponentials_kernel[grid](
-        scores, a, e, log_z, r, begin, rows, keys, e.shape[2], length, tau, bound or 1.0, n0, BOUNDED=bound > 0, **tile
+        *(scores, a, e, log_z, r, begin, rows, keys, e.shape[2], length, rule.tau, rule.bound or 1.0, rule.n0),
+        BOUNDED=rule.bound > 0,
+        **tile,
     )
 
 
@@ -249,6 +260,7 @@ def _forward(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, ln z and the exponentials (empty unless they are to be kept)."""
+    rule = Rule(tau, bound, n0, factor, keys, chunk)
     batch, heads, length, _ = q.shape
     shape = q.shape
     q, k = (t.reshape(-1, length, t.shape[-1]) for t in (q, k))
@@ -260,7 +272,7 @@ def _forward(
     for begin, end in stretches(length, chunk):
         room = (q.shape[0], end - begin, padded(end))
         e = blocks[begin] if keep else q.new_empty(room)
-        _exponentials(q, k, a, e, log_z, r, begin, tau, bound, n0)
+        _exponentials(q, k, a, e, log_z, r, begin, rule)
         weights = q.new_empty(room)
         tile = _tile(end)
         _weights_kernel[(triton.cdiv(room[1], tile["R"]), room[0])](
@@ -307,6 +319,7 @@ def _backward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, da (B, T) and dkappa."""
+    rule = Rule(tau, bound, n0, factor, keys, chunk)
     batch, heads, length, _ = q.shape
     shape = q.shape
     grad, q, k = (t.reshape(-1, length, t.shape[-1]) for t in (grad, q, k))
@@ -320,71 +333,35 @@ def _backward(
     slab = max(1, SLAB // length**2)
     for first in range(0, q.shape[0], slab):
         part = slice(first, first + slab)
-        _backward_slab(
-            *(t[part] for t in (grad, d_log_z, q, k, a, log_z, r, dq, dk, d_r, row_sums)),
-            kappa,
-            {begin: e[part] for begin, e in blocks.items()},
-            tau,
-            bound,
-            n0,
-            factor,
-            keys,
-            chunk,
-        )
+        column_sums = r.new_empty(q[part].shape[0], triton.cdiv(length, GROUP), length) if keys else r
+        slopes, weights = (q.new_empty(q[part].shape[0], length, padded(length)) for _ in range(2))
+        for begin, end in reversed(stretches(length, chunk)):
+            if blocks:
+                e = blocks[begin][part]
+            else:
+                e = q.new_empty(q[part].shape[0], end - begin, padded(end))
+                scratch = torch.empty_like(r[part]), torch.empty_like(r[part])
+                _exponentials(q[part], k[part], a[part], e, *scratch, begin, rule)
+            d = fp32_product(grad[part, begin:end], k[part, :end].mT)
+            stretch = (begin, end - begin, end, e.shape[2], length)
+            tile = _tile(end)
+            _sums_kernel[(triton.cdiv(end - begin, GROUP), e.shape[0])](
+                *(e, d, row_sums[part], column_sums, *stretch, factor, n0), KEYS=keys, GROUP=GROUP, **tile
+            )
+            _slopes_kernel[(triton.cdiv(end - begin, tile["R"]), e.shape[0])](
+                *(e, d, r[part], log_z[part], d_log_z[part], kappa, row_sums[part], column_sums, slopes, weights),
+                *(d_r[part], *stretch, slopes.shape[2], tau, bound or 1.0, factor, n0),
+                BOUNDED=bound > 0,
+                KEYS=keys,
+                GROUP=GROUP,
+                GROUPS=triton.next_power_of_2(triton.cdiv(length, GROUP)),
+                **tile,
+            )
+            torch.bmm(slopes[:, begin:end, :end], k[part, :end], out=dq[part, begin:end])
+        from_later(weights[:, :, :length], grad[part], dk[part], chunk, fresh=True)
+        from_later(slopes[:, :, :length], q[part], dk[part], chunk, fresh=False)
     da = (d_r * shrink).view(batch, heads, length).sum(dim=1)
     return dq.view(shape), dk.view(shape), da, row_sums.sum().reshape(kappa.shape)
-
-
-def _backward_slab(
-    grad: Tensor,
-    d_log_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    a: Tensor,
-    log_z: Tensor,
-    r: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    d_r: Tensor,
-    row_sums: Tensor,
-    kappa: Tensor,
-    blocks: dict[int, Tensor],
-    tau: float,
-    bound: float,
-    n0: int,
-    factor: float,
-    keys: bool,
-    chunk: int,
-) -> None:
-    """Fill dq, dk, dr and the row sums of H."""
-    batch, length, _ = q.shape
-    groups = triton.cdiv(length, GROUP)
-    column_sums = r.new_empty(batch, groups, length) if keys else r
-    slopes, weights = (q.new_empty(batch, length, padded(length)) for _ in range(2))
-    for begin, end in reversed(stretches(length, chunk)):
-        rows = end - begin
-        if blocks:
-            e = blocks[begin]
-        else:
-            e = q.new_empty(batch, rows, padded(end))
-            _exponentials(q, k, a, e, torch.empty_like(r), torch.empty_like(r), begin, tau, bound, n0)
-        d = fp32_product(grad[:, begin:end], k[:, :end].mT)
-        tile, width = _tile(end), e.shape[2]
-        _sums_kernel[(triton.cdiv(rows, GROUP), batch)](
-            e, d, row_sums, column_sums, begin, rows, end, width, length, factor, n0, KEYS=keys, GROUP=GROUP, **tile
-        )
-        _slopes_kernel[(triton.cdiv(rows, tile["R"]), batch)](
-            *(e, d, r, log_z, d_log_z, kappa, row_sums, column_sums, slopes, weights, d_r),
-            *(begin, rows, end, width, length, slopes.shape[2], tau, bound or 1.0, factor, n0),
-            BOUNDED=bound > 0,
-            KEYS=keys,
-            GROUP=GROUP,
-            GROUPS=triton.next_power_of_2(groups),
-            **tile,
-        )
-        add_product(dq[:, begin:end], slopes[:, begin:end, :end], k[:, :end], fresh=True)
-    from_later(weights[:, :, :length], grad, dk, chunk, fresh=True)
-    from_later(slopes[:, :, :length], q, dk, chunk, fresh=False)
 
 
 @_backward.register_fake

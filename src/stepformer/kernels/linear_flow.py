@@ -165,7 +165,7 @@ def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 _forward.register_autograd(_gradients, setup_context=_setup)
 
 
-def causal_sum(q: Tensor, k: Tensor, v: Tensor, segment: int = 0, chunk: int = CHUNK) -> Tensor:
+def causal_sum(q: Tensor, k: Tensor, v: Tensor, *, segment: int = 0, chunk: int = CHUNK) -> Tensor:
     """sum_{j<=i} (q_i.k_j) v_j for tokens (B, T, d) of one dtype; `segment` = 0: all tokens in one."""
     batch, length, _ = q.shape
     segment = min(segment or length, length)

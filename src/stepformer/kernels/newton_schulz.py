@@ -15,7 +15,7 @@ the directional derivative of Z -> o along do. Every matrix X above becomes a pa
     muon: t = dm' + dY,  dm = beta t,  dg = (1 - beta) t,  dbeta = <t, m - g>
 
 All matrices of the h x h space are polynomials in G: symmetric, so what one product leaves in the registers of a warp
-is both a left and a right factor of the next (`_as_factor`), and the whole iteration moves no data.
+is both a left and a right factor of the next (`_product`), and the whole iteration moves no data.
 
 Products run on tensor cores in tf32. "Accurate" ones split each fp32 number into two tf32 numbers and add three
 products: relative error about 1e-6, 1e-5 for ill-conditioned Y. One product alone gives 2e-3 for Gaussian Y, 3e-2 for
@@ -44,21 +44,19 @@ A, B, C = tl.constexpr(NEWTON_SCHULZ[0]), tl.constexpr(NEWTON_SCHULZ[1]), tl.con
 
 
 @triton.jit
-def _as_factor(x: tl.tensor) -> tl.tensor:
-    """The columns of x (tokens, rows, columns) in the order 0 2 4 6 1 3 5 7 of every eight.
+def _product(x: tl.tensor, y: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """total + x y^T in tf32, of x (tokens, rows, k) and y (tokens, columns, k).
 
-    Two factors whose summed index is reordered alike have the same product, and in this order the registers that a
-    tf32 product wrote are those that the next one reads.
+    The summed index runs in the order 0 2 4 6 1 3 5 7 of every eight. That changes nothing but which register meets
+    which: now those that a product wrote are those that the next one reads, on the left and transposed on the right.
     """
     T: tl.constexpr = x.shape[0]
     R: tl.constexpr = x.shape[1]
+    C: tl.constexpr = y.shape[1]
     K: tl.constexpr = x.shape[2]
-    return tl.reshape(tl.permute(tl.reshape(x, (T, R, K // 8, 4, 2)), (0, 1, 2, 4, 3)), (T, R, K))
-
-
-@triton.jit
-def _transposed(x: tl.tensor) -> tl.tensor:
-    return tl.permute(x, (0, 2, 1))
+    left = tl.reshape(tl.permute(tl.reshape(x, (T, R, K // 8, 4, 2)), (0, 1, 2, 4, 3)), (T, R, K))
+    right = tl.reshape(tl.permute(tl.reshape(y, (T, C, K // 8, 4, 2)), (0, 2, 4, 3, 1)), (T, K, C))
+    return tl.dot(left, right, total, input_precision="tf32")
 
 
 @triton.jit
@@ -68,25 +66,20 @@ def _tf32(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _one_product(x: tl.tensor, y: tl.tensor, total: tl.tensor) -> tl.tensor:
-    return tl.dot(_as_factor(x), _transposed(_as_factor(y)), total, input_precision="tf32")
-
-
-@triton.jit
 def _times(x: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr) -> tl.tensor:
     """total + x y^T: with a symmetric y, x y."""
     x_high, y_high = _tf32(x), _tf32(y)
     if ACCURATE:
-        total = _one_product(x - x_high, y_high, total)
-        total = _one_product(x_high, y - y_high, total)
-    return _one_product(x_high, y_high, total)
+        total = _product(x - x_high, y_high, total)
+        total = _product(x_high, y - y_high, total)
+    return _product(x_high, y_high, total)
 
 
 @triton.jit
 def _gram(x: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr) -> tl.tensor:
     """total + x y^T of stored numbers; products of bf16 numbers are exact."""
     if x.dtype == tl.bfloat16 and y.dtype == tl.bfloat16:
-        result = tl.dot(x, _transposed(y), total)
+        result = tl.dot(x, tl.permute(y, (0, 2, 1)), total)
     else:
         result = _times(x.to(tl.float32), y.to(tl.float32), total, ACCURATE)
     return result
@@ -95,13 +88,14 @@ def _gram(x: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr) 
 @triton.jit
 def _apply(q: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr) -> tl.tensor:
     """total + q y of a symmetric q with a stored y; bf16 numbers are tf32 numbers already."""
-    columns = _transposed(y.to(tl.float32))
+    columns = tl.permute(y.to(tl.float32), (0, 2, 1))
+    columns_high = columns if y.dtype == tl.bfloat16 else _tf32(columns)
     q_high = _tf32(q)
     if ACCURATE:
-        total = _one_product(q - q_high, columns if y.dtype == tl.bfloat16 else _tf32(columns), total)
+        total = _product(q - q_high, columns_high, total)
         if y.dtype != tl.bfloat16:
-            total = _one_product(q_high, columns - _tf32(columns), total)
-    return _one_product(q_high, columns if y.dtype == tl.bfloat16 else _tf32(columns), total)
+            total = _product(q_high, columns - columns_high, total)
+    return _product(q_high, columns_high, total)
 
 
 @triton.jit
@@ -111,12 +105,15 @@ def _polynomial(G: tl.tensor, one: tl.tensor, ACCURATE: tl.constexpr) -> tl.tens
 
 @triton.jit
 def _steps(G: tl.tensor, one: tl.tensor, STEPS: tl.constexpr, ACCURATE: tl.constexpr) -> tl.tensor:
-    """The product of the polynomials of STEPS steps from G."""
+    """The product of the polynomials of STEPS steps from G.
+
+    (M G^T) M^T, in this order, keeps what rounding adds to G symmetric; in others it grows to five times the error.
+    """
     zero = tl.zeros_like(G)
     M = _polynomial(G, one, ACCURATE)
     Q = M
     for _ in tl.static_range(STEPS - 1):
-        G = _times(M, _times(G, M, zero, ACCURATE), zero, ACCURATE)
+        G = _times(_times(M, G, zero, ACCURATE), M, zero, ACCURATE)
         M = _polynomial(G, one, ACCURATE)
         Q = _times(M, Q, zero, ACCURATE)
     return Q
@@ -147,8 +144,8 @@ def _steps_pair(
     M, dM = _polynomial_pair(G, dG, one, VALUES, DERIVATIVES)
     Q, dQ = M, dM
     for _ in tl.static_range(STEPS - 1):
-        P, dP = _times_pair(G, dG, M, dM, VALUES, DERIVATIVES)
-        G, dG = _times_pair(M, dM, P, dP, VALUES, DERIVATIVES)
+        P, dP = _times_pair(M, dM, G, dG, VALUES, DERIVATIVES)
+        G, dG = _times_pair(P, dP, M, dM, VALUES, DERIVATIVES)
         M, dM = _polynomial_pair(G, dG, one, VALUES, DERIVATIVES)
         Q, dQ = _times_pair(M, dM, Q, dQ, VALUES, DERIVATIVES)
     return Q, dQ
@@ -208,7 +205,8 @@ def _forward_kernel(
             y = _load_matrix(g, m, beta, at + c * CHUNK, mask)
         z = _apply(early, y, empty, ACCURATE)
         G = _times(z, z, G, ACCURATE)
-    Q = _times(_steps(G, one, 3, ACCURATE), early, tl.zeros_like(G), ACCURATE)
+    # the very matrix that made z, not its transpose: rounding in the difference would grow by a^3 = 41
+    Q = _times(_steps(G, one, 3, ACCURATE), tl.permute(early, (0, 2, 1)), tl.zeros_like(G), ACCURATE)
 
     for c in tl.static_range(CHUNKS):
         mask = rows & (c * CHUNK + column < K)[None, None, :]
@@ -219,7 +217,8 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    g: tl.tensor, m: tl.tensor, raw: tl.tensor, constant: tl.tensor, do: tl.tensor, dm_out: tl.tensor, dg: tl.tensor, dm: tl.tensor, partial: tl.tensor, n: tl.tensor,
+    g: tl.tensor, m: tl.tensor, raw: tl.tensor, constant: tl.tensor, do: tl.tensor, dm_out: tl.tensor,
+    dg: tl.tensor, dm: tl.tensor, partial: tl.tensor, n: tl.tensor,
     KIND: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -258,7 +257,7 @@ def _backward_kernel(
         G = _times(z, z, G, VALUES)
         dG = _times(z, dz, _times(dz, z, dG, DERIVATIVES), DERIVATIVES)
     Q, dQ = _steps_pair(G, dG, one, 3, VALUES, DERIVATIVES)
-    Q, dQ = _times_pair(Q, dQ, early, dearly, VALUES, DERIVATIVES)
+    Q, dQ = _times_pair(Q, dQ, tl.permute(early, (0, 2, 1)), tl.permute(dearly, (0, 2, 1)), VALUES, DERIVATIVES)
 
     # <Z, dZ> = <Q, Z do^T> + <dQ, Z Z^T>; a norm below the clamp is a constant and has no gradient
     along = tl.sum(tl.sum(0.5 * Q * dG_start + dQ * G_start, 2), 1)[:, None, None]
@@ -287,16 +286,17 @@ def _backward_kernel(
 
 
 class Tile(NamedTuple):
-    """How a kernel is launched: tokens per program, warps, columns at once. A warp holds whole matrices."""
+    """How a kernel is launched: tokens per program, warps, columns at once, most registers. A warp has whole matrices."""
 
     tokens: int
     warps: int
     chunk: int
+    registers: int | None = None
 
 
 def tile(h: int, k: int, backward: bool) -> Tile:
     """One token per warp: its matrices fill the registers of a warp in the backward."""
-    return Tile(1, 1, min(32 if backward or h > 16 else 64, _columns(k)))
+    return Tile(1, 1, min(16 if backward or h > 16 else 64, _columns(k)))
 
 
 def _columns(k: int) -> int:
@@ -308,10 +308,10 @@ def supports(h: int, k: int) -> bool:
     return h <= MOST_ROWS and k <= MOST_COLUMNS
 
 
-def _shape(h: int, k: int, t: Tile) -> dict[str, int]:
+def _shape(h: int, k: int, t: Tile) -> dict[str, Any]:
     return {
         "H": h, "K": k, "R": max(16, triton.next_power_of_2(h)), "CHUNK": t.chunk,
-        "CHUNKS": triton.cdiv(k, t.chunk), "TOKENS": t.tokens, "num_warps": t.warps,
+        "CHUNKS": triton.cdiv(k, t.chunk), "TOKENS": t.tokens, "num_warps": t.warps, "maxnreg": t.registers,
     }  # fmt: skip
 
 
@@ -449,5 +449,5 @@ def newton_schulz(g: Tensor, heads: int, dtype: torch.dtype | None = None, fast:
 def muon_pass(
     g: Tensor, m: Tensor, beta: Scalar, heads: int, dtype: torch.dtype | None = None, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The mean m' = beta m + (1 - beta) g, in the dtype of m, and Newton-Schulz of it, in `dtype` (as g without one)."""
+    """The mean m' = beta m + (1 - beta) g, in the dtype of m, and Newton-Schulz of it, in `dtype` (that of g)."""
     return _muon(g, m, beta.raw, code(beta), beta.constant, heads, g.dtype if dtype is None else dtype, fast)

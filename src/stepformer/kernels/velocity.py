@@ -30,7 +30,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,8 +37,12 @@ from torch import Tensor
 from stepformer.kernels import common
 from stepformer.kernels.common import (
     ABSENT,
+    ONE,
+    Norms,
     Scalar,
     Tile,
+    dense,
+    hat_gradient,
     load_columns,
     load_tile,
     mapped,
@@ -49,22 +52,26 @@ from stepformer.kernels.common import (
     row_statistics,
     row_sum,
     slope,
+    standardised,
     store_columns,
+    store_normalised,
+    store_vector_sums,
     thread_sums,
     tile_columns,
 )
 
-VECTORS = ("gain_v", "gain_a", "bias_a", "gain_b", "bias_b")
 SCALARS = ("step", "nu", "lam", "mu", "beta", "next")
-Norms = tuple[()] | tuple[tuple[Tensor | None, Tensor | None], ...]
 
 
 @triton.jit
 def _forward_kernel(
-    g: tl.tensor, g2: tl.tensor, x: tl.tensor, V: tl.tensor, gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
-    raw_step: tl.tensor, raw_nu: tl.tensor, raw_lam: tl.tensor, raw_mu: tl.tensor, raw_beta: tl.tensor, raw_next: tl.tensor,
+    g: tl.tensor, g2: tl.tensor, x: tl.tensor, V: tl.tensor,
+    gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
+    raw_step: tl.tensor, raw_nu: tl.tensor, raw_lam: tl.tensor, raw_mu: tl.tensor,
+    raw_beta: tl.tensor, raw_next: tl.tensor,
     c_step: tl.tensor, c_nu: tl.tensor, c_lam: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
-    x_out: tl.tensor, V_out: tl.tensor, u: tl.tensor, u2: tl.tensor, statistics: tl.tensor, n: tl.tensor, eps_v: tl.tensor, eps: tl.tensor,
+    x_out: tl.tensor, V_out: tl.tensor, u: tl.tensor, u2: tl.tensor, statistics: tl.tensor,
+    n: tl.tensor, eps_v: tl.tensor, eps: tl.tensor,
     STEP: tl.constexpr, NU: tl.constexpr, LAM: tl.constexpr, MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
     CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -80,13 +87,15 @@ def _forward_kernel(
         w += load_tile(g2, at, mask)
     if V is not None:
         w += load_tile(V, at, mask)
+    if x is not None:
+        p = load_tile(x, at, mask)  # early: it is on its way while the first norm is computed
     step = mapped(raw_step, c_step, STEP)
     if gain_v is not None:
         mean, r = row_statistics(w, column, eps_v / (step * step), True, D)
         r = tl.where(step < 0, -r, r)  # with the sign of the step, here and in the backward
         tl.store(statistics + rows, mean, mask=row)
         tl.store(statistics + n + rows, r, mask=row)
-        v = (w - over_row(mean)) * over_row(r) * load_columns(gain_v, columns, D)
+        v = standardised(w, mean, r) * load_columns(gain_v, columns, D)
     else:
         v = step * w
     if V_out is not None:
@@ -95,7 +104,6 @@ def _forward_kernel(
             V_next = v * (mapped(raw_beta, c_beta, BETA) / mapped(raw_next, c_next, NEXT))
         tl.store(V_out + at, V_next, mask=mask)
     if x is not None:
-        p = load_tile(x, at, mask)
         if x_out is not None:
             if LAM != ABSENT:
                 p *= 1 - mapped(raw_lam, c_lam, LAM)
@@ -113,32 +121,24 @@ def _forward_kernel(
             mean, r = row_statistics(p, column, eps, CENTRED, D)
             tl.store(statistics + 2 * n + rows, mean, mask=row)
             tl.store(statistics + 3 * n + rows, r, mask=row)
-            hat = (p - over_row(mean)) * over_row(r)
-            out = hat
-            if gain_a is not None:
-                out = out * load_columns(gain_a, columns, D)
-            if bias_a is not None:
-                out = out + load_columns(bias_a, columns, D)
-            tl.store(u + at, out, mask=mask)
+            hat = standardised(p, mean, r)
+            store_normalised(u, at, mask, hat, gain_a, bias_a, columns, D)
             if u2 is not None:
-                out = hat
-                if gain_b is not None:
-                    out = out * load_columns(gain_b, columns, D)
-                if bias_b is not None:
-                    out = out + load_columns(bias_b, columns, D)
-                tl.store(u2 + at, out, mask=mask)
+                store_normalised(u2, at, mask, hat, gain_b, bias_b, columns, D)
 
 
 @triton.jit
 def _backward_kernel(
-    du: tl.tensor, du2: tl.tensor, dx_out: tl.tensor, dV_out: tl.tensor, x_out: tl.tensor, V_out: tl.tensor, g: tl.tensor, g2: tl.tensor, statistics: tl.tensor,
+    du: tl.tensor, du2: tl.tensor, dx_out: tl.tensor, dV_out: tl.tensor,
+    x_out: tl.tensor, V_out: tl.tensor, g: tl.tensor, g2: tl.tensor, statistics: tl.tensor,
     gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
-    raw_step: tl.tensor, raw_nu: tl.tensor, raw_lam: tl.tensor, raw_mu: tl.tensor, raw_beta: tl.tensor, raw_next: tl.tensor,
+    raw_step: tl.tensor, raw_nu: tl.tensor, raw_lam: tl.tensor, raw_mu: tl.tensor,
+    raw_beta: tl.tensor, raw_next: tl.tensor,
     c_step: tl.tensor, c_nu: tl.tensor, c_lam: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
     dx: tl.tensor, dw: tl.tensor, partial: tl.tensor, n: tl.tensor, eps_v: tl.tensor,
     STEP: tl.constexpr, NU: tl.constexpr, LAM: tl.constexpr, MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
-    DRIFT: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
+    DRIFT: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
@@ -149,6 +149,9 @@ def _backward_kernel(
     beta = mapped(raw_beta, c_beta, BETA) if BETA != ABSENT else 1.0
     step_next = mapped(raw_next, c_next, NEXT) if BETA != ABSENT else 1.0
     ratio = beta / step_next
+    unit = 1.0  # v below is v' / unit: V' as it was stored
+    if V_out is not None:
+        unit = quotient(1.0, ratio)
     if gain_v is not None:
         to_hat = quotient(1.0, ratio * load_columns(gain_v, columns, D))
     sum_gain_v = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
@@ -192,36 +195,26 @@ def _backward_kernel(
         v = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
         hat = v
         if V_out is not None:
-            v = kept * quotient(1.0, ratio)
+            v = kept
             if gain_v is not None:
                 hat = kept * to_hat
         elif g is not None:
             if gain_v is not None:
-                hat = (w - over_row(mean)) * over_row(r)
+                hat = standardised(w, mean, r)
                 v = hat * load_columns(gain_v, columns, D)
             else:
                 v = step * w
 
         if LAM >= 0:
-            x = (p - nu * v) / keep
+            x = (p - nu * unit * v) / keep
         if du is not None or du2 is not None:
             if MU != ABSENT:
-                p += mu * v
-            hat_p = (p - over_row(mean_p)) * over_row(r_p)
+                p += mu * unit * v
+            hat_p = standardised(p, mean_p, r_p)
             if du is not None:
-                if gain_a is not None:
-                    sum_gain_a += c * hat_p
-                if bias_a is not None:
-                    sum_bias_a += c
-                if gain_a is not None:
-                    c = c * load_columns(gain_a, columns, D)
+                c, sum_gain_a, sum_bias_a = hat_gradient(c, hat_p, gain_a, bias_a, sum_gain_a, sum_bias_a, columns, D)
             if du2 is not None:
-                if gain_b is not None:
-                    sum_gain_b += c2 * hat_p
-                if bias_b is not None:
-                    sum_bias_b += c2
-                if gain_b is not None:
-                    c2 = c2 * load_columns(gain_b, columns, D)
+                c2, sum_gain_b, sum_bias_b = hat_gradient(c2, hat_p, gain_b, bias_b, sum_gain_b, sum_bias_b, columns, D)
                 c = c + c2 if du is not None else c2
             dp, _ = row_norm_backward(c, hat_p, r_p, CENTRED, D)
             dt = dt + dp if dx_out is not None else dp
@@ -264,42 +257,29 @@ def _backward_kernel(
     if gain_v is not None:
         store_columns(line, columns, sum_gain_v, D)
         line += D
-    if gain_a is not None:
-        store_columns(line, columns, sum_gain_a, D)
-        line += D
-    if bias_a is not None:
-        store_columns(line, columns, sum_bias_a, D)
-        line += D
-    if gain_b is not None:
-        store_columns(line, columns, sum_gain_b, D)
-        line += D
-    if bias_b is not None:
-        store_columns(line, columns, sum_bias_b, D)
-        line += D
+    line = store_vector_sums(line, columns, gain_a, bias_a, sum_gain_a, sum_bias_a, D)
+    line = store_vector_sums(line, columns, gain_b, bias_b, sum_gain_b, sum_bias_b, D)
     if STEP >= 0:
         if gain_v is not None:
             factor = D * eps_v / (step * step * step)
         else:
-            factor = quotient(1.0, step)
+            factor = quotient(unit, step)
         tl.store(line, tl.sum(sum_step) * factor * slope(raw_step, c_step, STEP))
     if NU >= 0:
-        tl.store(line + 1, tl.sum(sum_nu) * slope(raw_nu, c_nu, NU))
+        tl.store(line + 1, tl.sum(sum_nu) * unit * slope(raw_nu, c_nu, NU))
     if LAM >= 0:
         tl.store(line + 2, tl.sum(sum_lam) * slope(raw_lam, c_lam, LAM))
     if MU >= 0:
-        tl.store(line + 3, tl.sum(sum_mu) * slope(raw_mu, c_mu, MU))
+        tl.store(line + 3, tl.sum(sum_mu) * unit * slope(raw_mu, c_mu, MU))
     if BETA >= 0:
-        tl.store(line + 4, tl.sum(sum_ratio) / step_next * slope(raw_beta, c_beta, BETA))
+        tl.store(line + 4, tl.sum(sum_ratio) * unit / step_next * slope(raw_beta, c_beta, BETA))
     if NEXT >= 0:
-        tl.store(line + 5, -tl.sum(sum_ratio) * ratio / step_next * slope(raw_next, c_next, NEXT))
+        tl.store(line + 5, -tl.sum(sum_ratio) * unit * ratio / step_next * slope(raw_next, c_next, NEXT))
 
 
-def forward_tile(d: int) -> Tile:
-    return Tile(chunk=max(16, min(256, triton.next_power_of_2(d))), rows=4, warps=4)
-
-
-def backward_tile(d: int) -> Tile:
-    return Tile(chunk=max(16, min(256, triton.next_power_of_2(d))), rows=4, warps=4, stages=1, programs=2)
+def backward_tile(d: int, carry: bool) -> Tile:
+    """As many programs as the registers let run at once: 254 a thread with a velocity, 128 without (d = 768)."""
+    return common.row_tile(d, rows=1, programs=8 if carry else 16)
 
 
 @torch.library.custom_op("stepformer::velocity_pass", mutates_args=())
@@ -314,19 +294,15 @@ def _pass(
     x_out, V_out, u, u2, statistics = _outputs(g, x, V, outputs, drift, carry, dtype)
     d = g.shape[-1]
     n = g.numel() // d
-    tile = forward_tile(d)
+    tile = common.row_tile(d)
     _forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
-        g.contiguous(), _dense(g2), x.contiguous() if drift or outputs else None, _dense(V),
+        g.contiguous(), dense(g2), x.contiguous() if drift or outputs else None, dense(V),
         gain_v, gain_a, bias_a, gain_b, bias_b, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         x_out if drift else None, V_out if carry else None, u if outputs else None, u2 if outputs > 1 else None,
         statistics, n, eps_v, eps, *kinds,
-        CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows, num_warps=tile.warps,
+        CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows, **tile.options(),
     )  # fmt: skip
     return x_out, V_out, u, u2, statistics
-
-
-def _dense(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
 
 
 def _outputs(
@@ -360,18 +336,18 @@ def _pass_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     d = shape[-1]
     n = statistics.shape[1]
-    tile = backward_tile(d)
+    tile = backward_tile(d, V_out is not None)
     programs, tiles = common.persistent(n, tile, statistics.device)
     vectors = (gain_v, gain_a, bias_a, gain_b, bias_b)
     dx, dw, _ = _gradients(statistics, vectors, shape, dx_dtype, dw_dtype)
     columns = common.columns(vectors, d, len(SCALARS))
     partial = statistics.new_empty((programs, columns))
     _backward_kernel[(programs,)](
-        _dense(du), _dense(du2), _dense(dx_out), _dense(dV_out), _dense(x_out), V_out, _dense(g), _dense(g2), statistics,
+        dense(du), dense(du2), dense(dx_out), dense(dV_out), dense(x_out), V_out, dense(g), dense(g2), statistics,
         *vectors, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         None if dx_dtype is None else dx, None if dw_dtype is None else dw, partial, n, eps_v, *kinds,
         DRIFT=drift, CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows,
-        TILES=tiles, STAGES=tile.stages, WIDTH=columns, num_warps=tile.warps,
+        TILES=tiles, STAGES=tile.stages, WIDTH=columns, **tile.options(),
     )  # fmt: skip
     return dx, dw, partial.sum(0)
 
@@ -428,7 +404,10 @@ def _backward(ctx: Any, dx_out: Tensor | None, dV_out: Tensor | None, *others: T
     )  # fmt: skip
     if ctx.same:
         dw = dx
-    inputs = [dw.to(t) if need and t is not None else None for need, t in zip((needs[0], needs[2], needs[3]), (g_dtype, V_dtype, g2_dtype), strict=True)]
+    inputs = [
+        dw.to(t) if need and t is not None else None
+        for need, t in zip((needs[0], needs[2], needs[3]), (g_dtype, V_dtype, g2_dtype), strict=True)
+    ]
     by_parameter = common.split_sums(sums, vectors, raws, ctx.shape[-1])
     return inputs[0], dx if has_dx and needs[1] else None, inputs[1], inputs[2], *by_parameter, *[None] * 9
 
@@ -437,27 +416,12 @@ _pass.register_autograd(_backward, setup_context=_setup)
 
 
 def velocity_pass(
-    g: Tensor,
-    *,
-    x: Tensor,
-    V: Tensor | None = None,
-    g2: Tensor | None = None,
-    gamma: Scalar = Scalar(),
-    scale: float = 1.0,
-    gain_v: Tensor | None = None,
-    eps_v: float = 1e-5,
-    nu: Scalar | None = None,
-    lam: Scalar | None = None,
-    drift: bool = True,
-    mu_next: Scalar | None = None,
-    beta_next: Scalar | None = None,
-    gamma_next: Scalar | None = None,
-    scale_next: float = 1.0,
-    norms: Norms = (),
-    norm_kind: str = "layernorm",
-    eps: float = 1e-5,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    g: Tensor, *, x: Tensor, V: Tensor | None = None, g2: Tensor | None = None, gamma: Scalar = ONE, scale: float = 1.0,
+    gain_v: Tensor | None = None, eps_v: float = 1e-5, nu: Scalar | None = None, lam: Scalar | None = None,
+    drift: bool = True, mu_next: Scalar | None = None, beta_next: Scalar | None = None,
+    gamma_next: Scalar | None = None, scale_next: float = 1.0, norms: Norms = (), norm_kind: str = "layernorm",
+    eps: float = 1e-5, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """x', V', u and u2 after an oracle's answer g (plus g2), all (..., d).
 
     `V` is the velocity times beta / (scale * gamma) of this pass; V' comes back times beta / (scale * gamma) of the
@@ -476,7 +440,7 @@ def velocity_pass(
         lam,
         mu_next if norms else None,
         beta_next,
-        None if beta_next is None else (gamma_next or Scalar()).times(scale_next),
+        None if beta_next is None else (gamma_next or ONE).times(scale_next),
     )
     x_out, V_out, u, u2, _ = torch.ops.stepformer.velocity_pass(
         g, x, V, g2, gain_v, gain_a, bias_a, gain_b, bias_b,
@@ -486,45 +450,3 @@ def velocity_pass(
         eps_v, eps, len(norms), norm_kind == "layernorm", drift, carry, out_dtype or x.dtype,
     )  # fmt: skip
     return x_out if drift else x, V_out if carry else None, u if norms else None, u2 if len(norms) > 1 else None
-
-
-def velocity_pass_reference(
-    g: Tensor,
-    *,
-    x: Tensor,
-    V: Tensor | None = None,
-    g2: Tensor | None = None,
-    gamma: Scalar = Scalar(),
-    scale: float = 1.0,
-    gain_v: Tensor | None = None,
-    eps_v: float = 1e-5,
-    nu: Scalar | None = None,
-    lam: Scalar | None = None,
-    drift: bool = True,
-    mu_next: Scalar | None = None,
-    beta_next: Scalar | None = None,
-    gamma_next: Scalar | None = None,
-    scale_next: float = 1.0,
-    norms: Norms = (),
-    norm_kind: str = "layernorm",
-    eps: float = 1e-5,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """`velocity_pass` as plain equations, differentiable by autograd in any dtype: its twin in the tests."""
-    answer = g if g2 is None else g + g2
-    v = scale * gamma.value() * (answer if V is None else V + answer)
-    if gain_v is not None:
-        v = F.layer_norm(v, v.shape[-1:], gain_v, None, eps_v)
-    x_out = x
-    if drift:
-        moved = v if nu is None else nu.value() * v
-        x_out = ((x if lam is None else (1 - lam.value()) * x) + moved).to(x.dtype)
-    V_out = None
-    if V is not None or beta_next is not None:
-        ratio: Tensor | float = 1.0
-        if beta_next is not None:
-            ratio = beta_next.value() / (scale_next * (gamma_next or Scalar()).value())
-        V_out = (ratio * v).to((x if V is None else V).dtype)
-    p = x_out if mu_next is None else x_out + mu_next.value() * v
-    us = [common.norm_reference(p, gain, bias, norm_kind, eps).to(out_dtype or x.dtype) for gain, bias in norms]
-    return x_out, V_out, *[*us, None, None][:2]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stepformer import kernels
 from stepformer.options import Option, choice, flag, integer
 from stepformer.oracles.attention import at_least_fp32, over_queries, register_attention
 from stepformer.oracles.caches import Call
@@ -75,6 +76,7 @@ class ConstrainedAttention(MultiHeadAttention):
             return self.ratio
         if self.ratio_map is None:
             return self.coefficients.value("r")[:, None]
+        u = u.to(self.ratio_map.weight.dtype)  # autocast is off, and u may come in bf16
         return torch.sigmoid(self.coefficients.get_parameter("r")[:, None] + self.ratio_map(u).mT)
 
     def radius(self, u: Tensor, call: Call) -> Tensor:
@@ -86,6 +88,12 @@ class ConstrainedAttention(MultiHeadAttention):
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
         q, k, v = self.project(u, call)
+        if self.fusable(q, k, v, call):
+            from stepformer.kernels.constrained import constrained_attention
+
+            with torch.autocast(u.device.type, enabled=False):
+                radius = self.radius(u, call).float().expand(q.shape[:3])
+            return self.merge(constrained_attention(q, k, v, radius, self.ceiling))
         with torch.autocast(u.device.type, enabled=False):
             q, k = at_least_fp32(q, k)
             radius = self.radius(u, call).to(q.dtype).expand(q.shape[:3])
@@ -112,6 +120,16 @@ class ConstrainedAttention(MultiHeadAttention):
             for name, value in zip(("entropy", "energy"), rows, strict=False):
                 call.observe(name, value)
         return self.merge(gathered.to(v.dtype))
+
+    def fusable(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+        """Whether the kernels may take this call: plain causal attention that nobody watches, prior uniform."""
+        if call.mask is not None or call.slots is not None or call.observe is not None or not self.chunks():
+            return False
+        if not kernels.usable(q, k, v):
+            return False
+        from stepformer.kernels.constrained import takes
+
+        return takes(q, k, v)
 
     def chunks(self) -> bool:
         """Whether queries may be treated some at a time."""

@@ -91,7 +91,8 @@ class BilinearAttention(Attention):
         else:
             with torch.autocast(q.device.type, enabled=False):  # operands too: a running sum needs the digits
                 chunk = 0 if dense else self.chunk or CHUNK
-                total, state = gather(*at_least_fp32(q, k, v), call, state, chunk)
+                q, k, v = at_least_fp32(q, k, v)
+                total, state = gather(q, k, v, call, state, chunk)
         if self.n0:
             return total / self.n0, state
         return total / call.counts()[..., None].to(total.dtype), state

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepformer import kernels
 from stepformer.options import choice, flag
 from stepformer.oracles.attention import Attention, at_least_fp32, over_queries, register_attention, softmax_rows
 from stepformer.oracles.caches import Call, TokenSlot
@@ -86,6 +87,11 @@ class SoftmaxAttention(MultiHeadAttention):
             self.report_rows(q, k, call)
         # Only a single new token that sees every stored key may do without causal masking.
         causal = call.mask is None and (q.shape[2] == k.shape[2])
+        if causal and self.backend == "sdpa" and kernels.usable(q):
+            from stepformer.kernels import attention
+
+            if attention.serves(q, k, v):
+                return self.merge(attention.causal_attention(q, k, v))
         attend = attend_math if self.backend == "math" else F.scaled_dot_product_attention
         return self.merge(attend(q, k, v, attn_mask=call.mask, is_causal=causal))
 

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from stepformer import kernels
 from stepformer.schemes.adaptive import FIRST_MOMENT
 from stepformer.schemes.coefficients import Values, positive, unit
 from stepformer.schemes.matrix_functions import inverse_square_root, working_dtype
@@ -43,7 +44,20 @@ class Shampoo(Template):
             heads = self.heads(direction).to(covariance.dtype)
             return (heads @ inverse_square_root(covariance)).flatten(-2)
 
+    def in_kernel(self, *tensors: Tensor) -> bool:
+        """Whether kernels/whitening.py takes these and a matrix of heads of this size."""
+        if not kernels.usable(*tensors):
+            return False
+        from stepformer.kernels.whitening import supports
+
+        return supports(self.n_head, self.head_dim)
+
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        if self.in_kernel(g, s.R):
+            from stepformer.kernels.whitening import shampoo_pass
+
+            covariance, u = shampoo_pass(g, s.R, c.betaR, self.n_head, s.x.dtype)
+            return s.replace(R=covariance, u=u)
         covariance = self.covariance(s, c, g)
         return s.replace(R=covariance, u=self.whitened(g, covariance).to(s.x.dtype))
 
@@ -63,6 +77,11 @@ class SOAP(Shampoo):
     coefficients = {"beta1": unit(0.5, "memory"), **Shampoo.coefficients}
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        if self.in_kernel(g, s.m, s.R):
+            from stepformer.kernels.whitening import soap_pass
+
+            mean, covariance, u = soap_pass(g, s.m, s.R, c.beta1, c.betaR, self.n_head, s.x.dtype)
+            return s.replace(m=mean, R=covariance, u=u)
         mean = c.beta1 * s.m + (1 - c.beta1) * g
         covariance = self.covariance(s, c, g)
         return s.replace(m=mean, R=covariance, u=self.whitened(mean, covariance).to(s.x.dtype))

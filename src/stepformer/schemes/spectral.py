@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from stepformer import kernels
 from stepformer.options import choice
 from stepformer.schemes.adaptive import FIRST_MOMENT
 from stepformer.schemes.coefficients import Values, positive, unit
@@ -32,13 +33,25 @@ class Ortho(Template):
     }
     newton_schulz_dtype: str
 
-    def orthogonal(self, g: Tensor) -> Tensor:
-        """NS5 of each token's matrix of heads, flattened back; (B, T, d) -> (B, T, d)."""
-        dtype = torch.bfloat16 if self.newton_schulz_dtype == "bfloat16" else torch.float32
-        return newton_schulz(self.heads(g), dtype=dtype).flatten(-2)
+    def orthogonal(self, g: Tensor, dtype: torch.dtype) -> Tensor:
+        """NS5 of each token's matrix of heads, flattened back; (B, T, d) -> (B, T, d) in `dtype`."""
+        if self.in_kernel(g):
+            from stepformer.kernels.newton_schulz import newton_schulz as fused
+
+            return fused(g, self.n_head, dtype, fast=self.newton_schulz_dtype == "bfloat16")
+        low = torch.bfloat16 if self.newton_schulz_dtype == "bfloat16" else torch.float32
+        return newton_schulz(self.heads(g), dtype=low).flatten(-2).to(dtype)
+
+    def in_kernel(self, *vectors: Tensor) -> bool:
+        """Whether kernels/newton_schulz.py takes these and a matrix of heads of this size."""
+        if not kernels.usable(*vectors):
+            return False
+        from stepformer.kernels.newton_schulz import supports
+
+        return supports(self.n_head, self.head_dim)
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
-        return s.replace(u=self.orthogonal(g).to(s.x.dtype))
+        return s.replace(u=self.orthogonal(g, s.x.dtype))
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
         return s.without("u").replace(x=s.x + scaled(scale, c.gamma) * s.u)
@@ -56,5 +69,16 @@ class Muon(Ortho):
     coefficients = {"beta": unit(0.5, "memory"), **Ortho.coefficients}
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        if self.in_kernel(g, s.m):
+            return s.replace(**self.fused_kick(s, c, g))
         mean = c.beta * s.m + (1 - c.beta) * g
-        return s.replace(m=mean, u=self.orthogonal(mean).to(s.x.dtype))
+        return s.replace(m=mean, u=self.orthogonal(mean, s.x.dtype))
+
+    def fused_kick(self, s: State, c: Values, g: Tensor) -> dict[str, Tensor]:
+        """The same mean and update in one pass; the mean stays in its dtype."""
+        from stepformer.kernels.common import Scalar
+        from stepformer.kernels.newton_schulz import muon_pass
+
+        fast = self.newton_schulz_dtype == "bfloat16"
+        mean, u = muon_pass(g, s.m, Scalar(c.beta), self.n_head, s.x.dtype, fast)
+        return {"m": mean, "u": u}

@@ -1,0 +1,355 @@
+"""Decoding kernels: products of whole weight matrices with one or few vectors, and what lies between two of them.
+
+For one new token per row every kernel is short, so their number counts. These leave five per layer:
+
+    qkv = W_qkv u                    u = norm(x' + m v')  computed by every program for itself, from
+                                     w = a v + b g,  v' = LN_v(w) or w,  x' = x + c v'   (g: the last oracle's answer)
+    attention over stretches of keys, the new key and value written to the cache
+    g   = W_out (merged stretches)
+    h   = act(W_up u)                u as above
+    g   = W_down h
+
+Without a velocity w = b g. Program 0 of a row stores x' and v', in other memory than it read: nobody waits for it.
+Traffic: the weights once, 2 bytes a number in bf16; streams and sums are fp32 and stay in the cache of the chip. All
+sums are fp32. Nothing here has a gradient: these kernels run inside a recorded decoding step and nowhere else, so they
+are plain launches, not operators.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _layer_norm(p: tl.tensor, inside: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    centred = tl.where(inside, p - tl.sum(p) / WIDTH, 0.0)
+    return centred * tl.rsqrt(tl.sum(centred * centred) / WIDTH + eps)
+
+
+@triton.jit
+def _next_point(
+    row: tl.tensor,
+    k: tl.tensor,
+    g: tl.tensor,
+    x: tl.tensor,
+    v: tl.tensor,
+    new_x: tl.tensor,
+    new_v: tl.tensor,
+    numbers: tl.tensor,
+    v_gain: tl.tensor,
+    gain: tl.tensor,
+    shift: tl.tensor,
+    eps: tl.tensor,
+    stores: tl.tensor,
+    WIDTH: tl.constexpr,
+    PENDING: tl.constexpr,
+    VELOCITY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    V_NORM: tl.constexpr,
+    NORM: tl.constexpr,
+    GAIN: tl.constexpr,
+    SHIFT: tl.constexpr,
+) -> tl.tensor:
+    """norm(x' + m v') of one row; stores x' and v' where `stores`."""
+    inside = k < WIDTH
+    at = row * WIDTH + k
+    # all loads first: each one after a sum would wait for the memory once more
+    point = tl.load(x + at, mask=inside, other=0.0)
+    if PENDING:
+        w = tl.load(numbers + 1) * tl.load(g + at, mask=inside, other=0.0)
+        if VELOCITY:
+            w += tl.load(numbers) * tl.load(v + at, mask=inside, other=0.0)
+        if V_NORM:
+            v_scale = tl.load(v_gain + k, mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(numbers + 2)
+    if AHEAD:
+        m = tl.load(numbers + 3)
+        if not (PENDING and VELOCITY):
+            ahead = tl.load(v + at, mask=inside, other=0.0)
+    if GAIN:
+        scale = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+    if SHIFT:
+        offset = tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
+    if PENDING:
+        if V_NORM:
+            w = _layer_norm(w, inside, eps, WIDTH) * v_scale
+        point += c * w
+        tl.store(new_x + at, point, mask=inside & stores)
+        if VELOCITY:
+            tl.store(new_v + at, w, mask=inside & stores)
+            ahead = w
+    if AHEAD:
+        point += m * ahead
+    if NORM == 1:
+        point = _layer_norm(point, inside, eps, WIDTH)
+        if GAIN:
+            point *= scale
+        if SHIFT:
+            point += offset
+    elif NORM == 2:
+        point *= tl.rsqrt(tl.sum(point * point) / WIDTH + eps)
+    return point
+
+
+@triton.jit
+def _merged(
+    row: tl.tensor,
+    k: tl.tensor,
+    parts: tl.tensor,
+    tops: tl.tensor,
+    sums: tl.tensor,
+    WIDTH: tl.constexpr,
+    HEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> tl.tensor:
+    """The attention's output of one row, (WIDTH,), from what `SPLIT` programs found about a head each."""
+    inside = k < WIDTH
+    first = (row * (WIDTH // HEAD) + k // HEAD) * SPLIT
+    top = tl.load(tops + first, mask=inside, other=0.0)
+    for s in tl.static_range(1, SPLIT):
+        top = tl.maximum(top, tl.load(tops + first + s, mask=inside, other=0.0))
+    total = tl.zeros_like(top)
+    found = tl.zeros_like(top)
+    for s in tl.static_range(SPLIT):
+        share = tl.exp(tl.load(tops + first + s, mask=inside, other=0.0) - top)
+        total += share * tl.load(sums + first + s, mask=inside, other=1.0)
+        found += share * tl.load(parts + (first + s) * HEAD + k % HEAD, mask=inside, other=0.0)
+    return found / total
+
+
+@triton.jit
+def linear_kernel(
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    source: tl.tensor,
+    tops: tl.tensor,
+    sums: tl.tensor,
+    x: tl.tensor,
+    v: tl.tensor,
+    new_x: tl.tensor,
+    new_v: tl.tensor,
+    numbers: tl.tensor,
+    v_gain: tl.tensor,
+    gain: tl.tensor,
+    shift: tl.tensor,
+    eps: tl.tensor,
+    best: tl.tensor,
+    where: tl.tensor,
+    bad: tl.tensor,
+    cap: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HOW: tl.constexpr,
+    HEAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PENDING: tl.constexpr,
+    VELOCITY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    V_NORM: tl.constexpr,
+    NORM: tl.constexpr,
+    GAIN: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    CAP: tl.constexpr,
+    REAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Some outputs of one row: program (i, row) takes those from i BLOCK_N on. REAL > 0: also their largest."""
+    pid, row = tl.program_id(0), tl.program_id(1)
+    n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    here = n < N
+    at = n[:, None] * K + k[None, :]
+    # asked for before the vector is ready, which takes as long as the memory does
+    tile = tl.load(weight + at, mask=here[:, None] & (k < K)[None, :], other=0.0)
+    if ACT == 3:
+        second = tl.load(weight + N * K + at, mask=here[:, None] & (k < K)[None, :], other=0.0)
+    if HOW == 0:
+        u = tl.load(source + row * K + k, mask=k < K, other=0.0)
+    elif HOW == 1:
+        u = _next_point(
+            row, k, source, x, v, new_x, new_v, numbers, v_gain, gain, shift, eps, pid == 0,
+            K, PENDING, VELOCITY, AHEAD, V_NORM, NORM, GAIN, SHIFT,
+        )  # fmt: skip
+    else:
+        u = _merged(row, k, source, tops, sums, K, HEAD, SPLIT)
+    products = tile.to(tl.float32) * u[None, :]
+    for begin in tl.static_range(BLOCK_K, K, BLOCK_K):  # long vectors are plain ones
+        inside = begin + k < K
+        tile = tl.load(weight + begin + at, mask=here[:, None] & inside[None, :], other=0.0)
+        products += tile.to(tl.float32) * tl.load(source + row * K + begin + k, mask=inside, other=0.0)[None, :]
+    y = tl.sum(products, axis=1)
+    if BIAS:
+        y += tl.load(bias + n, mask=here, other=0.0).to(tl.float32)
+    if ACT == 1:
+        y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476))
+    elif ACT == 2:
+        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))  # 0.5 (1 + tanh z) = sigmoid(2 z)
+    elif ACT == 3:
+        value = tl.sum(second.to(tl.float32) * u[None, :], axis=1)
+        if BIAS:
+            value += tl.load(bias + N + n, mask=here, other=0.0).to(tl.float32)
+        y = y * tl.sigmoid(y) * value
+    if CAP:
+        y = cap * (2.0 * tl.sigmoid(2.0 * y / cap) - 1.0)
+    tl.store(out + row * N + n, y, mask=here)
+    if REAL > 0:
+        place = row * tl.num_programs(0) + pid
+        ranked = tl.where(n < REAL, y, float("-inf"))
+        tl.store(best + place, tl.max(ranked))
+        tl.store(where + place, pid * BLOCK_N + tl.argmax(ranked, axis=0))
+        tl.store(bad + place, tl.sum(tl.where(here, y * 0.0, 0.0)))  # NaN if anything is not finite
+
+
+@triton.jit
+def point_kernel(
+    g: tl.tensor,
+    x: tl.tensor,
+    v: tl.tensor,
+    new_x: tl.tensor,
+    new_v: tl.tensor,
+    u: tl.tensor,
+    numbers: tl.tensor,
+    v_gain: tl.tensor,
+    gain: tl.tensor,
+    shift: tl.tensor,
+    eps: tl.tensor,
+    K: tl.constexpr,
+    PENDING: tl.constexpr,
+    VELOCITY: tl.constexpr,
+    AHEAD: tl.constexpr,
+    V_NORM: tl.constexpr,
+    NORM: tl.constexpr,
+    GAIN: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """The next point of a row by itself, for those who need it often."""
+    row, k = tl.program_id(0), tl.arange(0, BLOCK_K)
+    found = _next_point(
+        row, k, g, x, v, new_x, new_v, numbers, v_gain, gain, shift, eps, row >= 0,
+        K, PENDING, VELOCITY, AHEAD, V_NORM, NORM, GAIN, SHIFT,
+    )  # fmt: skip
+    tl.store(u + row * K + k, found, mask=k < K)
+
+
+@triton.jit
+def attend_kernel(
+    qkv: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    positions: tl.tensor,
+    cosines: tl.tensor,
+    sines: tl.tensor,
+    parts: tl.tensor,
+    tops: tl.tensor,
+    sums: tl.tensor,
+    scale: tl.tensor,
+    eps: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ROTARY: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Program (s, row and head): one query over the s-th stretch of its keys; the stretch of the new key stores it."""
+    stretch, row_head = tl.program_id(0), tl.program_id(1)
+    row, head = row_head // H, row_head % H
+    d = tl.arange(0, D)
+    p = tl.load(positions + row)
+    base = qkv + row * (3 * H * D) + head * D
+    q, k, v = tl.load(base + d), tl.load(base + H * D + d), tl.load(base + 2 * H * D + d)
+    q_scale, k_scale = scale, 1.0
+    if QK_NORM:
+        q_scale = scale * tl.rsqrt(tl.sum(q * q) / D + eps)
+        k_scale = tl.rsqrt(tl.sum(k * k) / D + eps)
+    if ROTARY:
+        half: tl.constexpr = D // 2
+        pair = p * half + d % half
+        cosine, sine = tl.load(cosines + pair), tl.load(sines + pair)
+        sine = tl.where(d < half, -sine, sine)
+        other = (d + half) % D
+        q = q * cosine + tl.load(base + other) * sine
+        k = k * cosine + tl.load(base + H * D + other) * sine
+    q *= q_scale
+    stored_k = (k * k_scale).to(keys.dtype.element_ty)
+    stored_v = v.to(values.dtype.element_ty)
+    first = stretch * (BLOCK * BLOCKS)
+    owns = (p >= first) & (p < first + BLOCK * BLOCKS)
+    new = (row_head.to(tl.int64) * CAPACITY + p) * D + d
+    tl.store(keys + new, stored_k, mask=owns & (d >= 0))
+    tl.store(values + new, stored_v, mask=owns & (d >= 0))
+
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    found = tl.zeros((D,), tl.float32)
+    for block in tl.static_range(BLOCKS):
+        t = first + block * BLOCK + tl.arange(0, BLOCK)
+        at = (row_head.to(tl.int64) * CAPACITY + t)[:, None] * D + d[None, :]
+        past = (t < p)[:, None] & (d >= 0)[None, :]
+        is_new = (t == p)[:, None]
+        some_k = tl.where(is_new, stored_k[None, :], tl.load(keys + at, mask=past, other=0.0)).to(tl.float32)
+        some_v = tl.where(is_new, stored_v[None, :], tl.load(values + at, mask=past, other=0.0)).to(tl.float32)
+        scores = tl.where(t <= p, tl.sum(some_k * q[None, :], axis=1), float("-inf"))
+        highest = tl.maximum(top, tl.max(scores))
+        level = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp(scores - level)
+        kept = tl.exp(top - level)
+        total = total * kept + tl.sum(weights)
+        found = found * kept + tl.sum(weights[:, None] * some_v, axis=0)
+        top = highest
+    place = row_head * tl.num_programs(0) + stretch
+    tl.store(parts + place * D + d, found)
+    tl.store(tops + place, top)
+    tl.store(sums + place, total)
+
+
+@triton.jit
+def embed_kernel(
+    tokens: tl.tensor,
+    positions: tl.tensor,
+    tok: tl.tensor,
+    pos: tl.tensor,
+    out: tl.tensor,
+    K: tl.constexpr,
+    LEARNED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    row, k = tl.program_id(0), tl.arange(0, BLOCK_K)
+    inside = k < K
+    x = tl.load(tok + tl.load(tokens + row) * K + k, mask=inside, other=0.0).to(tl.float32)
+    if LEARNED:
+        x += tl.load(pos + tl.load(positions + row) * K + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * K + k, x, mask=inside)
+
+
+@triton.jit
+def finish_kernel(
+    best: tl.tensor,
+    where: tl.tensor,
+    bad: tl.tensor,
+    tokens: tl.tensor,
+    positions: tl.tensor,
+    out: tl.tensor,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The likeliest token of every row from the best ones of all programs, and the next positions."""
+    i = tl.arange(0, BLOCK)
+    inside = i < PARTS
+    wrong = tl.zeros((BLOCK,), tl.float32)
+    for row in tl.static_range(ROWS):
+        ranked = tl.load(best + row * PARTS + i, mask=inside, other=float("-inf"))
+        wrong += tl.load(bad + row * PARTS + i, mask=inside, other=0.0)
+        token = tl.load(where + row * PARTS + tl.argmax(ranked, axis=0))
+        tl.store(tokens + row, token)
+        tl.store(out + row, token)
+        tl.store(positions + row, tl.load(positions + row) + 1)
+    tl.store(out + ROWS, (tl.sum(wrong) == 0.0).to(tl.int64))

@@ -1,0 +1,156 @@
+"""Decoding kernels against the model's own blocks: logits, cache and choice of every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stepformer as sf
+from helpers import shake
+from stepformer import decoding, decoding_rows, kernels
+from stepformer.generation import encode
+
+SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "d_model": 32, "context": 12, "vocab_size": 29}
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [3, 3]]
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter was not chosen")
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def poison(device: str) -> None:
+    """Memory that torch.empty hands out next holds NaN."""
+    blocks = [torch.full((1 << 16,), torch.nan, device=device) for _ in range(16)]
+    del blocks
+
+
+def worst_error(model: sf.Model, rows: int, steps: int, temperature: float = 0.0) -> float:
+    """The largest relative error of logits and cache over some steps; the chosen tokens and positions are compared."""
+    device = model.embed.tok_emb.weight.device
+    seen: list[Tensor] = []
+    with torch.no_grad(), kernels.interpreted(), decoding.anywhere():
+        cache, logits = encode(model, PROMPTS[:rows], model.config.context)
+        decoder = decoding.Decoder(model, rows, model.config.context, decoding.Sampling(temperature), record=False)
+        assert decoder.unfused is None
+        decoder.load(cache)
+        decoder.choose(logits[:, -1])
+        from stepformer.kernels import rows as row_kernels
+
+        with pytest.MonkeyPatch.context() as patch:
+            original = row_kernels.logits
+
+            def watched(*args: Any) -> Any:
+                found = original(*args)
+                seen.append(found[0])
+                return found
+
+            patch.setattr(row_kernels, "logits", watched)
+            worst = 0.0
+            for _ in range(steps):
+                with kernels.off():
+                    expected = model(decoder.tokens, cache=cache).logits[:, -1]
+                poison(str(device))
+                decoder.advance()
+                worst = max(worst, relative(seen[-1], expected))
+                assert decoder.out[-1] == 1
+                assert torch.equal(decoder.positions[:, 0], cache.lengths)
+                assert torch.equal(decoder.out[:-1], decoder.tokens[:, 0])
+                if temperature == 0:
+                    best = seen[-1][:, : model.config.real_vocab].argmax(dim=-1)
+                    assert torch.equal(decoder.tokens[:, 0], best)
+                for mine, theirs in zip(decoder.cache.slots, cache.slots, strict=True):
+                    for slot, other in zip(mine, theirs, strict=True):
+                        pairs = zip(slot.tensors(), other.tensors(), strict=True)
+                        worst = max(worst, *(relative(a, b) for a, b in pairs))
+    return worst
+
+
+CASES = [
+    ("gd-lie-trotter", {"norm": "rmsnorm", "learned_steps": True, "real_vocab": 20}),
+    ("tmm", {"positions": "rotary", "qk_norm": True, "n_head": 1}),
+    ("polyak-euler", {"bias": True, "mlp": "swiglu"}),
+    ("imex-ln-k2-mam", {"mlp": "gelu-tanh", "logit_softcap": 5.0}),
+    ("symplectic-euler", {"d_model": 24, "n_head": 3, "aux_init": "zero"}),
+]
+
+
+@NO_GPU
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+def test_steps_in_the_interpreter(name: str, options: dict[str, Any]) -> None:
+    """fp32 sums in another order: 1e-6 in two layers, 1e-5 allowed."""
+    model = shake(sf.build(name, seed=0, dtype=torch.float32, **{**SMALL, **options}), scale=0.1).eval()
+    assert worst_error(model, 2, 2) < 1e-5
+
+
+@NO_GPU
+def test_a_hybrid_in_the_interpreter_and_sampling() -> None:
+    model = shake(sf.build("yurii", seed=0, dtype=torch.float32, **SMALL), scale=0.1).eval().hybrid(layers={1})
+    assert worst_error(model, 1, 2, temperature=1.0) < 1e-5
+
+
+@NO_GPU
+def test_logits_that_are_not_finite_are_flagged() -> None:
+    from stepformer.kernels import rows
+
+    table = torch.randn(40, 16)
+    for value, good in ((1.0, 1), (float("nan"), 0), (float("inf"), 0)):
+        u = torch.ones(2, 16)
+        u[1, 3] = value
+        tokens, positions, out = (torch.zeros(shape, dtype=torch.long) for shape in ((2, 1), (2, 1), (3,)))
+        rows.finish(rows.logits(u, table, real=30)[1], tokens, positions, out)
+        assert out[-1] == good
+        assert out[0] == tokens[0, 0] == table[:30].sum(dim=1).argmax()
+        assert positions.tolist() == [[1], [1]]
+
+
+def test_who_is_refused() -> None:
+    """Models outside the family keep their own blocks."""
+    with kernels.interpreted():
+        build = lambda name, **options: sf.build(name, dtype=torch.float32, **{**SMALL, **options})  # noqa: E731
+        assert decoding_rows.refusal(build("yurii"), 1) is None
+        for name, options, rows, sentence in (
+            ("yurii", {}, 5, "more than 4 rows"),
+            ("adam", {}, 1, "template 'adam'"),
+            ("entropy", {}, 1, "attention 'entropy'"),
+            ("yurii", {"value_residual": "fixed"}, 1, "value residual"),
+            ("yurii", {"document_separator": 0}, 1, "documents"),
+            ("yurii", {"d_model": 24, "n_head": 2}, 1, "heads of width 12"),
+        ):
+            assert sentence in (decoding_rows.refusal(build(name, **options), rows) or "")
+    assert "cannot take" in (decoding_rows.refusal(build("yurii"), 1) or "")
+
+
+class TestOnTheGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("head_dim", [32, 64, 128])
+    @pytest.mark.parametrize("name", ["vanilla", "yurii", "tmm", "symplectic-euler", "imex-k2-ama", "verlet-mam"])
+    def test_steps(self, name: str, head_dim: int, dtype: torch.dtype) -> None:
+        """fp32: 1e-5. bf16: the ordinary step rounds every stream to 8 bits, these keep fp32: 2e-2 between them."""
+        sizes = {"n_layer": 2, "n_head": 3, "d_model": 3 * head_dim, "context": 300, "vocab_size": 1001}
+        model = shake(sf.build(name, seed=0, dtype=torch.float32, **sizes), scale=0.02).eval().cuda().to(dtype)
+        with torch.no_grad():
+            assert worst_error(model, 3, 5) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+    @pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+    def test_options(self, name: str, options: dict[str, Any]) -> None:
+        sizes = {"n_layer": 2, "n_head": 4, "d_model": 256, "context": 1000, "vocab_size": 3001}
+        changed = {key: value for key, value in options.items() if key not in ("d_model", "n_head")}
+        model = shake(sf.build(name, seed=0, dtype=torch.float32, **{**sizes, **changed}), scale=0.02).eval().cuda()
+        assert worst_error(model, 4, 5) < 1e-5
+
+    @pytest.mark.parametrize("prompt", [1, 127, 128, 129, 640, 1000])
+    def test_long_caches(self, prompt: int) -> None:
+        """Stretches of keys that are full, empty, or end with the new key."""
+        sizes = {"n_layer": 2, "n_head": 4, "d_model": 256, "context": 1024, "vocab_size": 101}
+        model = shake(sf.build("yurii", seed=0, dtype=torch.float32, **sizes), scale=0.02).eval().cuda()
+        ids = torch.randint(101, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "PROMPTS", [ids, [5]])
+            assert worst_error(model, 2, 4) < 1e-5
