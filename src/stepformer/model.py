@@ -299,7 +299,10 @@ class Model(nn.Module):
             if cache is not None:
                 call = replace(call, slots=cache.slots[i])
             plain = i in self.plain_layers
-            s = checkpoint(block, s, call, plain, use_reentrant=False) if checkpointing else block(s, call, plain)
+            if checkpointing:  # no layer draws random numbers
+                s = checkpoint(block, s, call, plain, use_reentrant=False, preserve_rng_state=False)
+            else:
+                s = block(s, call, plain)
         if cache is not None:
             cache.advance(call, tokens.shape[1])
         h = s.finish(self.final_norm) if isinstance(s, Moving) else s.x

@@ -22,12 +22,13 @@ from stepformer.memory import estimate_memory
 from stepformer.model import Model
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training.evaluation import autocasting
+from stepformer.training.graphs import CapturedPass
 from stepformer.training.parallel import ParallelModel, World
 from stepformer.training.speed import flops_per_token, peak_flops
 
 WARM_TOKENS = 24
 BATCHES = 4  # different inputs in turn, so that no step finds its data in a cache
-ABOUT = {"label", "config", "hash", "context", "micro_batch", "kernels", "streams", "compiled", "notes", "error"}
+ABOUT = {"label", "config", "hash", "context", "micro_batch", "kernels", "streams", "compiled", "graph", "notes", "error"}
 Stage = Callable[[str], None]
 Work = Callable[[], Any]
 
@@ -78,6 +79,7 @@ def facts(case: Case, settings: BenchSettings) -> dict[str, Any]:
         "kernels": case.kernels,
         "streams": case.streams,
         "compiled": settings.compile,
+        "graph": settings.graph,
         "notes": [],
         "error": None,
     }
@@ -119,6 +121,10 @@ class _Bench:
             if self.on_cuda and case.config.d_model <= 128:  # as the trainer does
                 torch._inductor.config.triton.persistent_reductions = False
             self.parallel.run = torch.compile(self.model, fullgraph=True, dynamic=False)
+        self.captured: CapturedPass | None = None
+        if settings.graph:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.captured = CapturedPass(self.parallel.loss, trained, lambda: autocasting(self.device, self.autocast))
         generator = torch.Generator().manual_seed(0)
         shape = (BATCHES, case.micro_batch, case.config.context + 1)
         windows = torch.randint(case.config.real_vocab or case.config.vocab_size, shape, generator=generator)
@@ -150,10 +156,12 @@ class _Bench:
     def note(self, text: str) -> None:
         self.record["notes"].append(text)
 
-    def gradients(self) -> Tensor:
+    def gradients(self, first: bool = False) -> Tensor:
         """Forward pass, loss and backward pass of one micro-batch, as the trainer runs them."""
         inputs, targets = self.batches[self.turn % BATCHES]
         self.turn += 1
+        if self.captured is not None:
+            return self.captured.run(inputs, targets, first)
         with autocasting(self.device, self.autocast):
             loss = self.parallel.loss(inputs, targets)
         loss.backward()
@@ -161,7 +169,7 @@ class _Bench:
 
     def fresh_gradients(self) -> Tensor:
         self.optimizers.zero_grad()
-        return self.gradients()
+        return self.gradients(first=True)
 
     def update(self) -> None:
         self.optimizers.clip()
@@ -191,12 +199,14 @@ class _Bench:
         record, settings = self.record, self.settings
         self.stage("compiling" if settings.compile else "warming up")
         began = time.perf_counter()
+        if self.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
         loss = self.fresh_gradients()
         record["loss"] = float(loss)
         record["compile_seconds" if settings.compile else "first_step_seconds"] = time.perf_counter() - began
         timed(self.fresh_gradients, settings.warmup, self.device)
         self.stage("forward + backward")
-        if self.on_cuda:
+        if self.on_cuda and self.captured is None:  # a replay allocates nothing: its peak is that of the recording
             self.optimizers.zero_grad()
             torch.cuda.reset_peak_memory_stats()
         if self.beside is None:

@@ -30,6 +30,7 @@ class BenchSettings:
     steps: int
     warmup: int
     compile: bool
+    graph: bool = False  # steps replayed as a CUDA graph, as the trainer does on one GPU
     kernels: tuple[str, ...] = ("on",)  # on, off; none where they cannot run
     streams: tuple[str, ...] = ("fp32",)  # what x and the velocities are carried in: fp32, bf16
     micro_batch: int | None = None

@@ -62,14 +62,14 @@ class Launch(NamedTuple):
 
 
 def forward_launch(k: int, exact: int) -> Launch:
-    """Four warps make a 64 x 64 product together, which is one instruction's rows."""
-    return Launch(8 if k == 128 else 4)
+    """Four warps make a 64 x 64 product together; with 128 registers four such programs run side by side."""
+    return Launch(8) if k == 128 else Launch(registers=128)
 
 
 def backward_launch(k: int, exact: int) -> Launch:
-    """With 168 registers three programs of four warps run side by side, and the loops over steps still do not spill.
+    """With 168 registers three programs of four warps run side by side; little of what they spill is in the loops.
 
-    With split operands everywhere they would: two programs. For k = 128 one program fills a multiprocessor.
+    With split operands in every step it would be: two programs. For k = 128 one program fills a multiprocessor.
     """
     if k == 128:
         return Launch(8, programs=1)

@@ -107,9 +107,9 @@ class Optimizers:
         norm = self.norm() if norm is None else norm
         if self.config.clip:
             factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
-            for p in self.clipped:
-                if p.grad is not None:
-                    p.grad.mul_(factor.to(p.grad.dtype))
+            gradients = [p.grad for p in self.clipped if p.grad is not None]
+            for dtype in dict.fromkeys(g.dtype for g in gradients):
+                torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
         return norm
 
     @torch.no_grad()

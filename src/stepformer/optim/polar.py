@@ -39,9 +39,7 @@ def polar(matrix: Tensor, method: str = "newton-schulz", *, dtype: torch.dtype |
     """
     if method not in METHODS:
         raise InputError(f"Unknown polar method '{method}'.{suggestion(method, METHODS)} Known: {', '.join(METHODS)}.")
-    if dtype is None:
-        on_gpu = matrix.device.type == "cuda" and method == "newton-schulz"
-        dtype = torch.float64 if matrix.dtype == torch.float64 else torch.bfloat16 if on_gpu else torch.float32
+    dtype = working_dtype(matrix, method) if dtype is None else dtype
     with torch.autocast(matrix.device.type, enabled=False):
         y = matrix.to(dtype)
         if method == "svd":
@@ -61,6 +59,14 @@ def polar(matrix: Tensor, method: str = "newton-schulz", *, dtype: torch.dtype |
             else:
                 y = a * y + (b * gram + c * gram @ gram) @ y
         return (y.mT if tall else y).to(matrix.dtype)
+
+
+def working_dtype(matrix: Tensor, method: str) -> torch.dtype:
+    """What `polar` computes in where nobody chooses."""
+    if matrix.dtype == torch.float64:
+        return torch.float64
+    on_gpu = matrix.device.type == "cuda" and method == "newton-schulz"
+    return torch.bfloat16 if on_gpu else torch.float32
 
 
 def quintics(method: str) -> tuple[Quintic, ...]:

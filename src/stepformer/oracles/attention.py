@@ -94,7 +94,9 @@ def over_queries(part: Callable[[int, int], Any], queries: int, chunk: int, dim:
     for begin in range(0, queries, chunk):
         end = min(begin + chunk, queries)
         again = torch.is_grad_enabled()
-        parts.append(checkpoint(part, begin, end, use_reentrant=False) if again else part(begin, end))
+        # nothing here draws random numbers, and asking for their state would keep CUDA graphs away
+        again_ = {"use_reentrant": False, "preserve_rng_state": False}
+        parts.append(checkpoint(part, begin, end, **again_) if again else part(begin, end))
     if isinstance(parts[0], Tensor):
         return torch.cat(parts, dim=dim)
     return tuple(torch.cat(pieces, dim=dim) for pieces in zip(*parts, strict=True))

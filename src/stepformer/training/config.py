@@ -62,6 +62,7 @@ class TrainConfig(Settings):
         False, "on CUDA: the same bits every time, at some cost in speed (CPU runs always are)"
     )
     compile: bool = setting(False, "torch.compile the training step")
+    graph: bool = setting(True, "on one GPU, uncompiled: replay the training step as a CUDA graph")
     parallel: Literal["ddp", "fsdp"] = setting("ddp", "on several ranks: replicate the model, or shard it")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "CUDA when it is there")
     max_loss: float | None = setting(None, "a training loss above it stops the run (unset: ln V + 4)", above=0)
@@ -122,7 +123,9 @@ class RunConfig:
         """Twelve hex digits of what decides the result: not the devices, the micro-batch, or what is logged."""
         values = self.to_dict()
         del values["own_vocabulary"], values["recipe"]
-        for key in ("micro_batch", "device", "log_every", "save_every", "keep", "tensorboard", "wandb", "parallel"):
+        for key in (
+            *("micro_batch", "device", "log_every", "save_every", "keep", "tensorboard", "wandb", "parallel", "graph"),
+        ):
             values["train"].pop(key)
         for section, key in (("data", "also"), ("train", "init")):  # younger than runs whose hash must stay
             if values[section][key] is None:

@@ -29,6 +29,7 @@ from stepformer.training import checkpoints as stored
 from stepformer.training.config import RunConfig
 from stepformer.training.display import Display
 from stepformer.training.evaluation import Evaluation, autocasting, check_blocks, evaluate
+from stepformer.training.graphs import CapturedPass
 from stepformer.training.loggers import Loggers
 from stepformer.training.parallel import ParallelModel, World
 from stepformer.training.runs import Metrics, RunFolder
@@ -82,6 +83,7 @@ class Trainer:
         self.num_parameters = self.model.num_parameters()
         self.parallel = ParallelModel(self.model, world, train.parallel, train.compile)
         self.optimizers = Optimizers(self.model, config.optim, train.steps)
+        self.captured = self._captured_pass()
         self.checkpoints = stored.Checkpoints(folder.checkpoints, world, keep=train.keep)
         self.step = 0  # completed steps
         self.seconds = 0.0  # spent in them
@@ -200,6 +202,9 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for i in range(self.accumulation):
             rows = slice(i * self.micro_batch, (i + 1) * self.micro_batch)
+            if self.captured is not None:
+                total += self.captured.run(inputs[rows], targets[rows], first=i == 0)
+                continue
             with self.parallel.micro_batch(last=i + 1 == self.accumulation):
                 with autocasting(self.world.device, self.autocast):
                     # divided by this rank's micro-batches only: DDP and FSDP2 average over ranks themselves
@@ -207,6 +212,18 @@ class Trainer:
                 loss.backward()
             total += loss.detach()
         return self.world.sum(total) / self.world.size
+
+    def _captured_pass(self) -> CapturedPass | None:
+        """The pass as a CUDA graph, where that is possible: one GPU, nothing compiled, nothing computed twice."""
+        train = self.config.train
+        one = self.world.device.type == "cuda" and self.world.size == 1
+        if not one or not train.graph or train.compile or self.config.model.activation_checkpointing:
+            return None
+        return CapturedPass(
+            lambda inputs, targets: self.parallel.loss(inputs, targets) / self.accumulation,
+            [p for p in self.model.parameters() if p.requires_grad],
+            lambda: autocasting(self.world.device, self.autocast),
+        )
 
     def _local_batch(self, t: int) -> tuple[Tensor, Tensor]:
         """This rank's share of step t's batch, on its device; the next step's is read meanwhile."""
