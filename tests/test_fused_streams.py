@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,11 +46,15 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_equals_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32: reordered sums and two divisions, 1e-5 of each gradient's norm; gradients that are pure rounding (dgamma
-    of a scale-free norm is some 1e-6 of the others) get 1e-7 of the largest."""
+    """fp32 against the plain rule in fp64: 1e-5 of each gradient's norm for reordered sums and two divisions.
+
+    Where the plain rule in fp32 is farther off itself (five Newton-Schulz steps of nearly singular matrices), three
+    times its error; gradients that are pure rounding (gamma before a scale-free norm) get 1e-7 of the largest.
+    """
     model = shake(tiny(name, dtype=torch.float32, **SIZE), scale=0.05)
     ids, targets = tokens(1, 5, 17), tokens(1, 5, 17, seed=1)
-    expected, gradients = loss_and_gradients(model, ids, targets)
+    _, narrow = loss_and_gradients(model, ids, targets)
+    expected, gradients = loss_and_gradients(copy.deepcopy(model).double(), ids, targets)
     seen = passes(monkeypatch)
     with kernels.interpreted():
         loss, found = loss_and_gradients(model, ids, targets)
@@ -57,7 +63,8 @@ def test_fused_equals_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.keys() == gradients.keys()
     largest = max(float(g.norm()) for g in gradients.values())
     for key, gradient in gradients.items():
-        assert (found[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * largest, key
+        allowed = max(1e-5 * float(gradient.norm()), 3 * float((narrow[key] - gradient).norm())) + 1e-7 * largest
+        assert float((found[key] - gradient).norm()) <= allowed, key
 
 
 def test_without_drift_in_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:

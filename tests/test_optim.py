@@ -770,3 +770,35 @@ def test_scion_start(qkv: str, geometry: str) -> None:
                 assert torch.equal(w, before[n].sign())
         else:
             assert torch.equal(w, before[n])
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_a_schedule_compiles_nothing_again(device: str) -> None:
+    """Warm-up of rate and momentum, plateau and decay: after its first step a compiled model is never traced again."""
+    torch._dynamo.reset()
+    sizes = {"d_model": 256, "n_head": 4} if device == "cuda" else {}
+    model = tiny("yurii", dtype=torch.float32, **sizes).to(device)
+    compiled = torch.compile(model, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    settings = {"schedule": "wsd", "warmup": 3, "decay_start": 6, "momentum_warmup": 4}
+    optimizers = Optimizers(model, OptimConfig(**settings), 10)
+    inputs, targets = tokens(2).to(device), tokens(2, seed=1).to(device)
+    rates = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t in range(10):
+            optimizers.zero_grad()
+            loss = compiled(inputs, targets).loss
+            loss.backward()
+            optimizers.clip()
+            optimizers.step(t)
+            rates.append(optimizers.groups()[0]["lr"])
+    assert len(set(rates)) >= 6
+    assert loss.isfinite()

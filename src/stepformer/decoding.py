@@ -130,16 +130,15 @@ class Decoder:
         self.read = [torch.cuda.Event() for _ in self.host] if record else []
         self.numbers: Numbers | None = None
         self.unfused = "it is compiled" if compiled else decoding_rows.refusal(model, batch)
-        step: Callable[[], None] = FixedStep(model, self)
+        step: Any = FixedStep(model, self)
         if self.unfused is None:
-            step = row_step = decoding_rows.RowStep(model, self)
-            self.numbers = row_step.numbers
-        self.advance: Any = step
-        if compiled:
-            self.advance = torch.compile(self.advance.__call__, fullgraph=True, dynamic=False)
-        if record:
-            with self._constants():
-                self.advance = self._recorded(self.advance)
+            step = decoding_rows.RowStep(model, self)
+            self.numbers = step.numbers
+        elif compiled:
+            kernels.prepare_compiler()
+            step = torch.compile(step.__call__, fullgraph=True, dynamic=False)
+        with self._constants():
+            self.advance: Callable[[], None] = self._recorded(step) if record else step
 
     def fits(self, model: Model, batch: int, capacity: int, sampling: Sampling) -> bool:
         """Whether this decoder, as it is, decodes that."""
@@ -266,6 +265,7 @@ def fingerprint(model: Model) -> tuple[object, ...]:
         kernels.switched_on(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        torch.is_inference_mode_enabled(),
     )
 
 

@@ -29,7 +29,7 @@ class Generation:
 
     "stop": a stop token (it is the last of `tokens`); "length": `max_new_tokens` reached; "context": the model's
     context is full (see `on_context_end`). `scores`: what beam search ranks by (`stepformer.beams`), else empty.
-    `ordinary`: why no recorded step decoded them (`stepformer.decoding`), None if one did.
+    `ordinary`: why `stream` did not decode them by recorded steps (`stepformer.decoding`), None if it did.
     """
 
     tokens: list[list[int]]

@@ -72,7 +72,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     how.add_argument("--steps", type=int, metavar="N", help="timed steps (CUDA: 20, CPU: 15)")
     how.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: no)")
     how.add_argument(
-        "--graph", action=argparse.BooleanOptionalAction, help="replay steps as a CUDA graph (CUDA, uncompiled: yes)"
+        "--graph", action=argparse.BooleanOptionalAction, help="replay steps as a CUDA graph (default on CUDA: yes)"
     )
     how.add_argument("--kernels", choices=("on", "off", "both"), default="on", help="our Triton kernels (on)")
     how.add_argument(
@@ -169,7 +169,7 @@ def settings_of(args: argparse.Namespace) -> BenchSettings:
         steps=args.steps or (20 if on_cuda else 15),
         warmup=5 if on_cuda else 2,
         compile=bool(args.compile),
-        graph=on_cuda and not args.compile and args.graph is not False,
+        graph=on_cuda and args.graph is not False,
         kernels=choose_kernels(args.kernels, device),
         streams=choose_streams(args.streams, device),
         micro_batch=args.micro_batch,

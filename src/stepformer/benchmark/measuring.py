@@ -23,12 +23,13 @@ from stepformer.model import Model
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training.evaluation import autocasting
 from stepformer.training.graphs import CapturedPass
-from stepformer.training.parallel import ParallelModel, World
+from stepformer.training.parallel import ParallelModel, World, prepare_compiler
 from stepformer.training.speed import flops_per_token, peak_flops
 
 WARM_TOKENS = 24
 BATCHES = 4  # different inputs in turn, so that no step finds its data in a cache
-ABOUT = {"label", "config", "hash", "context", "micro_batch", "kernels", "streams", "compiled", "graph", "notes", "error"}
+ABOUT = {"label", "config", "hash", "context", "micro_batch", "kernels", "streams", "compiled", "graph"}
+ABOUT |= {"notes", "error"}
 Stage = Callable[[str], None]
 Work = Callable[[], Any]
 
@@ -118,8 +119,7 @@ class _Bench:
         self.model.stream_dtype = torch.bfloat16 if case.streams == "bf16" else None
         self.parallel = ParallelModel(self.model, World(0, 1, self.device), "ddp", compiled=False)
         if settings.compile:
-            if self.on_cuda and case.config.d_model <= 128:  # as the trainer does
-                torch._inductor.config.triton.persistent_reductions = False
+            prepare_compiler(self.model, self.device)
             self.parallel.run = torch.compile(self.model, fullgraph=True, dynamic=False)
         self.captured: CapturedPass | None = None
         if settings.graph:

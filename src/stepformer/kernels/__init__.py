@@ -13,8 +13,10 @@ CUDA graphs call the same thing. No kernel adds with atomics, so the same inputs
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
+import pkgutil
 from collections.abc import Iterator
 
 import torch
@@ -56,6 +58,25 @@ def usable(*tensors: Tensor | None) -> bool:
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
     return has_triton()
+
+
+def prepare_compiler() -> None:
+    """Tell inductor before it meets our operators that it is to call them as they are.
+
+    It would find out by itself, but first describe them, with all that led to their inputs, in a message that nobody
+    reads: in torch 2.11 its length doubles with every layer, and twelve layers never end.
+    """
+    if not _INSTALLED:
+        return
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("stepformer::"):
+            op = getattr(torch.ops.stepformer, name.removeprefix("stepformer::")).default
+            if op not in lowerings:
+                make_fallback(op, warn=False)
 
 
 @contextlib.contextmanager

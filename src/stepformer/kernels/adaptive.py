@@ -244,8 +244,10 @@ def _backward_kernel(
 
 
 def backward_tile(d: int) -> Tile:
-    """Two warps per row: eight tensors of it are too many registers for one."""
-    return common.row_tile(2 * d, rows=1, programs=8)
+    """A warp for 256 numbers of a row: eight tensors of it are too many registers for fewer. Sixteen warps fit."""
+    chunk = min(8192, max(16, triton.next_power_of_2(d)))
+    warps = max(1, chunk // 256)
+    return Tile(chunk, 1, warps, programs=max(1, 16 // warps), registers=128 if d <= chunk else None)
 
 
 @torch.library.custom_op("stepformer::adaptive_pass", mutates_args=())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stepformer.kernels.constrained_forward import EPS, LOG2E, load_rows
+from stepformer.kernels.constrained_forward import EPS, LOG2E, PLAIN, load_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -40,7 +40,7 @@ def _query_pass(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def query_gradient(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor,
     grad_ptr: tl.tensor, rows_ptr: tl.tensor,
@@ -134,7 +134,7 @@ def _key_pass(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def key_gradient(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, grad_ptr: tl.tensor, lines_ptr: tl.tensor,
     dk_ptr: tl.tensor, dv_ptr: tl.tensor,

@@ -28,6 +28,10 @@ TINY = tl.constexpr(1e-37)
 HIDDEN = tl.constexpr(-1e18)  # a score whose exponential is 0; finite, so that 0 times it is 0
 
 
+# arguments of which no variants are compiled
+PLAIN = ("heads", "length", "total", "limit", "rb", "rh", "rt")
+
+
 @triton.jit
 def load_rows(
     pointer: tl.tensor, rows: tl.tensor, stride: tl.tensor, length: tl.tensor, D: tl.constexpr, CHECK: tl.constexpr
@@ -194,7 +198,7 @@ def _pass(
     return z, s1, s2, s3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def solve_rows(
     q_ptr: tl.tensor, k_ptr: tl.tensor, radius_ptr: tl.tensor, state_ptr: tl.tensor,
     qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, rb: tl.tensor,
@@ -330,7 +334,7 @@ def _gather_pass(
     return z, s1, s2, s3, o, w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def gather_rows(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, radius_ptr: tl.tensor, state_ptr: tl.tensor,
     out_ptr: tl.tensor, tilt_ptr: tl.tensor, rows_ptr: tl.tensor,

@@ -170,7 +170,7 @@ def _identity(R: tl.constexpr) -> tl.tensor:
     return tl.where(tl.arange(0, R)[None, :, None] == tl.arange(0, R)[None, None, :], 1.0, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # no compilation of its own for one token
 def _forward_kernel(
     g: tl.tensor, m: tl.tensor, raw: tl.tensor, constant: tl.tensor, m_out: tl.tensor, o: tl.tensor, n: tl.tensor,
     KIND: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
@@ -215,7 +215,7 @@ def _forward_kernel(
         tl.store(o + at + c * CHUNK, _apply(Q, y, empty, ACCURATE), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # no compilation of its own for one token
 def _backward_kernel(
     g: tl.tensor, m: tl.tensor, raw: tl.tensor, constant: tl.tensor, do: tl.tensor, dm_out: tl.tensor,
     dg: tl.tensor, dm: tl.tensor, partial: tl.tensor, n: tl.tensor,
@@ -286,7 +286,7 @@ def _backward_kernel(
 
 
 class Tile(NamedTuple):
-    """How a kernel is launched: tokens per program, warps, columns at once, most registers. A warp has whole matrices."""
+    """How a kernel is launched: tokens per program, warps (each has whole matrices), columns at once, registers."""
 
     tokens: int
     warps: int
@@ -296,7 +296,7 @@ class Tile(NamedTuple):
 
 def tile(h: int, k: int, backward: bool) -> Tile:
     """One token per warp: its matrices fill the registers of a warp in the backward."""
-    return Tile(1, 1, min(16 if backward or h > 16 else 64, _columns(k)))
+    return Tile(1, 1, min(32 if backward or h > 16 else 64, _columns(k)))
 
 
 def _columns(k: int) -> int:

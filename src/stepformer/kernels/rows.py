@@ -15,6 +15,7 @@ ACTIVATIONS = {"": 0, "gelu": 1, "gelu-tanh": 2, "swiglu": 3}
 TILE = 8192  # numbers of a weight that one program of 128 threads holds at once
 KEYS = 128  # keys that one program looks at
 STRETCHES = 16  # at most so many programs share a row's keys
+WARPS = 4
 
 
 @dataclass
@@ -140,7 +141,7 @@ def _product(
         REAL=real,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=4,
+        num_warps=WARPS,
         **arguments,
     )
     return out, Best(best, where, bad)
@@ -157,7 +158,7 @@ def point(source: Point) -> Tensor:
     u = torch.empty_like(source.x)
     rows, k = u.shape
     g = source.x if source.g is None else source.g
-    point_kernel[(rows,)](g, u=u, K=k, BLOCK_K=triton.next_power_of_2(k), num_warps=4, **source.arguments())
+    point_kernel[(rows,)](g, u=u, K=k, BLOCK_K=triton.next_power_of_2(k), num_warps=WARPS, **source.arguments())
     return u
 
 
@@ -199,7 +200,7 @@ def attend(
         QK_NORM=qk_eps is not None,
         BLOCK=min(KEYS, triton.next_power_of_2(capacity)),
         BLOCKS=blocks,
-        num_warps=4,
+        num_warps=WARPS,
     )
     return Stretches(parts, tops, sums)
 

@@ -138,29 +138,36 @@ class FusedSubstep(Substep):
     # the passes
 
     def _start(self, s: Moving, scale: float, norms: Sequence[nn.Module]) -> tuple[Moving, list[Tensor]]:
-        """Before the first turn of the model: nothing waits."""
-        point = self.template.query(State(s.x, s.streams), self.c).to(s.x.dtype)
+        """Before the first turn of the model nothing waits: only look ahead and normalise."""
+        from stepformer.kernels.velocity import velocity_pass
+
         streams = dict(s.streams)
-        if self.family == "velocity":
-            streams["v"] = (self.c.beta / (scale * self.c.gamma) * streams["v"]).to(streams["v"].dtype)
-        return Moving(s.x, streams, s.memory), [norm(point) for norm in norms]
+        moving = self.family == "velocity"
+        _, v, *inputs = velocity_pass(
+            streams["v"] if moving else s.x,
+            x=s.x,
+            drift=False,
+            mu_next=self.scalar("mu"),
+            beta_next=self.scalar("beta") if moving else None,
+            gamma_next=self.scalar("gamma") if moving else None,
+            scale_next=scale,
+            **_norm_settings(s.x, norms),
+        )
+        if moving:
+            streams["v"] = v
+        return Moving(s.x, streams, s.memory), [u for u in inputs if u is not None]
 
     def settle(
         self, s: Moving, after: FusedSubstep | None, scale_after: float, norms: Sequence[nn.Module]
     ) -> tuple[Moving, list[Tensor]]:
         """Do what waits in `s`, and give the normalised points at which the turn `after` looks."""
-        first = norms[0]
-        assert isinstance(first, nn.LayerNorm | nn.RMSNorm)
         settings: dict[str, Any] = {
             "x": s.x,
             "g2": s.answers[1] if len(s.answers) > 1 else None,
             "scale": s.scale,
             "gain_v": self.norm.weight if s.normalises and self.norm is not None else None,
             "eps_v": self.norm.eps if self.norm is not None else 0.0,
-            "norms": tuple((norm.weight, getattr(norm, "bias", None)) for norm in norms),
-            "norm_kind": "rmsnorm" if isinstance(first, nn.RMSNorm) else "layernorm",
-            "eps": first.eps,
-            "out_dtype": _product_dtype(s.x),
+            **_norm_settings(s.x, norms),
         }
         pass_ = self._adaptive if self.family == "adaptive" else self._velocity
         x, streams, inputs = pass_(s, after, scale_after, settings)
@@ -215,7 +222,14 @@ class FusedSubstep(Substep):
         return x, streams, [u for u in inputs if u is not None]
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """What the maps after a norm compute in: autocast would cast their input anyway."""
+def _norm_settings(x: Tensor, norms: Sequence[nn.Module]) -> dict[str, Any]:
+    """The norms that end a pass, for the kernels; their results are what autocast would cast to anyway."""
+    first = norms[0]
+    assert isinstance(first, nn.LayerNorm | nn.RMSNorm)
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return {
+        "norms": tuple((norm.weight, getattr(norm, "bias", None)) for norm in norms),
+        "norm_kind": "rmsnorm" if isinstance(first, nn.RMSNorm) else "layernorm",
+        "eps": first.eps,
+        "out_dtype": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype,
+    }

@@ -62,7 +62,7 @@ class TrainConfig(Settings):
         False, "on CUDA: the same bits every time, at some cost in speed (CPU runs always are)"
     )
     compile: bool = setting(False, "torch.compile the training step")
-    graph: bool = setting(True, "on one GPU, uncompiled: replay the training step as a CUDA graph")
+    graph: bool = setting(True, "on one GPU: replay the training step as a CUDA graph")
     parallel: Literal["ddp", "fsdp"] = setting("ddp", "on several ranks: replicate the model, or shard it")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "CUDA when it is there")
     max_loss: float | None = setting(None, "a training loss above it stops the run (unset: ln V + 4)", above=0)

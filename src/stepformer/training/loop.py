@@ -214,10 +214,10 @@ class Trainer:
         return self.world.sum(total) / self.world.size
 
     def _captured_pass(self) -> CapturedPass | None:
-        """The pass as a CUDA graph, where that is possible: one GPU, nothing compiled, nothing computed twice."""
+        """The pass as a CUDA graph, where that is possible: one GPU, and no activations computed twice."""
         train = self.config.train
         one = self.world.device.type == "cuda" and self.world.size == 1
-        if not one or not train.graph or train.compile or self.config.model.activation_checkpointing:
+        if not one or not train.graph or self.config.model.activation_checkpointing:
             return None
         return CapturedPass(
             lambda inputs, targets: self.parallel.loss(inputs, targets) / self.accumulation,

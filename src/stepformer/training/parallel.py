@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stepformer import kernels
 from stepformer.errors import InputError
 from stepformer.model import Model
 
@@ -95,6 +96,16 @@ def joined_world(choice: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def prepare_compiler(model: Model, device: torch.device) -> None:
+    """What `torch.compile` has to know about our models."""
+    if device.type != "cuda":
+        return
+    kernels.prepare_compiler()
+    if model.config.d_model <= 128:
+        # torch 2.11 with triton 3.6 cannot compile several rules at these widths otherwise (docs/lab-notebook.md)
+        torch._inductor.config.triton.persistent_reductions = False
+
+
 class ParallelModel:
     """A model as its ranks run it: plain, compiled, replicated or sharded; `model` is the module with the weights."""
 
@@ -102,9 +113,8 @@ class ParallelModel:
         self.model, self.world = model, world
         self.sharded = world.size > 1 and kind == "fsdp"
         run: Any = model
-        if compiled and world.device.type == "cuda" and model.config.d_model <= 128:
-            # torch 2.11 with triton 3.6 cannot compile several rules at these widths otherwise (docs/lab-notebook.md)
-            torch._inductor.config.triton.persistent_reductions = False
+        if compiled:
+            prepare_compiler(model, world.device)
         if self.sharded:
             from torch.distributed.device_mesh import init_device_mesh  # slow to load, and seldom needed
             from torch.distributed.fsdp import fully_shard
