@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import stepformer as sf
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
+from stepformer import kernels
 from stepformer.memory import estimate_memory
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training import Stopped, checkpoints, resume, train
+from stepformer.training.graphs import CapturedPass
 from stepformer.training.stopping import Watch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -43,7 +46,7 @@ def test_bf16_step_without_synchronisation(name: str) -> None:
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")  # the first step may initialise libraries
         try:
             with torch.autocast("cuda", torch.bfloat16):
-                loss = model(ids, targets).loss
+                loss = model(ids, targets, loss_only=True).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -65,13 +68,14 @@ def test_compiled_step_equals_eager(name: str) -> None:
     torch._dynamo.reset()
     eager = shake(tiny(name, dtype=torch.float32, **HEADS), scale=0.05).cuda()
     twin = shake(tiny(name, dtype=torch.float32, **HEADS), scale=0.05).cuda()
+    kernels.prepare_compiler()
     compiled = torch.compile(twin, fullgraph=True)
     ids, targets = tokens(4, 64, 101).cuda(), tokens(4, 64, 101, seed=1).cuda()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(3):
             losses = []
             for model in (eager, compiled):
-                loss = model(ids, targets).loss
+                loss = model(ids, targets, loss_only=True).loss
                 loss.backward()
                 losses.append(loss.item())
             assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -192,3 +196,49 @@ def test_the_optimizer_step_does_not_wait_for_the_device() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         optimizers.zero_grad()
+
+
+def gradients_of(model: sf.Model, ids: torch.Tensor, targets: torch.Tensor) -> tuple[float, torch.Tensor]:
+    model.zero_grad()
+    loss = model(ids, targets, loss_only=True).loss
+    assert loss is not None
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", sf.presets())
+def test_kernels_equal_the_plain_step(name: str) -> None:
+    """The whole gradient: 1e-4 in fp32 (reordered sums through two layers, Newton-Schulz, a solved constraint), and
+    under bf16 autocast within 4e-2 of the plain step, which is itself some 1e-2 from fp32."""
+    model = shake(tiny(name, dtype=torch.float32, **HEADS), scale=0.05).cuda()
+    ids, targets = tokens(3, 64, 101).cuda(), tokens(3, 64, 101, seed=1).cuda()
+    for bf16, tolerance in ((False, 1e-4), (True, 4e-2)):
+        with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+            loss, found = gradients_of(model, ids, targets)
+            with kernels.off():
+                expected_loss, expected = gradients_of(model, ids, targets)
+        assert loss == pytest.approx(expected_loss, rel=tolerance / 10)
+        error = float((found - expected).norm() / expected.norm())
+        assert error <= tolerance, f"bf16 {bf16}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["vanilla", "yurii", "muon", "soap", "symp-etd-ab2", "entropy-token", "kl-carried"])
+def test_a_recorded_pass_equals_the_step(name: str) -> None:
+    """The same kernels on other batches, also when gradients are added; fp32, where no kernel adds in random order."""
+    model = shake(tiny(name, dtype=torch.float32, **HEADS), scale=0.05).cuda()
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def loss_of(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = model(ids, targets, loss_only=True).loss
+        assert loss is not None
+        return loss
+
+    captured = CapturedPass(loss_of, trained, contextlib.nullcontext)
+    batches = [(tokens(2, 64, 101, seed=i).cuda(), tokens(2, 64, 101, seed=i + 9).cuda()) for i in range(3)]
+    for ids, targets in batches:
+        losses = [captured.run(ids, targets, first=True).item(), captured.run(*batches[0], first=False).item()]
+        found = torch.cat([p.grad.flatten() for p in trained if p.grad is not None])
+        loss, first = gradients_of(model, ids, targets)
+        other, second = gradients_of(model, *batches[0])
+        assert losses == pytest.approx([loss, other], rel=1e-6)
+        assert (found - first - second).norm() <= 1e-5 * (first + second).norm()

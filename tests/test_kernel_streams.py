@@ -100,6 +100,11 @@ VELOCITY: dict[str, Build] = {
     "no drift": lambda p: nesterov(p) | {"drift": False},
     "no output": lambda p: nesterov(p) | {"norms": ()},
     "only a kick": lambda p: nesterov(p) | {"norms": (), "drift": False, "gain_v": None},
+    "before the first answer": lambda p: nesterov(p)
+    | {"g": p.rows("v"), "V": None, "gain_v": None, "gamma": Scalar(), "drift": False},
+    "before the first answer, without a velocity": lambda p: {
+        "g": None, "x": p.rows("x"), "drift": False, "norms": ((p.vector("gain_a"), None), (p.vector("gain_b"), None))
+    },
     "constants": lambda p: nesterov(p)
     | {"gamma": Scalar(constant=0.4), "mu_next": Scalar(constant=0.9), "beta_next": Scalar(constant=0.8)},
     "tail": tail,
@@ -145,11 +150,11 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made = plain(self, *args, **kwargs)
-        return made if torch.compiler.is_compiling() else made.fill_(float("nan"))
+        return made if torch.compiler.is_compiling() or not made.is_floating_point() else made.fill_(float("nan"))
 
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
     if not CUDA:
-        monkeypatch.setattr(velocity, "backward_tile", lambda d, carry: common.row_tile(d, rows=2, programs=2))
+        monkeypatch.setattr(velocity, "backward_tile", lambda d, carry, width: common.row_tile(d, rows=2, programs=2))
         monkeypatch.setattr(adaptive, "backward_tile", lambda d: common.row_tile(d, rows=2, programs=2))
     with kernels.interpreted():
         yield

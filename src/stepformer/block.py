@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -143,10 +144,14 @@ class Block(nn.Module):
     def fused_turns(self, call: Call) -> dict[str, FusedSubstep]:
         """As `turns`, deferring what they do to the streams."""
         values = self.coefficients.values()
-        parts = {"attn": (self.attn_norm, partial(self.attn, call=call)), "mlp": (self.mlp_norm, self.mlp)}
+        parts: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
+            "attn": (self.attn_norm, partial(self.attn, call=call)),
+            "mlp": (self.mlp_norm, self.mlp),
+        }
         turns = {}
         for turn, oracles in self.splitting.oracles.items():
             norm = self.aux_norms[self.norm_keys[turn]] if turn in self.norm_keys else None
+            assert norm is None or isinstance(norm, nn.LayerNorm)
             asks = [parts[oracle] for oracle in oracles]
             turns[turn] = FusedSubstep(self.template, asks, values[turn], self.coefficients.raw_values(turn), norm)
         return turns

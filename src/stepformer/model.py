@@ -27,6 +27,7 @@ from stepformer.sharding import is_sharded
 
 if TYPE_CHECKING:
     from stepformer.generation import Generation, Prompts
+    from stepformer.kernels.embedding import Order
 
 INIT_STD = 0.02
 IGNORE = -100  # target id that the loss skips
@@ -47,7 +48,16 @@ class Tables(nn.Module):
         self.tok_emb = nn.Embedding(config.vocab_size, config.d_model)
         self.pos_emb = nn.Embedding(config.context, config.d_model) if config.positions == "learned" else None
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, order: Order | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """With an `order` of the tokens one kernel does it, for positions 0, 1, ..., and gives `dtype`."""
+        if order is not None:
+            from stepformer.kernels.embedding import embed
+
+            table = self.tok_emb.weight
+            learned = None if self.pos_emb is None else self.pos_emb.weight
+            return embed(tokens, table, learned, order, table.dtype if dtype is None else dtype)
         x = self.tok_emb(tokens)
         return x if self.pos_emb is None else x + self.pos_emb(positions)
 
@@ -185,14 +195,22 @@ class Model(nn.Module):
             for bank in block.banks():
                 bank.pinned.clear()
 
-    def start(self, tokens: Tensor, positions: Tensor) -> State:
-        """The state before the first layer: token embedding, and each auxiliary stream at its start."""
-        x = self._narrow(self.embed(tokens, positions))
+    def start(self, tokens: Tensor, positions: Tensor, *, from_zero: bool = False) -> State:
+        """The state before the first layer: token embedding, and each auxiliary stream at its start.
+
+        `from_zero` promises that the positions are 0, 1, ... in every row: a kernel counts for itself then.
+        """
+        order = self._token_order(tokens) if from_zero else None
+
+        def look_up(tables: nn.Module) -> Tensor:
+            return self._narrow(tables(tokens, positions, order, self._narrowed(tokens.device.type)))
+
+        x = look_up(self.embed)
         streams = {}
         for name, start in self.starts.items():
             if start == "embed":
                 has_table = name in self.aux_embed
-                table = self._narrow(self.aux_embed[name](tokens, positions)) if has_table else None
+                table = look_up(self.aux_embed[name]) if has_table else None
                 streams[name] = torch.zeros_like(x) if table is None else table
             elif isinstance(start, float):
                 wide = torch.promote_types(x.dtype, torch.float32)
@@ -206,9 +224,21 @@ class Model(nn.Module):
                 streams[name] = eye.expand(*x.shape[:2], -1, -1)
         return State(x, streams, {"x0": x} if self.config.embedding_skip else {})
 
+    def _token_order(self, tokens: Tensor) -> Order | None:
+        """What the kernel of the tables knows about tokens; None where plain PyTorch looks them up."""
+        tables = [parameter for module in (self.embed, self.aux_embed) for parameter in module.parameters()]
+        if not kernels.usable(*tables) or any(is_sharded(table) for table in tables):
+            return None
+        from stepformer.kernels.embedding import token_order
+
+        return token_order(tokens, self.config.vocab_size, train=any(table.requires_grad for table in tables))
+
+    def _narrowed(self, kind: str) -> torch.dtype | None:
+        return self.stream_dtype if torch.is_autocast_enabled(kind) else None
+
     def _narrow(self, stream: Tensor) -> Tensor:
-        narrow = self.stream_dtype is not None and torch.is_autocast_enabled(stream.device.type)
-        return stream.to(self.stream_dtype) if narrow else stream
+        dtype = self._narrowed(stream.device.type)
+        return stream if dtype is None else stream.to(dtype)
 
     def head(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) from the last x: final norm, the token table and, if there is one, the soft cap."""
@@ -291,10 +321,9 @@ class Model(nn.Module):
     ) -> Output:
         separator = self.config.document_separator
         call = fresh_call(tokens, lengths, separator) if cache is None else cache.call(tokens, lengths, separator)
-        s: State | Moving = self.start(tokens, call.positions)
+        start = self.start(tokens, call.positions, from_zero=cache is None)
         checkpointing = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
-        if not checkpointing and self._fuses(s, call):
-            s = Moving.begin(s)
+        s: State | Moving = Moving.begin(start) if not checkpointing and self._fuses(start, call) else start
         for i, block in enumerate(self.blocks):
             if cache is not None:
                 call = replace(call, slots=cache.slots[i])

@@ -38,10 +38,15 @@ from stepformer.kernels.common import (
     Tile,
     dense,
     hat_gradient,
+    held_columns,
     load_columns,
+    load_four,
+    load_stored,
     load_tile,
     mapped,
+    numbers,
     over_row,
+    packed,
     quotient,
     row_norm_backward,
     row_statistics,
@@ -132,7 +137,7 @@ def _backward_kernel(
     dx: tl.tensor, dg: tl.tensor, dm: tl.tensor, ds: tl.tensor, partial: tl.tensor, n: tl.tensor,
     BETA1: tl.constexpr, BETA2: tl.constexpr, STEP: tl.constexpr, LAM: tl.constexpr,
     CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
@@ -147,6 +152,10 @@ def _backward_kernel(
     sum_beta2, sum_lam = sum_beta1, sum_beta1
     sum_step = tl.zeros((ROWS,), tl.float32)
 
+    held_v = held_columns(gain_v, columns, D, HOLD)
+    held_a = held_columns(gain_a, columns, D, HOLD)
+    held_b = held_columns(gain_b, columns, D, HOLD)
+
     for tile in tl.range(0, TILES, num_stages=STAGES):
         rows = (tile * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
         row = rows < n
@@ -154,30 +163,24 @@ def _backward_kernel(
         at = over_row(rows.to(tl.int64)) * D + columns
 
         # all loads before the first store, which they could not pass
-        answer = load_tile(g, at, mask)
-        if g2 is not None:
-            answer += load_tile(g2, at, mask)
-        old_second = load_tile(s, at, mask)
-        if m is not None:
-            old_first = load_tile(m, at, mask)
         mean = tl.load(statistics + rows, mask=row, other=0.0)
         r = tl.load(statistics + n + rows, mask=row, other=0.0)
-        if du is not None or du2 is not None or LAM >= 0:
-            p = load_tile(x_out, at, mask)
-        if du is not None:
-            c = load_tile(du, at, mask)
-        if du2 is not None:
-            c2 = load_tile(du2, at, mask)
         if du is not None or du2 is not None:
             mean_p = tl.load(statistics + 2 * n + rows, mask=row, other=0.0)
             r_p = tl.load(statistics + 3 * n + rows, mask=row, other=0.0)
-        if dx_out is not None:
-            dt = load_tile(dx_out, at, mask)
-        if ds_out is not None:
-            ds_tile = load_tile(ds_out, at, mask)
-        if dm_out is not None:
-            dm_tile = load_tile(dm_out, at, mask)
+        answer_a, answer_b, first, old = load_four(g, g2, m, s, rows, n, D, CHUNKS, CHUNK)
+        c_a, c_b, position, moved = load_four(du, du2, x_out, dx_out, rows, n, D, CHUNKS, CHUNK)
+        dm_stored = load_stored(dm_out, rows, n, D, CHUNKS, CHUNK)
+        ds_stored = load_stored(ds_out, rows, n, D, CHUNKS, CHUNK)
 
+        answer = numbers(answer_a)
+        if g2 is not None:
+            answer += numbers(answer_b)
+        old_second = numbers(old)
+        if m is not None:
+            old_first = numbers(first)
+        if du is not None or du2 is not None or LAM >= 0:
+            p = numbers(position)
         second = beta2 * old_second + (1 - beta2) * answer * answer
         if m is not None:
             o, inverse, rsqrt = _proposal(beta1 * old_first + (1 - beta1) * answer, second)
@@ -188,18 +191,24 @@ def _backward_kernel(
         if du is not None or du2 is not None:
             hat_p = standardised(p, mean_p, r_p)
             if du is not None:
-                c, sum_gain_a, sum_bias_a = hat_gradient(c, hat_p, gain_a, bias_a, sum_gain_a, sum_bias_a, columns, D)
+                c, sum_gain_a, sum_bias_a = hat_gradient(
+                    numbers(c_a), hat_p, gain_a, bias_a, sum_gain_a, sum_bias_a, held_a, columns, D, HOLD
+                )
             if du2 is not None:
-                c2, sum_gain_b, sum_bias_b = hat_gradient(c2, hat_p, gain_b, bias_b, sum_gain_b, sum_bias_b, columns, D)
+                c2, sum_gain_b, sum_bias_b = hat_gradient(
+                    numbers(c_b), hat_p, gain_b, bias_b, sum_gain_b, sum_bias_b, held_b, columns, D, HOLD
+                )
                 c = c + c2 if du is not None else c2
             dp, _ = row_norm_backward(c, hat_p, r_p, CENTRED, D)
-            dt = dt + dp if dx_out is not None else dp
-        elif dx_out is None:
+            dt = numbers(moved) + dp if dx_out is not None else dp
+        elif dx_out is not None:
+            dt = numbers(moved)
+        else:
             dt = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
         if dx is not None:
             tl.store(dx + at, keep * dt, mask=mask)
 
-        gain = load_columns(gain_v, columns, D)
+        gain = held_v if HOLD else load_columns(gain_v, columns, D)
         if LAM >= 0:
             sum_lam -= thread_sums(dt * (p - step * gain * hat))
         sum_gain_v += dt * hat
@@ -208,12 +217,12 @@ def _backward_kernel(
         toward = do * inverse
         d_second = -0.5 * toward * o * rsqrt
         if ds_out is not None:
-            d_second += ds_tile
+            d_second += numbers(ds_stored)
         d_answer = 2 * (1 - beta2) * answer * d_second
         if m is not None:
             d_first = toward
             if dm_out is not None:
-                d_first += dm_tile
+                d_first += numbers(dm_stored)
             d_answer += (1 - beta1) * d_first
             if dm is not None:
                 tl.store(dm + at, beta1 * d_first, mask=mask)
@@ -303,6 +312,7 @@ def _pass_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d = g.shape[-1]
     n = statistics.shape[1]
+    inputs = (du, du2, dx_out, dm_out, ds_out, x_out, g, g2, m, s)
     tile = backward_tile(d)
     programs, tiles = common.persistent(n, tile, g.device)
     vectors = (gain_v, gain_a, bias_a, gain_b, bias_b)
@@ -310,14 +320,13 @@ def _pass_backward(
     grads = _gradients(x_out, g, m, s, wants)
     partial = statistics.new_empty((programs, columns))
     _backward_kernel[(programs,)](
-        dense(du), dense(du2), dense(dx_out), dense(dm_out), dense(ds_out),
-        x_out, g.contiguous(), dense(g2), dense(m), s.contiguous(), statistics, *vectors,
+        *[packed(t) for t in inputs], statistics, *vectors,
         raw_beta1, raw_beta2, raw_step, raw_lam, *constants,
         *[t if want else None for t, want in zip(grads, wants, strict=True)], partial, n, *kinds,
         CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows,
-        TILES=tiles, STAGES=tile.stages, WIDTH=columns, **tile.options(),
+        TILES=tiles, STAGES=tile.stages, HOLD=tile.hold, WIDTH=columns, **tile.options(),
     )  # fmt: skip
-    return *grads, partial.sum(0)
+    return *grads, common.sum_lines(partial)
 
 
 def _gradients(

@@ -120,6 +120,12 @@ def row_sum(a: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def row_sums(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Two of them at the price of one: warps meet once."""
+    return tl.split(tl.sum(tl.sum(tl.join(a, b), 0), 1))
+
+
+@triton.jit
 def over_row(a: tl.tensor) -> tl.tensor:
     """(ROWS,) -> (1, ROWS, 1)"""
     return a[None, :, None]
@@ -156,16 +162,62 @@ def standardised(p: tl.tensor, mean: tl.tensor, r: tl.tensor) -> tl.tensor:
 @triton.jit
 def row_norm_backward(c: tl.tensor, hat: tl.tensor, r: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr) -> tl.tensor:
     """Gradient of the norm's input from that of `hat`, and mean(c hat) of each row."""
-    along = row_sum(c * hat) / D
-    dp = c * over_row(r) - hat * over_row(along * r)
     if CENTRED:
-        dp = c * over_row(r) - over_row(row_sum(c) / D * r) - hat * over_row(along * r)
-    return dp, along
+        total, along = row_sums(c, c * hat)
+        dp = c * over_row(r) - over_row(total / D * r) - hat * over_row(along / D * r)
+    else:
+        along = row_sum(c * hat)
+        dp = c * over_row(r) - hat * over_row(along / D * r)
+    return dp, along / D
 
 
 @triton.jit
 def load_tile(source: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_stored(
+    source: tl.tensor, rows: tl.tensor, n: tl.tensor, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+) -> tl.tensor:
+    """A tile of rows as it lies in memory, and 0 where there is no tensor: cheap to hold until it is needed.
+
+    A tensor of int32 holds two numbers of bf16 in each: single ones would take a register each.
+    """
+    if source is None:
+        tile = 0
+    else:
+        PACK: tl.constexpr = 2 if source.dtype.element_ty == tl.int32 else 1
+        columns = tile_columns(CHUNKS, CHUNK // PACK)
+        at = over_row(rows.to(tl.int64)) * (D // PACK) + columns
+        tile = tl.load(source + at, mask=over_row(rows < n) & (columns < D // PACK), other=0)
+    return tile
+
+
+@triton.jit
+def load_four(
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, rows: tl.tensor, n: tl.tensor,
+    D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The same rows of four tensors as they are stored."""
+    return (
+        load_stored(a, rows, n, D, CHUNKS, CHUNK),
+        load_stored(b, rows, n, D, CHUNKS, CHUNK),
+        load_stored(c, rows, n, D, CHUNKS, CHUNK),
+        load_stored(d, rows, n, D, CHUNKS, CHUNK),
+    )
+
+
+@triton.jit
+def numbers(stored: tl.tensor) -> tl.tensor:
+    """What `load_stored` gave, in fp32. The upper half of an fp32 number is a bf16 number."""
+    if stored.dtype == tl.int32:
+        low = (stored << 16).to(tl.float32, bitcast=True)
+        high = (stored & -65536).to(tl.float32, bitcast=True)
+        result = tl.reshape(tl.join(low, high), (stored.shape[0], stored.shape[1], 2 * stored.shape[2]))
+    else:
+        result = stored.to(tl.float32)
+    return result
 
 
 @triton.jit
@@ -194,16 +246,26 @@ def store_normalised(
 
 
 @triton.jit
+def held_columns(source: tl.tensor, columns: tl.tensor, D: tl.constexpr, HOLD: tl.constexpr) -> tl.tensor:
+    """A gain to keep in registers, or nothing."""
+    if HOLD and source is not None:
+        held = load_columns(source, columns, D)
+    else:
+        held = 0.0
+    return held
+
+
+@triton.jit
 def hat_gradient(
     du: tl.tensor, hat: tl.tensor, gain: tl.tensor, bias: tl.tensor, sum_gain: tl.tensor, sum_bias: tl.tensor,
-    columns: tl.tensor, D: tl.constexpr,
+    held: tl.tensor, columns: tl.tensor, D: tl.constexpr, HOLD: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """What u = gain hat + bias hands back: dL/dhat, and the running sums of the gradients of gain and bias."""
     if bias is not None:
         sum_bias += du
     if gain is not None:
         sum_gain += du * hat
-        du = du * load_columns(gain, columns, D)
+        du = du * (held if HOLD else load_columns(gain, columns, D))
     return du, sum_gain, sum_bias
 
 
@@ -222,9 +284,25 @@ def store_vector_sums(
     return line
 
 
+@triton.jit
+def sum_lines_kernel(
+    lines: tl.tensor, total: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """The sum over the lines of (count, WIDTH); a program has COLUMNS of them, and its loads do not wait in line."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    rows = tl.arange(0, ROWS)[:, None]
+    added = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for turn in tl.static_range(TURNS):
+        line = turn * ROWS + rows
+        added += tl.load(lines + line * WIDTH + columns, mask=(line < count) & (columns < WIDTH), other=0.0)
+    tl.store(total + columns, tl.sum(added, 0, keep_dims=True), mask=columns < WIDTH)
+
+
 class Tile(NamedTuple):
     """How a kernel is launched: columns of a chunk, rows at once, warps, and for a persistent grid pipeline stages,
-    programs per multiprocessor and the most registers a thread may take."""
+    programs per multiprocessor, the most registers a thread may take, whether the next tile is loaded into registers
+    before this one is computed, and whether gains stay in registers."""
 
     chunk: int
     rows: int
@@ -232,6 +310,8 @@ class Tile(NamedTuple):
     stages: int = 1
     programs: int = 0
     registers: int | None = None
+    ahead: bool = False
+    hold: bool = False
 
     def options(self) -> dict[str, int]:
         return {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
@@ -251,6 +331,24 @@ def row_tile(d: int, rows: int = 4, programs: int = 0) -> Tile:
     warps = triton.next_power_of_2(triton.cdiv(d, 768))
     chunk = min(256 * warps, max(16, triton.next_power_of_2(d)))
     return Tile(chunk, rows if d <= 256 else 1, warps, programs=max(1, programs // warps))
+
+
+SHARED = 224 * 1024  # bytes of shared memory of a multiprocessor that programs may take together
+STAGES = 3  # two copies of a row under way: with fewer the copy would only start when the row before is done
+
+
+def column_bytes(*tensors: Tensor | None) -> int:
+    return sum(t.element_size() for t in tensors if t is not None)
+
+
+def buffered(tile: Tile, d: int, width: int) -> Tile:
+    """`tile` with rows on their way through shared memory, and as many programs as it has room for.
+
+    The gains stay in registers then: whatever a pipelined loop loads is copied, and they would be for each row.
+    """
+    each = (STAGES - 1) * width * chunks(d, tile) * tile.chunk + 2048
+    programs = min(tile.programs, SHARED // each)
+    return tile._replace(stages=STAGES, hold=True, programs=programs) if programs else tile
 
 
 def chunks(d: int, tile: Tile) -> int:
@@ -273,9 +371,32 @@ def dense(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
+def packed(t: Tensor | None) -> Tensor | None:
+    """`dense`, and bf16 of an even width as pairs in int32, the form in which `load_stored` holds them."""
+    t = dense(t)
+    if t is None or t.dtype != torch.bfloat16 or t.shape[-1] % 2 or t.storage_offset() % 2:
+        return t
+    return t.view(torch.int32)
+
+
 def columns(vectors: tuple[Tensor | None, ...], d: int, scalars: int) -> int:
-    """Width of a line of partial sums: the vectors that exist, then all scalars."""
-    return sum(v is not None for v in vectors) * d + scalars
+    """Width of a line of partial sums: the vectors that exist, then all scalars, up to whole sectors of 32 bytes."""
+    return -(-(sum(v is not None for v in vectors) * d + scalars) // 8) * 8
+
+
+SUM = (128, 8, 8)  # lines at once, columns and warps of a program of the sum
+
+
+def sum_lines(lines: Tensor) -> Tensor:
+    """`lines.sum(0)`, for some hundreds of lines of some thousand numbers that lie in the cache: all of the
+    multiprocessors at once, with every load under way before the first is needed."""
+    count, width = lines.shape
+    total = lines.new_empty(width)
+    rows, columns_, warps = SUM
+    sum_lines_kernel[(triton.cdiv(width, columns_),)](
+        lines, total, count, WIDTH=width, TURNS=triton.cdiv(count, rows), ROWS=rows, COLUMNS=columns_, num_warps=warps
+    )
+    return total
 
 
 def split_sums(sums: Tensor, vectors: tuple[Tensor | None, ...], raws: tuple[Tensor | None, ...], d: int) -> list[Any]:

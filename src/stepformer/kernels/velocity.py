@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepformer.errors import InputError
 from stepformer.kernels import common
 from stepformer.kernels.common import (
     ABSENT,
@@ -43,14 +44,19 @@ from stepformer.kernels.common import (
     Tile,
     dense,
     hat_gradient,
+    held_columns,
     load_columns,
+    load_four,
     load_tile,
     mapped,
+    numbers,
     over_row,
+    packed,
     quotient,
     row_norm_backward,
     row_statistics,
     row_sum,
+    row_sums,
     slope,
     standardised,
     store_columns,
@@ -82,7 +88,8 @@ def _forward_kernel(
     mask = over_row(row) & column
     at = over_row(rows.to(tl.int64)) * D + columns
 
-    w = load_tile(g, at, mask)
+    if g is not None:
+        w = load_tile(g, at, mask)
     if g2 is not None:
         w += load_tile(g2, at, mask)
     if V is not None:
@@ -90,7 +97,9 @@ def _forward_kernel(
     if x is not None:
         p = load_tile(x, at, mask)  # early: it is on its way while the first norm is computed
     step = mapped(raw_step, c_step, STEP)
-    if gain_v is not None:
+    if g is None:
+        v = 0.0
+    elif gain_v is not None:
         mean, r = row_statistics(w, column, eps_v / (step * step), True, D)
         r = tl.where(step < 0, -r, r)  # with the sign of the step, here and in the backward
         tl.store(statistics + rows, mean, mask=row)
@@ -138,7 +147,8 @@ def _backward_kernel(
     dx: tl.tensor, dw: tl.tensor, partial: tl.tensor, n: tl.tensor, eps_v: tl.tensor,
     STEP: tl.constexpr, NU: tl.constexpr, LAM: tl.constexpr, MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
     DRIFT: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HOLD: tl.constexpr,
+    WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
@@ -161,47 +171,54 @@ def _backward_kernel(
     sum_lam, sum_mu, sum_ratio = sum_nu, sum_nu, sum_nu
     sum_step = tl.zeros((ROWS,), tl.float32)
 
+    held_v = held_columns(gain_v, columns, D, HOLD)
+    held_a = held_columns(gain_a, columns, D, HOLD)
+    held_b = held_columns(gain_b, columns, D, HOLD)
+    first = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if AHEAD:
+        next_kept, next_g, next_g2, next_p = load_four(V_out, g, g2, x_out, first, n, D, CHUNKS, CHUNK)
+        next_c, next_c2, next_dt, next_dV = load_four(du, du2, dx_out, dV_out, first, n, D, CHUNKS, CHUNK)
+
     for tile in tl.range(0, TILES, num_stages=STAGES):
-        rows = (tile * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+        rows = tile * tl.num_programs(0) * ROWS + first
         row = rows < n
         mask = over_row(row) & column
         at = over_row(rows.to(tl.int64)) * D + columns
 
-        # all loads before the first reduction, behind whose barrier they would wait
+        # all loads before the first reduction and the first store, behind which they would wait
         if gain_v is not None:
             r = tl.load(statistics + n + rows, mask=row, other=0.0)
-        if V_out is not None:
-            kept = load_tile(V_out, at, mask)
-        elif g is not None:
-            w = load_tile(g, at, mask)
-            if g2 is not None:
-                w += load_tile(g2, at, mask)
-            if gain_v is not None:
+            if V_out is None:
                 mean = tl.load(statistics + rows, mask=row, other=0.0)
-        if x_out is not None:
-            p = load_tile(x_out, at, mask)
-        if du is not None:
-            c = load_tile(du, at, mask)
-        if du2 is not None:
-            c2 = load_tile(du2, at, mask)
         if du is not None or du2 is not None:
             mean_p = tl.load(statistics + 2 * n + rows, mask=row, other=0.0)
             r_p = tl.load(statistics + 3 * n + rows, mask=row, other=0.0)
-        if dx_out is not None:
-            dt = load_tile(dx_out, at, mask)
-        if dV_out is not None:
-            dV = load_tile(dV_out, at, mask)
+        if AHEAD:
+            kept, answer, answer2, position = next_kept, next_g, next_g2, next_p
+            c_a, c_b, dt_stored, dV = next_c, next_c2, next_dt, next_dV
+            after = rows + tl.num_programs(0) * ROWS
+            next_kept, next_g, next_g2, next_p = load_four(V_out, g, g2, x_out, after, n, D, CHUNKS, CHUNK)
+            next_c, next_c2, next_dt, next_dV = load_four(du, du2, dx_out, dV_out, after, n, D, CHUNKS, CHUNK)
+            tl.debug_barrier()  # else they would be issued as late as possible, to save registers
+        else:
+            kept, answer, answer2, position = load_four(V_out, g, g2, x_out, rows, n, D, CHUNKS, CHUNK)
+            c_a, c_b, dt_stored, dV = load_four(du, du2, dx_out, dV_out, rows, n, D, CHUNKS, CHUNK)
+        if x_out is not None:
+            p = numbers(position)
 
         v = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
         hat = v
         if V_out is not None:
-            v = kept
+            v = numbers(kept)
             if gain_v is not None:
-                hat = kept * to_hat
+                hat = v * to_hat
         elif g is not None:
+            w = numbers(answer)
+            if g2 is not None:
+                w += numbers(answer2)
             if gain_v is not None:
                 hat = standardised(w, mean, r)
-                v = hat * load_columns(gain_v, columns, D)
+                v = hat * (held_v if HOLD else load_columns(gain_v, columns, D))
             else:
                 v = step * w
 
@@ -212,13 +229,19 @@ def _backward_kernel(
                 p += mu * unit * v
             hat_p = standardised(p, mean_p, r_p)
             if du is not None:
-                c, sum_gain_a, sum_bias_a = hat_gradient(c, hat_p, gain_a, bias_a, sum_gain_a, sum_bias_a, columns, D)
+                c, sum_gain_a, sum_bias_a = hat_gradient(
+                    numbers(c_a), hat_p, gain_a, bias_a, sum_gain_a, sum_bias_a, held_a, columns, D, HOLD
+                )
             if du2 is not None:
-                c2, sum_gain_b, sum_bias_b = hat_gradient(c2, hat_p, gain_b, bias_b, sum_gain_b, sum_bias_b, columns, D)
+                c2, sum_gain_b, sum_bias_b = hat_gradient(
+                    numbers(c_b), hat_p, gain_b, bias_b, sum_gain_b, sum_bias_b, held_b, columns, D, HOLD
+                )
                 c = c + c2 if du is not None else c2
             dp, _ = row_norm_backward(c, hat_p, r_p, CENTRED, D)
-            dt = dt + dp if dx_out is not None else dp
-        elif dx_out is None:
+            dt = numbers(dt_stored) + dp if dx_out is not None else dp
+        elif dx_out is not None:
+            dt = numbers(dt_stored)
+        else:
             dt = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
         if dx is not None:
             if DRIFT and LAM != ABSENT:
@@ -239,13 +262,18 @@ def _backward_kernel(
             if MU >= 0:
                 sum_mu += thread_sums(dp * v)
         if dV_out is not None:
-            dv += ratio * dV
+            dv += ratio * numbers(dV)
             if BETA >= 0 or NEXT >= 0:
-                sum_ratio += thread_sums(dV * v)
+                sum_ratio += thread_sums(numbers(dV) * v)
         if gain_v is not None:
-            sum_gain_v += dv * hat
-            dw_tile, along = row_norm_backward(dv * load_columns(gain_v, columns, D), hat, r, True, D)
+            # dhat hat = dv v', so hat itself is needed late, and one factor of it is left to the end
+            towards = dv * v
+            sum_gain_v += dv * hat if V_out is None else towards
+            dhat = dv * (held_v if HOLD else load_columns(gain_v, columns, D))
+            total, along = row_sums(dhat, towards)
+            along *= unit
             sum_step += r * r * along
+            dw_tile = (dhat - over_row(total / D)) * over_row(r) - hat * over_row(along / D * r)
         else:
             dw_tile = step * dv
             if STEP >= 0:
@@ -255,13 +283,15 @@ def _backward_kernel(
 
     line = partial + tl.program_id(0).to(tl.int64) * WIDTH
     if gain_v is not None:
+        if V_out is not None:
+            sum_gain_v *= to_hat
         store_columns(line, columns, sum_gain_v, D)
         line += D
     line = store_vector_sums(line, columns, gain_a, bias_a, sum_gain_a, sum_bias_a, D)
     line = store_vector_sums(line, columns, gain_b, bias_b, sum_gain_b, sum_bias_b, D)
     if STEP >= 0:
         if gain_v is not None:
-            factor = D * eps_v / (step * step * step)
+            factor = eps_v / (step * step * step)
         else:
             factor = quotient(unit, step)
         tl.store(line, tl.sum(sum_step) * factor * slope(raw_step, c_step, STEP))
@@ -277,26 +307,30 @@ def _backward_kernel(
         tl.store(line + 5, -tl.sum(sum_ratio) * unit * ratio / step_next * slope(raw_next, c_next, NEXT))
 
 
-def backward_tile(d: int, carry: bool) -> Tile:
-    """As many programs as the registers let run at once: 254 a thread with a velocity, 128 without (d = 768)."""
-    return common.row_tile(d, rows=1, programs=8 if carry else 16)
+def backward_tile(d: int, carry: bool, width: int) -> Tile:
+    """As many programs as the registers let run at once: 255 a thread with a velocity, 128 without (d = 768).
+
+    Few warps do not hide the latency of memory, so rows are copied to shared memory while the one before them is
+    computed. `width` is the bytes of a column in all tensors that are read.
+    """
+    return common.buffered(common.row_tile(d, rows=1, programs=8 if carry else 16), d, width)
 
 
 @torch.library.custom_op("stepformer::velocity_pass", mutates_args=())
 def _pass(
-    g: Tensor, x: Tensor, V: Tensor | None, g2: Tensor | None,
+    g: Tensor | None, x: Tensor, V: Tensor | None, g2: Tensor | None,
     gain_v: Tensor | None, gain_a: Tensor | None, bias_a: Tensor | None, gain_b: Tensor | None, bias_b: Tensor | None,
     raw_step: Tensor | None, raw_nu: Tensor | None, raw_lam: Tensor | None, raw_mu: Tensor | None,
     raw_beta: Tensor | None, raw_next: Tensor | None,
     kinds: list[int], constants: list[float], eps_v: float, eps: float,
     outputs: int, centred: bool, drift: bool, carry: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x_out, V_out, u, u2, statistics = _outputs(g, x, V, outputs, drift, carry, dtype)
-    d = g.shape[-1]
-    n = g.numel() // d
+    x_out, V_out, u, u2, statistics = _outputs(x, V, outputs, drift, carry, dtype)
+    d = x.shape[-1]
+    n = statistics.shape[1]
     tile = common.row_tile(d)
     _forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
-        g.contiguous(), dense(g2), x.contiguous() if drift or outputs else None, dense(V),
+        dense(g), dense(g2), x.contiguous() if drift or outputs else None, dense(V),
         gain_v, gain_a, bias_a, gain_b, bias_b, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         x_out if drift else None, V_out if carry else None, u if outputs else None, u2 if outputs > 1 else None,
         statistics, n, eps_v, eps, *kinds,
@@ -306,22 +340,22 @@ def _pass(
 
 
 def _outputs(
-    g: Tensor, x: Tensor, V: Tensor | None, outputs: int, drift: bool, carry: bool, dtype: torch.dtype
+    x: Tensor, V: Tensor | None, outputs: int, drift: bool, carry: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Unwritten memory for x', V', u, u2 and the statistics; empty where one does not exist."""
     return (
-        x.new_empty(g.shape if drift else 0),
-        (x if V is None else V).new_empty(g.shape if carry else 0),
-        x.new_empty(g.shape if outputs else 0, dtype=dtype),
-        x.new_empty(g.shape if outputs > 1 else 0, dtype=dtype),
-        x.new_empty((4, g.numel() // g.shape[-1]), dtype=torch.float32),
+        x.new_empty(x.shape if drift else 0),
+        (x if V is None else V).new_empty(x.shape if carry else 0),
+        x.new_empty(x.shape if outputs else 0, dtype=dtype),
+        x.new_empty(x.shape if outputs > 1 else 0, dtype=dtype),
+        x.new_empty((4, x.numel() // x.shape[-1]), dtype=torch.float32),
     )
 
 
 @_pass.register_fake
-def _(g: Tensor, x: Tensor, V: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(g: Tensor | None, x: Tensor, V: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     outputs, _, drift, carry, dtype = args[-5:]
-    return _outputs(g, x, V, outputs, drift, carry, dtype)
+    return _outputs(x, V, outputs, drift, carry, dtype)
 
 
 @torch.library.custom_op("stepformer::velocity_pass_backward", mutates_args=())
@@ -336,20 +370,21 @@ def _pass_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     d = shape[-1]
     n = statistics.shape[1]
-    tile = backward_tile(d, V_out is not None)
+    inputs = [packed(t) for t in (du, du2, dx_out, dV_out, x_out, V_out, g, g2)]
+    tile = backward_tile(d, V_out is not None, common.column_bytes(du, du2, dx_out, dV_out, x_out, V_out, g, g2))
     programs, tiles = common.persistent(n, tile, statistics.device)
     vectors = (gain_v, gain_a, bias_a, gain_b, bias_b)
     dx, dw, _ = _gradients(statistics, vectors, shape, dx_dtype, dw_dtype)
     columns = common.columns(vectors, d, len(SCALARS))
     partial = statistics.new_empty((programs, columns))
     _backward_kernel[(programs,)](
-        dense(du), dense(du2), dense(dx_out), dense(dV_out), dense(x_out), V_out, dense(g), dense(g2), statistics,
-        *vectors, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
+        *inputs, statistics, *vectors,
+        raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         None if dx_dtype is None else dx, None if dw_dtype is None else dw, partial, n, eps_v, *kinds,
         DRIFT=drift, CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows,
-        TILES=tiles, STAGES=tile.stages, WIDTH=columns, **tile.options(),
+        TILES=tiles, STAGES=tile.stages, AHEAD=tile.ahead, HOLD=tile.hold, WIDTH=columns, **tile.options(),
     )  # fmt: skip
-    return dx, dw, partial.sum(0)
+    return dx, dw, common.sum_lines(partial)
 
 
 def _gradients(
@@ -383,7 +418,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(position, V_out if carry else None, *answers, statistics, *vectors, *raws)
     ctx.numbers = (kinds, constants, eps_v, centred, drift)
-    ctx.shape, ctx.dtypes = list(g.shape), [None if t is None else t.dtype for t in (g, x, V, g2)]
+    ctx.shape, ctx.dtypes = list(x.shape), [None if t is None else t.dtype for t in (g, x, V, g2)]
     # x' = x + g: both have the same gradient, and it is written once
     residual = drift and not carry and not asks_for_v and lam == ABSENT.value and constants[0] * constants[1] == 1.0
     ctx.same = residual and g.dtype == x.dtype
@@ -416,7 +451,7 @@ _pass.register_autograd(_backward, setup_context=_setup)
 
 
 def velocity_pass(
-    g: Tensor, *, x: Tensor, V: Tensor | None = None, g2: Tensor | None = None, gamma: Scalar = ONE, scale: float = 1.0,
+    g: Tensor | None, *, x: Tensor, V: Tensor | None = None, g2: Tensor | None = None, gamma: Scalar = ONE, scale: float = 1.0,
     gain_v: Tensor | None = None, eps_v: float = 1e-5, nu: Scalar | None = None, lam: Scalar | None = None,
     drift: bool = True, mu_next: Scalar | None = None, beta_next: Scalar | None = None,
     gamma_next: Scalar | None = None, scale_next: float = 1.0, norms: Norms = (), norm_kind: str = "layernorm",
@@ -429,7 +464,13 @@ def velocity_pass(
     V or a `beta_next`. Without `gain_v` the velocity is not normalised. No gain and no beta may be exactly 0.
     `norms` holds gain and bias (or None) of each output, none to two; statistics are taken once. x' has the dtype
     of x, V' that of V (without V that of x), u that of `out_dtype` (default: that of x). Not twice differentiable.
+
+    Before the first answer, `g` is the velocity itself and nothing drifts: V' = ratio g and u looks ahead along g.
+    Without a `g` there is only the norm of x.
     """
+    if g is None:
+        if drift or V is not None or g2 is not None or gain_v is not None or mu_next or beta_next:
+            raise InputError("Without an answer a pass only normalises x.")
     carry = V is not None or beta_next is not None
     if not drift:
         nu = lam = None

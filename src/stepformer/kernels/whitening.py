@@ -34,6 +34,11 @@ and as exact. fp32 answers have split operands everywhere: relative errors of 1e
 condition of 500, a third of the twin's. bf16 answers have 8 bits themselves; what rounding them does to u, dR and dG is
 1.5e-3, 2.3e-3 and 2.5e-3. Whole operands do 3e-4, 3e-4 and 1e-2 more. In dG directions with small eigenvalues cancel,
 and they suffer in the first steps: with these four split backward it is 1e-3. So that is what bf16 answers take.
+
+Products are those of Ampere (mma.sync), on newer devices too. Hopper's own (wgmma) would be chosen for 64 rows and four
+warps, with left operands in registers; assemblers before CUDA 13.1, Triton's among them, translate several such products
+in one kernel into accesses outside shared memory or into wrong numbers (triton issues 10486 and 11366, pull request
+11781), and these kernels were among the victims.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ from stepformer.kernels.common import multiprocessors
 from stepformer.kernels.whitening_kernels import backward_kernel, forward_kernel
 
 STEPS = 10
-HEAD_DIMS = (16, 32, 64, 128)
+HEAD_DIMS = (16, 32, 64)  # a matrix of 128 does not fit in the registers: the twin takes it
 MAX_HEADS = 32
 
 
@@ -58,22 +63,23 @@ class Launch(NamedTuple):
     warps: int = 4
     stages: int = 1
     registers: int | None = None
-    programs: int = 0
+    programs: int = 2
+    products: str = "sm80"
+
+    def options(self) -> dict[str, Any]:
+        """As Triton wants them. `arch` says whose products to use; the code is built for the device all the same."""
+        here = {} if torch.version.hip else {"arch": self.products}
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers, **here}
 
 
 def forward_launch(k: int, exact: int) -> Launch:
-    """Four warps make a 64 x 64 product together; with 128 registers four such programs run side by side."""
-    return Launch(8) if k == 128 else Launch(registers=128)
+    """A warp for 16 rows, as many as one product of a warp has."""
+    return Launch(k // 16)
 
 
 def backward_launch(k: int, exact: int) -> Launch:
-    """With 168 registers three programs of four warps run side by side; little of what they spill is in the loops.
-
-    With split operands in every step it would be: two programs. For k = 128 one program fills a multiprocessor.
-    """
-    if k == 128:
-        return Launch(8, programs=1)
-    return Launch(registers=168, programs=3) if exact < STEPS else Launch(programs=2)
+    """As forward; each thread takes all the registers there are, which leaves room for 8 warps a multiprocessor."""
+    return Launch(k // 16, programs=128 // k)
 
 
 def exact_steps(dtype: torch.dtype) -> tuple[int, int]:
@@ -117,7 +123,7 @@ def _whiten(
         forward_kernel[(tokens,)](
             g.contiguous(), None if m is None else m.contiguous(), r, beta_r, beta1, u, r_new, m_new,
             H=n_head, K=k, R_STRIDE=stride, COLUMNS=_columns(n_head), MEAN=m is not None, STEPS=STEPS,
-            EXACT=exact, num_warps=how.warps, num_stages=how.stages, maxnreg=how.registers,
+            EXACT=exact, **how.options(),
         )  # fmt: skip
     return u, r_new, m_new
 
@@ -181,7 +187,7 @@ def _whiten_backward(
             r, r_new, beta_r, beta1, dg, dm, dr, partial, scratch, tokens,
             H=n_head, K=k, R_STRIDE=stride, COLUMNS=_columns(n_head), MEAN=m is not None,
             HAS_DR=dr_new is not None, HAS_DM=dm_new is not None, NEEDS_DR=needs_dr, STEPS=STEPS, EXACT=exact,
-            num_warps=how.warps, num_stages=how.stages, maxnreg=how.registers,
+            **how.options(),
         )  # fmt: skip
     return dg, dm, dr, partial.sum(1)
 

@@ -1,6 +1,6 @@
 """The device side of whitening.py, where its equations stand: the kernels and the steps they are made of.
 
-Matrices of heads are held transposed, k x h, because products on tensor cores want 64 rows; P, Z, Y and E are held
+Matrices of heads are held transposed, k x h, so that every warp has 16 rows of each product; P, Z, Y and E are held
 times SCALE. `SPLIT` says whether operands are split into two halves, `EXACT` for how many steps from the first on.
 """
 
@@ -122,7 +122,7 @@ def forward_kernel(
     j = tl.arange(0, K)
     head = tl.arange(0, COLUMNS)
     square = j[:, None] * K + j[None, :]
-    turned = token * (H * K) + head[None, :] * K + j[:, None]  # G^T: tensor cores want 64 rows
+    turned = token * (H * K) + head[None, :] * K + j[:, None]  # of G^T
     real = (head < H)[None, :]
 
     d = tl.load(g + turned, mask=real, other=0.0).to(tl.float32)

@@ -95,8 +95,10 @@ def over_queries(part: Callable[[int, int], Any], queries: int, chunk: int, dim:
         end = min(begin + chunk, queries)
         again = torch.is_grad_enabled()
         # nothing here draws random numbers, and asking for their state would keep CUDA graphs away
-        again_ = {"use_reentrant": False, "preserve_rng_state": False}
-        parts.append(checkpoint(part, begin, end, **again_) if again else part(begin, end))
+        if again:
+            parts.append(checkpoint(part, begin, end, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(part(begin, end))
     if isinstance(parts[0], Tensor):
         return torch.cat(parts, dim=dim)
     return tuple(torch.cat(pieces, dim=dim) for pieces in zip(*parts, strict=True))

@@ -34,6 +34,7 @@ from stepformer.oracles.attention import (
 )
 from stepformer.oracles.caches import Call, TokenSlot
 from stepformer.oracles.linear import needs_integrator
+from stepformer.oracles.maps import Linear, linear_map
 from stepformer.oracles.softmax import rotate
 from stepformer.schemes.coefficients import CoefficientBank, positive
 from stepformer.schemes.hamiltonian import SYMP, Fields
@@ -96,12 +97,12 @@ class HamiltonianAttention(Attention):
         self.tau = 1 / math.sqrt(head_dim) if kernel == "per-head" else 1 / (n_head * math.sqrt(head_dim))
         self.d_model, self.rotary, self.kappa = d_model, rotary, kappa
         self.rule, self.metric, self.bound, self.n0, self.query_chunk = force, metric, score_bound, n0, query_chunk
-        self.query = nn.Linear(d_model, d_model, bias=False)
-        self.key = None if symmetric else nn.Linear(d_model, d_model, bias=False)
+        self.query = Linear(d_model, d_model, bias=False)
+        self.key = None if symmetric else Linear(d_model, d_model, bias=False)
         if metric == "learned":
-            self.root = nn.Linear(d_model, d_model, bias=False)
+            self.root = Linear(d_model, d_model, bias=False)
         else:
-            self.value = nn.Linear(d_model, d_model, bias=False)
+            self.value = Linear(d_model, d_model, bias=False)
         self.coefficients = CoefficientBank({"attn": {"kappa": positive(kappa)} if learned_kappa else {}})
 
     @torch.no_grad()
@@ -186,7 +187,7 @@ class HamiltonianAttention(Attention):
         """W_Q^T of sums of keys (B, kernels, T, width), as A u_j = tau W_Q^T k_j."""
         if self.rotary:
             total = rotate(total, -call.positions)
-        return F.linear(total.transpose(1, 2).flatten(-2).to(dtype), self.query.weight.mT)
+        return linear_map(total.transpose(1, 2).flatten(-2).to(dtype), self.query.weight.mT)
 
     def scores(self, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
         """S between some queries and all keys, bounded, -inf where not visible."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepformer import kernels
 from stepformer.options import integer
 from stepformer.oracles.attention import Attention, as_products, at_least_fp32, product_dtype, register_attention
 from stepformer.oracles.caches import Call, StateSlot
+from stepformer.oracles.maps import Linear
 from stepformer.schemes.coefficients import CoefficientBank, positive
 from stepformer.schemes.hamiltonian import SYMP
 
@@ -72,8 +73,8 @@ class BilinearAttention(Attention):
     def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, n0: int = 0, chunk: int = 0) -> None:
         super().__init__()
         self.d_model, self.n0, self.chunk = d_model, n0, chunk
-        self.kernel = nn.Linear(d_model, d_model, bias=False)
-        self.value = nn.Linear(d_model, d_model, bias=False)
+        self.kernel = Linear(d_model, d_model, bias=False)
+        self.value = Linear(d_model, d_model, bias=False)
 
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StateSlot:
         return StateSlot(batch, self.d_model, device, dtype, moved=self.moves_with_new_momentum)

@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepformer.oracles.maps import Linear, trainable_by_kernels
 from stepformer.registry import Component, Registry
 
 
@@ -21,9 +22,9 @@ class MLP(Component, nn.Module):
         for key, option in self.options.items():
             setattr(self, key, options.get(key, option.default))
         hidden = self.default_hidden(d_model) if hidden is None else hidden
-        self.up = nn.Linear(d_model, self.branches * hidden, bias=bias)
+        self.up = Linear(d_model, self.branches * hidden, bias=bias)
         self.stacked = {"up.weight": self.branches}  # roles.stacked_parts
-        self.down = nn.Linear(hidden, d_model, bias=bias)
+        self.down = Linear(hidden, d_model, bias=bias)
 
     @staticmethod
     def default_hidden(d_model: int) -> int:
@@ -34,7 +35,13 @@ class MLP(Component, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no nonlinearity: define activation().")
 
     def forward(self, u: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(u)))
+        h = self.up(u)
+        known = FUSED.get(type(self)) if type(self.down) is Linear else None
+        if known is not None and trainable_by_kernels(h, self.down.weight):
+            from stepformer.kernels.maps import activated_linear
+
+            return activated_linear(h, self.down.weight, self.down.bias, known)
+        return self.down(self.activation(h))
 
 
 mlps: Registry[MLP] = Registry("mlp", MLP)
@@ -70,3 +77,7 @@ class SwigluMLP(MLP):
     def activation(self, h: Tensor) -> Tensor:
         gate, value = h.chunk(2, dim=-1)
         return F.silu(gate) * value
+
+
+# Activations that kernels know, by class: one that inherits from these may have another.
+FUSED: dict[type[MLP], str] = {GeluMLP: "gelu", TanhGeluMLP: "gelu-tanh", SwigluMLP: "swiglu"}

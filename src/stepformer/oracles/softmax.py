@@ -6,12 +6,13 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepformer import kernels
 from stepformer.options import choice, flag
 from stepformer.oracles.attention import Attention, at_least_fp32, over_queries, register_attention, softmax_rows
 from stepformer.oracles.caches import Call, TokenSlot
+from stepformer.oracles.maps import Linear
 
 QK_NORM_EPS = 1e-5
 REPORTED_AT_ONCE = 256  # queries whose scores exist at the same time while rows are reported
@@ -28,8 +29,8 @@ class MultiHeadAttention(Attention):
         super().__init__()
         self.n_head, self.head_dim = n_head, d_model // n_head
         self.rotary, self.qk_norm = rotary, qk_norm
-        self.qkv = nn.Linear(d_model, 3 * d_model, bias=bias)
-        self.out = nn.Linear(d_model, d_model, bias=bias)
+        self.qkv = Linear(d_model, 3 * d_model, bias=bias)
+        self.out = Linear(d_model, d_model, bias=bias)
 
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> TokenSlot:
         shape = (self.n_head, self.head_dim, dtype)

@@ -64,6 +64,7 @@ class Moving:
     moves: bool = False
     gain: Scalar | None = None  # of the drift; None for 1
     settled: Moving | None = None  # the same state with nothing waiting, once somebody has asked
+    asker: FusedSubstep | None = None  # who that was: its coefficients scale V
 
     @classmethod
     def begin(cls, s: State) -> Moving:
@@ -89,7 +90,8 @@ class FusedSubstep(Substep):
         scalars: Mapping[str, tuple[Tensor | None, str, float]],
         norm: nn.LayerNorm | None,
     ) -> None:
-        self.template, self.asks, self.c, self.norm, self.fields = template, asks, c, norm, None
+        self.template, self.asks, self.c, self.fields = template, asks, c, None
+        self.layer_norm = norm
         self.family = FAMILIES[type(template)]
         self.scalars = scalars
 
@@ -97,7 +99,12 @@ class FusedSubstep(Substep):
         """A coefficient as the kernels take it: raw, with the map that keeps it in its range."""
         from stepformer.kernels.common import Scalar
 
-        return Scalar(*self.scalars[name]) if name in self.scalars else None
+        return Scalar(*self.scalars[name]) if name in self.scalars else None  # type: ignore[arg-type]
+
+    def needed(self, name: str) -> Scalar:
+        found = self.scalar(name)
+        assert found is not None, name
+        return found
 
     # what splittings call
 
@@ -108,10 +115,12 @@ class FusedSubstep(Substep):
             s.settled, inputs = self._start(s, scale, norms)
         else:
             s.settled, inputs = s.turn.settle(s, self, scale, norms)
+        s.asker = self
         return tuple(oracle(u) for (_, oracle), u in zip(self.asks, inputs, strict=True))
 
     def kick(self, s: Any, g: Any, scale: float = 1.0) -> Any:
-        at = s.settled if s.turn is not None or s.settled is not None else s
+        assert s.asker is self, "a turn kicks the state at which it has asked"
+        at = s.settled
         streams, answers = at.streams, g
         if self.family == "proposal":
             whole = answers[0] if len(answers) == 1 else answers[0] + answers[1]
@@ -120,13 +129,11 @@ class FusedSubstep(Substep):
         return Moving(at.x, streams, s.memory, turn=self, answers=answers, scale=scale)
 
     def normalise(self, s: Any) -> Any:
-        return replace(s, normalises=True) if self.norm is not None else s
+        return replace(s, normalises=True) if self.layer_norm is not None else s
 
     def drift(self, s: Any, scale: float = 1.0) -> Any:
         if self.family == "proposal":
-            step = self.scalar("gamma")
-            assert step is not None
-            return replace(s, moves=True, gain=step.times(scale))
+            return replace(s, moves=True, gain=self.needed("gamma").times(scale))
         return replace(s, moves=True, gain=self.scalar("nu"))
 
     def follow(self, s: Any, name: str) -> Any:
@@ -153,7 +160,7 @@ class FusedSubstep(Substep):
             scale_next=scale,
             **_norm_settings(s.x, norms),
         )
-        if moving:
+        if v is not None and moving:
             streams["v"] = v
         return Moving(s.x, streams, s.memory), [u for u in inputs if u is not None]
 
@@ -165,8 +172,8 @@ class FusedSubstep(Substep):
             "x": s.x,
             "g2": s.answers[1] if len(s.answers) > 1 else None,
             "scale": s.scale,
-            "gain_v": self.norm.weight if s.normalises and self.norm is not None else None,
-            "eps_v": self.norm.eps if self.norm is not None else 0.0,
+            "gain_v": self.layer_norm.weight if s.normalises and self.layer_norm is not None else None,
+            "eps_v": self.layer_norm.eps if self.layer_norm is not None else 0.0,
             **_norm_settings(s.x, norms),
         }
         pass_ = self._adaptive if self.family == "adaptive" else self._velocity
@@ -182,9 +189,9 @@ class FusedSubstep(Substep):
         streams = dict(s.streams)
         moving = self.family == "velocity"
         if self.family == "plain":  # x' = x + scale step g: the step is the kick's, the drift is by 1
-            gamma = self.scalar("step")
+            gamma = self.needed("step")
         else:
-            gamma = self.scalar("gamma") if moving else Scalar()
+            gamma = self.needed("gamma") if moving else Scalar()
         follows = after is not None and moving
         x, v, *inputs = velocity_pass(
             s.answers[0],
@@ -199,7 +206,7 @@ class FusedSubstep(Substep):
             scale_next=scale_after,
             **settings,
         )
-        if moving:
+        if v is not None and moving:
             streams["v"] = v
         return (x if s.moves else s.x), streams, [u for u in inputs if u is not None]
 
@@ -213,8 +220,8 @@ class FusedSubstep(Substep):
             m=s.streams.get("m"),
             s=s.streams["s"],
             beta1=self.scalar("beta1"),
-            beta2=self.scalar("beta2"),
-            gamma=self.scalar("gamma"),
+            beta2=self.needed("beta2"),
+            gamma=self.needed("gamma"),
             lam=self.scalar("lam"),
             **settings,
         )

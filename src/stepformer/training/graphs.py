@@ -34,12 +34,8 @@ class CapturedPass:
         self.inputs = self.targets = torch.empty(0)
 
     def run(self, inputs: Tensor, targets: Tensor, first: bool) -> Tensor:
-        if not self.graphs:
-            self.inputs, self.targets = inputs.clone(), targets.clone()
-            self._warm_up()
-            self._record(True)
         if first not in self.graphs:
-            self._record(False)
+            self.record(inputs, targets, accumulate=not first)
         self.inputs.copy_(inputs, non_blocking=True)
         self.targets.copy_(targets, non_blocking=True)
         graph, loss = self.graphs[first]
@@ -47,6 +43,19 @@ class CapturedPass:
         for p, gradient in zip(self.parameters, self.gradients, strict=True):
             p.grad = gradient
         return loss
+
+    @property
+    def recorded(self) -> bool:
+        return bool(self.graphs)
+
+    def record(self, inputs: Tensor, targets: Tensor, accumulate: bool) -> None:
+        """Record the pass for micro-batches of this shape, and with `accumulate` the one that adds gradients."""
+        if not self.graphs:
+            self.inputs, self.targets = inputs.clone(), targets.clone()
+            self._warm_up()
+            self._record(True)
+        if accumulate and False not in self.graphs:
+            self._record(False)
 
     def _pass(self) -> Tensor:
         with self.autocast():

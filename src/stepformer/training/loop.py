@@ -200,6 +200,8 @@ class Trainer:
         """Add the mean gradient of step t's batch to the parameters; returns its mean loss, over all ranks."""
         inputs, targets = self._local_batch(t)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if self.captured is not None and not self.captured.recorded:
+            self._record(inputs, targets)
         for i in range(self.accumulation):
             rows = slice(i * self.micro_batch, (i + 1) * self.micro_batch)
             if self.captured is not None:
@@ -224,6 +226,18 @@ class Trainer:
             [p for p in self.model.parameters() if p.requires_grad],
             lambda: autocasting(self.world.device, self.autocast),
         )
+
+    def _record(self, inputs: Tensor, targets: Tensor) -> None:
+        """Record the pass; what cannot be recorded (an oracle that asks the device, too little memory) runs as it is."""
+        assert self.captured is not None
+        try:
+            self.captured.record(inputs[: self.micro_batch], targets[: self.micro_batch], self.accumulation > 1)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            self.display.note(f"{self.display.title}  runs without a CUDA graph, which could not be recorded: {reason}")
+            self.captured = None
+            self.optimizers.zero_grad()
+            torch.cuda.empty_cache()
 
     def _local_batch(self, t: int) -> tuple[Tensor, Tensor]:
         """This rank's share of step t's batch, on its device; the next step's is read meanwhile."""

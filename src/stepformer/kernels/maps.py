@@ -1,0 +1,306 @@
+"""Linear maps of bf16 tokens by fp32 weights, and the second map of an MLP together with the activation before it.
+
+Tokens x (N, in), weight W (out, in) in fp32, W16 its rounded copy, bias b:
+
+    y = x W16^T + b,    dx = dy W16,   dW = dy^T x,   db = sum_N dy
+
+Plain autograd under autocast rounds dW to bf16 and casts it back. Here the product's fp32 sums are written as they are:
+no rounding, and one pass over dW less. For the second map of an MLP, with h (N, hidden) what the first one gives,
+
+    a = act(h),   y = a W16^T + b
+    da = dy W16,  dh = da act'(h),   dW = dy^T a,   db = sum_N dy
+
+a is not kept: the kernel that makes dh from h and da computes a again, with the bits of the forward. Activations, with
+Phi the normal distribution and sigma the logistic function:
+
+    gelu       h Phi(h)                                     act' = Phi + h Phi'
+    gelu-tanh  h s,  s = sigma(2 c (h + 0.044715 h^3))      act' = s + h s (1 - s) 2 c (1 + 3 * 0.044715 h^2)
+    swiglu     silu(g) v,  h = (g, v),  silu = g sigma(g)   dg = da v silu'(g),  dv = da silu(g)
+
+with c = sqrt(2 / pi). fp32 storage takes Phi from erf. bf16 storage takes it from Abramowitz and Stegun, Handbook of
+Mathematical Functions, 7.1.26: absolute error below 1e-7 in Phi, relative error below 2e-3 (half of what bf16 rounds)
+down to h = -5, and the exponential in it is the one that Phi' needs.
+
+Traffic of the activation in numbers per entry of a: forward 1 read and 1 write, backward 2 and 2 (swiglu 2 + 1, 3 + 3).
+About 20 and 30 operations each: bandwidth-bound. dh replaces da in memory where they have the same shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
+TANH_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+CUBIC = tl.constexpr(0.044715)
+
+GELU = tl.constexpr(0)
+TANH_GELU = tl.constexpr(1)
+SWIGLU = tl.constexpr(2)
+CODES: dict[str, int] = {"gelu": 0, "gelu-tanh": 1, "swiglu": 2}
+
+# Entries of a program and its warps: one or two 16-byte loads of each tensor per thread are on their way at a time.
+FORWARD = {"BLOCK": 4096, "num_warps": 8}
+BACKWARD = {"BLOCK": 2048, "num_warps": 8}
+
+
+@triton.jit
+def _normal(h, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Phi(h) and its derivative."""
+    e = tl.exp2(h * h * (-0.5 * LOG2E))
+    if EXACT:
+        below = 0.5 + 0.5 * tl.math.erf(h * SQRT_HALF)
+    else:
+        t = 1 / (1 + tl.abs(h) * (0.3275911 * SQRT_HALF))
+        series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+        tail = t * series * e
+        below = tl.where(h < 0, tail, 1 - tail)
+    return below, e * DENSITY_AT_0
+
+
+@triton.jit
+def _logistic(z):  # type: ignore[no-untyped-def]
+    return 1 / (1 + tl.exp2(z * -LOG2E))
+
+
+@triton.jit
+def _value_and_slope(h, KIND: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the activation makes of h (of the gate, for swiglu), and the derivative of that."""
+    if KIND == GELU:
+        s, density = _normal(h, EXACT)
+        slope = s + h * density
+    elif KIND == TANH_GELU:
+        square = h * h
+        s = _logistic(h * (1 + square * CUBIC) * TANH_SLOPE)
+        slope = s + h * s * (1 - s) * (TANH_SLOPE * (1 + square * (3 * CUBIC)))
+    else:
+        s = _logistic(h)
+        slope = s + h * s * (1 - s)
+    return h * s, slope
+
+
+@triton.jit
+def _place(blocks, width, KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where this program's entries begin in h and in a, their offsets from there, and which exist."""
+    program = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    if KIND == SWIGLU:  # a row of h is a row of gates, then one of values
+        first = (program % blocks) * BLOCK
+        in_a = program // blocks * width + first
+        in_h = in_a + program // blocks * width
+    else:
+        first = program * BLOCK
+        in_a = first
+        in_h = first
+    mask = lanes < BLOCK if EVEN else lanes < width - first
+    return in_h, in_a, lanes, mask
+
+
+@triton.jit
+def _activate(  # type: ignore[no-untyped-def]
+    h, a, blocks, width, KIND: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
+):
+    in_h, in_a, lanes, mask = _place(blocks, width, KIND, BLOCK, EVEN)
+    value, _ = _value_and_slope(tl.load(h + in_h + lanes, mask=mask).to(tl.float32), KIND, EXACT)
+    if KIND == SWIGLU:
+        value *= tl.load(h + in_h + width + lanes, mask=mask).to(tl.float32)
+    tl.store(a + in_a + lanes, value.to(a.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _activate_backward(  # type: ignore[no-untyped-def]
+    h, da, dh, a, blocks, width, KIND: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
+):
+    """dh, which may be da, and a where it is asked for."""
+    in_h, in_a, lanes, mask = _place(blocks, width, KIND, BLOCK, EVEN)
+    source = tl.load(h + in_h + lanes, mask=mask).to(tl.float32)
+    d = tl.load(da + in_a + lanes, mask=mask).to(tl.float32)
+    value, slope = _value_and_slope(source, KIND, EXACT)
+    if KIND == SWIGLU:
+        v = tl.load(h + in_h + width + lanes, mask=mask).to(tl.float32)
+        tl.store(dh + in_h + width + lanes, (d * value).to(dh.dtype.element_ty), mask=mask)
+        d *= v
+        value *= v
+    tl.store(dh + in_h + lanes, (d * slope).to(dh.dtype.element_ty), mask=mask)
+    if a is not None:
+        tl.store(a + in_a + lanes, value.to(a.dtype.element_ty), mask=mask)
+
+
+def _launch(like: Tensor, kind: str, settings: dict[str, int]) -> tuple[int, dict[str, Any]]:
+    """Programs and arguments for entries like those of a (N, hidden); without gates they are one long row."""
+    rows, width = like.shape if kind == "swiglu" else (1, like.numel())
+    block = settings["BLOCK"]
+    blocks = triton.cdiv(width, block)
+    arguments = {"KIND": CODES[kind], "EXACT": like.dtype == torch.float32, "EVEN": width % block == 0}
+    return rows * blocks, {"blocks": blocks, "width": width, **arguments, **settings}
+
+
+def _hidden(h: Tensor, kind: str) -> tuple[int, int]:
+    """Shape of a."""
+    return h.shape[0], h.shape[1] // (2 if kind == "swiglu" else 1)
+
+
+def activate(h: Tensor, kind: str) -> Tensor:
+    """act(h) of a contiguous h (N, hidden)."""
+    a = h.new_empty(_hidden(h, kind))
+    programs, arguments = _launch(a, kind, FORWARD)
+    if programs:
+        _activate[(programs,)](h, a, **arguments)
+    return a
+
+
+def activate_backward(h: Tensor, da: Tensor, kind: str, again: bool) -> tuple[Tensor, Tensor | None]:
+    """dh from contiguous h and da, whose memory it may take, and act(h) once more if `again`."""
+    dh = torch.empty_like(h) if kind == "swiglu" else da
+    a = torch.empty_like(da) if again else None
+    programs, arguments = _launch(da, kind, BACKWARD)
+    if programs:
+        _activate_backward[(programs,)](h, da, dh, a, **arguments)
+    return dh, a
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a b with the sums written in `dtype`, which may be wider than the factors'."""
+    if a.dtype == dtype:
+        return torch.mm(a, b)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a.to(dtype), b.to(dtype))  # the CPU has no such product
+
+
+def _shared_gradients(
+    dy: Tensor, x: Tensor | None, dtype: torch.dtype, for_weight: bool, for_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """dW and db of y = x W^T + b; where one is not asked for, an empty tensor, as operators return tensors only."""
+    empty = dy.new_empty(0, dtype=dtype)
+    dw = product(dy.t(), x, dtype) if for_weight and x is not None else empty
+    db = dy.sum(0, dtype=torch.float32).to(dtype) if for_bias else torch.empty_like(empty)
+    return dw, db
+
+
+def _fake_gradients(
+    dy: Tensor, x: Tensor, columns: int, dtype: torch.dtype, for_x: bool, for_weight: bool, for_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = dy.new_empty(x.shape if for_x else (0,))
+    dw = dy.new_empty((dy.shape[1], columns) if for_weight else (0,), dtype=dtype)
+    return dx, dw, dy.new_empty((dy.shape[1],) if for_bias else (0,), dtype=dtype)
+
+
+@torch.library.custom_op("stepformer::linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor) -> Tensor:
+    """`rounded` is the weight in the dtype of x; the weight itself is there for its gradient."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))
+
+
+@_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("stepformer::linear_backward", mutates_args=())
+def _linear_backward(
+    dy: Tensor, x: Tensor, rounded: Tensor, dtype: torch.dtype, for_x: bool, for_weight: bool, for_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy = dy.contiguous()
+    with torch.autocast(dy.device.type, enabled=False):
+        dx = torch.mm(dy, rounded) if for_x else dy.new_empty(0)
+        return dx, *_shared_gradients(dy, x, dtype, for_weight, for_bias)
+
+
+@_linear_backward.register_fake
+def _(
+    dy: Tensor, x: Tensor, rounded: Tensor, dtype: torch.dtype, for_x: bool, for_weight: bool, for_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradients(dy, x, x.shape[1], dtype, for_x, for_weight, for_bias)
+
+
+@torch.library.custom_op("stepformer::activated_linear", mutates_args=())
+def _activated(h: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, kind: str) -> Tensor:
+    with torch.autocast(h.device.type, enabled=False):
+        return F.linear(activate(h.contiguous(), kind), rounded, None if bias is None else bias.to(h.dtype))
+
+
+@_activated.register_fake
+def _(h: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, kind: str) -> Tensor:
+    return h.new_empty(h.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("stepformer::activated_linear_backward", mutates_args=())
+def _activated_backward(
+    dy: Tensor,
+    h: Tensor,
+    rounded: Tensor,
+    dtype: torch.dtype,
+    kind: str,
+    for_h: bool,
+    for_weight: bool,
+    for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dy, h = dy.contiguous(), h.contiguous()
+    with torch.autocast(dy.device.type, enabled=False):
+        dh, a = dy.new_empty(0), None
+        if for_h:
+            dh, a = activate_backward(h, torch.mm(dy, rounded), kind, for_weight)
+        elif for_weight:
+            a = activate(h, kind)
+        return dh, *_shared_gradients(dy, a, dtype, for_weight, for_bias)
+
+
+@_activated_backward.register_fake
+def _(
+    dy: Tensor,
+    h: Tensor,
+    rounded: Tensor,
+    dtype: torch.dtype,
+    kind: str,
+    for_h: bool,
+    for_weight: bool,
+    for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradients(dy, h, rounded.shape[1], dtype, for_h, for_weight, for_bias)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, rounded, *kind = inputs
+    ctx.save_for_backward(x, rounded)
+    ctx.dtype, ctx.kind = weight.dtype, kind
+
+
+def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients somebody asked for, and nothing for the other arguments."""
+    found = (g if asked else None for g, asked in zip(gradients, ctx.needs_input_grad, strict=False))
+    return *found, None, *(None for _ in ctx.kind)
+
+
+def _backward_of(operator: Any) -> Any:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, rounded = ctx.saved_tensors
+        return _wanted(ctx, operator(dy, x, rounded, ctx.dtype, *ctx.kind, *ctx.needs_input_grad[:3]))
+
+    return backward
+
+
+_linear.register_autograd(_backward_of(_linear_backward), setup_context=_keep)
+_activated.register_autograd(_backward_of(_activated_backward), setup_context=_keep)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b for tokens (..., in) in their dtype; the gradients of W and b keep the digits that W's dtype has."""
+    rounded = weight.detach().to(x.dtype)
+    y: Tensor = _linear(x.flatten(0, -2), weight, bias, rounded)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def activated_linear(h: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """act(h) W^T + b for h (..., hidden), with `kind` a key of CODES; keeps h for the backward, not act(h)."""
+    rounded = weight.detach().to(h.dtype)
+    y: Tensor = _activated(h.flatten(0, -2), weight, bias, rounded, kind)
+    return y.view(*h.shape[:-1], weight.shape[0])
