@@ -121,9 +121,9 @@ def test_memory_estimate_is_near_the_measured_peak(name: str, checkpointing: boo
     before = torch.cuda.memory_allocated()
     model = sf.Model(config, device="cuda", seed=0)
     ids = tokens(batch, 1024, 50_000).cuda()
-    with torch.autocast("cuda", torch.bfloat16):
+    with torch.autocast("cuda", torch.bfloat16), kernels.off():  # kernels keep less: the estimate is a bound then
         loss = model(ids, ids).loss
-    loss.backward()
+        loss.backward()
     peak = torch.cuda.max_memory_allocated() - before
     estimate = estimate_memory(config, batch, autocast=torch.bfloat16, optimizer_copies=0).training
     print(f"{name} checkpointing={checkpointing}: estimate {estimate / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB")

@@ -228,7 +228,7 @@ class Trainer:
         )
 
     def _record(self, inputs: Tensor, targets: Tensor) -> None:
-        """Record the pass; what cannot be recorded (an oracle that asks the device, too little memory) runs as it is."""
+        """Record the pass; what cannot be recorded (an oracle asks the device, memory is short) runs as it is."""
         assert self.captured is not None
         try:
             self.captured.record(inputs[: self.micro_batch], targets[: self.micro_batch], self.accumulation > 1)
