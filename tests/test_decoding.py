@@ -12,7 +12,7 @@ import torch
 import stepformer as sf
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
 from stepformer import decoding, kernels
-from stepformer.generation import Generation, sample, stream
+from stepformer.generation import Generation, encode, sample, stream
 
 TOLERANCE = 1e-10  # the catalogue's: fp64, kernels may sum in another order when shapes change
 
@@ -380,6 +380,23 @@ def test_why_steps_are_not_fixed() -> None:
         looked = Generation([], [])
         list(stream(model, [1], max_new_tokens=2, result=looked, look=lambda _: None))
         assert "looks" in (looked.ordinary or "")
+
+
+def test_no_step_runs_ahead_of_the_capacity() -> None:
+    """The last token of a full context is still decoded, one more is refused, and a step too many does no harm."""
+    model = lively(context=8)
+    with torch.no_grad():
+        decoder = decoding.Decoder(model, 2, 8, decoding.Sampling(0.0), record=False)
+        cache, logits = encode(model, [[1, 2, 3], [4, 5]], 8)
+        assert len(list(decoder.stretch(cache, logits, 6))) == 6
+        assert decoder.positions.tolist() == [[8], [7]]
+        for _ in range(decoding.BEHIND):
+            decoder.advance()
+        assert decoder.out[-1] == 1
+        with pytest.raises(sf.StepformerError, match="cannot decode 7 more"):
+            next(decoder.stretch(cache, logits, 7))
+        with pytest.raises(sf.StepformerError, match="cache of 2 rows and 6 tokens"):
+            next(decoder.stretch(encode(model, [[1], [4]], 6)[0], logits, 2))
 
 
 def test_capacities_are_rounded_up_to_the_context() -> None:

@@ -71,7 +71,8 @@ def compare(shape: tuple[int, ...], ratio: float, ceiling: float | None, dtype: 
     plain = run(twin, [x.float() for x in arguments], ceiling)
     for name, x, y, p in zip(("O", "dq", "dk", "dv", "dradius"), found, expected, plain, strict=True):
         assert x.isfinite().all(), name
-        # short rows have almost no direction left free: their gradients are differences that nearly vanish in any fp32
+        # short rows have almost no direction left free: their gradients are differences that nearly vanish in any fp32;
+        # three times the twin's, since its error is one draw and three tf32 products are a little worse than one fp32
         assert distance(x, y) <= max(bound, 3 * distance(p, y)), name
 
 
@@ -80,6 +81,8 @@ def compare(shape: tuple[int, ...], ratio: float, ceiling: float | None, dtype: 
     [
         ((1, 2, 1, 32), 0.5, None),
         ((1, 2, 5, 32), 0.5, None),
+        ((1, 3, 5, 32), 0.9, None),
+        ((1, 3, 5, 128), 0.9, None),
         ((2, 1, 40, 64), 0.5, None),
         ((1, 1, 50, 128), 0.1, None),
         ((1, 2, 33, 32), 0.9, None),
@@ -87,14 +90,43 @@ def compare(shape: tuple[int, ...], ratio: float, ceiling: float | None, dtype: 
     ],
 )
 def test_equals_the_twin(shape: tuple[int, ...], ratio: float, ceiling: float | None) -> None:
-    """fp32: sums in another order; 1e-5 asked for, 1e-6 measured."""
+    """fp32: sums in another order; 1e-5 asked for, 1e-6 measured, and at T = 5, ratio 0.9 2e-5 where the twin has 4e-5."""
     compare(shape, ratio, ceiling, torch.float32, 1e-5)
 
 
 def test_the_ceiling_of_the_test_holds_some_rows() -> None:
     q, k, _, radius = inputs(1, 2, 33, 32, 0.3, torch.float32)
-    active = constrained.solve(q, k, radius, 1.4)[3, :, :, 1:]
-    assert 0.1 < active.mean() < 0.9
+    active = constrained.solve(q, k, radius, 1.4)[3, :, :, 1:] > 0
+    assert 0.1 < active.float().mean() < 0.9
+
+
+def test_gradients_do_not_depend_on_the_saved_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rows in bf16: O and W rounded cost what a second sum over the keys gives back, here for all five rows."""
+    q, k, v, radius = inputs(2, 3, 5, 64, 0.9, torch.float32)
+    expected = run(twin, [x.double() for x in (q, k, v, radius)], None)
+    out, tilt, rows = constrained._forward(q, k, v, radius, math.inf)
+    weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
+    rounded = [x.bfloat16().float() for x in (out, tilt)]
+    errors = []
+    for exact in (16, 0):
+        monkeypatch.setattr(constrained, "EXACT", {torch.float32: exact})
+        grads = constrained._backward(weight.transpose(1, 2).contiguous(), q, k, v, *rounded, rows)
+        errors.append(max(distance(x.transpose(1, 2), y) for x, y in zip(grads[:3], expected[1:4], strict=True)))
+    assert errors[0] < 1e-4  # saturated rows, fp32
+    assert errors[1] > 1e-2  # why the pass is there
+
+
+def test_a_row_just_beyond_the_ceiling_is_held_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gathering pass corrects b: where that leads past the ceiling, the row is one of the softmax at the ceiling."""
+    monkeypatch.setattr(constrained, "CLOSE", {torch.float32: 0.5})
+    q, k, v, radius = inputs(1, 1, 33, 32, 0.5, torch.float32)
+    beta = twin_solution(q, k, radius)[0][0, 0]
+    for row in (15, 30):
+        for share, held in ((1 - 1e-4, True), (1 + 1e-4, False)):
+            ceiling = share * beta[row].item()
+            found = constrained._forward(q, k, v, radius, ceiling)[2][:, 0, 0, row]
+            assert (found[4] == 0) == held
+            assert found[0] * math.sqrt(32) == pytest.approx(min(ceiling, beta[row].item()), rel=2e-5)
 
 
 def test_blocks_of_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,18 +315,19 @@ class TestOnTheGPU:
 
     @pytest.mark.parametrize("d", [32, 64, 128])
     @pytest.mark.parametrize("length", [1, 5, 127, 600])
-    @pytest.mark.parametrize(("ratio", "ceiling"), [(0.5, None), (0.1, None), (0.3, 1.4)])
+    @pytest.mark.parametrize(("ratio", "ceiling"), [(0.5, None), (0.1, None), (0.9, None), (0.3, 1.4)])
     def test_fp32(self, d: int, length: int, ratio: float, ceiling: float | None) -> None:
         """Three tf32 products for one in fp32: 2^-22 per product, 1e-5 after two of them and a softmax."""
         compare((2, 3, length, d), ratio, ceiling, torch.float32, 1e-5)
 
     @pytest.mark.parametrize("d", [32, 64, 128])
     @pytest.mark.parametrize("length", [1, 5, 127, 600])
-    @pytest.mark.parametrize(("ratio", "ceiling"), [(0.5, None), (0.1, None), (0.3, 1.4)])
+    @pytest.mark.parametrize(("ratio", "ceiling"), [(0.5, None), (0.1, None), (0.9, None), (0.3, 1.4)])
     def test_bf16(self, d: int, length: int, ratio: float, ceiling: float | None) -> None:
-        """Weights and their gradients rounded to bf16, 2^-9, before they multiply."""
-        if length == 5:
-            pytest.skip("gradients that nearly vanish have no digits left in bf16")
+        """Weights and their gradients rounded to bf16, 2^-9, before they multiply: 2 to 4e-3.
+
+        Also where gradients nearly vanish: dS is summed in fp32 from the same products and rounded when it is small.
+        """
         compare((2, 3, length, d), ratio, ceiling, torch.bfloat16, 1e-2)
 
     def test_the_same_bits_twice(self) -> None:

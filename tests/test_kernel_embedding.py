@@ -135,8 +135,9 @@ def test_odd_sizes_and_own_settings(
 
 
 @in_interpreter
-def test_many_heads_to_a_token(poisoned: None) -> None:
+def test_many_heads_to_a_token(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """More chunks of one token than are added at once."""
+    monkeypatch.setattr(embedding, "CHUNK", 2)
     n = embedding.CHUNK * (embedding.HEADS + 2) + 5
     check(ids_of("equal", 1, n, 3), 3, 4, context=None)
 

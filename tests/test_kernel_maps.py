@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -265,6 +266,7 @@ def test_mlp_with_kernels(name: str, bias: bool, narrow: bool) -> None:
             with Operators() as seen:
                 fused = gradients(module(u), *trained)
             assert set(calls) <= seen.names
+            torch._dynamo.reset()  # every case compiles the same function
             compiled = gradients(torch.compile(module, fullgraph=True, backend="aot_eager")(u), *trained)
             with Operators() as seen, torch.no_grad():
                 module(u)
@@ -394,7 +396,7 @@ class TestOnTheGpu:
         module = GeluMLP(256, None, bias=bias).cuda()
         u = torch.randn(8192, 256, device="cuda").to(dtype)
         kept = {}
-        for name, run in (("fused", kernels.interpreted), ("plain", kernels.off)):
+        for name, run in (("fused", contextlib.nullcontext), ("plain", kernels.off)):
             with run(), torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
                 module(u).sum().backward()
                 before = torch.cuda.memory_allocated()
@@ -402,4 +404,4 @@ class TestOnTheGpu:
                 kept[name] = torch.cuda.memory_allocated() - before
             y.sum().backward()
             module.zero_grad()
-        assert kept["plain"] - kept["fused"] > 0.9 * 8192 * 1024 * u.element_size()
+        assert kept["plain"] - kept["fused"] > 0.8 * 8192 * 1024 * u.element_size()  # copies of weights count too

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -125,6 +130,100 @@ def test_who_is_refused() -> None:
     assert "cannot take" in (decoding_rows.refusal(build("yurii"), 1) or "")
 
 
+@contextlib.contextmanager
+def checked_addresses() -> Iterator[list[str]]:
+    """Inside, whatever a kernel reads or writes in the interpreter lies in one of its arguments; else it is an error.
+
+    The interpreter itself reads whatever memory is there; a GPU stops with an illegal access, or does not. Yields the
+    names of the kernels that were launched.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    launched: list[str] = []
+    allowed: list[tuple[int, int]] = []
+
+    def check(pointers: Any, mask: Any) -> None:
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        everywhere, wanted = np.broadcast_arrays(pointers.data, mask.data)
+        for address in {int(a) for a in everywhere[wanted.astype(bool)].ravel()}:
+            inside = any(begin <= address and address + size <= end for begin, end in allowed)
+            assert inside, f"{launched[-1]} leaves its arguments"
+
+    with pytest.MonkeyPatch.context() as patch:
+        executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+        prepare, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+
+        def prepared(self: Any, given: Any, named: Any) -> Any:
+            found = prepare(self, given, named)
+            launched.append(self.fn.__name__)
+            tensors = [t for t in (*found[0], *found[1].values()) if isinstance(t, Tensor)]
+            lengths = [1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in tensors]
+            begins = [t.data_ptr() for t in tensors]
+            allowed[:] = [
+                (b, b + n * t.element_size()) for b, n, t in zip(begins, lengths, tensors, strict=True) if t.numel()
+            ]
+            return found
+
+        def loaded(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+            check(pointers, mask)
+            return load(self, pointers, mask, *rest)
+
+        def stored(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+            check(pointers, mask)
+            return store(self, pointers, value, mask, *rest)
+
+        patch.setattr(executor, "_init_args_hst", prepared)
+        patch.setattr(builder, "create_masked_load", loaded)
+        patch.setattr(builder, "create_masked_store", stored)
+        yield launched
+
+
+@NO_GPU
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+def test_no_address_lies_outside_the_arguments(name: str, options: dict[str, Any]) -> None:
+    """Also after steps too many, for tokens that do not exist, and with logits that are not numbers."""
+    model = shake(sf.build(name, seed=0, dtype=torch.float32, **{**SMALL, **options}), scale=0.1).eval()
+    with torch.no_grad(), kernels.interpreted(), decoding.anywhere(), checked_addresses() as launched:
+        decoder = decoding.Decoder(model, 2, 12, decoding.Sampling(0.0), record=False)
+        assert decoder.unfused is None
+        decoder.positions.copy_(torch.tensor([[11], [3]]))
+        decoder.advance()
+        decoder.tokens.copy_(torch.tensor([[10**12], [-(10**12)]]))  # the first row's position is 12 now
+        decoder.advance()
+        decoder.positions.copy_(torch.tensor([[10**12], [-5]]))
+        model.embed.tok_emb.weight[:, 0].fill_(torch.nan)
+        decoder.advance()
+        assert decoder.out[-1] == 0
+        assert 0 <= int(decoder.tokens.min()) <= int(decoder.tokens.max()) < (model.config.real_vocab or 29)
+    assert {"embed_kernel", "linear_kernel", "attend_kernel", "point_kernel", "finish_kernel"} == set(launched)
+
+
+@NO_GPU
+def test_addresses_outside_are_seen() -> None:
+    from stepformer.kernels.row_kernels import embed_kernel
+
+    table, tokens, out = torch.ones(5, 16), torch.tensor([[5]]), torch.empty(1, 16)
+    sizes = {"K": 16, "CONTEXT": 1, "LEARNED": False, "BLOCK_K": 16}
+    with checked_addresses():
+        embed_kernel[(1,)](tokens, tokens, table, table, out, VOCABULARY=5, **sizes)
+        with pytest.raises(Exception, match="leaves its arguments"):
+            embed_kernel[(1,)](tokens, tokens, table, table, out, VOCABULARY=6, **sizes)
+
+
+@NO_GPU
+def test_a_decoder_keeps_what_its_step_looks_up() -> None:
+    """A recording knows addresses only; the step itself is gone by then."""
+    model = sf.build("yurii", seed=0, dtype=torch.float32, positions="rotary", **SMALL)
+    with kernels.interpreted(), decoding.anywhere():
+        decoder: Any = decoding.Decoder(model, 1, 12, decoding.Sampling(0.0), record=False)
+    flat = [*vars(decoder.advance).values(), *decoder.advance.angles]
+    held = [weakref.ref(t) for t in flat if isinstance(t, Tensor)]
+    assert len(held) == 2
+    decoder.advance = None
+    del flat
+    gc.collect()
+    assert all(ref() is not None for ref in held)
+
+
 class TestOnTheGpu:
     pytestmark = on_gpu
 
@@ -154,3 +253,17 @@ class TestOnTheGpu:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(globals(), "PROMPTS", [ids, [5]])
             assert worst_error(model, 2, 4) < 1e-5
+
+    def test_steps_too_many_and_logits_that_are_not_numbers(self) -> None:
+        """Nothing that a device computes leads outside its memory."""
+        model = sf.build("yurii", seed=0, dtype=torch.float32, **{**SMALL, "d_model": 64}).eval().cuda()
+        with torch.no_grad():
+            decoder = decoding.Decoder(model, 2, 12, decoding.Sampling(0.0))
+            for _ in range(30):
+                decoder.advance()
+            model.final_norm.weight.fill_(torch.nan)
+            decoder.tokens.fill_(10**12)
+            for _ in range(3):
+                decoder.advance()
+        assert decoder.out[-1] == 0
+        assert 0 <= int(decoder.tokens.min()) <= int(decoder.tokens.max()) < 29

@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stepformer import kernels
+from stepformer.errors import InputError
 from stepformer.kernels import adaptive, common, stream_references, velocity
 from stepformer.kernels.common import Scalar
 from stepformer.schemes import State, templates
@@ -154,7 +155,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
     if not CUDA:
-        monkeypatch.setattr(velocity, "backward_tile", lambda d, carry, width: common.row_tile(d, rows=2, programs=2))
+        monkeypatch.setattr(velocity, "backward_tile", lambda d, light, width: common.row_tile(d, rows=2, programs=2))
         monkeypatch.setattr(adaptive, "backward_tile", lambda d: common.row_tile(d, rows=2, programs=2))
     with kernels.interpreted():
         yield
@@ -326,6 +327,35 @@ def test_chained_passes_are_the_rule(name: str) -> None:
         (a * weight).sum().backward(retain_graph=True)
         (b * weight).sum().backward(retain_graph=True)
     compare_gradients(ours, exact, 1e-5)
+
+
+def test_without_an_answer_nothing_moves() -> None:
+    with pytest.raises(InputError, match="only normalises"):
+        velocity.velocity_pass(None, x=torch.ones(1, 16, device=DEVICE))
+
+
+@pytest.mark.parametrize("width", [47, 48])
+@pytest.mark.parametrize(("run", "build"), [(velocity.velocity_pass, nesterov), (adaptive.adaptive_pass, adam)])
+def test_every_way_through_the_rows_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, run: Any, build: Build, width: int
+) -> None:
+    """Rows loaded one ahead, or gains held in registers; bf16 in pairs, or alone where the width is odd.
+
+    The same operations in the same order: a compiler may fuse others, so a few numbers round the other way (1e-3).
+    """
+    results = []
+    for options in ({}, {"ahead": True}, {"hold": True, "stages": 3}):
+        tile = common.row_tile(width, rows=2, programs=2)._replace(**options)  # type: ignore[arg-type]
+        monkeypatch.setattr(velocity, "backward_tile", lambda d, light, width, tile=tile: tile)
+        monkeypatch.setattr(adaptive, "backward_tile", lambda d, tile=tile: tile)
+        p = Parts((7, width), torch.float32, streams=dict.fromkeys(("g", "x", "V", "m", "s"), torch.bfloat16))
+        inputs = build(p)
+        outputs = [o for o in run(inputs.pop("g"), **inputs) if o is not None]
+        sum((o.float() * o.float()).sum() for o in outputs).backward()  # type: ignore[union-attr]
+        results.append({name: leaf.grad for name, leaf in p.leaves.items()})
+    for other in results[1:]:
+        for name, grad in results[0].items():
+            assert off_by(other[name], grad) < 1e-3, name  # type: ignore[arg-type]
 
 
 def test_degenerate_rows_and_gains_stay_finite() -> None:

@@ -116,7 +116,8 @@ class Decoder:
         self.keys = torch.arange(capacity, device=device)
         self.out = torch.zeros(batch + 1, dtype=torch.long, device=device)  # the tokens, and whether logits are finite
         self.busy = False  # decoding for somebody
-        self.weights = list(model.parameters())
+        self.weights = [*model.parameters(), *model.buffers()]
+        self.held: list[Tensor] = []  # while it is busy, their memory, wherever the model may go meanwhile
         self.fingerprint = fingerprint(model)
         self.coefficients = {
             (bank, key): bank.value(key).detach().clone()
@@ -128,12 +129,14 @@ class Decoder:
         self.behind = BEHIND if record else 0
         self.host = [torch.zeros(batch + 1, dtype=torch.long, pin_memory=record) for _ in range(self.behind + 1)]
         self.read = [torch.cuda.Event() for _ in self.host] if record else []
+        # a recording knows addresses only, so what a step looks up is kept here
         self.numbers: Numbers | None = None
+        self.angles: tuple[Tensor, Tensor] | None = None
         self.unfused = "it is compiled" if compiled else decoding_rows.refusal(model, batch)
         step: Any = FixedStep(model, self)
         if self.unfused is None:
             step = decoding_rows.RowStep(model, self)
-            self.numbers = step.numbers
+            self.numbers, self.angles = step.numbers, step.angles
         elif compiled:
             kernels.prepare_compiler()
             step = torch.compile(step.__call__, fullgraph=True, dynamic=False)
@@ -174,6 +177,11 @@ class Decoder:
 
     def load(self, cache: Cache) -> None:
         """Begin where the prompts in another cache of this capacity end, with the weights as they are now."""
+        if (cache.batch, cache.capacity) != (self.batch, self.capacity):
+            raise StepformerError(
+                f"A decoder of {self.batch} rows and {self.capacity} tokens cannot go on from a cache of "
+                f"{cache.batch} rows and {cache.capacity} tokens."
+            )
         for (bank, key), value in self.coefficients.items():
             value.copy_(bank.value(key))
         if self.numbers is not None:
@@ -195,6 +203,11 @@ class Decoder:
 
     def stretch(self, cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
         """`count` tokens of every row after the prompts in `cache`, whose last logits (B, 1, V) are given."""
+        # the first token needs no step, and the last one is not stored: nobody runs ahead of the capacity
+        if cache.longest + count - 1 > self.capacity:
+            raise StepformerError(
+                f"After {cache.longest} tokens a decoder of {self.capacity} cannot decode {count} more."
+            )
         self.load(cache)
         self.choose(logits[:, -1])
         waiting: deque[int] = deque()
@@ -230,10 +243,11 @@ class FixedStep:
 
     def __call__(self) -> None:
         model, own = self.model, self.decoder
-        call = Call(own.positions, (own.keys <= own.positions[..., None])[:, None], 0, own.capacity, uniform=False)
+        positions = own.positions.clamp(max=own.capacity - 1)  # a step too many writes over the last token
+        call = Call(positions, (own.keys <= positions[..., None])[:, None], 0, own.capacity, uniform=False)
         if model.config.document_separator is not None:
             call = within_documents(call, own.tokens == model.config.document_separator, own.origins)
-        s = model.start(own.tokens, own.positions)
+        s = model.start(own.tokens, positions)
         for i, block in enumerate(model.blocks):
             slots = own.cache.slots[i]
             before = [slot.tensors() for slot in slots]
@@ -278,10 +292,10 @@ def decoder_for(model: Model, batch: int, capacity: int, sampling: Sampling) -> 
     decoder = _kept.get(model)
     if decoder is None or not decoder.fits(model, batch, capacity, sampling):
         decoder = Decoder(model, batch, capacity, sampling)
-    decoder.busy = True
+    decoder.busy, decoder.held = True, [weight.detach() for weight in decoder.weights]
     try:
         yield decoder
     finally:
-        decoder.busy = False
+        decoder.busy, decoder.held = False, []
         if decoder.read:  # recorded: it holds no reference to the model
             _kept[model] = decoder

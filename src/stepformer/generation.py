@@ -164,6 +164,8 @@ def fixed(
         wanted = decoding.decoder_for(model, len(rows), capacity, decoding.Sampling(*sampling))
         return held.enter_context(wanted), None
     except RuntimeError as error:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a device that is lost says so here, and not as a reason to go on without it
         return None, f"recording its step failed: {error}"
 
 

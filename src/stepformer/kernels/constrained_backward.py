@@ -7,6 +7,11 @@ With g_j = dO.v_j, x_j = S_j - m and, where the constraint binds, r = c / Var wi
 
 The first kernel goes by blocks of queries: it computes dO.O, r and drho of its rows and dQ. The second, by blocks of
 keys, reads them for dK and dV. 6 d and 8 d FLOP per visible pair and some 10 more, one of them exp2. No atomics.
+
+A short row has few directions left: t = 2 none at all, its dS is zero. There g - dO.O - r x is a difference that nearly
+vanishes, while b may be large, and O, W, rounded, are not good enough. Rows below EXACT therefore have a pass of their
+own, 4 d FLOP, that sums z = sum a, m, Var, dO.O and c from the same a, g, x that make dS. In bf16 these are the first
+block or two, in fp32 all rows.
 """
 
 from __future__ import annotations
@@ -17,6 +22,31 @@ import triton.language as tl
 from stepformer.kernels.constrained_forward import EPS, LOG2E, PLAIN, load_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _sums_pass(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, rows: tl.tensor, b2: tl.tensor, mean: tl.tensor,
+    entropy: tl.tensor, z: tl.tensor, s1: tl.tensor, s2: tl.tensor, g0: tl.tensor, g1: tl.tensor,
+    kt: tl.tensor, vt: tl.tensor, length: tl.tensor, stop: tl.tensor,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of a, a x, a x^2, a g and a x g."""
+    for n in range(0, stop, BLOCK_N):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, kt, length, D, True)
+        values = load_rows(v, keys, vt, length, D, True)
+        x = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - mean[:, None]
+        g = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+        a = tl.exp2(b2[:, None] * x - entropy[:, None])
+        a = tl.where(keys[None, :] <= rows[:, None], a, 0.0)
+        z += tl.sum(a, 1)
+        g0 += tl.sum(a * g, 1)
+        a = a * x
+        s1 += tl.sum(a, 1)
+        s2 += tl.sum(a * x, 1)
+        g1 += tl.sum(a * g, 1)
+    return z, s1, s2, g0, g1
 
 
 @triton.jit
@@ -48,10 +78,11 @@ def query_gradient(
     qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
     vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor,
     heads: tl.tensor, length: tl.tensor, total: tl.tensor,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq (B, T, H, D), dradius (B, H, T) and, for the other kernel, lines (4, B, H, T): b / ln 2,
-    (H + b m) / ln 2, dO.O - r m and r, so that a_j = 2^(b2 S_j - h2) and dS_j = b a_j (g_j - f - r S_j).
+    """dq (B, T, H, D), dradius (B, H, T) and, for the other kernel, lines (5, B, H, T): b / ln 2, H / ln 2, m, dO.O, r.
+
+    m stays apart from H + b m, which is large where two scores are close: its rounding would be an error of a.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -74,20 +105,34 @@ def query_gradient(
     tilt = tl.load(tilt_ptr + to, mask=inside[:, None], other=0.0).to(tl.float32)
     gain = tl.sum(grad.to(tl.float32) * out, 1)
     along = tl.sum(grad.to(tl.float32) * tilt, 1)
-    # one-hot to rounding: the quotients have no digits left, send zero
-    safe = (active > 0) & (b * b * variance > EPS)
-    ratio = tl.where(safe, along / tl.where(safe, variance, 1.0), 0.0)
-    dradius = tl.where(safe, ratio / tl.where(safe, b, 1.0), 0.0)
     b2 = b * LOG2E
-    tl.store(lines_ptr + at, b2, mask=inside)
-    tl.store(lines_ptr + total + at, entropy + b2 * mean, mask=inside)
-    tl.store(lines_ptr + 2 * total + at, gain - ratio * mean, mask=inside)
-    tl.store(lines_ptr + 3 * total + at, ratio, mask=inside)
-    tl.store(dradius_ptr + at, dradius, mask=inside)
-
     q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
     k = k_ptr + batch * kb + head * kh
     v = v_ptr + batch * vb + head * vh
+    off = tl.zeros((BLOCK_M,), tl.float32)  # E[x]: how far `mean` is from m
+    if start < EXACT:
+        zero = tl.zeros((BLOCK_M,), tl.float32)
+        z, s1, s2, g0, g1 = _sums_pass(
+            q, k, v, grad, rows, b2, mean, entropy, zero, zero, zero, zero, zero, kt, vt, length, last,
+            D, BLOCK_N, PRECISION,
+        )  # fmt: skip
+        off = s1 / z
+        gain = g0 / z
+        along = g1 / z - gain * off
+        variance = tl.maximum(s2 / z - off * off, 0.0)
+        entropy += tl.log2(z)
+    # one-hot to rounding: the quotients have no digits left, send zero
+    safe = (active > 0) & (b * b * variance > EPS)
+    ratio = tl.where(safe, along / tl.where(safe, variance, 1.0), 0.0)
+    gain -= ratio * off  # rather than another rounding of `mean`
+    dradius = tl.where(safe, ratio / tl.where(safe, b, 1.0), 0.0)
+    tl.store(lines_ptr + at, b2, mask=inside)
+    tl.store(lines_ptr + total + at, entropy, mask=inside)
+    tl.store(lines_ptr + 2 * total + at, mean, mask=inside)
+    tl.store(lines_ptr + 3 * total + at, gain, mask=inside)
+    tl.store(lines_ptr + 4 * total + at, ratio, mask=inside)
+    tl.store(dradius_ptr + at, dradius, mask=inside)
+
     dq = tl.zeros((BLOCK_M, D), tl.float32)
     dq = _query_pass(
         q, k, v, grad, rows, b2, mean, entropy, gain, ratio, dq, kt, vt, length, 0, full_tiles,
@@ -115,21 +160,23 @@ def _key_pass(
         if CHECK:
             inside = rows < length
             b2 = tl.load(lines_ptr + rows, mask=inside, other=0.0)
-            h2 = tl.load(lines_ptr + total + rows, mask=inside, other=1e30)  # no weight
-            f = tl.load(lines_ptr + 2 * total + rows, mask=inside, other=0.0)
-            ratio = tl.load(lines_ptr + 3 * total + rows, mask=inside, other=0.0)
+            entropy = tl.load(lines_ptr + total + rows, mask=inside, other=1e30)  # no weight
+            mean = tl.load(lines_ptr + 2 * total + rows, mask=inside, other=0.0)
+            gain = tl.load(lines_ptr + 3 * total + rows, mask=inside, other=0.0)
+            ratio = tl.load(lines_ptr + 4 * total + rows, mask=inside, other=0.0)
         else:
             b2 = tl.load(lines_ptr + rows)
-            h2 = tl.load(lines_ptr + total + rows)
-            f = tl.load(lines_ptr + 2 * total + rows)
-            ratio = tl.load(lines_ptr + 3 * total + rows)
-        s = tl.dot(k, tl.trans(queries), input_precision=PRECISION)
+            entropy = tl.load(lines_ptr + total + rows)
+            mean = tl.load(lines_ptr + 2 * total + rows)
+            gain = tl.load(lines_ptr + 3 * total + rows)
+            ratio = tl.load(lines_ptr + 4 * total + rows)
+        x = tl.dot(k, tl.trans(queries), input_precision=PRECISION) - mean[None, :]
         g = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        a = tl.exp2(b2[None, :] * s - h2[None, :])
+        a = tl.exp2(b2[None, :] * x - entropy[None, :])
         if DIAGONAL:
             a = tl.where(keys[:, None] <= rows[None, :], a, 0.0)
         dv = tl.dot(a.to(grad.dtype), grad, dv, input_precision=PRECISION)
-        ds = a * (g - f[None, :] - ratio[None, :] * s) * (b2 * LN2)[None, :]
+        ds = a * (g - gain[None, :] - ratio[None, :] * x) * (b2 * LN2)[None, :]
         dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
     return dk, dv
 

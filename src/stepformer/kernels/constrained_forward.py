@@ -208,7 +208,7 @@ def solve_rows(
     PASSES: tl.constexpr, CLOSE: tl.constexpr, LIMITED: tl.constexpr, BETA_MAX: tl.constexpr,
     PRECISION: tl.constexpr, COUNT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """state (4, B, H, T): b, the largest score, m predicted at b, 1 where the constraint binds.
+    """state (4, B, H, T): b, the largest score, m predicted at b, the largest b where the constraint binds (else 0).
 
     limit: the largest b, if LIMITED. CLOSE: how small a step, in units where b std_a(S) changes by as much, need not be
     checked by another pass. With COUNT the third row of the state holds the number of passes instead.
@@ -304,7 +304,7 @@ def solve_rows(
     else:
         expected = tl.where(active, expected, top) + origin
     tl.store(state_ptr + 2 * total + at, expected, mask=inside)
-    tl.store(state_ptr + 3 * total + at, active.to(tl.float32), mask=inside)
+    tl.store(state_ptr + 3 * total + at, tl.where(active, end, 0.0), mask=inside)
 
 
 @triton.jit
@@ -356,7 +356,7 @@ def gather_rows(
     b = tl.load(state_ptr + at, mask=inside, other=0.0)
     top = tl.load(state_ptr + total + at, mask=inside, other=0.0)
     reference = tl.load(state_ptr + 2 * total + at, mask=inside, other=0.0)
-    active = tl.load(state_ptr + 3 * total + at, mask=inside, other=0.0)
+    end = tl.load(state_ptr + 3 * total + at, mask=inside, other=0.0)
     rho = tl.load(radius_ptr + batch * rb + head * rh + rows * rt, mask=inside, other=0.0)
     q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
     k = k_ptr + batch * kb + head * kh
@@ -386,12 +386,16 @@ def gather_rows(
     t = (rows + 1).to(tl.float32)
     error = tl.log(t) - entropy - rho
     slope = tl.maximum(b * b * second, TINY)
-    wrong = (active > 0) & (tl.abs(error) > (1 + tl.log(t) + slope) * (2 * EPS))
+    wrong = (end > 0) & (tl.abs(error) > (1 + tl.log(t) + slope) * (2 * EPS))
     newton = error / slope
     bend = newton * (1 + 0.5 * b * third / tl.maximum(second, TINY))
     step = newton / (1 - tl.minimum(tl.maximum(bend, -1.0), 0.5))
     step = tl.minimum(tl.maximum(step, -0.1), 0.1)
     db = tl.where(wrong, b * tl.exp(-step) - b, 0.0)
+    # a row whose solution turns out to lie at the end or beyond it is held there, and its radius moves nothing
+    beyond = wrong & (b + db >= end)
+    db = tl.where(beyond, end - b, db)
+    active = tl.where(beyond, 0.0, tl.where(end > 0, 1.0, 0.0))
     o += db[:, None] * w
     shift = db * (second + 0.5 * db * third)  # of m
     # ln sum exp((b + db) (S - top)) + (b + db) (top - m)

@@ -196,7 +196,8 @@ def stretch(d: int, most: int) -> int:
 def _order(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     # what matters is that equal tokens meet: 16 bits may become negative
     keys = tokens.flatten().to(torch.int16 if vocabulary <= SHORT else torch.int32)
-    return torch.sort(keys, stable=True)
+    keys, places = torch.sort(keys, stable=True)
+    return keys, places
 
 
 @_order.register_fake

@@ -103,7 +103,7 @@ def _place(blocks, width, KIND: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.cons
     return in_h, in_a, lanes, mask
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _activate(  # type: ignore[no-untyped-def]
     h, a, blocks, width, KIND: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
 ):
@@ -114,7 +114,7 @@ def _activate(  # type: ignore[no-untyped-def]
     tl.store(a + in_a + lanes, value.to(a.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _activate_backward(  # type: ignore[no-untyped-def]
     h, da, dh, a, blocks, width, KIND: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
 ):

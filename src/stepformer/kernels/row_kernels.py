@@ -11,8 +11,11 @@ For one new token per row every kernel is short, so their number counts. These l
 
 Without a velocity w = b g. Program 0 of a row stores x' and v', in other memory than it read: nobody waits for it.
 Traffic: the weights once, 2 bytes a number in bf16; streams and sums are fp32 and stay in the cache of the chip. All
-sums are fp32. Nothing here has a gradient: these kernels run inside a recorded decoding step and nowhere else, so they
-are plain launches, not operators.
+sums are fp32. Tokens and positions come from the device unseen: kernels confine them to their tables and caches, and
+logits that are not numbers never win. So whatever goes wrong, no address does.
+
+Nothing here has a gradient: these kernels run inside a recorded decoding step and nowhere else, so they are plain
+launches, not operators.
 """
 
 from __future__ import annotations
@@ -199,7 +202,7 @@ def linear_kernel(
     tl.store(out + row * N + n, y, mask=here)
     if REAL > 0:
         place = row * tl.num_programs(0) + pid
-        ranked = tl.where(n < REAL, y, float("-inf"))
+        ranked = tl.where((n < REAL) & (y == y), y, float("-inf"))  # among NaN an argmax may point beyond all of them
         tl.store(best + place, tl.max(ranked))
         tl.store(where + place, pid * BLOCK_N + tl.argmax(ranked, axis=0))
         tl.store(bad + place, tl.sum(tl.where(here, y * 0.0, 0.0)))  # NaN if anything is not finite
@@ -262,7 +265,7 @@ def attend_kernel(
     stretch, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
     d = tl.arange(0, D)
-    p = tl.load(positions + row)
+    p = tl.minimum(tl.maximum(tl.load(positions + row), 0), CAPACITY - 1)
     base = qkv + row * (3 * H * D) + head * D
     q, k, v = tl.load(base + d), tl.load(base + H * D + d), tl.load(base + 2 * H * D + d)
     q_scale, k_scale = scale, 1.0
@@ -318,14 +321,18 @@ def embed_kernel(
     pos: tl.tensor,
     out: tl.tensor,
     K: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    CONTEXT: tl.constexpr,
     LEARNED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
     row, k = tl.program_id(0), tl.arange(0, BLOCK_K)
     inside = k < K
-    x = tl.load(tok + tl.load(tokens + row) * K + k, mask=inside, other=0.0).to(tl.float32)
+    token = tl.minimum(tl.maximum(tl.load(tokens + row), 0), VOCABULARY - 1)
+    x = tl.load(tok + token * K + k, mask=inside, other=0.0).to(tl.float32)
     if LEARNED:
-        x += tl.load(pos + tl.load(positions + row) * K + k, mask=inside, other=0.0).to(tl.float32)
+        position = tl.minimum(tl.maximum(tl.load(positions + row), 0), CONTEXT - 1)
+        x += tl.load(pos + position * K + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * K + k, x, mask=inside)
 
 
@@ -348,7 +355,7 @@ def finish_kernel(
     for row in tl.static_range(ROWS):
         ranked = tl.load(best + row * PARTS + i, mask=inside, other=float("-inf"))
         wrong += tl.load(bad + row * PARTS + i, mask=inside, other=0.0)
-        token = tl.load(where + row * PARTS + tl.argmax(ranked, axis=0))
+        token = tl.load(where + row * PARTS + tl.minimum(tl.argmax(ranked, axis=0), PARTS - 1))
         tl.store(tokens + row, token)
         tl.store(out + row, token)
         tl.store(positions + row, tl.load(positions + row) + 1)

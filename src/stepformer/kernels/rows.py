@@ -209,9 +209,18 @@ def embed(tokens: Tensor, positions: Tensor, tok: Tensor, pos: Tensor | None) ->
     """The sum of a token table's and a position table's rows, (B, d) in fp32."""
     rows, k = tokens.shape[0], tok.shape[1]
     out = torch.empty(rows, k, dtype=torch.float32, device=tok.device)
-    learned = pos is not None
+    table = tok if pos is None else pos
     embed_kernel[(rows,)](
-        tokens, positions, tok, pos if learned else tok, out, K=k, LEARNED=learned, BLOCK_K=triton.next_power_of_2(k)
+        tokens,
+        positions,
+        tok,
+        table,
+        out,
+        K=k,
+        VOCABULARY=len(tok),
+        CONTEXT=len(table),
+        LEARNED=pos is not None,
+        BLOCK_K=triton.next_power_of_2(k),
     )
     return out
 

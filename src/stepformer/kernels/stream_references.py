@@ -15,9 +15,9 @@ EPS = 1e-8  # of the adaptive rules
 
 
 def velocity_pass_reference(
-    g: Tensor | None, *, x: Tensor, V: Tensor | None = None, g2: Tensor | None = None, gamma: Scalar = ONE, scale: float = 1.0,
-    gain_v: Tensor | None = None, eps_v: float = 1e-5, nu: Scalar | None = None, lam: Scalar | None = None,
-    drift: bool = True, mu_next: Scalar | None = None, beta_next: Scalar | None = None,
+    g: Tensor | None, *, x: Tensor, V: Tensor | None = None, g2: Tensor | None = None, gamma: Scalar = ONE,
+    scale: float = 1.0, gain_v: Tensor | None = None, eps_v: float = 1e-5, nu: Scalar | None = None,
+    lam: Scalar | None = None, drift: bool = True, mu_next: Scalar | None = None, beta_next: Scalar | None = None,
     gamma_next: Scalar | None = None, scale_next: float = 1.0, norms: Norms = (), norm_kind: str = "layernorm",
     eps: float = 1e-5, out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip

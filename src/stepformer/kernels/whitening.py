@@ -36,9 +36,9 @@ condition of 500, a third of the twin's. bf16 answers have 8 bits themselves; wh
 and they suffer in the first steps: with these four split backward it is 1e-3. So that is what bf16 answers take.
 
 Products are those of Ampere (mma.sync), on newer devices too. Hopper's own (wgmma) would be chosen for 64 rows and four
-warps, with left operands in registers; assemblers before CUDA 13.1, Triton's among them, translate several such products
+warps, with left operands in registers. Assemblers before CUDA 13.1, Triton's among them, can turn several such products
 in one kernel into accesses outside shared memory or into wrong numbers (triton issues 10486 and 11366, pull request
-11781), and these kernels were among the victims.
+11781). Built with wgmma these kernels ended in illegal accesses, though every address in their PTX is a good one.
 """
 
 from __future__ import annotations

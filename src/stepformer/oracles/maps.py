@@ -12,7 +12,7 @@ from stepformer.sharding import is_sharded
 
 
 def linear_map(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b; under bf16 autocast a kernel's caller gets dW in fp32 as it was summed, not rounded and cast back."""
+    """x W^T + b. Where kernels may run under bf16 autocast, dW is in fp32 as it was summed, not rounded to bf16."""
     if weight.requires_grad and weight.dtype == torch.float32 and trainable_by_kernels(x, weight):
         dtype = product_dtype(x, weight)
         if dtype == torch.bfloat16:
