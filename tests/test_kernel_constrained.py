@@ -90,7 +90,7 @@ def compare(shape: tuple[int, ...], ratio: float, ceiling: float | None, dtype: 
     ],
 )
 def test_equals_the_twin(shape: tuple[int, ...], ratio: float, ceiling: float | None) -> None:
-    """fp32: sums in another order; 1e-5 asked for, 1e-6 measured, and at T = 5, ratio 0.9 2e-5 where the twin has 4e-5."""
+    """fp32: sums in another order; 1e-5 asked for, 1e-6 measured; T = 5, ratio 0.9: 2e-5, the twin 4e-5."""
     compare(shape, ratio, ceiling, torch.float32, 1e-5)
 
 
@@ -117,7 +117,7 @@ def test_gradients_do_not_depend_on_the_saved_averages(monkeypatch: pytest.Monke
 
 
 def test_a_row_just_beyond_the_ceiling_is_held_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gathering pass corrects b: where that leads past the ceiling, the row is one of the softmax at the ceiling."""
+    """The gathering pass corrects b: a row led past the ceiling is one of the softmax at the ceiling."""
     monkeypatch.setattr(constrained, "CLOSE", {torch.float32: 0.5})
     q, k, v, radius = inputs(1, 1, 33, 32, 0.5, torch.float32)
     beta = twin_solution(q, k, radius)[0][0, 0]

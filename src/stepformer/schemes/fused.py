@@ -151,7 +151,7 @@ class FusedSubstep(Substep):
         streams = dict(s.streams)
         moving = self.family == "velocity"
         _, v, *inputs = velocity_pass(
-            streams["v"] if moving else s.x,
+            streams["v"] if moving else None,
             x=s.x,
             drift=False,
             mu_next=self.scalar("mu"),
