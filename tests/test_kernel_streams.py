@@ -156,7 +156,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
     if not CUDA:
         monkeypatch.setattr(velocity, "backward_tile", lambda d, light, width: common.row_tile(d, rows=2, programs=2))
-        monkeypatch.setattr(adaptive, "backward_tile", lambda d: common.row_tile(d, rows=2, programs=2))
+        monkeypatch.setattr(adaptive, "backward_tile", lambda d, width: common.row_tile(d, rows=2, programs=2))
     with kernels.interpreted():
         yield
 
@@ -347,7 +347,7 @@ def test_every_way_through_the_rows_is_the_same(
     for options in ({}, {"ahead": True}, {"hold": True, "stages": 3}):
         tile = common.row_tile(width, rows=2, programs=2)._replace(**options)  # type: ignore[arg-type]
         monkeypatch.setattr(velocity, "backward_tile", lambda d, light, width, tile=tile: tile)
-        monkeypatch.setattr(adaptive, "backward_tile", lambda d, tile=tile: tile)
+        monkeypatch.setattr(adaptive, "backward_tile", lambda d, width, tile=tile: tile)
         p = Parts((7, width), torch.float32, streams=dict.fromkeys(("g", "x", "V", "m", "s"), torch.bfloat16))
         inputs = build(p)
         outputs = [o for o in run(inputs.pop("g"), **inputs) if o is not None]

@@ -70,7 +70,11 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     how.add_argument("--context", type=int, metavar="T", help="tokens in a sequence (that of the size)")
     how.add_argument("--micro-batch", type=int, metavar="N", help="sequences (CUDA: 32,768 tokens, CPU: 1,024)")
     how.add_argument("--steps", type=int, metavar="N", help="timed steps (CUDA: 20, CPU: 15)")
-    how.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: no)")
+    how.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile (default: on CUDA the Hamiltonian integrators)",
+    )
     how.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, help="replay steps as a CUDA graph (default on CUDA: yes)"
     )
@@ -168,7 +172,7 @@ def settings_of(args: argparse.Namespace) -> BenchSettings:
         size=size,
         steps=args.steps or (20 if on_cuda else 15),
         warmup=5 if on_cuda else 2,
-        compile=bool(args.compile),
+        compile=args.compile if on_cuda else bool(args.compile),
         graph=on_cuda and args.graph is not False,
         kernels=choose_kernels(args.kernels, device),
         streams=choose_streams(args.streams, device),

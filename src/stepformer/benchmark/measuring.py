@@ -59,7 +59,7 @@ def measure(
         except torch.OutOfMemoryError:
             smaller = record["micro_batch"] // 2
         except Exception as error:
-            record["error"] = _sentence(error, settings.compile and "compile_seconds" not in record)
+            record["error"] = _sentence(error, case.compiled(settings) and "compile_seconds" not in record)
             return None
         finally:
             record["seconds"] = round(limit.used, 2)
@@ -79,7 +79,7 @@ def facts(case: Case, settings: BenchSettings) -> dict[str, Any]:
         "micro_batch": case.micro_batch,
         "kernels": case.kernels,
         "streams": case.streams,
-        "compiled": settings.compile,
+        "compiled": case.compiled(settings),
         "graph": settings.graph,
         "notes": [],
         "error": None,
@@ -88,7 +88,7 @@ def facts(case: Case, settings: BenchSettings) -> dict[str, Any]:
 
 def free(settings: BenchSettings) -> None:
     """Forget compiled code and give memory back before the next architecture."""
-    if settings.compile:
+    if settings.compile is not False:
         torch._dynamo.reset()
     gc.collect()
     if settings.device.type == "cuda":
@@ -118,7 +118,7 @@ class _Bench:
         self.model = Model(case.config, seed=0, device=self.device)
         self.model.stream_dtype = torch.bfloat16 if case.streams == "bf16" else None
         self.parallel = ParallelModel(self.model, World(0, 1, self.device), "ddp", compiled=False)
-        if settings.compile:
+        if settings.compile is not False:
             prepare_compiler(self.model, self.device)
             self.parallel.run = torch.compile(self.model, fullgraph=True, dynamic=False)
         self.captured: CapturedPass | None = None
@@ -146,7 +146,7 @@ class _Bench:
             self.full_step()
         if self.settings.decode_tokens and self.time_left("decoding"):
             self.decoding()
-        return None if self.on_cuda or self.settings.compile else self.fresh_gradients
+        return None if self.on_cuda or self.compiled else self.fresh_gradients
 
     def time_left(self, what: str) -> bool:
         if self.limit.passed:
@@ -197,13 +197,13 @@ class _Bench:
 
     def forward_backward(self) -> None:
         record, settings = self.record, self.settings
-        self.stage("compiling" if settings.compile else "warming up")
+        self.stage("compiling" if self.compiled else "warming up")
         began = time.perf_counter()
         if self.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         loss = self.fresh_gradients()
         record["loss"] = float(loss)
-        record["compile_seconds" if settings.compile else "first_step_seconds"] = time.perf_counter() - began
+        record["compile_seconds" if self.compiled else "first_step_seconds"] = time.perf_counter() - began
         timed(self.fresh_gradients, settings.warmup, self.device)
         self.stage("forward + backward")
         if self.on_cuda and self.captured is None:  # a replay allocates nothing: its peak is that of the recording

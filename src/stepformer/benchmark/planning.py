@@ -13,12 +13,16 @@ from stepformer import kernels
 from stepformer.catalogue import SIZES, load_config, model_config
 from stepformer.config import ModelConfig, merge
 from stepformer.errors import InputError
+from stepformer.schemes import templates
 
 BASELINE = "vanilla"
 SHAPE = (*SIZES["small"], "activation_checkpointing")  # settings that the baseline shares with whom it is compared to
 MICRO_BATCH_TOKENS = {"cuda": 32_768, "cpu": 1_024}
 # one of each family, for who names nothing
 USUAL = ("vanilla", "yurii", "tmm", "adam", "muon", "symp-etd-ab2", "linear", "entropy")
+
+
+HOW_COMPILED = {None: "compiled where that is faster", True: "compiled", False: "eager"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class BenchSettings:
     size: str
     steps: int
     warmup: int
-    compile: bool
+    compile: bool | None  # None: on a GPU, rules without fused passes (Hamiltonian integrators)
     graph: bool = False  # steps replayed as a CUDA graph, as the trainer does on one GPU
     kernels: tuple[str, ...] = ("on",)  # on, off; none where they cannot run
     streams: tuple[str, ...] = ("fp32",)  # what x and the velocities are carried in: fp32, bf16
@@ -65,6 +69,12 @@ class Case:
     micro_batch: int
     kernels: str
     streams: str
+
+    def compiled(self, settings: BenchSettings) -> bool:
+        """Whether this one is compiled: as asked, or if it integrates Hamiltonian fields on a GPU."""
+        if settings.compile is not None:
+            return settings.compile
+        return settings.device.type == "cuda" and templates[self.config.template].component.integrates
 
     @property
     def frame(self) -> tuple[Any, ...]:
@@ -155,7 +165,7 @@ def introduction(cases: Sequence[Case], settings: BenchSettings) -> str:
         f"{count} x {context} tokens" for count, context in batches
     )
     return (
-        f"{where} at {shape}; {'compiled' if settings.compile else 'eager'}, {how}.\n"
+        f"{where} at {shape}; {HOW_COMPILED[settings.compile]}, {how}.\n"
         f"{len(cases)} measurement{'s' * (len(cases) > 1)} of {len(labels)} architecture{'s' * (len(labels) > 1)}: "
         f"{', '.join(labels)}."
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepformer.benchmark.planning import BASELINE
+from stepformer.benchmark.planning import BASELINE, HOW_COMPILED
 from stepformer.benchmark.records import Process, Record, frame, pairs
 from stepformer.benchmark.targets import TARGETS, Target, Verdict, value_of, verdicts
 from stepformer.catalogue import SIZES
@@ -212,7 +212,7 @@ def page(processes: Sequence[Process]) -> str:
     for (name, size, changes, compiled), members in groups.items():
         measured = newest(members)
         table = speed_table(measured)
-        out.append(f"\n## {name}, size {size}{changes}, {'compiled' if compiled else 'eager'}\n")
+        out.append(f"\n## {name}, size {size}{changes}, {HOW_COMPILED[compiled]}\n")
         out.append(_conditions(members))
         out.append(markdown(table))
         out.append(f"\n{legend(members[-1], table)}")

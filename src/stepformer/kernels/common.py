@@ -384,7 +384,7 @@ def columns(vectors: tuple[Tensor | None, ...], d: int, scalars: int) -> int:
     return -(-(sum(v is not None for v in vectors) * d + scalars) // 8) * 8
 
 
-SUM = (128, 8, 8)  # lines at once, columns and warps of a program of the sum
+SUM = (128, 16, 8)  # lines at once, columns and warps of a program of the sum
 
 
 def sum_lines(lines: Tensor) -> Tensor:
