@@ -24,8 +24,8 @@ demo: $(STAMP)
 	$(BIN)/stepformer demo
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests docs
-	$(BIN)/ruff format --check src tests docs
+	$(BIN)/ruff check src tests docs benchmarks
+	$(BIN)/ruff format --check src tests docs benchmarks
 	$(BIN)/mypy
 
 test: lint
@@ -41,8 +41,8 @@ audit: $(STAMP)
 	$(BIN)/stepformer audit --all
 
 format: $(STAMP)
-	$(BIN)/ruff check --fix src tests docs
-	$(BIN)/ruff format src tests docs
+	$(BIN)/ruff check --fix src tests docs benchmarks
+	$(BIN)/ruff format src tests docs benchmarks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache

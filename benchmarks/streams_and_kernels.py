@@ -25,6 +25,7 @@ from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training.evaluation import evaluate
+from stepformer.training.graphs import CapturedPass
 from stepformer.training.parallel import World
 
 VARIANTS = {
@@ -43,18 +44,21 @@ def train(args: argparse.Namespace, corpus: Corpus, seed: int, fused: bool, stre
     optimizers = Optimizers(model, OptimConfig(lr_embedding=3e-3, lr_norm=3e-3, warmup=args.steps // 10), args.steps)
     batches = Batches(corpus.split("train"), config.context, args.batch, seed)
     losses = []
+
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = model(inputs, targets, loss_only=True).loss
+        assert loss is not None
+        return loss
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    recorded = CapturedPass(loss_of, trained, lambda: torch.autocast("cuda", torch.bfloat16))
     begin = time.perf_counter()
     with contextlib.nullcontext() if fused else kernels.off():
         for t in range(args.steps):
             inputs, targets = (part.to(device) for part in batches.rows(t, 0, args.batch))
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(inputs, targets, loss_only=True).loss
-            assert loss is not None
-            loss.backward()
+            losses.append(recorded.run(inputs, targets, first=True).clone())
             optimizers.clip()
             optimizers.step(t)
-            optimizers.zero_grad()
-            losses.append(loss.detach())
         took = time.perf_counter() - begin
         found = evaluate(
             model,

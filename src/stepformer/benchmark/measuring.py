@@ -118,7 +118,8 @@ class _Bench:
         self.model = Model(case.config, seed=0, device=self.device)
         self.model.stream_dtype = torch.bfloat16 if case.streams == "bf16" else None
         self.parallel = ParallelModel(self.model, World(0, 1, self.device), "ddp", compiled=False)
-        if settings.compile is not False:
+        self.compiled = case.compiled(settings)
+        if self.compiled:
             prepare_compiler(self.model, self.device)
             self.parallel.run = torch.compile(self.model, fullgraph=True, dynamic=False)
         self.captured: CapturedPass | None = None
