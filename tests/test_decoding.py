@@ -399,6 +399,47 @@ def test_no_step_runs_ahead_of_the_capacity() -> None:
             next(decoder.stretch(encode(model, [[1], [4]], 6)[0], logits, 2))
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 7])
+def test_several_steps_at_once_are_as_many_single_ones(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "SEVERAL", 3)
+    model = lively(context=16)
+    with torch.no_grad():
+        decoder = decoding.Decoder(model, 2, 16, decoding.Sampling(0.0), record=False)
+        calls: list[int] = []
+        for name, steps in (("advance", 1), ("advance_several", 3)):
+            original = getattr(decoder, name)
+            monkeypatch.setattr(decoder, name, lambda o=original, n=steps: (calls.append(n), o()))
+        prompts = [[1, 2, 3], [4, 5]]
+        found = list(decoder.stretch(*encode(model, prompts, 16), count))
+    assert calls == [3] * ((count - 1) // 3) + [1] * ((count - 1) % 3)
+    assert [list(row) for row in zip(*found, strict=True)] == model.generate(
+        prompts, max_new_tokens=count, temperature=0
+    ).tokens
+
+
+def test_tokens_before_logits_that_are_not_finite_are_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "SEVERAL", 3)
+    decoder = decoding.Decoder(lively(), 2, 8, decoding.Sampling(0.0), record=False)
+    decoder.host[0, :, :3] = torch.tensor([[5, 3, 1], [6, 3, 0], [7, 3, 1]])
+    received = decoder._received(0, 3)
+    assert next(received) == [5, 3]
+    with pytest.raises(sf.StepformerError, match="not finite"):
+        next(received)
+
+
+def test_a_decoder_takes_the_coefficients_as_they_are() -> None:
+    model = lively()
+    decoder = decoding.Decoder(model, 1, 8, decoding.Sampling(0.0), record=False)
+    shake(model, scale=0.5, seed=9)
+    model.pin_coefficients(mu=0.25, layer=1)
+    with torch.no_grad():
+        decoder.load(model.new_cache(1, 8))
+        values = [(value, bank.value(key)) for (bank, key), value in decoder.coefficients.items()]
+    assert any(float(value) == 0.25 for value, _ in values)
+    assert len(values) > 8
+    torch.testing.assert_close(*map(torch.cat, zip(*values, strict=True)), rtol=1e-14, atol=0)
+
+
 def test_capacities_are_rounded_up_to_the_context() -> None:
     assert decoding.capacity_for(5, 40, 1024) == 64
     assert decoding.capacity_for(5, 60, 1024) == 128

@@ -99,6 +99,21 @@ def test_a_hybrid_in_the_interpreter_and_sampling() -> None:
 
 
 @NO_GPU
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"seed": 3}], ids=str)
+def test_steps_read_short_prompts(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens after a pass over the whole prompt; a draw sees a rounding of 1e-6 in one case of 1e6."""
+    monkeypatch.setattr(decoding, "SEVERAL", 2)
+    model = shake(sf.build("yurii", seed=0, dtype=torch.float32, **{**SMALL, "n_layer": 1}), scale=0.1).eval()
+    prompts, settings = [[1, 2, 3, 4], [9, 8, 7, 6]], {"max_new_tokens": 3, **how}
+    plain = model.generate(prompts, **settings)
+    with kernels.interpreted(), decoding.anywhere(), monkeypatch.context() as patch:
+        patch.setattr("stepformer.generation.encode", lambda *_: pytest.fail("a pass over the prompts"))
+        fixed = model.generate(prompts, **settings)
+    assert fixed.ordinary is None
+    assert (fixed.tokens, fixed.finish) == (plain.tokens, plain.finish)
+
+
+@NO_GPU
 def test_logits_that_are_not_finite_are_flagged() -> None:
     from stepformer.kernels import rows
 
@@ -202,11 +217,12 @@ def test_addresses_outside_are_seen() -> None:
     from stepformer.kernels.row_kernels import embed_kernel
 
     table, tokens, out = torch.ones(5, 16), torch.tensor([[5]]), torch.empty(1, 16)
-    sizes = {"K": 16, "CONTEXT": 1, "LEARNED": False, "BLOCK_K": 16}
+    given, length = torch.ones(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    sizes = {"K": 16, "CONTEXT": 1, "GIVEN": 1, "LEARNED": False, "OVERLAP": 0, "BLOCK_K": 16}
     with checked_addresses():
-        embed_kernel[(1,)](tokens, tokens, table, table, out, VOCABULARY=5, **sizes)
+        embed_kernel[(1,)](tokens, tokens, given, length, table, table, out, VOCABULARY=5, **sizes)
         with pytest.raises(Exception, match="leaves its arguments"):
-            embed_kernel[(1,)](tokens, tokens, table, table, out, VOCABULARY=6, **sizes)
+            embed_kernel[(1,)](tokens, tokens, given, length, table, table, out, VOCABULARY=6, **sizes)
 
 
 @NO_GPU
@@ -218,7 +234,7 @@ def test_a_decoder_keeps_what_its_step_looks_up() -> None:
     flat = [*vars(decoder.advance).values(), *decoder.advance.angles]
     held = [weakref.ref(t) for t in flat if isinstance(t, Tensor)]
     assert len(held) == 2
-    decoder.advance = None
+    decoder.advance = decoder.advance_several = None
     del flat
     gc.collect()
     assert all(ref() is not None for ref in held)
@@ -253,6 +269,28 @@ class TestOnTheGpu:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(globals(), "PROMPTS", [ids, [5]])
             assert worst_error(model, 2, 4) < 1e-5
+
+    @pytest.mark.parametrize("name", ["vanilla", "yurii", "polyak-euler"])
+    def test_kernels_that_overlap_compute_the_same_bits(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever is read too early, or written, shows here: all keys and values of 500 steps are compared."""
+        from stepformer.kernels.rows import Launching
+
+        sizes = {"n_layer": 6, "n_head": 12, "d_model": 768, "context": 512, "vocab_size": 5003}
+        model = shake(sf.build(name, seed=0, dtype=torch.float32, **sizes), scale=0.02).eval().cuda()
+        model.to(torch.bfloat16)
+        found: list[list[Tensor]] = []
+        for overlap in (0, 1, 2, 2):
+            monkeypatch.setattr(Launching, "overlap", overlap)
+            with torch.no_grad():
+                decoder = decoding.Decoder(model, 1, 512, decoding.Sampling(0.0))
+                decoder.positions.zero_()
+                decoder.tokens.fill_(1)
+                for _ in range(62):
+                    decoder.advance_several()
+                written = (t[:, :, :496] for slots in decoder.cache.slots for s in slots for t in s.tensors())
+                found.append([t.clone() for t in written])
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
     def test_steps_too_many_and_logits_that_are_not_numbers(self) -> None:
         """Nothing that a device computes leads outside its memory."""

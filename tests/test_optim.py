@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -14,11 +16,25 @@ from torch.func import functional_call
 
 import stepformer as sf
 from helpers import tiny, tokens
+from stepformer import kernels
 from stepformer.errors import ConfigError, InputError
-from stepformer.optim import LmoOptimizer, OptimConfig, Optimizers, Schedule, global_norm, polar, scion_init
+from stepformer.optim import (
+    LmoOptimizer,
+    OptimConfig,
+    Optimizers,
+    Schedule,
+    global_norm,
+    lmo,
+    polar,
+    recordings,
+    scion_init,
+)
 from stepformer.optim.polar import quintics
+from stepformer.optim.recordings import MOST, Recordings
 from stepformer.roles import Role, declare, named_roles, stacked_parts
 from transcriptions import optimizers as naive
+
+polar_file = importlib.import_module("stepformer.optim.polar")  # the function of its name hides it
 
 METHODS = ("newton-schulz", "polar-express", "svd")
 SAFETY = 1.01  # the Polar Express quintics are stored as p(x / 1.01)
@@ -802,3 +818,157 @@ def test_a_schedule_compiles_nothing_again(device: str) -> None:
             rates.append(optimizers.groups()[0]["lr"])
     assert len(set(rates)) >= 6
     assert loss.isfinite()
+
+
+# What a GPU does otherwise: tall matrices from the right, stacks that stay, recorded work.
+
+
+@pytest.mark.parametrize("method", ["newton-schulz", "polar-express"])
+@pytest.mark.parametrize("shape", [(9, 4), (3, 9, 4), (2, 3, 9, 4), (3, 4, 9), (3, 5, 5)])
+def test_tall_matrices_from_the_right(monkeypatch: pytest.MonkeyPatch, method: str, shape: tuple[int, ...]) -> None:
+    matrix = normal(*shape)
+    turned = polar(matrix, method)
+    monkeypatch.setattr(polar_file, "stays_tall", lambda matrix: True)
+    as_it_is = polar(matrix, method)
+    assert as_it_is.is_contiguous()
+    assert (as_it_is - turned).abs().max() < 1e-12  # fp64, five or eight steps of a growth of at most 4
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("qkv", ["fused", "split"])
+def test_stacks_that_stay(monkeypatch: pytest.MonkeyPatch, qkv: str, nesterov: bool) -> None:
+    """Stacks in fixed memory are a way to the same steps; gradients and averages stay as they are."""
+
+    def after() -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+        model = tiny("yurii")
+        opt = Optimizers(model, OptimConfig(qkv=qkv, nesterov=nesterov, wd_matrix=0.1, momentum_warmup=3), 10)
+        for t in range(3):
+            opt.zero_grad()
+            x, y = batch_of(t)
+            model(x, y).loss.backward()
+            before = {n: p.grad.clone() for n, p in model.named_parameters()}
+            opt.step(t)
+            assert all(torch.equal(p.grad, before[n]) for n, p in model.named_parameters())
+        return trainable(model), opt.tensors(), next(iter(opt.parts[0].stacks.values()), [])
+
+    plain, state, none = after()
+    monkeypatch.setattr(lmo, "_narrow", lambda matrix, group: matrix.dtype)
+    monkeypatch.setattr(polar_file, "stays_tall", lambda matrix: True)
+    fixed, fixed_state, stacks = after()
+    assert not none
+    matrices = sum(
+        stacked_parts(tiny("yurii")).get(n, 1) if qkv == "split" else 1
+        for n, _, role in named_roles(tiny("yurii"))
+        if role is Role.MATRIX
+    )
+    assert sum(len(stack) for stack in stacks) == matrices
+    for n in plain:
+        assert (plain[n] - fixed[n]).abs().max() < 1e-11, n  # fp64; later gradients follow the first differences
+    for key in state:
+        assert (state[key] - fixed_state[key]).abs().max() < 1e-11, key
+
+
+class Replayed:
+    """A graph that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def replay(self) -> None:
+        self.count += 1
+
+
+def test_what_is_recorded_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    here = torch.zeros(1)
+    plain = Recordings()
+    for _ in range(3):
+        plain.run("a", 1, lambda: runs.append("plain"), here)
+    assert (runs, plain.known) == (["plain"] * 3, {})  # a CPU has no graphs
+
+    monkeypatch.setattr(recordings, "recordable", lambda tensor: True)
+    graph, made = Replayed(), []
+    recorded = Recordings()
+    monkeypatch.setattr(recorded, "_record", lambda work: made.append(1) or graph)
+    runs.clear()
+    for key in [1, 1, 1, 1, 2, 2, 2, 1]:
+        recorded.run("a", key, lambda: runs.append("plain"), here)
+    assert (len(runs), len(made), graph.count) == (3, 2, 5)  # each change of the key runs plainly once
+
+    refusing = Recordings()
+    refusing.count = MOST
+    runs.clear()
+    for _ in range(4):
+        refusing.run("a", 1, lambda: runs.append("plain"), here)
+    assert len(runs) == 4  # work that is not recorded is done all the same
+    assert refusing.known["a"].refused
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def cuda_steps(plain: bool, moving: bool, steps: int = 7, **settings: Any) -> tuple[dict[str, Tensor], Optimizers]:
+    """Weights and memory after steps along random gradients, and the last norm."""
+    model = tiny("yurii", dtype=torch.float32, d_model=128, n_head=2).cuda()
+    opt = Optimizers(model, OptimConfig(schedule="wsd", warmup=3, decay_start=5, momentum_warmup=4, **settings), steps)
+    generator = torch.Generator("cuda").manual_seed(0)
+    kept: list[Tensor] = []
+    norm = torch.zeros(())
+    for t in range(steps):
+        for p in opt.parameters:
+            noise = torch.randn(p.shape, generator=generator, device="cuda")
+            if p.grad is None or moving:
+                kept.append(noise)  # so that the next one lies elsewhere
+                p.grad = noise
+            else:
+                p.grad.copy_(noise)
+        torch.cuda.set_sync_debug_mode("error" if t > 1 else "default")  # recorded in the second step
+        try:
+            with kernels.off() if plain else contextlib.nullcontext():
+                norm = opt.norm()
+                opt.clip(norm)
+                opt.step(t)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return {**trainable(model), **opt.tensors(), "norm": norm}, opt
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"qkv": "split", "nesterov": False, "wd_matrix": 0.1}, {"polar": "polar-express", "polar_dtype": "bf16"}],
+    ids=["usual", "split", "express"],
+)
+def test_recorded_steps_are_the_plain_ones(device: str, settings: dict[str, Any], moving: bool) -> None:
+    """To the bit, over a schedule of rates and momentum, without waiting for the device."""
+    expected, plain = cuda_steps(True, moving, **settings)
+    found, recorded = cuda_steps(False, moving, **settings)
+    assert not any(known.graph for known in plain.recordings.known.values())
+    graphs = {name for name, known in recorded.recordings.known.items() if known.graph is not None}
+    assert graphs == ({"polar 0"} if moving else {"polar 0", "norm", "clip"})
+    assert recorded.recordings.count == len(graphs)  # the schedule recorded nothing again
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+def test_a_step_inside_another_recording(device: str) -> None:
+    matrix = nn.Parameter(torch.randn(128, 64, device=device))
+    matrix.grad = torch.randn_like(matrix)
+    opt = LmoOptimizer([{"params": [matrix]}])
+    for _ in range(3):
+        opt.step()
+    assert opt.recordings.known["polar 0"].graph is not None
+    start, memory = matrix.detach().clone(), opt.state[matrix]["momentum"].clone()
+    opt.step()
+    expected = matrix.detach().clone()
+    with torch.no_grad():
+        matrix.copy_(start)
+        opt.state[matrix]["momentum"].copy_(memory)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        opt.step()
+    assert torch.equal(matrix, start)
+    graph.replay()
+    assert torch.equal(matrix, expected)

@@ -2,7 +2,7 @@
 
 Ordinary decoding asks the device for every token and launches every kernel from Python. Here the cache has a fixed
 capacity, positions are tensors, keys beyond a row's position are masked, the token is chosen on the device and fed
-back there. So one recording serves all steps; tokens are read a few steps behind, and what was decoded beyond a stop
+back there. So one recording serves all steps; tokens are read some steps behind, and what was decoded beyond a stop
 token is dropped. The tokens are those of ordinary decoding: the same sums (another order on a GPU), the same draws.
 
 `refusal` says why a generation takes the ordinary way; `STEPFORMER_KERNELS=off` or `kernels.off()` makes all do so.
@@ -27,10 +27,12 @@ from stepformer.errors import StepformerError
 from stepformer.generation import NOT_FINITE, probabilities
 from stepformer.model import Model
 from stepformer.oracles.caches import Cache, Call, StateSlot, TokenSlot, within_documents
-from stepformer.schemes.coefficients import CoefficientBank
+from stepformer.schemes.coefficients import Coefficient, CoefficientBank
 
 FEWEST = 16  # new tokens that repay a recording
-BEHIND = 4  # steps that the device may be ahead of the reader
+BEHIND = 4  # steps that the device may be ahead of the reader, where they are recorded one by one
+SEVERAL = 8  # short steps that are recorded as one: launching and reading them one by one would take longer
+SHORT = 32  # prompts up to so many tokens are read by such steps: a pass of all of them at once has more launches
 WIDTH = 64  # capacities are multiples of it
 
 
@@ -114,7 +116,8 @@ class Decoder:
         self.positions = torch.zeros(batch, 1, dtype=torch.long, device=device)
         self.origins = torch.zeros(batch, dtype=torch.long, device=device)
         self.keys = torch.arange(capacity, device=device)
-        self.out = torch.zeros(batch + 1, dtype=torch.long, device=device)  # the tokens, and whether logits are finite
+        self.given = torch.zeros(batch, SHORT, dtype=torch.long, device=device)  # prompts that steps read
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.busy = False  # decoding for somebody
         self.weights = [*model.parameters(), *model.buffers()]
         self.held: list[Tensor] = []  # while it is busy, their memory, wherever the model may go meanwhile
@@ -126,13 +129,18 @@ class Decoder:
             for key in bank.specs
         }
         record = record and device.type == "cuda"
-        self.behind = BEHIND if record else 0
-        self.host = [torch.zeros(batch + 1, dtype=torch.long, pin_memory=record) for _ in range(self.behind + 1)]
-        self.read = [torch.cuda.Event() for _ in self.host] if record else []
         # a recording knows addresses only, so what a step looks up is kept here
         self.numbers: Numbers | None = None
         self.angles: tuple[Tensor, Tensor] | None = None
         self.unfused = "it is compiled" if compiled else decoding_rows.refusal(model, batch)
+        self.several = SEVERAL if self.unfused is None or not record else 1
+        self.behind = 0 if not record else BEHIND if self.several == 1 else 2 * self.several
+        # of each of so many steps the tokens and whether logits are finite, in rows of whole 16 bytes as kernels like
+        # them; `out` is where the next step writes
+        self.outs = torch.zeros(self.several, 2 * (batch // 2 + 1), dtype=torch.long, device=device)
+        self.out = self.outs[0, : batch + 1]
+        self.host = torch.zeros(self.behind + 1, *self.outs.shape, dtype=torch.long, pin_memory=record)
+        self.read = [torch.cuda.Event() for _ in self.host] if record else []
         step: Any = FixedStep(model, self)
         if self.unfused is None:
             step = decoding_rows.RowStep(model, self)
@@ -140,8 +148,16 @@ class Decoder:
         elif compiled:
             kernels.prepare_compiler()
             step = torch.compile(step.__call__, fullgraph=True, dynamic=False)
+
+        def steps() -> None:
+            for row in self.outs:
+                self.out = row[: batch + 1]
+                step()
+            self.out = self.outs[0, : batch + 1]
+
         with self._constants():
             self.advance: Callable[[], None] = self._recorded(step) if record else step
+            self.advance_several = steps if not record else self.advance if self.several == 1 else self._recorded(steps)
 
     def fits(self, model: Model, batch: int, capacity: int, sampling: Sampling) -> bool:
         """Whether this decoder, as it is, decodes that."""
@@ -182,16 +198,35 @@ class Decoder:
                 f"A decoder of {self.batch} rows and {self.capacity} tokens cannot go on from a cache of "
                 f"{cache.batch} rows and {cache.capacity} tokens."
             )
-        for (bank, key), value in self.coefficients.items():
-            value.copy_(bank.value(key))
-        if self.numbers is not None:
-            self.numbers.refresh()
-        for mine, theirs in zip(self.cache.slots, cache.slots, strict=True):
-            for slot, other in zip(mine, theirs, strict=True):
-                for kept, given in zip(slot.tensors(), other.tensors(), strict=True):
-                    kept.copy_(given)
+        self._follow()
+        pairs = [
+            pair
+            for mine, theirs in zip(self.cache.slots, cache.slots, strict=True)
+            for slot, other in zip(mine, theirs, strict=True)
+            for pair in zip(slot.tensors(), other.tensors(), strict=True)
+        ]
+        torch._foreach_copy_([kept for kept, _ in pairs], [given for _, given in pairs])
         self.positions.copy_(cache.lengths[:, None])
         self.origins.copy_(cache.origins)
+        self.lengths.zero_()
+
+    def _follow(self) -> None:
+        """Take the learned coefficients as they are now, all of a range at once: there are many, of one number each."""
+        alike: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        specs: dict[str, Coefficient] = {}
+        for (bank, key), value in self.coefficients.items():
+            pinned = bank.pinned.get(key)
+            raw = bank.get_parameter(key).detach() if pinned is None else pinned
+            kind: str = bank.specs[key].range if pinned is None else "pinned"
+            specs[kind] = bank.specs[key]
+            alike.setdefault(kind, []).append((value, raw))
+        for kind, pairs in alike.items():
+            raws = torch.cat([raw.reshape(-1) for _, raw in pairs])
+            mapped = raws if kind == "pinned" else specs[kind].value(raws)
+            found = mapped.split([raw.numel() for _, raw in pairs])
+            torch._foreach_copy_([v for v, _ in pairs], [f.view_as(v) for f, (v, _) in zip(found, pairs, strict=True)])
+        if self.numbers is not None:
+            self.numbers.refresh()
 
     def choose(self, logits: Tensor) -> None:
         """Draw the next tokens from logits (B, V), on the device and into the tensors of this decoder."""
@@ -203,36 +238,66 @@ class Decoder:
 
     def stretch(self, cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
         """`count` tokens of every row after the prompts in `cache`, whose last logits (B, 1, V) are given."""
-        # the first token needs no step, and the last one is not stored: nobody runs ahead of the capacity
-        if cache.longest + count - 1 > self.capacity:
-            raise StepformerError(
-                f"After {cache.longest} tokens a decoder of {self.capacity} cannot decode {count} more."
-            )
+        self._refuse(cache.longest, count)
         self.load(cache)
         self.choose(logits[:, -1])
-        waiting: deque[int] = deque()
-        for i in range(count):
-            if i:
-                self.advance()
-            waiting.append(self._send(i % len(self.host)))
-            if len(waiting) > self.behind:
-                yield self._receive(waiting.popleft())
-        while waiting:
-            yield self._receive(waiting.popleft())
+        yield from self._decoded(count, chosen=True)
 
-    def _send(self, place: int) -> int:
-        self.host[place].copy_(self.out, non_blocking=True)
+    def reads(self, rows: list[list[int]]) -> bool:
+        """Whether its own steps read these prompts: short ones of one length."""
+        return self.unfused is None and len(rows[0]) <= SHORT and all(len(row) == len(rows[0]) for row in rows)
+
+    def after(self, rows: list[list[int]], count: int) -> Generator[list[int], None, None]:
+        """`count` tokens of every row after prompts that it `reads`, without a pass over all of their tokens."""
+        length = len(rows[0])
+        self._refuse(length, count)
+        self._follow()
+        self.given[:, :length].copy_(torch.tensor(rows))
+        self.lengths.fill_(length)
+        self.positions.zero_()
+        self.origins.zero_()
+        state = self.generator.get_state()
+        blocks, single = divmod(length - 1, self.several)
+        for _ in range(blocks):
+            self.advance_several()
+        for _ in range(single):
+            self.advance()
+        self.generator.set_state(state)  # what these steps drew is not used
+        yield from self._decoded(count, chosen=False)
+
+    def _refuse(self, longest: int, count: int) -> None:
+        # the first token needs no step of its own, and the last one is not stored: nobody runs ahead of the capacity
+        if longest + count - 1 > self.capacity:
+            raise StepformerError(f"After {longest} tokens a decoder of {self.capacity} cannot decode {count} more.")
+
+    def _decoded(self, left: int, *, chosen: bool) -> Generator[list[int], None, None]:
+        """The next `left` tokens of every row, the first of which may already be `chosen`."""
+        waiting: deque[tuple[int, int]] = deque()
+        place = ahead = 0
+        while left:
+            count = 1 if chosen or left < self.several else self.several
+            if not chosen:
+                (self.advance if count == 1 else self.advance_several)()
+            chosen = False
+            self._send(place, count)
+            waiting.append((place, count))
+            place, ahead, left = (place + 1) % len(self.host), ahead + count, left - count
+            while waiting and (ahead > self.behind or not left):
+                ahead -= waiting[0][1]
+                yield from self._received(*waiting.popleft())
+
+    def _send(self, place: int, count: int) -> None:
+        self.host[place, :count].copy_(self.outs[:count], non_blocking=True)
         if self.read:
             self.read[place].record()
-        return place
 
-    def _receive(self, place: int) -> list[int]:
+    def _received(self, place: int, count: int) -> Iterator[list[int]]:
         if self.read:
             self.read[place].synchronize()
-        *ids, finite = self.host[place].tolist()
-        if not finite:
-            raise StepformerError(NOT_FINITE)
-        return ids
+        for found in self.host[place, :count].tolist():
+            if not found[self.batch]:
+                raise StepformerError(NOT_FINITE)
+            yield found[: self.batch]
 
 
 class FixedStep:

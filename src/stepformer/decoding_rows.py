@@ -208,13 +208,15 @@ class RowStep:
 
         def of(tables: Any) -> Tensor:
             position = None if tables.pos_emb is None else tables.pos_emb.weight
-            return rows.embed(self.decoder.tokens, self.decoder.positions, tables.tok_emb.weight, position)
+            own = self.decoder
+            return rows.embed(own.tokens, own.positions, own.given, own.lengths, tables.tok_emb.weight, position)
 
-        x = of(self.model.embed)
-        if "v" not in self.model.starts:
-            return Streams(x, None)
-        tables = self.model.aux_embed
-        return Streams(x, of(tables["v"]) if "v" in tables else torch.zeros_like(x))
+        tables, weight, v = self.model.aux_embed, self.model.embed.tok_emb.weight, None
+        if "v" in tables:
+            v = of(tables["v"])
+        elif "v" in self.model.starts:
+            v = weight.new_zeros(self.decoder.batch, weight.shape[1], dtype=torch.float32)
+        return Streams(of(self.model.embed), v)  # an embedding comes last: what overlaps begins behind it
 
     def point(self, s: Streams, norm: nn.Module | None, ahead: Number | None = None) -> Any:
         """Where to look next, as the kernels take it; the streams are those after it."""

@@ -90,11 +90,14 @@ def stream(
 
         made = 0
         while True:
-            cache, logits = encode(model, rows, capacity)
             # the logits after a full context still give a token
-            count = min(max_new_tokens - made, context - cache.longest + 1)
-            stretch = ordinary(model, choose) if decoder is None else decoder.stretch
-            with contextlib.closing(stretch(cache, logits, count)) as steps:
+            count = min(max_new_tokens - made, context - max(map(len, rows)) + 1)
+            if decoder is not None and decoder.reads(rows):
+                found = decoder.after(rows, count)
+            else:
+                stretch = ordinary(model, choose) if decoder is None else decoder.stretch
+                found = stretch(*encode(model, rows, capacity), count)
+            with contextlib.closing(found) as steps:
                 for ids in steps:
                     step: list[int | None] = []
                     for b, token in enumerate(ids):

@@ -14,6 +14,13 @@ Traffic: the weights once, 2 bytes a number in bf16; streams and sums are fp32 a
 sums are fp32. Tokens and positions come from the device unseen: kernels confine them to their tables and caches, and
 logits that are not numbers never win. So whatever goes wrong, no address does.
 
+Overlap (`OVERLAP`, programmatic dependent launch): a kernel starts while the one before it still runs, asks for its
+weights, and waits for the others' results only then. The embedding alone begins after all that came before, so what
+lay in memory when a step began may be read before the wait: weights, numbers, positions, the keys and values of
+earlier steps. What this step computes may not, and nothing is written before it. Every program waits, so the end of
+a kernel means the end of all before it. OVERLAP 1: the next kernel starts when all programs of this one have passed
+their wait, so two kernels are there at a time; 2: as soon as all of them run, so as many as fit.
+
 Nothing here has a gradient: these kernels run inside a recorded decoding step and nowhere else, so they are plain
 launches, not operators.
 """
@@ -25,9 +32,38 @@ import triton.language as tl
 
 
 @triton.jit
-def _layer_norm(p: tl.tensor, inside: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    centred = tl.where(inside, p - tl.sum(p) / WIDTH, 0.0)
-    return centred * tl.rsqrt(tl.sum(centred * centred) / WIDTH + eps)
+def _await(OVERLAP: tl.constexpr) -> None:
+    """Nothing that a kernel before this one wrote may be read, and nothing written, above this line."""
+    if OVERLAP == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+    if OVERLAP > 0:
+        tl.extra.cuda.gdc_wait()
+    if OVERLAP == 1:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _add_both(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return a + c, b + d
+
+
+@triton.jit
+def _layer_norm(
+    p: tl.tensor, inside: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr
+) -> tl.tensor:
+    """AT_ONCE: both sums in one pass, which waits for the other warps once; p is 0 outside.
+
+    The variance then loses digits by cancellation: its relative error is 1e-7 (1 + mean^2 / variance).
+    """
+    if AT_ONCE:
+        total, squares = tl.reduce((p, p * p), 0, _add_both)
+        mean = total / WIDTH
+        variance = tl.maximum(squares / WIDTH - mean * mean, 0.0)
+        centred = tl.where(inside, p - mean, 0.0)
+    else:
+        centred = tl.where(inside, p - tl.sum(p) / WIDTH, 0.0)
+        variance = tl.sum(centred * centred) / WIDTH
+    return centred * tl.rsqrt(variance + eps)
 
 
 @triton.jit
@@ -37,14 +73,11 @@ def _next_point(
     g: tl.tensor,
     x: tl.tensor,
     v: tl.tensor,
-    new_x: tl.tensor,
-    new_v: tl.tensor,
     numbers: tl.tensor,
     v_gain: tl.tensor,
     gain: tl.tensor,
     shift: tl.tensor,
     eps: tl.tensor,
-    stores: tl.tensor,
     WIDTH: tl.constexpr,
     PENDING: tl.constexpr,
     VELOCITY: tl.constexpr,
@@ -53,46 +86,69 @@ def _next_point(
     NORM: tl.constexpr,
     GAIN: tl.constexpr,
     SHIFT: tl.constexpr,
-) -> tl.tensor:
-    """norm(x' + m v') of one row; stores x' and v' where `stores`."""
+    AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """norm(x' + m v') of one row, x' and v'."""
     inside = k < WIDTH
     at = row * WIDTH + k
-    # all loads first: each one after a sum would wait for the memory once more
-    point = tl.load(x + at, mask=inside, other=0.0)
     if PENDING:
-        w = tl.load(numbers + 1) * tl.load(g + at, mask=inside, other=0.0)
-        if VELOCITY:
-            w += tl.load(numbers) * tl.load(v + at, mask=inside, other=0.0)
+        a, b, c = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
         if V_NORM:
             v_scale = tl.load(v_gain + k, mask=inside, other=0.0).to(tl.float32)
-        c = tl.load(numbers + 2)
     if AHEAD:
         m = tl.load(numbers + 3)
-        if not (PENDING and VELOCITY):
-            ahead = tl.load(v + at, mask=inside, other=0.0)
     if GAIN:
         scale = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
     if SHIFT:
         offset = tl.load(shift + k, mask=inside, other=0.0).to(tl.float32)
+    _await(OVERLAP)
+    # all loads first: each one after a sum would wait for the memory once more
+    point = tl.load(x + at, mask=inside, other=0.0)
+    if PENDING:
+        w = b * tl.load(g + at, mask=inside, other=0.0)
+        if VELOCITY:
+            w += a * tl.load(v + at, mask=inside, other=0.0)
+    if AHEAD and not (PENDING and VELOCITY):
+        ahead = tl.load(v + at, mask=inside, other=0.0)
     if PENDING:
         if V_NORM:
-            w = _layer_norm(w, inside, eps, WIDTH) * v_scale
+            w = _layer_norm(w, inside, eps, WIDTH, AT_ONCE) * v_scale
         point += c * w
-        tl.store(new_x + at, point, mask=inside & stores)
         if VELOCITY:
-            tl.store(new_v + at, w, mask=inside & stores)
             ahead = w
+    moved, velocity = point, point
+    if PENDING:
+        velocity = w
     if AHEAD:
         point += m * ahead
     if NORM == 1:
-        point = _layer_norm(point, inside, eps, WIDTH)
+        point = _layer_norm(point, inside, eps, WIDTH, AT_ONCE)
         if GAIN:
             point *= scale
         if SHIFT:
             point += offset
     elif NORM == 2:
         point *= tl.rsqrt(tl.sum(point * point) / WIDTH + eps)
-    return point
+    return point, moved, velocity
+
+
+@triton.jit
+def _store_streams(
+    row: tl.tensor,
+    k: tl.tensor,
+    new_x: tl.tensor,
+    new_v: tl.tensor,
+    moved: tl.tensor,
+    velocity: tl.tensor,
+    WIDTH: tl.constexpr,
+    PENDING: tl.constexpr,
+    VELOCITY: tl.constexpr,
+) -> None:
+    if PENDING:
+        tl.store(new_x + row * WIDTH + k, moved, mask=k < WIDTH)
+        if VELOCITY:
+            tl.store(new_v + row * WIDTH + k, velocity, mask=k < WIDTH)
 
 
 @triton.jit
@@ -158,6 +214,8 @@ def linear_kernel(
     ACT: tl.constexpr,
     CAP: tl.constexpr,
     REAL: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
@@ -171,14 +229,20 @@ def linear_kernel(
     tile = tl.load(weight + at, mask=here[:, None] & (k < K)[None, :], other=0.0)
     if ACT == 3:
         second = tl.load(weight + N * K + at, mask=here[:, None] & (k < K)[None, :], other=0.0)
+    if BIAS:
+        offset = tl.load(bias + n, mask=here, other=0.0).to(tl.float32)
+        if ACT == 3:
+            second_offset = tl.load(bias + N + n, mask=here, other=0.0).to(tl.float32)
     if HOW == 0:
+        _await(OVERLAP)
         u = tl.load(source + row * K + k, mask=k < K, other=0.0)
     elif HOW == 1:
-        u = _next_point(
-            row, k, source, x, v, new_x, new_v, numbers, v_gain, gain, shift, eps, pid == 0,
-            K, PENDING, VELOCITY, AHEAD, V_NORM, NORM, GAIN, SHIFT,
+        u, moved, velocity = _next_point(
+            row, k, source, x, v, numbers, v_gain, gain, shift, eps,
+            K, PENDING, VELOCITY, AHEAD, V_NORM, NORM, GAIN, SHIFT, AT_ONCE, OVERLAP,
         )  # fmt: skip
     else:
+        _await(OVERLAP)
         u = _merged(row, k, source, tops, sums, K, HEAD, SPLIT)
     products = tile.to(tl.float32) * u[None, :]
     for begin in tl.static_range(BLOCK_K, K, BLOCK_K):  # long vectors are plain ones
@@ -187,7 +251,7 @@ def linear_kernel(
         products += tile.to(tl.float32) * tl.load(source + row * K + begin + k, mask=inside, other=0.0)[None, :]
     y = tl.sum(products, axis=1)
     if BIAS:
-        y += tl.load(bias + n, mask=here, other=0.0).to(tl.float32)
+        y += offset
     if ACT == 1:
         y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476))
     elif ACT == 2:
@@ -195,11 +259,14 @@ def linear_kernel(
     elif ACT == 3:
         value = tl.sum(second.to(tl.float32) * u[None, :], axis=1)
         if BIAS:
-            value += tl.load(bias + N + n, mask=here, other=0.0).to(tl.float32)
+            value += second_offset
         y = y * tl.sigmoid(y) * value
     if CAP:
         y = cap * (2.0 * tl.sigmoid(2.0 * y / cap) - 1.0)
     tl.store(out + row * N + n, y, mask=here)
+    if PENDING:  # noqa: SIM102 (known when it is compiled)
+        if pid == 0:  # after its outputs, for which everybody waits
+            _store_streams(row, k, new_x, new_v, moved, velocity, K, PENDING, VELOCITY)
     if REAL > 0:
         place = row * tl.num_programs(0) + pid
         ranked = tl.where((n < REAL) & (y == y), y, float("-inf"))  # among NaN an argmax may point beyond all of them
@@ -229,15 +296,18 @@ def point_kernel(
     NORM: tl.constexpr,
     GAIN: tl.constexpr,
     SHIFT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
     """The next point of a row by itself, for those who need it often."""
     row, k = tl.program_id(0), tl.arange(0, BLOCK_K)
-    found = _next_point(
-        row, k, g, x, v, new_x, new_v, numbers, v_gain, gain, shift, eps, row >= 0,
-        K, PENDING, VELOCITY, AHEAD, V_NORM, NORM, GAIN, SHIFT,
+    found, moved, velocity = _next_point(
+        row, k, g, x, v, numbers, v_gain, gain, shift, eps,
+        K, PENDING, VELOCITY, AHEAD, V_NORM, NORM, GAIN, SHIFT, AT_ONCE, OVERLAP,
     )  # fmt: skip
     tl.store(u + row * K + k, found, mask=k < K)
+    _store_streams(row, k, new_x, new_v, moved, velocity, K, PENDING, VELOCITY)
 
 
 @triton.jit
@@ -258,6 +328,7 @@ def attend_kernel(
     CAPACITY: tl.constexpr,
     ROTARY: tl.constexpr,
     QK_NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
@@ -265,7 +336,20 @@ def attend_kernel(
     stretch, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
     d = tl.arange(0, D)
-    p = tl.minimum(tl.maximum(tl.load(positions + row), 0), CAPACITY - 1)
+    # the position and the keys of earlier steps lay in memory when this step began: past the first-level caches, which
+    # may be older, they are read while the product of the queries still runs
+    p = tl.minimum(tl.maximum(tl.load(positions + row, cache_modifier=".cg"), 0), CAPACITY - 1)
+    first = stretch * (BLOCK * BLOCKS)
+    t = first + tl.arange(0, BLOCK)
+    at = (row_head.to(tl.int64) * CAPACITY + t)[:, None] * D + d[None, :]
+    past = (t < p)[:, None] & (d >= 0)[None, :]
+    some_k = tl.load(keys + at, mask=past, other=0.0, cache_modifier=".cg")
+    some_v = tl.load(values + at, mask=past, other=0.0, cache_modifier=".cg")
+    if ROTARY:
+        half: tl.constexpr = D // 2
+        pair = p * half + d % half
+        cosine, sine = tl.load(cosines + pair), tl.load(sines + pair)
+    _await(OVERLAP)
     base = qkv + row * (3 * H * D) + head * D
     q, k, v = tl.load(base + d), tl.load(base + H * D + d), tl.load(base + 2 * H * D + d)
     q_scale, k_scale = scale, 1.0
@@ -273,9 +357,6 @@ def attend_kernel(
         q_scale = scale * tl.rsqrt(tl.sum(q * q) / D + eps)
         k_scale = tl.rsqrt(tl.sum(k * k) / D + eps)
     if ROTARY:
-        half: tl.constexpr = D // 2
-        pair = p * half + d % half
-        cosine, sine = tl.load(cosines + pair), tl.load(sines + pair)
         sine = tl.where(d < half, -sine, sine)
         other = (d + half) % D
         q = q * cosine + tl.load(base + other) * sine
@@ -283,7 +364,6 @@ def attend_kernel(
     q *= q_scale
     stored_k = (k * k_scale).to(keys.dtype.element_ty)
     stored_v = v.to(values.dtype.element_ty)
-    first = stretch * (BLOCK * BLOCKS)
     owns = (p >= first) & (p < first + BLOCK * BLOCKS)
     new = (row_head.to(tl.int64) * CAPACITY + p) * D + d
     tl.store(keys + new, stored_k, mask=owns & (d >= 0))
@@ -293,19 +373,22 @@ def attend_kernel(
     total = tl.zeros((), tl.float32)
     found = tl.zeros((D,), tl.float32)
     for block in tl.static_range(BLOCKS):
-        t = first + block * BLOCK + tl.arange(0, BLOCK)
-        at = (row_head.to(tl.int64) * CAPACITY + t)[:, None] * D + d[None, :]
-        past = (t < p)[:, None] & (d >= 0)[None, :]
+        if block > 0:
+            t = first + block * BLOCK + tl.arange(0, BLOCK)
+            at = (row_head.to(tl.int64) * CAPACITY + t)[:, None] * D + d[None, :]
+            past = (t < p)[:, None] & (d >= 0)[None, :]
+            some_k = tl.load(keys + at, mask=past, other=0.0, cache_modifier=".cg")
+            some_v = tl.load(values + at, mask=past, other=0.0, cache_modifier=".cg")
         is_new = (t == p)[:, None]
-        some_k = tl.where(is_new, stored_k[None, :], tl.load(keys + at, mask=past, other=0.0)).to(tl.float32)
-        some_v = tl.where(is_new, stored_v[None, :], tl.load(values + at, mask=past, other=0.0)).to(tl.float32)
-        scores = tl.where(t <= p, tl.sum(some_k * q[None, :], axis=1), float("-inf"))
+        these_k = tl.where(is_new, stored_k[None, :], some_k).to(tl.float32)
+        these_v = tl.where(is_new, stored_v[None, :], some_v).to(tl.float32)
+        scores = tl.where(t <= p, tl.sum(these_k * q[None, :], axis=1), float("-inf"))
         highest = tl.maximum(top, tl.max(scores))
         level = tl.where(highest == float("-inf"), 0.0, highest)
         weights = tl.exp(scores - level)
         kept = tl.exp(top - level)
         total = total * kept + tl.sum(weights)
-        found = found * kept + tl.sum(weights[:, None] * some_v, axis=0)
+        found = found * kept + tl.sum(weights[:, None] * these_v, axis=0)
         top = highest
     place = row_head * tl.num_programs(0) + stretch
     tl.store(parts + place * D + d, found)
@@ -317,22 +400,32 @@ def attend_kernel(
 def embed_kernel(
     tokens: tl.tensor,
     positions: tl.tensor,
+    given: tl.tensor,
+    lengths: tl.tensor,
     tok: tl.tensor,
     pos: tl.tensor,
     out: tl.tensor,
     K: tl.constexpr,
     VOCABULARY: tl.constexpr,
     CONTEXT: tl.constexpr,
+    GIVEN: tl.constexpr,
     LEARNED: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
+    """A row's token is the one given for its position, as long as there are such, then the last one chosen."""
     row, k = tl.program_id(0), tl.arange(0, BLOCK_K)
     inside = k < K
-    token = tl.minimum(tl.maximum(tl.load(tokens + row), 0), VOCABULARY - 1)
+    if OVERLAP > 0:  # launched as any kernel is, so there is nothing to wait for
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.maximum(tl.load(positions + row), 0)
+    token = tl.load(tokens + row)
+    known = (position < tl.load(lengths + row)) & (position < GIVEN)
+    token = tl.where(known, tl.load(given + row * GIVEN + position, mask=known, other=0), token)
+    token = tl.minimum(tl.maximum(token, 0), VOCABULARY - 1)
     x = tl.load(tok + token * K + k, mask=inside, other=0.0).to(tl.float32)
     if LEARNED:
-        position = tl.minimum(tl.maximum(tl.load(positions + row), 0), CONTEXT - 1)
-        x += tl.load(pos + position * K + k, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(pos + tl.minimum(position, CONTEXT - 1) * K + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * K + k, x, mask=inside)
 
 
@@ -346,11 +439,13 @@ def finish_kernel(
     out: tl.tensor,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """The likeliest token of every row from the best ones of all programs, and the next positions."""
     i = tl.arange(0, BLOCK)
     inside = i < PARTS
+    _await(OVERLAP)
     wrong = tl.zeros((BLOCK,), tl.float32)
     for row in tl.static_range(ROWS):
         ranked = tl.load(best + row * PARTS + i, mask=inside, other=float("-inf"))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor, nn
 
 from stepformer.kernels.row_kernels import attend_kernel, embed_kernel, finish_kernel, linear_kernel, point_kernel
@@ -16,6 +17,27 @@ TILE = 8192  # numbers of a weight that one program of 128 threads holds at once
 KEYS = 128  # keys that one program looks at
 STRETCHES = 16  # at most so many programs share a row's keys
 WARPS = 4
+WIDE = 4096  # so much of a row of a weight is asked for at once
+
+
+class Launching:
+    """How these kernels are launched on a GPU that can (OVERLAP and AT_ONCE of row_kernels.py)."""
+
+    overlap = 2
+    at_once = True
+
+
+def overlap(like: Tensor) -> int:
+    """OVERLAP of a launch: none in the interpreter, or before compute capability 9."""
+    nvidia = like.is_cuda and torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")
+    able = nvidia and torch.cuda.get_device_capability(like.device)[0] >= 9
+    return Launching.overlap if able else 0
+
+
+def dependent(like: Tensor) -> dict[str, Any]:
+    """The arguments of a launch that may begin before its predecessor ends."""
+    how = overlap(like)
+    return {"OVERLAP": how, "launch_pdl": True} if how else {"OVERLAP": 0}
 
 
 @dataclass
@@ -59,6 +81,7 @@ class Point:
             "NORM": 0 if norm is None else 1 if isinstance(norm, nn.LayerNorm) else 2,
             "GAIN": gain is not None,
             "SHIFT": shift is not None,
+            "AT_ONCE": Launching.at_once,
         }
 
 
@@ -73,7 +96,7 @@ class Stretches:
 
 POINTERS = ("x", "v", "new_x", "new_v", "numbers", "v_gain", "gain", "shift")
 NOWHERE: dict[str, Any] = {
-    **dict.fromkeys(("PENDING", "VELOCITY", "AHEAD", "V_NORM", "GAIN", "SHIFT"), False),
+    **dict.fromkeys(("PENDING", "VELOCITY", "AHEAD", "V_NORM", "GAIN", "SHIFT", "AT_ONCE"), False),
     "NORM": 0,
     "eps": 0.0,
 }
@@ -111,7 +134,7 @@ def _product(
     act = ACTIVATIONS[activation]
     n, k = weight.shape[0] // (2 if act == 3 else 1), weight.shape[1]
     whole = triton.next_power_of_2(k)
-    block_k = whole if not isinstance(source, Tensor) else min(whole, 1024)
+    block_k = whole if not isinstance(source, Tensor) else min(whole, WIDE)
     block_n = outputs_per_program(n, block_k) if weight.is_cuda else 32  # the interpreter is slow per program
     like = source if isinstance(source, Tensor) else source.x if isinstance(source, Point) else source.parts
     rows, programs = like.shape[0], triton.cdiv(n, block_n)
@@ -141,7 +164,8 @@ def _product(
         REAL=real,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
-        num_warps=WARPS,
+        num_warps=warps_for(block_k),
+        **dependent(weight),
         **arguments,
     )
     return out, Best(best, where, bad)
@@ -150,7 +174,12 @@ def _product(
 def outputs_per_program(n: int, block_k: int) -> int:
     """As few as keep some hundred programs busy, as many as the registers hold: 4, 8 or 16 at width 768."""
     wanted = 4 if n <= 1536 else 8 if n <= 16_384 else 16
-    return max(1, min(wanted, 2 * TILE // block_k if wanted == 16 else TILE // block_k))
+    tile = TILE * warps_for(block_k) // WARPS
+    return max(1, min(wanted, 2 * tile // block_k if wanted == 16 else tile // block_k))
+
+
+def warps_for(block_k: int) -> int:
+    return WARPS if block_k <= 2048 else 2 * WARPS
 
 
 def point(source: Point) -> Tensor:
@@ -158,7 +187,8 @@ def point(source: Point) -> Tensor:
     u = torch.empty_like(source.x)
     rows, k = u.shape
     g = source.x if source.g is None else source.g
-    point_kernel[(rows,)](g, u=u, K=k, BLOCK_K=triton.next_power_of_2(k), num_warps=WARPS, **source.arguments())
+    block = triton.next_power_of_2(k)
+    point_kernel[(rows,)](g, u=u, K=k, BLOCK_K=block, num_warps=WARPS, **dependent(u), **source.arguments())
     return u
 
 
@@ -201,25 +231,33 @@ def attend(
         BLOCK=min(KEYS, triton.next_power_of_2(capacity)),
         BLOCKS=blocks,
         num_warps=WARPS,
+        **dependent(qkv),
     )
     return Stretches(parts, tops, sums)
 
 
-def embed(tokens: Tensor, positions: Tensor, tok: Tensor, pos: Tensor | None) -> Tensor:
-    """The sum of a token table's and a position table's rows, (B, d) in fp32."""
+def embed(tokens: Tensor, positions: Tensor, given: Tensor, lengths: Tensor, tok: Tensor, pos: Tensor | None) -> Tensor:
+    """The sum of a token table's and a position table's rows, (B, d) in fp32.
+
+    Row b's token at a position below lengths[b] is the one in `given` (B, C), else the one in `tokens` (B, 1).
+    """
     rows, k = tokens.shape[0], tok.shape[1]
     out = torch.empty(rows, k, dtype=torch.float32, device=tok.device)
     table = tok if pos is None else pos
     embed_kernel[(rows,)](
         tokens,
         positions,
+        given,
+        lengths,
         tok,
         table,
         out,
         K=k,
         VOCABULARY=len(tok),
         CONTEXT=len(table),
+        GIVEN=given.shape[1],
         LEARNED=pos is not None,
+        OVERLAP=overlap(tok),
         BLOCK_K=triton.next_power_of_2(k),
     )
     return out
@@ -229,4 +267,5 @@ def finish(best: Best, tokens: Tensor, positions: Tensor, out: Tensor) -> None:
     """Greedy choice: writes tokens (B, 1), the next positions (B, 1) and `out` (B + 1,) as a decoder has them."""
     rows, parts = best.values.shape
     block = triton.next_power_of_2(parts)
-    finish_kernel[(1,)](*best, tokens, positions, out, ROWS=rows, PARTS=parts, BLOCK=block, num_warps=8)
+    sizes = {"ROWS": rows, "PARTS": parts, "BLOCK": block}
+    finish_kernel[(1,)](*best, tokens, positions, out, num_warps=8, **sizes, **dependent(tokens))

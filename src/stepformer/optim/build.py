@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stepformer.optim.config import OptimConfig
 from stepformer.optim.lmo import LmoOptimizer
 from stepformer.optim.polar import polar
+from stepformer.optim.recordings import Recordings, recordable
 from stepformer.optim.schedules import Schedule
 from stepformer.roles import Role, named_roles, stacked_parts
 from stepformer.sharding import whole
@@ -52,8 +53,10 @@ class Optimizers:
             else:
                 adaptive.append(group)
         self.parts: list[torch.optim.Optimizer] = []
+        self.recordings = Recordings()  # in one memory pool for all parts
+        self._number = torch.zeros(())  # where recorded work reads or writes a norm
         if steepest:
-            self.parts.append(LmoOptimizer(steepest))
+            self.parts.append(LmoOptimizer(steepest, recordings=self.recordings))
         if adaptive:
             # fused needs no copies of the gradients on CUDA; on CPU one code path for every tensor is as fast
             fused = self.parameters[0].device.type == "cuda"
@@ -97,20 +100,38 @@ class Optimizers:
     def rates(self) -> dict[str, float]:
         return {group["role"]: group["lr"] for group in self.groups()}
 
+    @torch.no_grad()
     def norm(self, *, everything: bool = False) -> Tensor:
         """The global norm of the gradients that take part in clipping, or of all."""
         members = self.parameters if everything else self.clipped
-        return global_norm([p.grad for p in members if p.grad is not None])
+        gradients = [p.grad for p in members if p.grad is not None]
+        if not gradients or not recordable(gradients[0]):
+            return global_norm(gradients)
+        number = self._number_like(gradients[0])
+        name = "norm of all" if everything else "norm"
+        key = (number.data_ptr(), *map(_place, gradients))
+        self.recordings.run(name, key, lambda: number.copy_(global_norm(gradients)), gradients[0])
+        return number.clone()
 
+    @torch.no_grad()
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Scale the gradients down to the global norm `clip`; returns the norm before, over what takes part."""
         norm = self.norm() if norm is None else norm
-        if self.config.clip:
-            factor = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
-            gradients = [p.grad for p in self.clipped if p.grad is not None]
-            for dtype in dict.fromkeys(g.dtype for g in gradients):
-                torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+        gradients = [p.grad for p in self.clipped if p.grad is not None]
+        if not self.config.clip or not gradients:
+            return norm
+        if not recordable(gradients[0]):
+            _scale_down(gradients, norm, self.config.clip)
+            return norm
+        number, limit = self._number_like(norm).copy_(norm), self.config.clip
+        key = (limit, number.data_ptr(), *map(_place, gradients))
+        self.recordings.run("clip", key, lambda: _scale_down(gradients, number, limit), gradients[0])
         return norm
+
+    def _number_like(self, tensor: Tensor) -> Tensor:
+        if (self._number.dtype, self._number.device) != (tensor.dtype, tensor.device):
+            self._number = tensor.new_zeros(())
+        return self._number
 
     @torch.no_grad()
     def perturb(self) -> list[Tensor]:
@@ -163,6 +184,18 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
         return torch.zeros(())
     norms = torch._foreach_norm(tensors)
     return torch.linalg.vector_norm(torch.stack([whole(norm) for norm in norms]))
+
+
+def _scale_down(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
+    """Multiply gradients by min(1, limit / norm)."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+
+
+def _place(gradient: Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
+    """Where a gradient lies: replayed passes leave it there; others may, and then it is the same to the recording."""
+    return gradient.data_ptr(), gradient.dtype, gradient.stride()
 
 
 @torch.no_grad()

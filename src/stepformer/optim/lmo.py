@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepformer.optim.polar import polar, working_dtype
+from stepformer.optim.recordings import Recordings, alone
 from stepformer.sharding import is_sharded, like, whole
 
 SCALINGS: dict[str, Callable[[int, int], float]] = {
@@ -57,7 +58,9 @@ class LmoOptimizer(torch.optim.Optimizer):
     `weight_decay`, `scaling`, `method`, `dtype`, and `parts`: how many stacked matrices each parameter holds.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.02, **defaults: Any) -> None:
+    def __init__(
+        self, params: Iterable[Any], lr: float = 0.02, *, recordings: Recordings | None = None, **defaults: Any
+    ) -> None:
         usual = {
             "geometry": "polar",
             "nuclear": False,
@@ -70,16 +73,26 @@ class LmoOptimizer(torch.optim.Optimizer):
             "parts": None,
         }
         super().__init__(params, {"lr": lr, **usual, **defaults})
+        self.recordings = recordings or Recordings()
+        self.stacks: dict[int, list[Tensor]] = {}  # of each group, where its narrow matrices are stacked
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.recordings, self.stacks = Recordings(), {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             members = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if not members:
                 continue
             params = [group["params"][i] for i in members]
             parts = [group["parts"][i] for i in members] if group["parts"] else [1] * len(members)
-            directions = self._directions(group, self._averages(params, group), parts)
+            averages = self._averages(params, group)
+            if _fixed(averages, group):
+                directions = self._fixed_directions(number, averages, parts)
+            else:
+                directions = self._directions(group, averages, parts)
             # over lists of tensors: the same operations, on a GPU in a few launches
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
@@ -127,6 +140,51 @@ class LmoOptimizer(torch.optim.Optimizer):
             step = torch.cat([d.step for d in mine]) if count > 1 else mine[0].step
             result.append(Direction(like(step, m) if is_sharded(m) else step, mine[0].scale))
         return result
+
+    def _fixed_directions(self, number: int, averages: list[Tensor], parts: list[int]) -> list[Direction]:
+        """Polar directions by way of stacks that stay where they are, so that the iteration can be recorded.
+
+        The rates and the momentum are not part of it: a schedule records nothing again.
+        """
+        group = self.param_groups[number]
+        # what Nesterov looks ahead to is nobody's: the steps take its place
+        steps = averages if group["nesterov"] else [torch.empty_like(m) for m in averages]
+        values = [part for m, count in zip(averages, parts, strict=True) for part in m.chunk(count)]
+        places = [part for step, count in zip(steps, parts, strict=True) for part in step.chunk(count)]
+        counts: dict[torch.Size, int] = {}
+        rows = []  # of each matrix in the stack of its shape
+        for value in values:
+            rows.append(counts.get(value.shape, 0))
+            counts[value.shape] = rows[-1] + 1
+        stacks = self._stacks(number, [torch.Size((n, *shape)) for shape, n in counts.items()], averages[0])
+        unstacked = {shape: stack.unbind() for shape, stack in zip(counts, stacks, strict=True)}
+        slots = [unstacked[value.shape][row] for value, row in zip(values, rows, strict=True)]
+
+        def iterate() -> None:
+            for stack in stacks:
+                stack.copy_(polar(stack, group["method"], dtype=group["dtype"]))
+
+        key = (group["method"], group["dtype"], *((stack.data_ptr(), stack.shape) for stack in stacks))
+        torch._foreach_copy_(slots, values)
+        self.recordings.run(f"polar {number}", key, iterate, averages[0])
+        torch._foreach_copy_(places, slots)  # a list of mixed dtypes would be added one by one
+        shapes = [m.chunk(count)[0].shape for m, count in zip(averages, parts, strict=True)]
+        return [Direction(step, SCALINGS[group["scaling"]](*shape)) for step, shape in zip(steps, shapes, strict=True)]
+
+    def _stacks(self, number: int, shapes: list[torch.Size], matrix: Tensor) -> list[Tensor]:
+        """The stacks of a group, in these shapes: those of the last step if they fit."""
+        dtype = _narrow(matrix, self.param_groups[number])
+        known = self.stacks.get(number, [])
+        if [(stack.shape, stack.dtype, stack.device) for stack in known] != [(s, dtype, matrix.device) for s in shapes]:
+            self.stacks[number] = known = [matrix.new_empty(shape, dtype=dtype) for shape in shapes]
+        return known
+
+
+def _fixed(averages: list[Tensor], group: dict[str, Any]) -> bool:
+    """Whether the polar factors of these matrices are taken in stacks that stay where they are."""
+    first = averages[0]
+    alike = all(m.dtype == first.dtype and m.device == first.device for m in averages)
+    return group["geometry"] == "polar" and alone(first) and alike and _narrow(first, group) is not None
 
 
 def _shared(matrices: list[Tensor], group: dict[str, Any], scale: float) -> list[Direction]:

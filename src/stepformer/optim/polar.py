@@ -48,17 +48,32 @@ def polar(matrix: Tensor, method: str = "newton-schulz", *, dtype: torch.dtype |
             tiny = s.amax(dim=-1, keepdim=True) * max(y.shape[-2:]) * torch.finfo(dtype).eps
             return ((u * (s > tiny)[..., None, :]) @ vh).to(matrix.dtype)
         tall = y.shape[-2] > y.shape[-1]
-        y = y.mT if tall else y
+        turned = tall and not stays_tall(y)
+        y = y.mT if turned else y
         y = y / torch.linalg.matrix_norm(y, keepdim=True).clamp_min(EPS)
-        for a, b, c in quintics(method):
-            gram = y @ y.mT
-            if y.ndim == 2:
-                y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-            elif y.ndim == 3:
-                y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-            else:
-                y = a * y + (b * gram + c * gram @ gram) @ y
-        return (y.mT if tall else y).to(matrix.dtype)
+        for quintic in quintics(method):
+            y = _applied(quintic, y, right=tall and not turned)
+        return (y.mT if turned else y).to(matrix.dtype)
+
+
+def stays_tall(matrix: Tensor) -> bool:
+    """Whether tall matrices are multiplied from the right, and not turned into wide ones.
+
+    On a GPU every turn is a slow copy, and products are as fast from either side.
+    """
+    return matrix.is_cuda
+
+
+def _applied(quintic: Quintic, y: Tensor, right: bool) -> Tensor:
+    """a Y + b (Y Y^T) Y + c (Y Y^T)^2 Y, through the smaller of Y Y^T (from the left) and Y^T Y (from the right)."""
+    a, b, c = quintic
+    gram = y.mT @ y if right else y @ y.mT
+    if y.ndim > 3:
+        inner = b * gram + c * gram @ gram
+        return a * y + (y @ inner if right else inner @ y)
+    add = torch.addmm if y.ndim == 2 else torch.baddbmm
+    inner = add(gram, gram, gram, beta=b, alpha=c)
+    return add(y, y, inner, beta=a) if right else add(y, inner, y, beta=a)
 
 
 def working_dtype(matrix: Tensor, method: str) -> torch.dtype:

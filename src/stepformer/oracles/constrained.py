@@ -89,11 +89,9 @@ class ConstrainedAttention(MultiHeadAttention):
     def forward(self, u: Tensor, call: Call) -> Tensor:
         q, k, v = self.project(u, call)
         if self.fusable(q, k, v, call):
-            from stepformer.kernels.constrained import constrained_attention
-
             with torch.autocast(u.device.type, enabled=False):
                 radius = self.radius(u, call).float().expand(q.shape[:3])
-            return self.merge(constrained_attention(q, k, v, radius, self.ceiling))
+                return self.merge(self.fused(q, k, v, radius, call))
         with torch.autocast(u.device.type, enabled=False):
             q, k = at_least_fp32(q, k)
             radius = self.radius(u, call).to(q.dtype).expand(q.shape[:3])
@@ -122,14 +120,20 @@ class ConstrainedAttention(MultiHeadAttention):
         return self.merge(gathered.to(v.dtype))
 
     def fusable(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-        """Whether the kernels may take this call: plain causal attention that nobody watches, prior uniform."""
-        if call.mask is not None or call.slots is not None or call.observe is not None or not self.chunks():
+        """Whether the kernels may take this call: plain causal attention that nobody watches."""
+        if call.mask is not None or call.slots is not None or call.observe is not None:
             return False
         if not kernels.usable(q, k, v):
             return False
-        from stepformer.kernels.constrained import takes
+        from stepformer.kernels import constrained, prior_attention
 
-        return takes(q, k, v)
+        return (constrained if self.chunks() else prior_attention).takes(q, k, v)
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
+        """O (B, H, T, head_dim) by the kernels."""
+        from stepformer.kernels.constrained import constrained_attention
+
+        return constrained_attention(q, k, v, radius, self.ceiling)
 
     def chunks(self) -> bool:
         """Whether queries may be treated some at a time."""
@@ -209,8 +213,23 @@ class KLAttention(ConstrainedAttention):
         if self.prior == "uniform" or "log_prior" not in call.memory:
             return None
         below = call.memory["log_prior"]
+        if below.dtype == torch.bfloat16:
+            from stepformer.kernels.prior_attention import unpack
+
+            below = unpack(below)
         # The uniform part of ln p is constant over the visible keys, so it vanishes in the normalisation.
         return below if self.prior == "previous" else self.coefficients.value("keep")[:, None, None] * below
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
+        if self.prior == "uniform":
+            return super().fused(q, k, v, radius, call)
+        from stepformer.kernels.prior_attention import prior_attention
+
+        below = call.memory.get("log_prior")
+        keep = None if below is None or self.prior == "previous" else self.coefficients.value("keep")
+        gathered, log_weights = prior_attention(q, k, v, radius, below, keep)
+        self.remember(log_weights, call)
+        return gathered
 
     def chunks(self) -> bool:
         return self.prior == "uniform"
