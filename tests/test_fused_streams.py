@@ -6,14 +6,18 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import stepformer as sf
 from helpers import shake, tiny, tokens
 from stepformer import kernels
 from stepformer.kernels.common import Scalar
-from stepformer.schemes import fused
+from stepformer.schemes import State, Template, fused
 from stepformer.schemes.first_order import Nesterov
+from stepformer.schemes.kronecker import SOAP, Shampoo
+from stepformer.schemes.spectral import Muon
+from stepformer.schemes.splittings import LieTrotter
 
 SIZE = {"n_layer": 2, "n_head": 2, "d_model": 16, "context": 8, "vocab_size": 17}
 FUSED = [
@@ -21,6 +25,9 @@ FUSED = [
     *("polyak-euler", "nesterov-euler", "symplectic-euler", "verlet-ama", "verlet-mam"),
     *("imex-k1-ama", "imex-ln-k1-mam", "imex-ln-k2-ama"),
 ]
+
+
+STRANG = [f"{name} {order}" for name in ("ortho", "muon", "shampoo", "soap") for order in ("ama", "mam")]
 
 
 def loss_and_gradients(model: sf.Model, ids: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -44,14 +51,22 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("name", FUSED)
+QUICK = ("vanilla", "yurii", "tmm", "adamw", "soap", "nesterov-euler", "symplectic-euler", "imex-ln-k2-ama")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in (*FUSED, *STRANG)]
+)
 def test_fused_equals_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 against the plain rule in fp64: 1e-5 of each gradient's norm for reordered sums and two divisions.
 
     Where the plain rule in fp32 is farther off itself (five Newton-Schulz steps of nearly singular matrices), three
     times its error; gradients that are pure rounding (gamma before a scale-free norm) get 1e-7 of the largest.
     """
-    model = shake(tiny(name, dtype=torch.float32, **SIZE), scale=0.05)
+    # a large eps, so that a norm which scales it shows
+    name, _, order = name.partition(" ")
+    changes = {"splitting": "strang", "order": order} if order else {}
+    model = shake(tiny(name, dtype=torch.float32, norm_eps=1e-2, **SIZE, **changes), scale=0.05)
     ids, targets = tokens(1, 5, 17), tokens(1, 5, 17, seed=1)
     _, narrow = loss_and_gradients(model, ids, targets)
     expected, gradients = loss_and_gradients(copy.deepcopy(model).double(), ids, targets)
@@ -78,7 +93,7 @@ def test_without_drift_in_the_last_block(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (logits - expected).norm() <= 1e-5 * expected.norm()  # fp32 rounding
 
 
-@pytest.mark.parametrize("why", ["pinned", "skip", "subclass", "off", "fp64"])
+@pytest.mark.parametrize("why", ["pinned", "skip", "subclass", "splitting", "norm", "hook", "off", "fp64"])
 def test_what_is_not_fused(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a fused pass would compute something else, or cannot, the plain rule runs."""
     changes = {"embedding_skip": True} if why == "skip" else {}
@@ -89,6 +104,13 @@ def test_what_is_not_fused(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "subclass":
         for block in model.blocks:
             block.template.__class__ = type("Mine", (Nesterov,), {})
+    if why == "splitting":
+        for block in model.blocks:
+            block.splitting.__class__ = type("Mine", (LieTrotter,), {})
+    if why == "norm":
+        model.blocks[1].mlp_norm = nn.RMSNorm(16)
+    if why == "hook":
+        model.blocks[1].attn_norm.register_forward_hook(lambda module, inputs, output: 2 * output)
     seen = passes(monkeypatch)
     with kernels.interpreted():
         if why == "off":
@@ -97,6 +119,79 @@ def test_what_is_not_fused(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             model(tokens(1, 4, 17))
     assert not seen
+
+
+def test_a_gain_of_zero_learns() -> None:
+    """An auxiliary norm may have a gain of exactly 0: its gradient is that of the plain rule."""
+    model = tiny("yurii", dtype=torch.float32, **SIZE)
+    with torch.no_grad():
+        model.blocks[0].aux_norms["attn"].weight[3] = 0.0
+    ids, targets = tokens(1, 5, 17), tokens(1, 5, 17, seed=1)
+    _, expected = loss_and_gradients(model, ids, targets)
+    with kernels.interpreted():
+        _, found = loss_and_gradients(model, ids, targets)
+    key = "blocks.0.aux_norms.attn.weight"
+    assert expected[key][3] != 0
+    assert (found[key] - expected[key]).norm() <= 1e-5 * expected[key].norm()  # fp32 rounding
+
+
+def test_tangents_are_not_lost() -> None:
+    """Forward-mode derivatives take the plain rule: kernels have none."""
+    model = tiny("vanilla", dtype=torch.float32, attention_backend="math", **SIZE)
+    ids = tokens(1, 4, 17)
+    weight = model.blocks[0].mlp.up.weight
+
+    def tangent() -> Tensor:
+        with forward_ad.dual_level(), torch.no_grad():
+            dual = forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+            named = {**dict(model.named_parameters()), "blocks.0.mlp.up.weight": dual}
+            out = torch.func.functional_call(model, named, (ids,)).logits
+            found = forward_ad.unpack_dual(out).tangent
+            assert found is not None
+            return found
+
+    expected = tangent()
+    with kernels.interpreted():
+        assert torch.equal(tangent(), expected)
+    assert expected.norm() > 0
+
+
+def test_replaced_parameters() -> None:
+    """`functional_call` puts plain tensors where parameters were."""
+    model = tiny("yurii", dtype=torch.float32, **SIZE)
+    ids = tokens(1, 4, 17)
+    named = {name: p.detach() + 0.01 for name, p in model.named_parameters()}
+    expected = torch.func.functional_call(model, named, (ids,)).logits
+    with kernels.interpreted():
+        found = torch.func.functional_call(model, named, (ids,)).logits
+    assert (found - expected).norm() <= 1e-5 * expected.norm()  # fp32 rounding
+
+
+@pytest.mark.parametrize("base", [Shampoo, SOAP, Muon])
+def test_a_rule_of_ones_own_is_not_replaced_by_a_kernel(base: type[Template]) -> None:
+    """A subclass of a rule that has a kernel keeps its own methods."""
+    name = {Shampoo: "shampoo", SOAP: "soap", Muon: "muon"}[base]
+    method = "orthogonal" if base is Muon else "whitened"
+    model = tiny(name, dtype=torch.float32, **SIZE)
+    asked: list[int] = []
+
+    def mine(self: Template, g: Tensor, *rest: Tensor) -> Tensor:
+        asked.append(1)
+        return g
+
+    for block in model.blocks:
+        block.template.__class__ = type("Mine", (base,), {method: mine})
+    with kernels.interpreted():
+        model(tokens(1, 4, 17))
+    assert len(asked) == 2 * SIZE["n_layer"]
+
+
+def test_streams_that_a_rule_adds() -> None:
+    """A rule may leave a stream that the state did not begin with."""
+    state = State(torch.zeros(1, 2, 4), {"v": torch.zeros(1, 2, 4, dtype=torch.bfloat16)})
+    later = State(torch.zeros(1, 2, 4).double(), {"v": torch.ones(1, 2, 4), "new": torch.ones(1)})
+    cast = later.in_dtypes_of(state)
+    assert (cast.x.dtype, cast.v.dtype, cast.new.dtype) == (torch.float32, torch.bfloat16, torch.float32)
 
 
 def test_scalar_values() -> None:

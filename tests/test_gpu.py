@@ -222,6 +222,19 @@ def test_kernels_equal_the_plain_step(name: str) -> None:
         assert error <= tolerance, f"bf16 {bf16}: {error:.1e}"
 
 
+def test_value_residual_under_autocast() -> None:
+    """The mixed values stay in bf16: fused attention reads queries, keys and values in one dtype."""
+    changes = {**HEADS, "value_residual": "unit"}
+    model = shake(tiny("vanilla", dtype=torch.float32, **changes), scale=0.05).cuda()
+    ids, targets = tokens(3, 64, 101).cuda(), tokens(3, 64, 101, seed=1).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss, found = gradients_of(model, ids, targets)
+        with kernels.off():
+            expected_loss, expected = gradients_of(model, ids, targets)
+    assert loss == pytest.approx(expected_loss, rel=4e-3)
+    assert float((found - expected).norm() / expected.norm()) <= 4e-2
+
+
 @pytest.mark.parametrize("name", ["vanilla", "yurii", "muon", "soap", "symp-etd-ab2", "entropy-token", "kl-carried"])
 def test_a_recorded_pass_equals_the_step(name: str) -> None:
     """The same kernels on other batches, also when gradients are added; fp32, where no kernel adds in random order."""

@@ -12,7 +12,7 @@ from stepformer.config import ModelConfig
 from stepformer.oracles import Call, attentions, make_norm, mlps
 from stepformer.schemes import State, Substep, free, splittings, templates, unit
 from stepformer.schemes.coefficients import Coefficient, CoefficientBank
-from stepformer.schemes.fused import FAMILIES, FusedSubstep, Moving
+from stepformer.schemes.fused import FAMILIES, FusedSubstep, Moving, same_norms
 from stepformer.schemes.hamiltonian import Fields
 from stepformer.sharding import is_sharded
 
@@ -133,12 +133,13 @@ class Block(nn.Module):
         """Whether kernels may defer this block's stream updates (schemes/fused.py)."""
         return (
             type(self.template) in FAMILIES
-            and self.splitting.deferrable
+            and self.splitting.defers()
+            and same_norms(self.attn_norm, self.mlp_norm)
+            and all(type(norm) is nn.LayerNorm for norm in self.aux_norms.values())
             and not self.embedding_skip
             and call.observe is None
-            and call.slots is None
             and not self.coefficients.pinned
-            and not is_sharded(next(self.mlp.parameters()))
+            and not any(map(is_sharded, self.mlp.parameters()))
         )
 
     def fused_turns(self, call: Call) -> dict[str, FusedSubstep]:

@@ -38,7 +38,7 @@ def refusal(model: Model, batch: int) -> str | None:
         return "kernels cannot take these weights"
     if batch > MOST_ROWS:
         return f"there are more than {MOST_ROWS} rows"
-    if type(block.template) not in TEMPLATES or not block.splitting.deferrable:
+    if type(block.template) not in TEMPLATES or not block.splitting.defers():
         return f"template '{config.template}' under '{config.splitting}' has no such step"
     if type(block.attn) is not SoftmaxAttention or type(block.mlp) not in MLPS:
         return f"attention '{config.attention}' with MLP '{config.mlp}' has no such step"

@@ -22,7 +22,7 @@ from stepformer.errors import InputError, StepformerError, suggestion
 from stepformer.oracles import Cache, Call, fresh_call, make_norm
 from stepformer.roles import Role, named_roles
 from stepformer.schemes import State, templates
-from stepformer.schemes.fused import Moving
+from stepformer.schemes.fused import Moving, same_norms
 from stepformer.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -349,6 +349,7 @@ class Model(nn.Module):
         return (
             kernels.usable(s.x, *s.streams.values())
             and not self.plain_layers
+            and same_norms(self.final_norm)
             and all(block.fuses(call) for block in self.blocks)
         )
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,8 +56,12 @@ def usable(*tensors: Tensor | None) -> bool:
             continue
         if t.dtype not in DTYPES or not (t.is_cuda or _Switch.interpreting):
             return False
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return False
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return False
+        # Triton launches on the current device
+        if any(t is not None and t.is_cuda and t.device.index != torch.cuda.current_device() for t in tensors):
+            return False
     return has_triton()
 
 

@@ -21,7 +21,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     usual = q.shape[-1] in (64, 128) and q.shape[2] >= 64 and q.shape[2] % 64 == 0
     # its backward adds in no fixed order: for the same bits every time torch has another one
     free = not torch.are_deterministic_algorithms_enabled()
-    return HOPPER and q.is_cuda and usual and free and q.dtype == torch.bfloat16
+    return HOPPER and q.is_cuda and usual and free and q.dtype == k.dtype == v.dtype == torch.bfloat16
 
 
 @torch.library.custom_op("stepformer::causal_attention", mutates_args=())

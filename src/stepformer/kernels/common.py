@@ -227,6 +227,13 @@ def load_columns(source: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.t
 
 
 @triton.jit
+def load_gain(source: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """A gain by which something is divided later: one that is exactly 0 counts as 1e-20, and can learn."""
+    gain = load_columns(source, columns, D)
+    return tl.where((gain == 0) & (columns < D), 1e-20, gain)
+
+
+@triton.jit
 def store_columns(line: tl.tensor, columns: tl.tensor, total: tl.tensor, D: tl.constexpr) -> None:
     """The rows' sums of a tile, added up, into a line of partial sums."""
     tl.store(line + columns, tl.sum(total, 1, keep_dims=True), mask=columns < D)

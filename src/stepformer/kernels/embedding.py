@@ -66,6 +66,7 @@ def _lookup_kernel(  # type: ignore[no-untyped-def]
     value = tl.load(
         table + token[:, None] * D + columns[None, :], mask=known[:, None] & (columns < D)[None, :], other=0.0
     ).to(tl.float32)
+    value = tl.where(known[:, None], value, float("nan"))  # the run stops there, instead of learning from nothing
     if LEARNED:
         value += tl.load(positions + t * D + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     inside = (rows < batch)[:, None] & (columns < D)[None, :]
@@ -332,7 +333,7 @@ def token_order(tokens: Tensor, vocabulary: int, *, train: bool = True) -> Order
 
 
 def embed(tokens: Tensor, table: Tensor, positions: Tensor | None, order: Order, dtype: torch.dtype) -> Tensor:
-    """table[tokens] + positions[0 .. T-1], (B, T, d), in `dtype`. A token outside the vocabulary gives a row of zeros.
+    """table[tokens] + positions[0 .. T-1], (B, T, d), in `dtype`. A token outside the vocabulary gives a row of NaN.
 
     `order`: that of these tokens. A table that is trained needs it.
     """

@@ -47,7 +47,7 @@ def tiles(like: Tensor) -> Tiles:
     if like.dtype == torch.float32:
         return Tiles(*2 * (Tile(32, 32, 4, 1),), *2 * (Tile(32, 32, 8, 1),)) if wide else Tiles(*4 * (Tile(32, 32),))
     if wide:
-        return Tiles(Tile(64, 64), Tile(64, 64, 8), Tile(64, 32, 8), Tile(32, 64, 8))
+        return Tiles(Tile(64, 32), Tile(64, 64, 8), Tile(64, 32, 8), Tile(32, 64, 8))
     return Tiles(Tile(64, 32, 4, 3, 168), Tile(64, 32, 4, 3, 168), Tile(64, 32), Tile(32, 64, 4, 2, 168))
 
 
@@ -72,9 +72,12 @@ def prior_attention(
     below: ln a of the call before, packed or fp32; None: the prior is uniform. keep: (H,), 1 if None. packed: whether
     ln a leaves packed, or in fp32.
     """
-    if below is not None and keep is None:
+    if below is None:
+        keep = None
+    elif keep is None:
         keep = torch.ones(q.shape[1], device=q.device)
-    keep = None if keep is None else keep.float()
+    else:
+        keep = keep.float().contiguous()
     out, log_a, _, _ = _forward(q, k, v, radius, below, keep, packed)
     return out.transpose(1, 2), log_a
 
@@ -126,9 +129,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, length, d = q.shape
-    log_a = torch.empty(
-        batch, heads, length, length, dtype=PACKED if packed else torch.float32, device=q.device
-    )
+    log_a = torch.empty(batch, heads, length, length, dtype=PACKED if packed else torch.float32, device=q.device)
     tile = tiles(_wider(q, v)).gather
     precision = _precision(_wider(q, v))
     if below is None:

@@ -1,7 +1,7 @@
 """Triton kernels of constrained attention with a prior, forward: the inverse temperature of every row, then O.
 
-As in `constrained_forward`, with l_j = keep ln a_j of the call below added to every logit. Scores are S_j = q.k_j, a row
-sees the keys j <= i, E and Var are those of its weights a, and q = softmax(l) is the prior:
+As in `constrained_forward`, with l_j = keep ln a_j of the call below added to every logit. Scores are S_j = q.k_j, a
+row sees the keys j <= i, E and Var are those of its weights a, and q = softmax(l) is the prior:
 
     a ~ exp(l + b S),   D(b) = KL(a || q) = lse(l) - c = rho,   c = ln sum_j exp(l_j + b (S_j - m)),   m = E[S],
     ln a_j = l_j + b (S_j - m) - c,      dD / d ln b = b^2 Var(S),      D(inf) = -ln q(argmax set).
@@ -35,16 +35,14 @@ def load_tile(
     DIAGONAL: some keys may be hidden from some rows. CHECK: some may lie beyond the length. Without it, loads are wide.
     """
     at = pointer + rows * pitch + keys
+    if CHECK and DIAGONAL:
+        return tl.load(at, mask=(keys <= rows) & (rows < length), other=0.0).to(tl.float32)
     if CHECK:
-        if DIAGONAL:
-            return tl.load(at, mask=(keys <= rows) & (rows < length), other=0.0).to(tl.float32)
-        else:
-            return tl.load(at, mask=rows < length, other=0.0).to(tl.float32)
-    else:
-        value = tl.load(at).to(tl.float32)
-        if DIAGONAL:
-            value = tl.where(keys <= rows, value, 0.0)  # above the diagonal is anything
-        return value
+        return tl.load(at, mask=rows < length, other=0.0).to(tl.float32)
+    value = tl.load(at).to(tl.float32)
+    if DIAGONAL:
+        value = tl.where(keys <= rows, value, 0.0)  # above the diagonal is anything
+    return value
 
 
 @triton.jit
@@ -55,11 +53,10 @@ def store_tile(
     """The reverse; without CHECK entries above the diagonal are overwritten, too."""
     at = pointer + rows * pitch + keys
     value = value.to(pointer.dtype.element_ty)
-    if CHECK:
-        if DIAGONAL:
-            tl.store(at, value, mask=(keys <= rows) & (rows < length))
-        else:
-            tl.store(at, value, mask=rows < length)
+    if CHECK and DIAGONAL:
+        tl.store(at, value, mask=(keys <= rows) & (rows < length))
+    elif CHECK:
+        tl.store(at, value, mask=rows < length)
     else:
         tl.store(at, value)
 
@@ -232,7 +229,9 @@ def solve_prior_rows(
         at_end = solvable & (error <= 0) & (b >= end)
         exact = tl.abs(error) <= (1 + full_ + slope) * (2 * EPS)
         close = taken & (new < end) & (tl.abs(step) * tl.maximum(tl.sqrt(slope), 1.0) < CLOSE)
-        close = close & solvable & (tl.abs(error) < 0.3 * tl.minimum(full_ - rho_, 1.0))
+        # D may be flat here and steep behind the step: its error has to be small, too
+        allowed = 3 * CLOSE * tl.minimum(tl.minimum(full_ - rho_, rho_), 1.0)
+        close = close & solvable & (tl.abs(error) < allowed)
         # b here, or behind a step that is not looked at: ln z, m and c from the moments
         move = tl.where(close & (exact == 0), new - b, 0.0)
         where = origin + mean + move * (second + 0.5 * move * third)
@@ -240,7 +239,7 @@ def solve_prior_rows(
         found = tl.where(done, found, b + move)
         at = tl.where(done, at, where)
         level = tl.where(done, level, log_z - (b + move) * (where - origin))
-        off = tl.where(done, off, error)
+        off = tl.where(done, off, tl.where(close, 0.0, error))
         ended = ended | (at_end & (done == 0))
         done = done | at_end | exact | close | (solvable == 0)
         b = tl.where(done, b, new)
@@ -360,7 +359,7 @@ def write_log_weights(
     heads: tl.tensor, length: tl.tensor, total: tl.tensor,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """above = b (S - m) - c, one tile a program: ln a of a call without prior, from the rows that `gather_rows` left."""
+    """above = ln a = b (S - m) - c of a call without prior, one tile a program; rows as `gather_rows` left them."""
     start = tl.program_id(0) * BLOCK_M
     first = tl.program_id(1) * BLOCK_N
     if first < start + BLOCK_M:

@@ -11,6 +11,7 @@ from stepformer.kernels.common import (
     held_columns,
     load_columns,
     load_four,
+    load_gain,
     load_tile,
     mapped,
     numbers,
@@ -65,7 +66,7 @@ def forward_kernel(
         r = tl.where(step < 0, -r, r)  # with the sign of the step, here and in the backward
         tl.store(statistics + rows, mean, mask=row)
         tl.store(statistics + n + rows, r, mask=row)
-        v = standardised(w, mean, r) * load_columns(gain_v, columns, D)
+        v = standardised(w, mean, r) * load_gain(gain_v, columns, D)
     else:
         v = step * w
     if V_out is not None:
@@ -124,7 +125,7 @@ def backward_kernel(
     if V_out is not None:
         unit = quotient(1.0, ratio)
     if gain_v is not None:
-        to_hat = quotient(1.0, ratio * load_columns(gain_v, columns, D))
+        to_hat = quotient(1.0, ratio * load_gain(gain_v, columns, D))
     sum_gain_v = tl.zeros((CHUNKS, ROWS, CHUNK), tl.float32)
     sum_gain_a, sum_bias_a = sum_gain_v, sum_gain_v
     sum_gain_b, sum_bias_b = sum_gain_v, sum_gain_v

@@ -141,7 +141,8 @@ class Call:
         if "v1" not in self.memory:
             self.memory["v1"] = v
             return v
-        return (1 - self.value_mix) * v + self.value_mix * self.memory["v1"]
+        # back to the values' dtype, which an fp32 lambda widens: kernels want one for queries, keys and values
+        return ((1 - self.value_mix) * v + self.value_mix * self.memory["v1"]).to(v.dtype)
 
 
 def fresh_call(tokens: Tensor, lengths: Tensor | None = None, separator: int | None = None) -> Call:

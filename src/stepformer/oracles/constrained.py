@@ -91,7 +91,8 @@ class ConstrainedAttention(MultiHeadAttention):
         if self.fusable(q, k, v, call):
             with torch.autocast(u.device.type, enabled=False):
                 radius = self.radius(u, call).float().expand(q.shape[:3])
-                return self.merge(self.fused(q, k, v, radius, call))
+                gathered = self.fused(q, k, v, radius, call)
+            return self.merge(gathered)
         with torch.autocast(u.device.type, enabled=False):
             q, k = at_least_fp32(q, k)
             radius = self.radius(u, call).to(q.dtype).expand(q.shape[:3])

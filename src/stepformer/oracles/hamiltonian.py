@@ -172,6 +172,7 @@ class HamiltonianAttention(Attention):
 
     def fields(self, u: Tensor, y: Tensor, call: Call) -> Fields:
         plain = call.mask is None and call.slots is None and call.observe is None and u.shape[1] <= LONGEST_FUSED
+        plain = plain and type(self) is HamiltonianAttention  # a subclass may have changed the equations
         if plain and product_dtype(u) in kernels.DTYPES and kernels.usable(u, y):
             return FusedFields(self, u, y, call)
         return SoftmaxFields(self, u, y, call)

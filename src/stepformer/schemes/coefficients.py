@@ -146,7 +146,7 @@ class CoefficientBank(nn.Module):
     def raw_values(self, substep: str) -> dict[str, tuple[Tensor | None, str, float]]:
         """What `values` maps: (raw parameter, range, 1) of each coefficient, (None, "free", number) of a constant."""
         raw: dict[str, tuple[Tensor | None, str, float]] = {
-            name: (self.get_parameter(key), self.specs[key].range, 1.0) for name, key in self.keys_of[substep].items()
+            name: (getattr(self, key), self.specs[key].range, 1.0) for name, key in self.keys_of[substep].items()
         }
         return raw | {name: (None, "free", number) for name, number in self.constants.get(substep, {}).items()}
 

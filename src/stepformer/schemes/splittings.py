@@ -97,6 +97,10 @@ class Splitting(Component):
             )
         return None
 
+    def defers(self) -> bool:
+        """Whether this very class says `deferrable`: a subclass may do something else with the state."""
+        return bool(type(self).__dict__.get("deferrable", False))
+
     def describe(self) -> str:
         """What a block does under these options, for people."""
         return splittings[self.name].equation

@@ -44,9 +44,10 @@ class State:
 
     def in_dtypes_of(self, other: State) -> State:
         """The same state with x and streams in the dtypes that `other` has: fp32 coefficients would widen them."""
-        if self.x.dtype == other.x.dtype and all(t.dtype == other.streams[k].dtype for k, t in self.streams.items()):
+        dtypes = {k: other.streams[k].dtype if k in other.streams else t.dtype for k, t in self.streams.items()}
+        if self.x.dtype == other.x.dtype and all(t.dtype == dtypes[k] for k, t in self.streams.items()):
             return self
-        streams = {k: t.to(other.streams[k].dtype) for k, t in self.streams.items()}
+        streams = {k: t.to(dtypes[k]) for k, t in self.streams.items()}
         return State(self.x.to(other.x.dtype), streams, self.memory)
 
     def __repr__(self) -> str:

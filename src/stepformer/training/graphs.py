@@ -57,6 +57,11 @@ class CapturedPass:
         if accumulate and False not in self.graphs:
             self._record(False)
 
+    def forget(self) -> None:
+        """Give the memory back; the next run records anew."""
+        self.graphs, self.gradients, self.pool = {}, [], None
+        self._clear()
+
     def _pass(self) -> Tensor:
         with self.autocast():
             loss = self.loss_of(self.inputs, self.targets)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stepformer import kernels
 from stepformer.catalogue import preset_of
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus, TokenSplit
@@ -279,6 +280,17 @@ class Trainer:
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
 
     def _evaluation(self, split: TokenSplit) -> Evaluation:
+        try:
+            return self._evaluated(split)
+        except torch.OutOfMemoryError:
+            if self.captured is None or not self.captured.recorded:
+                raise
+            # the recorded pass keeps the memory of a whole step; it is recorded again when training goes on
+            self.captured.forget()
+            torch.cuda.empty_cache()
+            return self._evaluated(split)
+
+    def _evaluated(self, split: TokenSplit) -> Evaluation:
         return evaluate(
             self.parallel.evaluated,
             split,
@@ -479,7 +491,7 @@ def first_bad_output(model: nn.Module, inputs: Tensor, targets: Tensor, autocast
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
     try:
-        with autocasting(inputs.device, autocast):
+        with autocasting(inputs.device, autocast), kernels.off():  # in fused passes modules are not called
             model(inputs, targets, loss_only=True)
     except InputError:
         return None
