@@ -217,9 +217,9 @@ class Model(nn.Module):
                 streams[name] = torch.full((1,), start, dtype=wide, device=x.device)
             elif start == "zero":
                 streams[name] = torch.zeros_like(x)
-            elif start == "ones":  # moments and matrices: sums of squares, which need the digits
-                streams[name] = torch.ones_like(x, dtype=self.embed.tok_emb.weight.dtype)
-            else:
+            elif start == "ones":
+                streams[name] = torch.ones_like(x)
+            else:  # a root is taken of these matrices, which needs the digits
                 eye = torch.eye(self.config.head_dim, dtype=self.embed.tok_emb.weight.dtype, device=x.device)
                 streams[name] = eye.expand(*x.shape[:2], -1, -1)
         return State(x, streams, {"x0": x} if self.config.embedding_skip else {})

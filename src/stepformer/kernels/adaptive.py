@@ -71,7 +71,7 @@ def _proposal(a: tl.tensor, second: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _forward_kernel(
+def _adaptive_forward_kernel(
     g: tl.tensor, g2: tl.tensor, x: tl.tensor, m: tl.tensor, s: tl.tensor,
     gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
     raw_beta1: tl.tensor, raw_beta2: tl.tensor, raw_step: tl.tensor, raw_lam: tl.tensor,
@@ -128,7 +128,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _adaptive_backward_kernel(
     du: tl.tensor, du2: tl.tensor, dx_out: tl.tensor, dm_out: tl.tensor, ds_out: tl.tensor,
     x_out: tl.tensor, g: tl.tensor, g2: tl.tensor, m: tl.tensor, s: tl.tensor, statistics: tl.tensor,
     gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
@@ -275,7 +275,7 @@ def _pass(
     d = g.shape[-1]
     n = statistics.shape[1]
     tile = common.row_tile(d)
-    _forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
+    _adaptive_forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
         g.contiguous(), dense(g2), x.contiguous(), dense(m), s.contiguous(), gain_v, gain_a, bias_a, gain_b, bias_b,
         raw_beta1, raw_beta2, raw_step, raw_lam, *constants,
         x_out, m_out, s_out, u if outputs else None, u2 if outputs > 1 else None, statistics, n, eps_v, eps, *kinds,
@@ -323,7 +323,7 @@ def _pass_backward(
     columns = common.columns(vectors, d, len(SCALARS))
     grads = _gradients(x_out, g, m, s, wants)
     partial = statistics.new_empty((programs, columns))
-    _backward_kernel[(programs,)](
+    _adaptive_backward_kernel[(programs,)](
         *[packed(t) for t in inputs], statistics, *vectors,
         raw_beta1, raw_beta2, raw_step, raw_lam, *constants,
         *[t if want else None for t, want in zip(grads, wants, strict=True)], partial, n, *kinds,

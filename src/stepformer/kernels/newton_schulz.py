@@ -171,7 +171,7 @@ def _identity(R: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["n"])  # no compilation of its own for one token
-def _forward_kernel(
+def _newton_schulz_forward_kernel(
     g: tl.tensor, m: tl.tensor, raw: tl.tensor, constant: tl.tensor, m_out: tl.tensor, o: tl.tensor, n: tl.tensor,
     KIND: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, TOKENS: tl.constexpr, ACCURATE: tl.constexpr,
@@ -216,7 +216,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])  # no compilation of its own for one token
-def _backward_kernel(
+def _newton_schulz_backward_kernel(
     g: tl.tensor, m: tl.tensor, raw: tl.tensor, constant: tl.tensor, do: tl.tensor, dm_out: tl.tensor,
     dg: tl.tensor, dm: tl.tensor, partial: tl.tensor, n: tl.tensor,
     KIND: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
@@ -331,7 +331,7 @@ def _forward(
     m_out, o = None if m is None else torch.empty_like(m), torch.empty_like(g, dtype=dtype)
     t = tile(h, k, backward=False)
     if n:
-        _forward_kernel[(triton.cdiv(n, t.tokens),)](
+        _newton_schulz_forward_kernel[(triton.cdiv(n, t.tokens),)](
             g, m, raw, constant, m_out, o, n, KIND=kind, ACCURATE=not fast, **_shape(h, k, t)
         )
     return m_out, o
@@ -349,7 +349,7 @@ def _backward(
     dg, dm = torch.empty_like(g), None if m is None else torch.empty_like(m)
     partial = None if raw is None else torch.empty(programs, dtype=torch.float32, device=g.device)
     if n:
-        _backward_kernel[(programs,)](
+        _newton_schulz_backward_kernel[(programs,)](
             g, m, raw, constant, do, dm_out, dg, dm, partial, n, KIND=kind,
             VALUES=not fast, DERIVATIVES=not fast and do.dtype != torch.bfloat16, **_shape(h, k, t),
         )  # fmt: skip

@@ -36,7 +36,7 @@ from torch import Tensor
 from stepformer.errors import InputError
 from stepformer.kernels import common
 from stepformer.kernels.common import ABSENT, ONE, Norms, Scalar, Tile, dense, packed
-from stepformer.kernels.velocity_kernels import backward_kernel, forward_kernel
+from stepformer.kernels.velocity_kernels import velocity_backward_kernel, velocity_forward_kernel
 
 SCALARS = ("step", "nu", "lam", "mu", "beta", "next")
 
@@ -68,7 +68,7 @@ def _pass(
     d = x.shape[-1]
     n = statistics.shape[1]
     tile = common.row_tile(d)
-    forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
+    velocity_forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
         dense(g), dense(g2), x.contiguous() if drift or outputs else None, dense(V),
         gain_v, gain_a, bias_a, gain_b, bias_b, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         x_out if drift else None, V_out if carry else None, u if outputs else None, u2 if outputs > 1 else None,
@@ -117,7 +117,7 @@ def _pass_backward(
     dx, dw, _ = _gradients(statistics, vectors, shape, dx_dtype, dw_dtype)
     columns = common.columns(vectors, d, len(SCALARS))
     partial = statistics.new_empty((programs, columns))
-    backward_kernel[(programs,)](
+    velocity_backward_kernel[(programs,)](
         *inputs, statistics, *vectors,
         raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         None if dx_dtype is None else dx, None if dw_dtype is None else dw, partial, n, eps_v, *kinds,

@@ -32,7 +32,7 @@ from stepformer.kernels.common import (
 
 
 @triton.jit
-def forward_kernel(
+def velocity_forward_kernel(
     g: tl.tensor, g2: tl.tensor, x: tl.tensor, V: tl.tensor,
     gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
     raw_step: tl.tensor, raw_nu: tl.tensor, raw_lam: tl.tensor, raw_mu: tl.tensor,
@@ -99,7 +99,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def velocity_backward_kernel(
     du: tl.tensor, du2: tl.tensor, dx_out: tl.tensor, dV_out: tl.tensor,
     x_out: tl.tensor, V_out: tl.tensor, g: tl.tensor, g2: tl.tensor, statistics: tl.tensor,
     gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,

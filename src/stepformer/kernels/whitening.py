@@ -50,7 +50,7 @@ import triton
 from torch import Tensor
 
 from stepformer.kernels.common import multiprocessors
-from stepformer.kernels.whitening_kernels import backward_kernel, forward_kernel
+from stepformer.kernels.whitening_kernels import whitening_backward_kernel, whitening_forward_kernel
 
 STEPS = 10
 HEAD_DIMS = (16, 32, 64)  # a matrix of 128 does not fit in the registers: the twin takes it
@@ -120,7 +120,7 @@ def _whiten(
     tokens = g.numel() // (n_head * k)
     how = forward_launch(k, exact)
     if tokens:
-        forward_kernel[(tokens,)](
+        whitening_forward_kernel[(tokens,)](
             g.contiguous(), None if m is None else m.contiguous(), r, beta_r, beta1, u, r_new, m_new,
             H=n_head, K=k, R_STRIDE=stride, COLUMNS=_columns(n_head), MEAN=m is not None, STEPS=STEPS,
             EXACT=exact, **how.options(),
@@ -181,7 +181,7 @@ def _whiten_backward(
     partial = g.new_empty((2, programs), dtype=torch.float32)
     scratch = g.new_empty((programs, STEPS - 1, 2, k * (k + _columns(n_head))), dtype=torch.float16)
     if tokens:
-        backward_kernel[(programs,)](
+        whitening_backward_kernel[(programs,)](
             du.contiguous(), None if dr_new is None else dr_new.contiguous(),
             None if dm_new is None else dm_new.contiguous(), g.contiguous(), None if m is None else m.contiguous(),
             r, r_new, beta_r, beta1, dg, dm, dr, partial, scratch, tokens,

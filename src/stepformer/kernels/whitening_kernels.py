@@ -111,7 +111,7 @@ def _retreated(
 
 
 @triton.jit
-def forward_kernel(
+def whitening_forward_kernel(
     g: tl.tensor, m: tl.tensor, r: tl.tensor, beta_r: tl.tensor, beta1: tl.tensor,
     u: tl.tensor, r_new: tl.tensor, m_new: tl.tensor,
     H: tl.constexpr, K: tl.constexpr, R_STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -156,7 +156,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def whitening_backward_kernel(
     du: tl.tensor, dr_new: tl.tensor, dm_new: tl.tensor,
     g: tl.tensor, m: tl.tensor, r: tl.tensor, r_new: tl.tensor, beta_r: tl.tensor, beta1: tl.tensor,
     dg: tl.tensor, dm: tl.tensor, dr: tl.tensor, partial: tl.tensor, scratch: tl.tensor, tokens: tl.tensor,
