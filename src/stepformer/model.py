@@ -234,7 +234,7 @@ class Model(nn.Module):
         return token_order(tokens, self.config.vocab_size, train=any(table.requires_grad for table in tables))
 
     def _narrowed(self, kind: str) -> torch.dtype | None:
-        return self.stream_dtype if torch.is_autocast_enabled(kind) else None
+        return self.stream_dtype if self.stream_dtype is not None and torch.is_autocast_enabled(kind) else None
 
     def _narrow(self, stream: Tensor) -> Tensor:
         dtype = self._narrowed(stream.device.type)

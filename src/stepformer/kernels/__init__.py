@@ -52,9 +52,7 @@ def usable(*tensors: Tensor | None) -> bool:
     if not _Switch.on:
         return False
     for t in tensors:
-        if t is None:
-            continue
-        if t.dtype not in DTYPES or not (t.is_cuda or _Switch.interpreting):
+        if t is not None and (not (t.is_cuda or _Switch.interpreting) or t.dtype not in DTYPES):
             return False
     if not torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:

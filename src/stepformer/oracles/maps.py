@@ -13,7 +13,13 @@ from stepformer.sharding import is_sharded
 
 def linear_map(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b. Where kernels may run under bf16 autocast, dW is in fp32 as it was summed, not rounded to bf16."""
-    if weight.requires_grad and weight.dtype == torch.float32 and trainable_by_kernels(x, weight):
+    # the cheapest question first: on a CPU a small model spends its time in Python
+    if (
+        torch.is_grad_enabled()
+        and weight.requires_grad
+        and weight.dtype == torch.float32
+        and trainable_by_kernels(x, weight)
+    ):
         dtype = product_dtype(x, weight)
         if dtype == torch.bfloat16:
             from stepformer.kernels import maps
@@ -31,4 +37,6 @@ class Linear(nn.Linear):
     """nn.Linear through `linear_map`."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
         return linear_map(x, self.weight, self.bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -35,14 +36,14 @@ class MLP(Component, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no nonlinearity: define activation().")
 
     def forward(self, u: Tensor) -> Tensor:
-        h = self.up(u)
-        heard = self.down._forward_hooks or self.down._forward_pre_hooks
-        known = FUSED.get(type(self)) if type(self.down) is Linear and not heard else None
-        if known is not None and trainable_by_kernels(h, self.down.weight):
-            from stepformer.kernels.maps import activated_linear
+        h, down = self.up(u), self.down
+        if torch.is_grad_enabled() and trainable_by_kernels(h, down.weight):
+            known = FUSED.get(type(self)) if type(down) is Linear else None
+            if known is not None and not (down._forward_hooks or down._forward_pre_hooks):
+                from stepformer.kernels.maps import activated_linear
 
-            return activated_linear(h, self.down.weight, self.down.bias, known)
-        return self.down(self.activation(h))
+                return activated_linear(h, down.weight, down.bias, known)
+        return down(self.activation(h))
 
 
 mlps: Registry[MLP] = Registry("mlp", MLP)

@@ -44,10 +44,11 @@ class State:
 
     def in_dtypes_of(self, other: State) -> State:
         """The same state with x and streams in the dtypes that `other` has: fp32 coefficients would widen them."""
-        dtypes = {k: other.streams[k].dtype if k in other.streams else t.dtype for k, t in self.streams.items()}
-        if self.x.dtype == other.x.dtype and all(t.dtype == dtypes[k] for k, t in self.streams.items()):
+        before = other.streams
+        wider = {k: t for k, t in self.streams.items() if k in before and t.dtype is not before[k].dtype}
+        if not wider and self.x.dtype is other.x.dtype:
             return self
-        streams = {k: t.to(dtypes[k]) for k, t in self.streams.items()}
+        streams = self.streams | {k: t.to(before[k].dtype) for k, t in wider.items()}
         return State(self.x.to(other.x.dtype), streams, self.memory)
 
     def __repr__(self) -> str:
