@@ -128,7 +128,9 @@ class ConstrainedAttention(MultiHeadAttention):
             return False
         from stepformer.kernels import constrained, prior_attention
 
-        return (constrained if self.chunks() else prior_attention).takes(q, k, v)
+        if self.chunks():
+            return constrained.takes(q, k, v)
+        return kernels.on_trial() and prior_attention.takes(q, k, v)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
         """O (B, H, T, head_dim) by the kernels."""
