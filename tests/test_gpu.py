@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -208,18 +209,31 @@ def gradients_of(model: sf.Model, ids: torch.Tensor, targets: torch.Tensor) -> t
 
 @pytest.mark.parametrize("name", sf.presets())
 def test_kernels_equal_the_plain_step(name: str) -> None:
-    """The whole gradient: 1e-4 in fp32 (reordered sums through two layers, Newton-Schulz, a solved constraint), and
-    under bf16 autocast within 4e-2 of the plain step, which is itself some 1e-2 from fp32."""
+    """The whole gradient against the plain step in fp64, in fp32 within 1e-5 and under bf16 autocast within 1e-2.
+
+    Some architectures magnify rounding more, by one batch as much as by another (near ties of scores, say). There the
+    medians over batches count: at most three times as far as the plain step of the same precision, since kernels
+    multiply weights and running sums in bf16 (fp32: as three tf32 products) that the plain step keeps in fp32.
+    """
     model = shake(tiny(name, dtype=torch.float32, **HEADS), scale=0.05).cuda()
-    ids, targets = tokens(3, 64, 101).cuda(), tokens(3, 64, 101, seed=1).cuda()
-    for bf16, tolerance in ((False, 1e-4), (True, 4e-2)):
-        with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-            loss, found = gradients_of(model, ids, targets)
-            with kernels.off():
-                expected_loss, expected = gradients_of(model, ids, targets)
-        assert loss == pytest.approx(expected_loss, rel=tolerance / 10)
-        error = float((found - expected).norm() / expected.norm())
-        assert error <= tolerance, f"bf16 {bf16}: {error:.1e}"
+    errors: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for seed in range(5):
+        ids, targets = (tokens(3, 64, 101, seed=2 * seed + k).cuda() for k in range(2))
+        with kernels.off():
+            expected_loss, expected = gradients_of(model.double(), ids, targets)
+        model.float()
+        for bf16, tolerance in ((False, 1e-5), (True, 1e-2)):
+            with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+                loss, found = gradients_of(model, ids, targets)
+                with kernels.off():
+                    _, plain = gradients_of(model, ids, targets)
+            assert loss == pytest.approx(expected_loss, rel=tolerance)
+            found, plain = ((g - expected).norm() / expected.norm() for g in (found, plain))
+            errors[bf16].append((float(found), float(plain)))
+    for bf16, tolerance in ((False, 1e-5), (True, 1e-2)):
+        error, allowed = (statistics.median(e) for e in zip(*errors[bf16], strict=True))
+        print(f"{name}, bf16 {bf16}: kernels {error:.1e}, plain {allowed:.1e}")
+        assert error <= max(tolerance, 3 * allowed), f"bf16 {bf16}: {error:.1e}, plain {allowed:.1e}"
 
 
 def test_value_residual_under_autocast() -> None:

@@ -72,8 +72,8 @@ def compare(shape: tuple[int, ...], ratio: float, ceiling: float | None, dtype: 
     for name, x, y, p in zip(("O", "dq", "dk", "dv", "dradius"), found, expected, plain, strict=True):
         assert x.isfinite().all(), name
         # short rows have almost no direction left free: their gradients are differences that nearly vanish in any fp32;
-        # three times the twin's, since its error is one draw and three tf32 products are a little worse than one fp32
-        assert distance(x, y) <= max(bound, 3 * distance(p, y)), name
+        # four times the twin's, since three tf32 products leave 2^-22 where one in fp32 leaves 2^-24
+        assert distance(x, y) <= max(bound, 4 * distance(p, y)), name
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,12 @@ def draw(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = t
     return values.to(dtype).double().to(device)
 
 
-def close(found: Any, expected: Any, bound: float, names: str = "") -> None:
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+def close(found: Any, expected: Any, bound: float, names: str = "", plain: Any = None) -> None:
+    """Within `bound` of the norm, or half as far again as `plain` is."""
+    for i, (a, b, c) in enumerate(zip(found, expected, expected if plain is None else plain, strict=True)):
         assert a.isfinite().all(), (names, i)
-        distance = (a.double() - b.double()).norm()
-        assert distance <= bound * b.double().norm(), (names, i, float(distance / b.double().norm()))
+        distance, allowed = ((t.detach().double() - b.double()).norm() / b.double().norm() for t in (a, c))
+        assert distance <= max(bound, 1.5 * allowed), (names, i, float(distance), float(allowed))
 
 
 def gradients(outputs: Any, inputs: Any, expected: Any) -> tuple[Tensor, ...]:
@@ -289,7 +290,8 @@ class TestAutocast:
 
     @pytest.mark.parametrize(("kind", "options"), [*ORACLES[:3], *ORACLES[4:]], ids=str)
     def test_fields(self, kind: Any, options: dict[str, Any]) -> None:
-        """bf16 products against the twin in fp64: values and gradients within 1e-2 of the norm."""
+        """bf16 products against the twin in fp64: values and gradients within 1e-2 of the norm, or half as far again as
+        the twin under autocast is: both read projections in bf16, and some fields are differences of them."""
         made = module(kind, 128, "cuda", **options)
         u, y = (draw(2, 300, 128, seed=i, device="cuda").requires_grad_() for i in range(2))
         with kernels.off():
@@ -299,5 +301,8 @@ class TestAutocast:
         u, y = (t.detach().float().requires_grad_() for t in (u, y))
         with torch.autocast("cuda", torch.bfloat16):
             found = fields(made, u, y)
-        close(found, expected, BF16, "values")
-        close(gradients(found, (u, y, *made.parameters()), expected), slopes, BF16, "gradients")
+            with kernels.off():
+                plain = fields(made, u, y)
+        close(found, expected, BF16, "values", plain)
+        found, plain = (gradients(f, (u, y, *made.parameters()), expected) for f in (found, plain))
+        close(found, slopes, BF16, "gradients", plain)

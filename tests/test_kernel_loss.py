@@ -259,7 +259,11 @@ class TestOnTheGpu:
     def test_values_and_gradients(
         self, n: int, d: int, v: int, ignored: int, dtype: torch.dtype, cap: float | None
     ) -> None:
-        """Against fp64 from the same rounded h and table; 25,001 rows are several chunks."""
+        """Against fp64 from the same rounded h and table; 25,001 rows are several chunks.
+
+        A logit of 20 in bf16 is off by 0.04, and so is its probability: that averages out over rows, but a single one
+        is as far away as what autocast makes of it.
+        """
         h, table, targets = inputs(n, d, v, ignored=ignored, scale=0.2, device="cuda", dtype=dtype)
         rounded = table.detach().to(dtype)
         poison()
@@ -268,9 +272,14 @@ class TestOnTheGpu:
         assert [g.dtype for g in found] == [dtype, torch.float32]
         half = dtype == torch.bfloat16
         expected = twin_in_parts(h, rounded, targets, cap, 0.3)
-        assert apart(loss, expected[0]) < (1e-3 if half else SINGLE)
-        for ours, theirs in zip(found, expected[1:], strict=True):
-            assert apart(ours, theirs) < (HALF if half else SINGLE)
+        bounds = [1e-3, HALF, HALF] if half else [SINGLE] * 3
+        if half and n == 1:
+            logits = F.linear(h, rounded).float()
+            plain = F.cross_entropy(logits if cap is None else cap * torch.tanh(logits / cap), targets) * 0.3
+            theirs = (plain, *torch.autograd.grad(plain, (h, rounded.requires_grad_())))
+            bounds = [max(b, 1.5 * apart(t, e)) for b, t, e in zip(bounds, theirs, expected, strict=True)]
+        for ours, exact, bound in zip((loss, *found), expected, bounds, strict=True):
+            assert apart(ours, exact) < bound
 
 
 def twin_in_parts(h: Tensor, table: Tensor, targets: Tensor, cap: float | None, factor: float) -> tuple[Tensor, ...]:
@@ -295,7 +304,10 @@ class TestModelOnTheGpu:
     @pytest.mark.parametrize("cap", [None, 30.0])
     def test_autocast_step(self, cap: float | None) -> None:
         """bf16 autocast, eager and compiled, against the plain loss of the same model: both round the same logits."""
-        model = tiny("vanilla", dtype=torch.float32, d_model=256, vocab_size=1003, logit_softcap=cap).cuda()
+        model = tiny(
+            "vanilla", dtype=torch.float32, d_model=256, n_head=4, context=16, vocab_size=1003, logit_softcap=cap
+        )
+        model = model.cuda()
         ids, targets = tokens(4, 16, 1003).cuda(), tokens(4, 16, 1003, seed=1).cuda()
         targets[1, 3:9] = IGNORE
         table = model.embed.tok_emb.weight

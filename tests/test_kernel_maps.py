@@ -365,6 +365,36 @@ def test_every_map_of_a_block(name: str) -> None:
         assert apart(found[1], plain[1]) < HALF
 
 
+@in_interpreter
+def test_weights_are_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as one by one, from one copy a weight; a forward pass leaves no copies behind."""
+    model = tiny("verlet-ama", dtype=torch.float32)  # two calls of the attention a layer
+    ids, targets = tokens(), tokens(seed=1)
+    asked: list[int] = []
+    rounded = maps._rounded
+
+    def counted(weight: Tensor, dtype: torch.dtype) -> Tensor:
+        copy: Tensor = rounded(weight, dtype)
+        asked.append(copy.data_ptr())
+        return copy
+
+    def results() -> list[Tensor]:
+        asked.clear()
+        with kernels.interpreted(), torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, targets).loss
+        assert loss is not None
+        return [loss.detach(), *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+
+    monkeypatch.setattr(maps, "_rounded", counted)
+    together = results()
+    assert len(asked) == 2 * 6
+    assert len(set(asked)) == 2 * 4
+    assert maps._COPIES.get() is None
+    monkeypatch.setattr("stepformer.model.rounded_maps", lambda root: contextlib.nullcontext())
+    for found, expected in zip(together, results(), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 class TestOnTheGpu:
@@ -404,4 +434,5 @@ class TestOnTheGpu:
                 kept[name] = torch.cuda.memory_allocated() - before
             y.sum().backward()
             module.zero_grad()
+            del y
         assert kept["plain"] - kept["fused"] > 0.8 * 8192 * 1024 * u.element_size()  # copies of weights count too

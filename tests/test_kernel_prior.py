@@ -233,9 +233,10 @@ def test_models_use_the_kernels(preset: str, monkeypatch: pytest.MonkeyPatch) ->
     asked = []
     kept = prior_attention.prior_attention
 
-    def counted(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def counted(*arguments: Any, packed: bool) -> tuple[Tensor, Tensor]:
         asked.append(arguments[4] is not None)
-        return kept(*arguments)
+        assert not packed  # fp32 keeps its digits
+        return kept(*arguments, packed=packed)
 
     monkeypatch.setattr(prior_attention, "prior_attention", counted)
 

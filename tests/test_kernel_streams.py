@@ -178,7 +178,11 @@ def compare(
     expected = twin(expected_inputs.pop("g"), **expected_inputs, **options)
     assert [o is None for o in outputs] == [e is None for e in expected]
     generator = torch.Generator().manual_seed(seed + 1)
-    weights = [None if o is None else torch.randn(o.shape, generator=generator).to(o) for o in outputs]
+    # random, and along the output so that the sum behind the gradient of a scalar does not nearly cancel
+    weights = [
+        None if e is None else (torch.randn(e.shape, generator=generator).to(e) + e.detach()).to(o)
+        for o, e in zip(outputs, expected, strict=True)
+    ]
     loss = expected_loss = torch.zeros((), device=DEVICE, dtype=torch.float64)
     for k, (o, e, w) in enumerate(zip(outputs, expected, weights, strict=True)):
         if o is not None and w is not None:

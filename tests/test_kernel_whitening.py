@@ -245,8 +245,9 @@ class TestOnTheDevice:
         found = errors(measured(rule, at, n_head, torch.float32), expected, at)
         with kernels.off():
             plain = errors(measured(rule, at, n_head, torch.float32), expected, at)
+        # three tf32 products for one in fp32 leave 2^-22 where fp32 leaves 2^-24
         for name, error in found.items():
-            assert error < max(1.5 * plain[name], TOLERANCE), name
+            assert error < max(4 * plain[name], TOLERANCE), name
 
     def test_bf16(self, rule: type[Shampoo], shape: tuple[int, ...], n_head: int, k: int) -> None:
         """bf16 answers, fp32 streams. dg is rounded to bf16 as well."""

@@ -20,6 +20,7 @@ from stepformer.block import Block
 from stepformer.config import ModelConfig
 from stepformer.errors import InputError, StepformerError, suggestion
 from stepformer.oracles import Cache, Call, fresh_call, make_norm
+from stepformer.oracles.maps import rounded_maps
 from stepformer.roles import Role, named_roles
 from stepformer.schemes import State, templates
 from stepformer.schemes.fused import Moving, same_norms
@@ -324,14 +325,15 @@ class Model(nn.Module):
         start = self.start(tokens, call.positions, from_zero=cache is None)
         checkpointing = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
         s: State | Moving = Moving.begin(start) if not checkpointing and self._fuses(start, call) else start
-        for i, block in enumerate(self.blocks):
-            if cache is not None:
-                call = replace(call, slots=cache.slots[i])
-            plain = i in self.plain_layers
-            if checkpointing:  # no layer draws random numbers
-                s = checkpoint(block, s, call, plain, use_reentrant=False, preserve_rng_state=False)
-            else:
-                s = block(s, call, plain)
+        with contextlib.nullcontext() if checkpointing else rounded_maps(self.blocks):
+            for i, block in enumerate(self.blocks):
+                if cache is not None:
+                    call = replace(call, slots=cache.slots[i])
+                plain = i in self.plain_layers
+                if checkpointing:  # no layer draws random numbers
+                    s = checkpoint(block, s, call, plain, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    s = block(s, call, plain)
         if cache is not None:
             cache.advance(call, tokens.shape[1])
         h = s.finish(self.final_norm) if isinstance(s, Moving) else s.x

@@ -32,7 +32,6 @@ class _Switch:
 
     on = os.environ.get("STEPFORMER_KERNELS", "on").lower() not in ("off", "0", "false", "no")
     interpreting = False
-    trying = os.environ.get("STEPFORMER_KERNELS", "").lower() == "all"
 
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
@@ -62,11 +61,6 @@ def usable(*tensors: Tensor | None) -> bool:
         if any(t is not None and t.is_cuda and t.device.index != torch.cuda.current_device() for t in tensors):
             return False
     return has_triton()
-
-
-def on_trial() -> bool:
-    """Whether kernels that have not passed their tests on a GPU yet may run: STEPFORMER_KERNELS=all, or interpreted."""
-    return _Switch.trying or _Switch.interpreting
 
 
 def prepare_compiler() -> None:

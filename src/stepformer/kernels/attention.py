@@ -37,11 +37,24 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, time, 1, dtype=torch.float32)
 
 
+def _no_dropout(device: torch.device) -> Tensor:
+    """The seed of a dropout that there is not; made once, but never inside a recording, whose memory would hold it."""
+    if device not in _SEEDS:
+        seed = torch.zeros((), dtype=torch.int64, device=device)
+        if torch.cuda.is_current_stream_capturing():
+            return seed
+        _SEEDS[device] = seed
+    return _SEEDS[device]
+
+
+_SEEDS: dict[torch.device, Tensor] = {}
+
+
 @torch.library.custom_op("stepformer::causal_attention_backward", mutates_args=())
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    seed = _no_dropout(q.device)
     time = q.shape[2]
     grads = ATEN._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse, seed, seed, None, None, None, time, time, 0.0, True

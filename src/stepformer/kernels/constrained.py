@@ -32,8 +32,9 @@ PASSES = 12  # over the keys at most; blocks of hard scores took 4 to 7, one 10
 # A step of ln b below it, times max(1, b std_a(S)), is not looked at again: what is left of it, about its cube, is
 # corrected to first order in O by the gathering pass. W is not: dq and dk err by up to 8e-4 at 0.1, far below bf16.
 CLOSE = {torch.float32: 0.005, torch.bfloat16: 0.1}
-# Rows below it sum dO.O and c once more in the backward, in fp32 from what they are used with.
-EXACT = {torch.float32: 2**30, torch.bfloat16: 64}
+# Rows below it sum dO.O and c once more in the backward, in fp32 from what they are used with. All of them: at radii
+# near ln t the gradient almost vanishes, and with the first 64 rows alone dq was 1e-2 off in bf16, 3e-3 with all.
+EXACT = {torch.float32: 2**30, torch.bfloat16: 2**30}
 STEPS = 2  # on the subset: its solution is only a start
 
 

@@ -10,8 +10,7 @@ keys, reads them for dK and dV. 6 d and 8 d FLOP per visible pair and some 10 mo
 
 A short row has few directions left: t = 2 none at all, its dS is zero. There g - dO.O - r x is a difference that nearly
 vanishes, while b may be large, and O, W, rounded, are not good enough. Rows below EXACT therefore have a pass of their
-own, 4 d FLOP, that sums z = sum a, m, Var, dO.O and c from the same a, g, x that make dS. In bf16 these are the first
-block or two, in fp32 all rows.
+own, 4 d FLOP, that sums z = sum a, m, Var, dO.O and c from the same a, g, x that make dS.
 """
 
 from __future__ import annotations

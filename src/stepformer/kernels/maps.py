@@ -27,6 +27,9 @@ About 20 and 30 operations each: bandwidth-bound. dh replaces da in memory where
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -292,15 +295,39 @@ _linear.register_autograd(_backward_of(_linear_backward), setup_context=_keep)
 _activated.register_autograd(_backward_of(_activated_backward), setup_context=_keep)
 
 
+# Rounded copies made beforehand, by the identity of the weight; one dictionary per thread of execution.
+_COPIES: ContextVar[dict[int, Tensor] | None] = ContextVar("stepformer_rounded_weights", default=None)
+
+
+@contextlib.contextmanager
+def rounded_together(weights: list[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Round weights in a few launches, for all maps inside; a map that is used twice also has one copy, not two."""
+    with torch.no_grad():
+        copies = [torch.empty_like(w, dtype=dtype) for w in weights]
+        if copies:
+            torch._foreach_copy_(copies, weights)
+    before = _COPIES.set({id(w): copy for w, copy in zip(weights, copies, strict=True)})
+    try:
+        yield
+    finally:
+        _COPIES.reset(before)
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    known = None if torch.compiler.is_compiling() else _COPIES.get()
+    copy = None if known is None else known.get(id(weight))
+    return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b for tokens (..., in) in their dtype; the gradients of W and b keep the digits that W's dtype has."""
-    rounded = weight.detach().to(x.dtype)
+    rounded = _rounded(weight, x.dtype)
     y: Tensor = _linear(x.flatten(0, -2), weight, bias, rounded)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def activated_linear(h: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """act(h) W^T + b for h (..., hidden), with `kind` a key of CODES; keeps h for the backward, not act(h)."""
-    rounded = weight.detach().to(h.dtype)
+    rounded = _rounded(weight, h.dtype)
     y: Tensor = _activated(h.flatten(0, -2), weight, bias, rounded, kind)
     return y.view(*h.shape[:-1], weight.shape[0])

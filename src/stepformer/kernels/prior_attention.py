@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from stepformer.kernels import constrained
-from stepformer.kernels.constrained import EXACT, HEAD_DIMS, Tile, Tiles, _precision, _rows, _wider
+from stepformer.kernels.constrained import HEAD_DIMS, Tile, Tiles, _precision, _rows, _wider
 from stepformer.kernels.prior_backward import prior_key_gradient, prior_query_gradient
 from stepformer.kernels.prior_forward import gather_prior_rows, solve_prior_rows, write_log_weights
 from stepformer.oracles.constraint import BETA_MAX, EVALUATIONS_WITH_PRIOR, UNSOLVED
@@ -36,6 +36,7 @@ LONGEST = 2048
 PASSES = EVALUATIONS_WITH_PRIOR[torch.float32]
 # As in `constrained`, but no pass corrects what is left: the cube of it in D, the fourth power in ln a.
 CLOSE = {torch.float32: 0.005, torch.bfloat16: 0.05}
+EXACT = {torch.float32: 2**30, torch.bfloat16: 64}  # as there; radii from a prior are small, so fewer rows need it
 PACKED = torch.bfloat16
 
 

@@ -130,7 +130,7 @@ class ConstrainedAttention(MultiHeadAttention):
 
         if self.chunks():
             return constrained.takes(q, k, v)
-        return kernels.on_trial() and prior_attention.takes(q, k, v)
+        return prior_attention.takes(q, k, v)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
         """O (B, H, T, head_dim) by the kernels."""
@@ -230,7 +230,7 @@ class KLAttention(ConstrainedAttention):
 
         below = call.memory.get("log_prior")
         keep = None if below is None or self.prior == "previous" else self.coefficients.value("keep")
-        gathered, log_weights = prior_attention(q, k, v, radius, below, keep)
+        gathered, log_weights = prior_attention(q, k, v, radius, below, keep, packed=q.dtype != torch.float32)
         self.remember(log_weights, call)
         return gathered
 

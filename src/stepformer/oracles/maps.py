@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,3 +42,21 @@ class Linear(nn.Linear):
         if not torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
         return linear_map(x, self.weight, self.bias)
+
+
+def rounded_maps(root: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside, all `Linear` maps of a module have bf16 weights that were rounded at once; nothing where none would be.
+
+    At the size small on an H200, 48 casts of single weights took 0.31 ms and as many launches.
+    """
+    device = next(root.parameters()).device.type
+    wanted = torch.is_grad_enabled() and torch.is_autocast_enabled(device) and not torch.compiler.is_compiling()
+    if not wanted or torch.get_autocast_dtype(device) != torch.bfloat16:
+        return contextlib.nullcontext()
+    weights = [m.weight for m in root.modules() if isinstance(m, Linear) and m.weight.requires_grad]
+    weights = [w for w in weights if w.dtype == torch.float32 and not is_sharded(w)]
+    if not weights or not kernels.usable(*weights):
+        return contextlib.nullcontext()
+    from stepformer.kernels.maps import rounded_together
+
+    return rounded_together(weights, torch.bfloat16)
