@@ -41,6 +41,24 @@ def quick_settings(**changes: Any) -> BenchSettings:
     return BenchSettings(**{**values, **changes})
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "way", "compiled"),
+    [
+        ("yurii", (), "on", False),
+        ("symp-presymp-euler", (), "on", False),
+        ("linear-symp-ab2", (), "on", False),
+        ("symp-presymp-euler", (), "off", True),
+        ("symp-presymp-euler", ("mlp_step=A", "n_layer=2"), "on", True),
+    ],
+)
+def test_what_has_no_fused_passes_is_compiled(name: str, changes: tuple[str, ...], way: str, compiled: bool) -> None:
+    settings = quick_settings(device=torch.device("cuda"), compile=None, kernels=(way,))
+    case = plan([Wanted(name, (*SHAPE, *changes), 16)], settings)[-1]
+    assert case.label.startswith(name)
+    assert case.compiled(settings) is compiled
+    assert not case.compiled(quick_settings(compile=None))
+
+
 def quick_cases(*names: str, settings: BenchSettings | None = None) -> list[Any]:
     return plan([Wanted(name, SHAPE, 16) for name in names], settings or quick_settings())
 
@@ -419,6 +437,19 @@ def test_the_page_shows_the_newest_of_everything(tmp_path: Path) -> None:
     out = tmp_path / "README.md"
     assert main(["bench", "--table", str(folder), "-o", str(out)]) == 0
     assert out.read_text() == text
+
+
+def test_a_quick_vanilla_does_not_hide_a_full_one() -> None:
+    """Every process measures vanilla to compare with, not every one decodes."""
+    whole = made_up("vanilla", 590e3, decode={"tokens_per_second": 5000.0}, batch={"optimizer_share": 0.007})
+    stored = [made_up_process(whole), made_up_process(made_up("vanilla", 600e3), made_up("muon", 480e3))]
+    by_label = {record["label"]: record for record, _ in newest(stored)}
+    assert by_label["vanilla"] is whole
+    found = {(v.target.row, v.preset): v.value for v in judged(stored)}
+    assert found["decode", "vanilla"] == 5000.0
+    assert found["optimizer", "vanilla"] == pytest.approx(0.7)
+    assert found["vanilla", "vanilla"] == 600.0  # the last that measured it
+    assert found["muon", "muon"] == pytest.approx(0.8)
 
 
 def test_the_committed_page_is_made_from_the_committed_results() -> None:

@@ -19,6 +19,7 @@ from stepformer.schemes.kronecker import SOAP, Shampoo
 from stepformer.schemes.spectral import Muon
 from stepformer.schemes.splittings import LieTrotter
 
+SCHEMES = ("plain-euler", "presymp-euler", "exp-euler", "conformal-euler", "ab2", "etd-ab2")
 SIZE = {"n_layer": 2, "n_head": 2, "d_model": 16, "context": 8, "vocab_size": 17}
 FUSED = [
     *("vanilla", "hb", "yurii", "tmm", "rmsprop", "adam", "adamw", "ortho", "muon", "shampoo", "soap"),
@@ -27,6 +28,14 @@ FUSED = [
 ]
 
 
+HAMILTONIAN: dict[str, tuple[str, dict[str, object]]] = {
+    **{f"{kind}symp-{scheme}": (f"{kind}symp-{scheme}", {}) for kind in ("", "linear-") for scheme in SCHEMES},
+    "lawson": ("symp-etd-ab2", {"etd": "lawson"}),
+    "one ratio, looking ahead": ("symp-ab2", {"history": "constant", "lookahead": True, "step_gradient": True}),
+    "momentum from a table": ("symp-presymp-euler", {"aux_init": "embed", "damping": "linear", "norm": "rmsnorm"}),
+    "a velocity of the MLP's own": ("symp-exp-euler", {"mlp_step": "C", "damping": "log"}),
+    "linear, the MLP kicks y": ("linear-symp-ab2", {"mlp_step": "B"}),
+}
 STRANG = [f"{name} {order}" for name in ("ortho", "muon", "shampoo", "soap") for order in ("ama", "mam")]
 
 
@@ -66,20 +75,53 @@ def test_fused_equals_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # a large eps, so that a norm which scales it shows
     name, _, order = name.partition(" ")
     changes = {"splitting": "strang", "order": order} if order else {}
-    model = shake(tiny(name, dtype=torch.float32, norm_eps=1e-2, **SIZE, **changes), scale=0.05)
+    compare_with_plain(
+        shake(tiny(name, dtype=torch.float32, norm_eps=1e-2, **SIZE, **changes), scale=0.05), monkeypatch
+    )
+
+
+def compare_with_plain(model: sf.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, targets = tokens(1, 5, 17), tokens(1, 5, 17, seed=1)
     _, narrow = loss_and_gradients(model, ids, targets)
     expected, gradients = loss_and_gradients(copy.deepcopy(model).double(), ids, targets)
     seen = passes(monkeypatch)
     with kernels.interpreted():
         loss, found = loss_and_gradients(model, ids, targets)
-    assert len(seen) >= SIZE["n_layer"]
+    assert len(seen) >= model.config.n_layer
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert found.keys() == gradients.keys()
     largest = max(float(g.norm()) for g in gradients.values())
     for key, gradient in gradients.items():
         allowed = max(1e-5 * float(gradient.norm()), 3 * float((narrow[key] - gradient).norm())) + 1e-7 * largest
         assert float((found[key] - gradient).norm()) <= allowed, key
+
+
+FIRST_ONES = (
+    "symp-presymp-euler",
+    "symp-conformal-euler",
+    "linear-symp-ab2",
+    "symp-etd-ab2",
+    "one ratio, looking ahead",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [n if n in FIRST_ONES else pytest.param(n, marks=pytest.mark.slow) for n in HAMILTONIAN]
+)
+def test_fused_integrators_equal_the_plain_ones(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, in three layers: the second and third have a past."""
+    name, changes = HAMILTONIAN[case]
+    model = shake(tiny(name, dtype=torch.float32, norm_eps=1e-2, **{**SIZE, "n_layer": 3}, **changes), scale=0.05)
+    compare_with_plain(model, monkeypatch)
+
+
+@pytest.mark.parametrize("changes", [{"mlp_step": "A"}, {"mlp_step": "C", "lookahead": True}])
+def test_integrators_without_a_pass(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("symp-presymp-euler", dtype=torch.float32, **SIZE, **changes)
+    seen = passes(monkeypatch)
+    with kernels.interpreted():
+        model(tokens(1, 4, 17))
+    assert not seen
 
 
 def test_without_drift_in_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:

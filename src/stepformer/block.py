@@ -13,7 +13,8 @@ from stepformer.oracles import Call, attentions, make_norm, mlps
 from stepformer.schemes import State, Substep, free, splittings, templates, unit
 from stepformer.schemes.coefficients import Coefficient, CoefficientBank
 from stepformer.schemes.fused import FAMILIES, FusedSubstep, Moving, same_norms
-from stepformer.schemes.hamiltonian import Fields
+from stepformer.schemes.fused_hamiltonian import FusedIntegrator, integrates_by_weights
+from stepformer.schemes.hamiltonian import Fields, HamiltonianStep
 from stepformer.sharding import is_sharded
 
 VALUE_MIX = 0.5  # lambda of the value residual, fixed or at its start
@@ -132,7 +133,7 @@ class Block(nn.Module):
     def fuses(self, call: Call) -> bool:
         """Whether kernels may defer this block's stream updates (schemes/fused.py)."""
         return (
-            type(self.template) in FAMILIES
+            (type(self.template) in FAMILIES or integrates_by_weights(self.template))
             and self.splitting.defers()
             and same_norms(self.attn_norm, self.mlp_norm)
             and all(type(norm) is nn.LayerNorm for norm in self.aux_norms.values())
@@ -149,12 +150,16 @@ class Block(nn.Module):
             "attn": (self.attn_norm, partial(self.attn, call=call)),
             "mlp": (self.mlp_norm, self.mlp),
         }
-        turns = {}
+        turns: dict[str, FusedSubstep] = {}
         for turn, oracles in self.splitting.oracles.items():
             norm = self.aux_norms[self.norm_keys[turn]] if turn in self.norm_keys else None
             assert norm is None or isinstance(norm, nn.LayerNorm)
-            asks = [parts[oracle] for oracle in oracles]
-            turns[turn] = FusedSubstep(self.template, asks, values[turn], self.coefficients.raw_values(turn), norm)
+            raw = self.coefficients.raw_values(turn)
+            turns[turn] = FusedSubstep(self.template, [parts[o] for o in oracles], values[turn], raw, norm)
+        if isinstance(self.template, HamiltonianStep):
+            turns["attn"] = FusedIntegrator(
+                turns["attn"], self.splitting.layer, partial(self.attn.fields, call=call), turns["mlp"]
+            )
         return turns
 
     def turns(self, call: Call) -> dict[str, Substep]:

@@ -24,6 +24,7 @@ from stepformer.oracles.maps import rounded_maps
 from stepformer.roles import Role, named_roles
 from stepformer.schemes import State, templates
 from stepformer.schemes.fused import Moving, same_norms
+from stepformer.schemes.fused_hamiltonian import weights_of
 from stepformer.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -324,7 +325,10 @@ class Model(nn.Module):
         call = fresh_call(tokens, lengths, separator) if cache is None else cache.call(tokens, lengths, separator)
         start = self.start(tokens, call.positions, from_zero=cache is None)
         checkpointing = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
-        s: State | Moving = Moving.begin(start) if not checkpointing and self._fuses(start, call) else start
+        s: State | Moving = start
+        if not checkpointing and self._fuses(start, call):
+            banks = [block.coefficients for block in self.blocks]
+            s = Moving.begin(start, weights_of([block.template for block in self.blocks], banks))
         with contextlib.nullcontext() if checkpointing else rounded_maps(self.blocks):
             for i, block in enumerate(self.blocks):
                 if cache is not None:

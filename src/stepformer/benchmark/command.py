@@ -73,7 +73,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="torch.compile (default: on CUDA the Hamiltonian integrators)",
+        help="torch.compile (default: on CUDA Hamiltonian integrators without kernels)",
     )
     how.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, help="replay steps as a CUDA graph (default on CUDA: yes)"

@@ -14,6 +14,7 @@ from stepformer.catalogue import SIZES, load_config, model_config
 from stepformer.config import ModelConfig, merge
 from stepformer.errors import InputError
 from stepformer.schemes import templates
+from stepformer.schemes.fused_hamiltonian import integrates_by_weights
 
 BASELINE = "vanilla"
 SHAPE = (*SIZES["small"], "activation_checkpointing")  # settings that the baseline shares with whom it is compared to
@@ -33,7 +34,7 @@ class BenchSettings:
     size: str
     steps: int
     warmup: int
-    compile: bool | None  # None: on a GPU, rules without fused passes (Hamiltonian integrators)
+    compile: bool | None  # None: on a GPU, Hamiltonian integrators that have no fused passes
     graph: bool = False  # steps replayed as a CUDA graph, as the trainer does on one GPU
     kernels: tuple[str, ...] = ("on",)  # on, off; none where they cannot run
     streams: tuple[str, ...] = ("fp32",)  # what x and the velocities are carried in: fp32, bf16
@@ -71,10 +72,13 @@ class Case:
     streams: str
 
     def compiled(self, settings: BenchSettings) -> bool:
-        """Whether this one is compiled: as asked, or if it integrates Hamiltonian fields on a GPU."""
+        """Whether this one is compiled: as asked, or if it integrates Hamiltonian fields by no kernel of ours."""
         if settings.compile is not None:
             return settings.compile
-        return settings.device.type == "cuda" and templates[self.config.template].component.integrates
+        config = self.config
+        rule = templates[config.template].component(config.n_head, config.head_dim, **config.options_of("template"))
+        fused = self.kernels == "on" and integrates_by_weights(rule)
+        return settings.device.type == "cuda" and rule.integrates and not fused
 
     @property
     def frame(self) -> tuple[Any, ...]:

@@ -179,13 +179,23 @@ def profile_table(measured: Sequence[Pair]) -> Table | None:
     return Table(["ms per micro-batch", *names], rows)
 
 
+MORE = {"batch", "decode"}
+
+
 def newest(processes: Iterable[Process]) -> list[Pair]:
-    """The last measurement of every architecture under every condition, each with the vanilla of its own process."""
+    """The last measurement of every architecture under every condition, each with the vanilla of its own process.
+
+    Vanilla itself is in every process, in some of them only to compare with: of those that measured most, the last.
+    """
     found: dict[tuple[Any, ...], Pair] = {}
+
+    def fuller(record: dict[str, Any], known: dict[str, Any]) -> bool:
+        return record["label"] != BASELINE or len(record.keys() & MORE) >= len(known.keys() & MORE)
+
     for process in processes:
         for record, baseline in pairs(process["results"]):
             key = (frame(record), record["label"])
-            if key not in found or "tokens_per_second" in record:
+            if key not in found or ("tokens_per_second" in record and fuller(record, found[key][0])):
                 found[key] = (record, baseline)
     return sorted(found.values(), key=lambda pair: (pair[0]["context"], pair[0]["label"] != BASELINE))
 

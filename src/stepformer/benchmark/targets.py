@@ -118,12 +118,14 @@ def _canonical(label: str) -> str:
 
 
 def verdicts(targets: Iterable[Target], pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> list[Verdict]:
-    """One verdict per row and preset, from (record, its baseline) pairs; the last of several counts."""
-    known = {(_canonical(record["label"]), record["context"]): (record, baseline) for record, baseline in pairs}
+    """One verdict per row and preset, from (record, its baseline) pairs; the last that measured it counts."""
+    known: dict[tuple[str, int], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for record, baseline in pairs:
+        known.setdefault((_canonical(record["label"]), record["context"]), []).append((record, baseline))
     found = []
     for target in targets:
         for name in target.presets:
-            pair = known.get((_canonical(name), target.context))
-            value = None if pair is None else value_of(target.quantity, *pair)
+            values = [value_of(target.quantity, *pair) for pair in known.get((_canonical(name), target.context), [])]
+            value = next((v for v in reversed(values) if v is not None), None)
             found.append(Verdict(target, name, value, None if value is None else target.holds(value)))
     return found

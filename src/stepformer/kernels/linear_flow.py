@@ -21,6 +21,7 @@ Bytes per token for the states: 12 d^2 / L forward. With d = 768 one segment is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,12 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
         out.baddbmm_(a, b)
 
 
+def from_earlier(weights: Tensor, sources: Tensor, out: Tensor, chunk: int, fresh: bool) -> None:
+    """out_i = (or +=) sum_{j<=i} weights_ij sources_j; weights (B, T, T) hold zeros in the chunks on the diagonal."""
+    for begin, end in stretches(out.shape[1], chunk):
+        add_product(out[:, begin:end], weights[:, begin:end, :end], sources[:, :end], fresh)
+
+
 def from_later(weights: Tensor, sources: Tensor, out: Tensor, chunk: int, fresh: bool) -> None:
     """out_j = (or +=) sum_{i>=j} weights_ij sources_i; weights (B, T, T) hold zeros in the chunks on the diagonal."""
     for begin, end in stretches(out.shape[1], chunk):
@@ -64,8 +71,75 @@ def from_later(weights: Tensor, sources: Tensor, out: Tensor, chunk: int, fresh:
 
 
 @triton.jit
+def _clear_kernel(
+    scores: tl.tensor, rows: tl.tensor, width: tl.tensor, matrix_stride: tl.tensor, row_stride: tl.tensor,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = row // CHUNK * CHUNK
+    column = first + tl.arange(0, COLUMNS)[None, :]
+    # whole groups of 8, with what stands before the diagonal as it was: single stores would be 8 times as many
+    touched = (row < rows) & (column // 8 * 8 + 7 > row) & (column < first + CHUNK) & (column < width)
+    where = scores + (tl.program_id(0).to(tl.int64) * matrix_stride + row.to(tl.int64) * row_stride + column)
+    held = tl.load(where, mask=touched, other=0.0)
+    tl.store(where, tl.where(column > row, 0.0, held), mask=touched)
+
+
+def clear_later(scores: Tensor, chunk: int) -> None:
+    """Write zeros above the diagonal of matrices (B, L, >= L), in the chunks on it; nobody reads beyond those."""
+    matrices, rows, width = scores.shape
+    chunk = min(chunk, rows)
+    columns = triton.next_power_of_2(chunk)
+    tile = max(1, 4096 // columns)
+    _clear_kernel[(matrices, triton.cdiv(rows, tile))](
+        *(scores, rows, width, *scores.stride()[:2]), CHUNK=chunk, COLUMNS=columns, ROWS=tile, num_warps=4
+    )
+
+
+def masked_scores(
+    pairs: Sequence[tuple[Tensor, Tensor]], out: Tensor, chunk: int, begin: int = 0, end: int = 0
+) -> None:
+    """Scores of some queries (all by default) of each pair (q, k) with the keys up to their chunk's end, masked.
+
+    out: (pairs, B, queries, keys).
+    """
+    length = pairs[0][0].shape[1]
+    end = end or length
+    for (q, k), room in zip(pairs, out, strict=True):
+        for first, last in stretches(length, chunk):
+            if begin <= first < end:
+                torch.bmm(q[:, first:last], k[:, :last].mT, out=room[:, first - begin : last - begin, :last])
+    clear_later(out.flatten(0, 1)[:, : end - begin, begin:], chunk)
+
+
+def weighted_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    values: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    chunk: int,
+    keep: bool,
+    fresh: bool,
+) -> Tensor:
+    """out_i = (or +=) sum_{j<=i} (q_i.k_j) v_j for each pair (q, k); the scores, or nothing unless they are kept."""
+    q, _ = pairs[0]
+    batch, length, _ = q.shape
+    rows = length if keep else min(chunk, length)
+    scores = q.new_empty(len(pairs), batch, rows, padded(length))
+    if keep:
+        masked_scores(pairs, scores, chunk)
+        for room, v, out in zip(scores, values, outs, strict=True):
+            from_earlier(room, v, out, chunk, fresh)
+        return scores
+    for begin, end in stretches(length, chunk):
+        masked_scores(pairs, scores, chunk, begin, end)
+        for room, v, out in zip(scores, values, outs, strict=True):
+            add_product(out[:, begin:end], room[:, : end - begin, :end], v[:, :end], fresh)
+    return q.new_empty(0)
+
+
+@triton.jit
 def _running_kernel(
-    states: tl.tensor, out: tl.tensor, size: tl.tensor,
+    states: tl.tensor, more: tl.tensor, out: tl.tensor, size: tl.tensor,
     SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(1).to(tl.int64) * SEGMENTS
@@ -77,21 +151,21 @@ def _running_kernel(
         where = (row + segment) * size + at
         tl.store(out + where, total, mask=live)
         total += tl.load(states + where, mask=live, other=0.0)
+        if more is not None:
+            total += tl.load(more + where, mask=live, other=0.0)
 
 
-def running(states: Tensor, segments: int, dtype: torch.dtype, reverse: bool = False) -> Tensor:
-    """Sums of (B * segments, d, d) over all earlier segments of the same row, or over all later ones, in `dtype`."""
+def running(
+    states: Tensor, segments: int, dtype: torch.dtype, reverse: bool = False, more: Tensor | None = None
+) -> Tensor:
+    """Sums of (B * segments, d, d) over all earlier segments of the same row, or over all later ones, in `dtype`.
+
+    more: something of the same shape that is added to the states.
+    """
     out = torch.empty_like(states, dtype=dtype)
     size, block = states[0].numel(), 1024
     grid = (triton.cdiv(size, block), states.shape[0] // segments)
-    _running_kernel[grid](states, out, size, SEGMENTS=segments, REVERSE=reverse, BLOCK=block, num_warps=4)
-    return out
-
-
-def _scores(q: Tensor, k: Tensor, out: Tensor, begin: int, end: int) -> Tensor:
-    """Masked scores of some queries with the keys up to their end, written to `out`."""
-    torch.bmm(q[:, begin:end], k[:, :end].mT, out=out)
-    out[:, :, begin:].tril_()
+    _running_kernel[grid](states, more, out, size, SEGMENTS=segments, REVERSE=reverse, BLOCK=block, num_warps=4)
     return out
 
 
@@ -105,17 +179,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bo
     if n > 1:
         states = running(fp32_product(k.mT, v), n, q.dtype)
         torch.bmm(q, states, out=out)
-    scores = q.new_empty(q.shape[0], segment if keep else min(chunk, segment), padded(segment))
-    for begin, end in stretches(segment, chunk):
-        part = scores[:, begin:end, :end] if keep else scores[:, : end - begin, :end]
-        add_product(out[:, begin:end], _scores(q, k, part, begin, end), v[:, :end], fresh=n == 1)
-    return out.view(shape), scores if keep else q.new_empty(0), states
+    scores = weighted_sums([(q, k)], [v], [out], chunk, keep, fresh=n == 1)
+    return out.view(shape), scores, states
 
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     batch, n = q.shape[0], q.shape[1] // segment
-    scores = q.new_empty(batch * n, segment, padded(segment)) if keep else q.new_empty(0)
+    scores = q.new_empty(1, batch * n, segment, padded(segment)) if keep else q.new_empty(0)
     states = q.new_empty(batch * n, k.shape[-1], v.shape[-1]) if n > 1 else q.new_empty(0)
     return v.new_empty(v.shape), scores, states
 
@@ -132,17 +203,12 @@ def _backward(
         torch.bmm(grad, states.mT, out=dq)
         torch.bmm(v, later.mT, out=dk)
         torch.bmm(k, later, out=dv)
-    again = scores.numel() == 0
-    room = (q.shape[0], segment, padded(segment))
-    scores = q.new_empty(room) if again else scores
-    slopes = q.new_empty(room)
-    for begin, end in stretches(segment, chunk):
-        if again:
-            _scores(q, k, scores[:, begin:end, :end], begin, end)
-        part = _scores(grad, v, slopes[:, begin:end, :end], begin, end)
-        add_product(dq[:, begin:end], part, k[:, :end], fresh=n == 1)
-    from_later(slopes[:, :, :segment], q, dk, chunk, fresh=n == 1)
-    from_later(scores[:, :, :segment], grad, dv, chunk, fresh=n == 1)
+    slopes = weighted_sums([(grad, v)], [k], [dq], chunk, keep=True, fresh=n == 1)
+    if scores.numel() == 0:
+        scores = torch.empty_like(slopes)
+        masked_scores([(q, k)], scores, chunk)
+    from_later(slopes[0], q, dk, chunk, fresh=n == 1)
+    from_later(scores[0], grad, dv, chunk, fresh=n == 1)
     return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
 
 

@@ -67,6 +67,36 @@ def adaptive_pass_reference(
     return x_out, None if m is None else first.to(m.dtype), second.to(s.dtype), u, u2
 
 
+def integrator_pass_reference(
+    *, x: Tensor, y: Tensor, velocity: Tensor, force: Tensor | None, weights: Tensor,
+    older_velocity: Tensor | None = None, older_force: Tensor | None = None, older_y: Tensor | None = None,
+    scale: Tensor | None = None, older_scale: Tensor | None = None, along: Tensor | None = None,
+    gain_y: Tensor, eps_y: float = 1e-5,
+    mu_next: Scalar | None = None, beta_next: Scalar | None = None, gamma_next: Scalar | None = None,
+    scale_next: float = 1.0, norms: Norms = (), norm_kind: str = "layernorm", eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """`integrator_pass`."""
+    b, b_o, a, c, c_o, a_o = weights.unbind()
+    moved = x + b * (velocity if scale is None else scale.unsqueeze(-1) * velocity)
+    if older_velocity is not None:
+        moved = moved + b_o * (older_velocity if older_scale is None else older_scale.unsqueeze(-1) * older_velocity)
+    w = a * y
+    for weight, term in ((c, force), (c_o, older_force), (a_o, older_y)):
+        w = w if term is None else w + weight * term
+    momentum = F.layer_norm(w, w.shape[-1:], gain_y, None, eps_y)
+    x_out = moved.to(x.dtype)
+    ratio: Tensor | float = 1.0
+    if beta_next is not None:
+        ratio = beta_next.value() / (scale_next * (gamma_next or ONE).value())
+    looked_along = momentum
+    if along is not None:
+        looked_along, ratio = along / ratio, 1.0
+    p = x_out if mu_next is None else x_out + mu_next.value() * looked_along
+    us = [_norm(p, gain, bias, norm_kind, eps).to(out_dtype or x.dtype) for gain, bias in norms]
+    return x_out, (ratio * momentum).to(y.dtype), us[0] if us else None
+
+
 def _norm(p: Tensor, gain: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     """The norm behind u in plain PyTorch."""
     if kind == "layernorm":

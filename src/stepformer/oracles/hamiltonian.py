@@ -278,12 +278,13 @@ class FusedFields:
 
     def __init__(self, attention: HamiltonianAttention, u: Tensor, y: Tensor, call: Call) -> None:
         from stepformer.kernels.hamiltonian import force_and_log_z
+        from stepformer.kernels.token_rows import row_dot
 
         self.attention, self.call, self.y, self.dtype = attention, call, y, y.dtype
         q, k = as_products(*attention.queries_and_keys(u, call))
         self.metric = attention.metric_matrix()
         self.by = self.lower(y)
-        a = (y.float() * self.by.float()).sum(dim=-1) / attention.d_model
+        a = row_dot(y, self.by, 1 / attention.d_model)
         row = attention.rule == "row"
         kappa = attention.kappa_now() * torch.full((), 1.0 if row else 0.5, device=a.device)
         self.total, self.log_z = force_and_log_z(
@@ -303,9 +304,20 @@ class FusedFields:
         y, metric = as_products(y, self.metric)
         return F.linear(y, metric)
 
+    def factor(self) -> Tensor:
+        """1 / z, (B, T) in fp32; the mean over kernels if there are several."""
+        if self.attention.kernels == 1:
+            return torch.exp(-self.log_z.squeeze(1))
+        return torch.exp(-self.log_z).mean(dim=1)
+
+    def scaled_velocity(self) -> tuple[Tensor, Tensor]:
+        """F at the own y as rows (B, T, d) and their factors (B, T) in fp32, which the caller multiplies."""
+        return self.by, self.factor()
+
     def velocity(self, y: Tensor) -> Tensor:
-        by = self.by if y is self.y else self.lower(y)
-        return (torch.exp(-self.log_z).mean(dim=1)[..., None] * by).to(self.dtype)
+        from stepformer.kernels.token_rows import scale_rows
+
+        return scale_rows(self.by if y is self.y else self.lower(y), self.factor(), self.dtype)
 
     def force(self) -> Tensor:
         return self.attention.from_keys(self.total, self.call, self.total.dtype)

@@ -13,7 +13,8 @@ from stepformer.oracles.attention import Attention, as_products, at_least_fp32, 
 from stepformer.oracles.caches import Call, StateSlot
 from stepformer.oracles.maps import Linear
 from stepformer.schemes.coefficients import CoefficientBank, positive
-from stepformer.schemes.hamiltonian import SYMP
+from stepformer.schemes.hamiltonian import SYMP, Fields
+from stepformer.sharding import is_sharded
 
 if TYPE_CHECKING:
     from stepformer.config import ModelConfig
@@ -79,19 +80,31 @@ class BilinearAttention(Attention):
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> StateSlot:
         return StateSlot(batch, self.d_model, device, dtype, moved=self.moves_with_new_momentum)
 
+    def runs_kernels(self, call: Call, *tensors: Tensor) -> bool:
+        """Whether kernels may gather from these tokens: plain causal ones without a cache."""
+        plain = call.slots is None and call.mask is None
+        return plain and kernels.usable(*tensors) and product_dtype(*tensors) in kernels.DTYPES
+
+    def segment(self, length: int) -> int:
+        """Tokens between two states where kernels run; 0: one chunk."""
+        # The masked product costs T^2 d, chunks cost T d^2: up to about 2 d tokens the first is cheaper.
+        return 0 if self.chunk == 0 and length <= 2 * self.d_model else self.chunk or CUDA_CHUNK
+
+    def per_token(self, call: Call) -> Tensor:
+        """nu of a plain call, (T,) in fp32."""
+        counts = call.counts()
+        return torch.full_like(counts, 1 / self.n0, dtype=torch.float32) if self.n0 else counts.reciprocal()
+
     def gather(self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """nu_i sum_j (q_i.k_j) v_j with nu = 1 / n_i in fp32 at least, and the new state if anyone asks for one."""
-        # The masked product costs T^2 d, chunks cost T d^2: up to about 2 d tokens the first is cheaper.
-        dense = self.chunk == 0 and q.shape[1] <= 2 * self.d_model
-        plain = call.slots is None and call.mask is None and product_dtype(q, k, v) in kernels.DTYPES
-        if plain and kernels.usable(q, k, v):
+        if self.runs_kernels(call, q, k, v):
             from stepformer.kernels.linear_flow import causal_sum
 
-            total = causal_sum(*as_products(q, k, v), segment=0 if dense else self.chunk or CUDA_CHUNK)
+            total = causal_sum(*as_products(q, k, v), segment=self.segment(q.shape[1]))
             (total,) = at_least_fp32(total)
         else:
             with torch.autocast(q.device.type, enabled=False):  # operands too: a running sum needs the digits
-                chunk = 0 if dense else self.chunk or CHUNK
+                chunk = self.chunk or (CHUNK if self.segment(q.shape[1]) else 0)
                 q, k, v = at_least_fp32(q, k, v)
                 total, state = gather(q, k, v, call, state, chunk)
         if self.n0:
@@ -118,6 +131,14 @@ class LinearAttention(BilinearAttention):
         if call.observe is not None and call.rows:
             call.observe("energy", -0.5 * (u * own).sum(dim=-1)[:, None])
         values = call.mix_values(own)
+        original = type(self) is LinearAttention  # a subclass may gather in another way
+        if original and self.runs_kernels(call, u, values):
+            from stepformer.kernels.linear_flow import causal_sum
+            from stepformer.kernels.token_rows import scale_rows
+
+            h = self.coefficients.value("h")
+            total = causal_sum(*as_products(self.kernel(u), u, values), segment=self.segment(u.shape[1]))
+            return scale_rows(total, h.float() * self.per_token(call), torch.promote_types(h.dtype, u.dtype))
         slot = call.next_slot()
         state = slot.state if isinstance(slot, StateSlot) else None
         gathered, state = self.gather(self.kernel(u), u, values, call, state)
@@ -148,7 +169,10 @@ class LinearHamiltonian(BilinearAttention):
     def idle_without_force(cls, config: ModelConfig) -> tuple[str, ...]:
         return ("value",)
 
-    def fields(self, u: Tensor, y: Tensor, call: Call) -> LinearFields:
+    def fields(self, u: Tensor, y: Tensor, call: Call) -> Fields:
+        original = type(self) is LinearHamiltonian  # a subclass may have changed the equations
+        if original and call.observe is None and self.runs_kernels(call, u, y):
+            return FusedLinearFields(self, u, y, call)
         slot = call.next_slot()
         return LinearFields(self, u, y, call, slot if isinstance(slot, StateSlot) else None)
 
@@ -183,6 +207,78 @@ class LinearFields:
         if self.slot is not None and after is not None:
             self.slot.state = after.mT
         return self.attention.value(self.u) - self.attention.kernel(field.to(self.u.dtype))
+
+
+class FusedLinearFields:
+    """The same F and G of plain causal tokens by kernels, products in the dtype of autocast.
+
+    Both are computed together when the first of them is asked for, unless the velocity will be asked for at a newer
+    momentum. In bf16 operands, scores and sums are rounded, 2^-9 relative each; all sums are fp32.
+    """
+
+    def __init__(self, attention: LinearHamiltonian, u: Tensor, y: Tensor, call: Call) -> None:
+        self.attention, self.y = attention, y
+        self.u, self.momenta = as_products(u, y)
+        self.segment, self.nu = attention.segment(u.shape[1]), attention.per_token(call)
+        self.together = not attention.moves_with_new_momentum
+        self.queries: Tensor | None = None
+        self.both: tuple[Tensor, Tensor] | None = None
+        weights = (attention.kernel.weight, attention.value.weight)
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (attention.kernel, attention.value))
+        self.own_maps = not hooked and kernels.usable(*weights) and not any(map(is_sharded, weights))
+
+    def lifted(self) -> Tensor:
+        """A u."""
+        if self.queries is None:
+            self.queries = self.attention.kernel(self.u)
+        return self.queries
+
+    def shared(self) -> tuple[Tensor, Tensor]:
+        """F at the own y before the division by n_i, and G."""
+        from stepformer.kernels.linear_fields import hamiltonian_sums, linear_fields
+
+        if self.both is None and self.own_maps:
+            kernel, value = self.attention.kernel.weight, self.attention.value.weight
+            self.both = linear_fields(self.u, self.momenta, kernel, value, self.nu, segment=self.segment)
+        if self.both is None:
+            total, gathered = hamiltonian_sums(self.lifted(), self.u, self.momenta, segment=self.segment)
+            self.both = total, self.force_from(gathered)
+        return self.both
+
+    def total(self, y: Tensor) -> Tensor:
+        """F before the division by n_i."""
+        if y is self.y and self.together:
+            return self.shared()[0]
+        from stepformer.kernels.linear_flow import causal_sum
+
+        return causal_sum(self.lifted(), self.u, y.to(self.u.dtype), segment=self.segment)
+
+    def force_from(self, gathered: Tensor) -> Tensor:
+        """G from its sum before the division by n_i."""
+        from stepformer.kernels.linear_fields import sum_of_maps
+        from stepformer.kernels.token_rows import scale_rows
+
+        kernel, value = self.attention.kernel, self.attention.value
+        gathered = scale_rows(gathered, -self.nu)
+        if self.own_maps:
+            return sum_of_maps(self.u, value.weight, gathered, kernel.weight)
+        return value(self.u) + kernel(gathered)
+
+    def scaled_velocity(self) -> tuple[Tensor, Tensor]:
+        """F at the own y as rows (B, T, d) and their factors (B, T) in fp32, which the caller multiplies."""
+        return self.total(self.y), self.nu.expand(self.y.shape[:-1])
+
+    def velocity(self, y: Tensor) -> Tensor:
+        from stepformer.kernels.token_rows import scale_rows
+
+        return scale_rows(self.total(y), self.nu, y.dtype)
+
+    def force(self) -> Tensor:
+        if self.together:
+            return self.shared()[1]
+        from stepformer.kernels.linear_flow import causal_sum
+
+        return self.force_from(causal_sum(self.momenta, self.momenta, self.u, segment=self.segment))
 
 
 def needs_integrator(config: ModelConfig) -> str | None:

@@ -10,7 +10,7 @@ beta v + scale gamma g = scale gamma (V + g): V and g have the same gradient, an
 
 Splittings run unchanged if they touch the state through their turns alone (`Splitting.deferrable`). Only rules whose
 exact class is listed in FAMILIES are served: a subclass may have changed the equations. The twin of all this is
-`Substep` with the template's own methods.
+`Substep` with the template's own methods. Integrators of Hamiltonian fields are in `fused_hamiltonian`.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Moving:
     x: Tensor
     streams: dict[str, Tensor]
     memory: dict[str, Tensor]
+    weights: tuple[tuple[Tensor, Tensor], ...] = ()  # of an integrator, layer by layer (schemes/fused_hamiltonian.py)
     turn: FusedSubstep | None = None  # whose answer waits
     answers: tuple[Tensor, ...] = ()
     scale: float = 1.0
@@ -67,8 +68,8 @@ class Moving:
     asker: FusedSubstep | None = None  # who that was: its coefficients scale V
 
     @classmethod
-    def begin(cls, s: State) -> Moving:
-        return cls(s.x, dict(s.streams), s.memory)
+    def begin(cls, s: State, weights: tuple[tuple[Tensor, Tensor], ...] = ()) -> Moving:
+        return cls(s.x, dict(s.streams), s.memory, weights)
 
     def finish(self, norm: nn.Module) -> Tensor:
         """The final norm of x after the last turn."""
@@ -92,7 +93,7 @@ class FusedSubstep(Substep):
     ) -> None:
         self.template, self.asks, self.c, self.fields = template, asks, c, None
         self.layer_norm = norm
-        self.family = FAMILIES[type(template)]
+        self.family = FAMILIES.get(type(template), "velocity")  # an integrator's y is the velocity of its MLP
         self.scalars = scalars
 
     def scalar(self, name: str) -> Scalar | None:
@@ -126,7 +127,7 @@ class FusedSubstep(Substep):
             whole = answers[0] if len(answers) == 1 else answers[0] + answers[1]
             proposed = self.template.kick(State(at.x, streams), self.c, whole, scale)
             streams, answers = proposed.without("u").streams, (proposed.u,)
-        return Moving(at.x, streams, s.memory, turn=self, answers=answers, scale=scale)
+        return Moving(at.x, streams, s.memory, s.weights, turn=self, answers=answers, scale=scale)
 
     def normalise(self, s: Any) -> Any:
         return replace(s, normalises=True) if self.layer_norm is not None else s
@@ -158,11 +159,11 @@ class FusedSubstep(Substep):
             beta_next=self.scalar("beta") if moving else None,
             gamma_next=self.scalar("gamma") if moving else None,
             scale_next=scale,
-            **_norm_settings(s.x, norms),
+            **norm_settings(s.x, norms),
         )
         if v is not None and moving:
             streams["v"] = v
-        return Moving(s.x, streams, s.memory), [u for u in inputs if u is not None]
+        return Moving(s.x, streams, s.memory, s.weights), [u for u in inputs if u is not None]
 
     def settle(
         self, s: Moving, after: FusedSubstep | None, scale_after: float, norms: Sequence[nn.Module]
@@ -175,11 +176,11 @@ class FusedSubstep(Substep):
             "scale": 1.0 if self.family == "proposal" else s.scale,
             "gain_v": self.layer_norm.weight if s.normalises and self.layer_norm is not None else None,
             "eps_v": self.layer_norm.eps if self.layer_norm is not None else 0.0,
-            **_norm_settings(s.x, norms),
+            **norm_settings(s.x, norms),
         }
         pass_ = self._adaptive if self.family == "adaptive" else self._velocity
         x, streams, inputs = pass_(s, after, scale_after, settings)
-        return Moving(x, streams, s.memory), inputs
+        return Moving(x, streams, s.memory, s.weights), inputs
 
     def _velocity(
         self, s: Moving, after: FusedSubstep | None, scale_after: float, settings: dict[str, Any]
@@ -238,7 +239,7 @@ def same_norms(*norms: nn.Module) -> bool:
     return known and alike and not any(n._forward_hooks or n._forward_pre_hooks for n in norms)
 
 
-def _norm_settings(x: Tensor, norms: Sequence[nn.Module]) -> dict[str, Any]:
+def norm_settings(x: Tensor, norms: Sequence[nn.Module]) -> dict[str, Any]:
     """The norms that end a pass, for the kernels; their results are what autocast would cast to anyway."""
     first = norms[0]
     assert isinstance(first, nn.LayerNorm | nn.RMSNorm)
