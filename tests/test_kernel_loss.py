@@ -274,9 +274,9 @@ class TestOnTheGpu:
         expected = twin_in_parts(h, rounded, targets, cap, 0.3)
         bounds = [1e-3, HALF, HALF] if half else [SINGLE] * 3
         if half and n == 1:
-            logits = F.linear(h, rounded).float()
+            logits = F.linear(h, rounded.requires_grad_()).float()
             plain = F.cross_entropy(logits if cap is None else cap * torch.tanh(logits / cap), targets) * 0.3
-            theirs = (plain, *torch.autograd.grad(plain, (h, rounded.requires_grad_())))
+            theirs = (plain, *torch.autograd.grad(plain, (h, rounded)))
             bounds = [max(b, 1.5 * apart(t, e)) for b, t, e in zip(bounds, theirs, expected, strict=True)]
         for ours, exact, bound in zip((loss, *found), expected, bounds, strict=True):
             assert apart(ours, exact) < bound

@@ -371,7 +371,7 @@ def test_weights_are_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("verlet-ama", dtype=torch.float32)  # two calls of the attention a layer
     ids, targets = tokens(), tokens(seed=1)
     asked: list[int] = []
-    rounded = maps._rounded
+    rounded = maps.rounded_weight
 
     def counted(weight: Tensor, dtype: torch.dtype) -> Tensor:
         copy: Tensor = rounded(weight, dtype)
@@ -385,7 +385,7 @@ def test_weights_are_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert loss is not None
         return [loss.detach(), *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
 
-    monkeypatch.setattr(maps, "_rounded", counted)
+    monkeypatch.setattr(maps, "rounded_weight", counted)
     together = results()
     assert len(asked) == 2 * 6
     assert len(set(asked)) == 2 * 4

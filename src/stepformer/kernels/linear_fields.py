@@ -268,7 +268,7 @@ def linear_fields(
     minus_nu = -nu
     if missing:
         u, y, minus_nu = F.pad(u, (0, 0, 0, missing)), F.pad(y, (0, 0, 0, missing)), F.pad(minus_nu, (0, missing))
-    a, v = (maps._rounded(w, u.dtype) for w in (kernel, value))
+    a, v = (maps.rounded_weight(w, u.dtype) for w in (kernel, value))
     found = _fields(u, y, kernel, a, value, v, minus_nu, segment, chunk, _kept(u, segment))
     return (found[0][:, :length], found[1][:, :length]) if missing else (found[0], found[1])
 
@@ -332,6 +332,6 @@ _sum_of_maps.register_autograd(_map_gradients, setup_context=_keep_maps)
 
 def sum_of_maps(x: Tensor, weight: Tensor, z: Tensor, other: Tensor) -> Tensor:
     """x W^T + z A^T for tokens (..., in) of one dtype; the weights' gradients keep the digits of the weights' dtype."""
-    rounded, other_rounded = (maps._rounded(w, x.dtype) for w in (weight, other))
+    rounded, other_rounded = (maps.rounded_weight(w, x.dtype) for w in (weight, other))
     out: Tensor = _sum_of_maps(x.flatten(0, -2), weight, rounded, z.flatten(0, -2), other, other_rounded)
     return out.view(*x.shape[:-1], weight.shape[0])

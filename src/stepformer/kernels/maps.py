@@ -313,7 +313,7 @@ def rounded_together(weights: list[Tensor], dtype: torch.dtype) -> Iterator[None
         _COPIES.reset(before)
 
 
-def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     known = None if torch.compiler.is_compiling() else _COPIES.get()
     copy = None if known is None else known.get(id(weight))
     return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
@@ -321,13 +321,13 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b for tokens (..., in) in their dtype; the gradients of W and b keep the digits that W's dtype has."""
-    rounded = _rounded(weight, x.dtype)
+    rounded = rounded_weight(weight, x.dtype)
     y: Tensor = _linear(x.flatten(0, -2), weight, bias, rounded)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def activated_linear(h: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """act(h) W^T + b for h (..., hidden), with `kind` a key of CODES; keeps h for the backward, not act(h)."""
-    rounded = _rounded(weight, h.dtype)
+    rounded = rounded_weight(weight, h.dtype)
     y: Tensor = _activated(h.flatten(0, -2), weight, bias, rounded, kind)
     return y.view(*h.shape[:-1], weight.shape[0])

@@ -138,7 +138,7 @@ class LinearAttention(BilinearAttention):
 
             h = self.coefficients.value("h")
             total = causal_sum(*as_products(self.kernel(u), u, values), segment=self.segment(u.shape[1]))
-            return scale_rows(total, h.float() * self.per_token(call), torch.promote_types(h.dtype, u.dtype))
+            return scale_rows(total, h.float() * self.per_token(call))
         slot = call.next_slot()
         state = slot.state if isinstance(slot, StateSlot) else None
         gathered, state = self.gather(self.kernel(u), u, values, call, state)
