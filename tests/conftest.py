@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,3 +23,11 @@ def _no_global_changes() -> Iterator[None]:
     yield
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture(scope="session")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The study that the tests of reports read, trained once; they change copies of it."""
+    from reported import make_study
+
+    return make_study(tmp_path_factory.mktemp("reports"))

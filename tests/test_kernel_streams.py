@@ -436,3 +436,12 @@ def test_large_on_the_gpu(run: Any, twin: Any, build: Build, shape: tuple[int, .
     streams = dict.fromkeys(("g", "g2", "x", "V", "m"), torch.bfloat16)
     bound = 1e-2 if shape[0] > 1 else 3e-2
     compare(run, twin, build, shape, bound, streams=streams, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("d", [6000, 9000])
+def test_wide_rows_on_the_gpu(d: int) -> None:
+    """More columns than one tile has: the launch must still fit into a multiprocessor."""
+    compare(velocity.velocity_pass, stream_references.velocity_pass_reference, nesterov, (3, d), 1e-5)
+    compare(adaptive.adaptive_pass, stream_references.adaptive_pass_reference, adam, (3, d), 1e-5)
