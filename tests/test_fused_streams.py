@@ -115,6 +115,28 @@ def test_fused_integrators_equal_the_plain_ones(case: str, monkeypatch: pytest.M
     compare_with_plain(model, monkeypatch)
 
 
+@pytest.mark.parametrize("order", [[1, 2], [2, 1, 0], [0, 1, 1, 2]])
+def test_blocks_may_be_taken_out_turned_round_and_used_twice(order: list[int]) -> None:
+    """The clock and the past go with the place of a layer in the model, not with its number."""
+    model = shake(tiny("symp-ab2", dtype=torch.float32, **{**SIZE, "n_layer": 3}), scale=0.05)
+    blocks = list(model.blocks)
+    model.blocks = type(model.blocks)([blocks[i] for i in order])
+    ids = tokens(1, 5, 17)
+    expected = model(ids).logits
+    with kernels.interpreted():
+        found = model(ids).logits
+    assert (found - expected).norm() <= 1e-5 * expected.norm()  # fp32 rounding
+
+
+def test_layers_that_follow_different_rules_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("symp-etd-ab2", dtype=torch.float32, **SIZE)
+    model.blocks[1].template.history = "constant"
+    seen = passes(monkeypatch)
+    with kernels.interpreted():
+        model(tokens(1, 4, 17))
+    assert not seen
+
+
 @pytest.mark.parametrize("changes", [{"mlp_step": "A"}, {"mlp_step": "C", "lookahead": True}])
 def test_integrators_without_a_pass(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("symp-presymp-euler", dtype=torch.float32, **SIZE, **changes)
@@ -135,7 +157,7 @@ def test_without_drift_in_the_last_block(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (logits - expected).norm() <= 1e-5 * expected.norm()  # fp32 rounding
 
 
-@pytest.mark.parametrize("why", ["pinned", "skip", "subclass", "splitting", "norm", "hook", "off", "fp64"])
+@pytest.mark.parametrize("why", ["pinned", "skip", "subclass", "splitting", "norm", "hook", "aux hook", "off", "fp64"])
 def test_what_is_not_fused(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a fused pass would compute something else, or cannot, the plain rule runs."""
     changes = {"embedding_skip": True} if why == "skip" else {}
@@ -151,6 +173,8 @@ def test_what_is_not_fused(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
             block.splitting.__class__ = type("Mine", (LieTrotter,), {})
     if why == "norm":
         model.blocks[1].mlp_norm = nn.RMSNorm(16)
+    if why == "aux hook":
+        model.blocks[1].aux_norms["attn"].register_full_backward_hook(lambda module, before, after: None)
     if why == "hook":
         model.blocks[1].attn_norm.register_forward_hook(lambda module, inputs, output: 2 * output)
     seen = passes(monkeypatch)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import stepformer as sf
 from helpers import shake, tiny, tokens
@@ -242,17 +242,27 @@ FIELDS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("way", ["together", "hooked", "later"])
-@pytest.mark.parametrize(("kind", "options"), FIELDS, ids=str)
+WAYS = [
+    (*fields, way)
+    for fields in FIELDS
+    for way in ("together", "hooked", "steered", "replaced", "later")
+    if fields[0] is LinearHamiltonian or way == "together"  # the other's code does not know any of them
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "way"), WAYS, ids=str)
 def test_fields_equal_the_twin(kind: Any, options: dict[str, Any], way: str, interpreted: None, poisoned: None) -> None:
-    """later: the integrator moves with a newer momentum, and sums are not shared. hooked: somebody watches a map."""
-    if kind is HamiltonianAttention and way != "together":
-        pytest.skip("the same code")
+    """later: the integrator moves with a newer momentum, and sums are not shared. hooked: somebody watches a map.
+    steered: somebody adds to what it gives. replaced: it is another module."""
     made = module(kind, 8, **options)
     made.moves_with_new_momentum = way == "later"
     if way == "hooked":
         seen: list[Any] = []
         made.value.register_forward_hook(lambda *a: seen.append(a))
+    if way == "steered":
+        made.kernel.register_forward_hook(lambda module, inputs, output: output + 0.3)
+    if way == "replaced":
+        made.kernel = nn.Linear(8, 8, dtype=torch.float64)
     u, y = (draw(2, 19, 8, seed=i).requires_grad_() for i in range(2))
     expected = all_fields(made, u, y)
     slopes = gradients(expected, (u, y, *made.parameters()))

@@ -395,6 +395,41 @@ def test_weights_are_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found, expected)
 
 
+@in_interpreter
+def test_a_weight_that_a_hook_changes_is_rounded_again() -> None:
+    """Copies are made before the first block runs; a hook may still renormalise a weight on the way."""
+    model = tiny("vanilla", dtype=torch.float32)
+
+    def halve(module: nn.Module, inputs: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+
+    model.blocks[1].mlp.up.register_forward_pre_hook(halve)
+    up = model.blocks[1].mlp.up.weight
+    results = []
+    for way in (kernels.interpreted, contextlib.nullcontext):
+        kept = up.detach().clone()
+        with way(), torch.autocast("cpu", torch.bfloat16):
+            results.append(model(tokens()).logits.detach())
+        with torch.no_grad():
+            up.copy_(kept)
+    assert apart(results[0], results[1]) < HALF
+
+
+@in_interpreter
+def test_models_without_parameters_of_their_own_or_without_memory() -> None:
+    """Replicas hold plain tensors where parameters were, and shapes alone may be asked for on the meta device."""
+    replica = tiny("vanilla", dtype=torch.float32)
+    for module in replica.modules():
+        for key, parameter in list(module._parameters.items()):
+            del module._parameters[key]
+            setattr(module, key, None if parameter is None else parameter.detach())
+    assert not list(replica.parameters())
+    assert replica(tokens()).logits.isfinite().all()
+    shapes = tiny("vanilla").to("meta")(tokens().to("meta")).logits
+    assert shapes.shape[:2] == tokens().shape
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 class TestOnTheGpu:

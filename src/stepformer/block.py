@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from stepformer import kernels
 from stepformer.config import ModelConfig
 from stepformer.oracles import Call, attentions, make_norm, mlps
 from stepformer.schemes import State, Substep, free, splittings, templates, unit
@@ -15,7 +16,7 @@ from stepformer.schemes.coefficients import Coefficient, CoefficientBank
 from stepformer.schemes.fused import FAMILIES, FusedSubstep, Moving, same_norms
 from stepformer.schemes.fused_hamiltonian import FusedIntegrator, integrates_by_weights
 from stepformer.schemes.hamiltonian import Fields, HamiltonianStep
-from stepformer.sharding import is_sharded
+from stepformer.sharding import is_managed, is_sharded
 
 VALUE_MIX = 0.5  # lambda of the value residual, fixed or at its start
 
@@ -137,9 +138,11 @@ class Block(nn.Module):
             and self.splitting.defers()
             and same_norms(self.attn_norm, self.mlp_norm)
             and all(type(norm) is nn.LayerNorm for norm in self.aux_norms.values())
+            and kernels.may_replace(*self.aux_norms.values())
             and not self.embedding_skip
             and call.observe is None
             and not self.coefficients.pinned
+            and not is_managed(self)
             and not any(map(is_sharded, self.mlp.parameters()))
         )
 
@@ -157,9 +160,7 @@ class Block(nn.Module):
             raw = self.coefficients.raw_values(turn)
             turns[turn] = FusedSubstep(self.template, [parts[o] for o in oracles], values[turn], raw, norm)
         if isinstance(self.template, HamiltonianStep):
-            turns["attn"] = FusedIntegrator(
-                turns["attn"], self.splitting.layer, partial(self.attn.fields, call=call), turns["mlp"]
-            )
+            turns["attn"] = FusedIntegrator(turns["attn"], partial(self.attn.fields, call=call), turns["mlp"])
         return turns
 
     def turns(self, call: Call) -> dict[str, Substep]:

@@ -73,7 +73,7 @@ def refusal(model: Model, max_new_tokens: int) -> str | None:
         return f"fewer than {FEWEST} tokens do not repay a recording"
     if any(type(p) is not nn.Parameter for p in model.parameters()):
         return "the weights are not plain tensors (sharded or quantised)"
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+    if not kernels.may_replace(*model.modules()):
         return "a hook wants to see every step"
     nowhere = torch.device("meta")
     slots = [block.attn.new_slot(1, 1, nowhere, weight.dtype) for block in model.blocks]

@@ -24,7 +24,7 @@ from stepformer.oracles.maps import rounded_maps
 from stepformer.roles import Role, named_roles
 from stepformer.schemes import State, templates
 from stepformer.schemes.fused import Moving, same_norms
-from stepformer.schemes.fused_hamiltonian import weights_of
+from stepformer.schemes.fused_hamiltonian import alike, weights_of
 from stepformer.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -357,6 +357,7 @@ class Model(nn.Module):
             and not self.plain_layers
             and same_norms(self.final_norm)
             and all(block.fuses(call) for block in self.blocks)
+            and alike([block.template for block in self.blocks])
         )
 
     def _check(

@@ -9,13 +9,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor: a part of it here, the rest on other ranks."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether FSDP puts this module's parameters together and apart as it is called."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import pkgutil
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -61,6 +61,13 @@ def usable(*tensors: Tensor | None) -> bool:
         if any(t is not None and t.is_cuda and t.device.index != torch.cuda.current_device() for t in tensors):
             return False
     return has_triton()
+
+
+def may_replace(*modules: nn.Module) -> bool:
+    """Whether a kernel may do the work of these modules without calling them: nobody has hung a hook on one."""
+    return not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules
+    )
 
 
 def prepare_compiler() -> None:

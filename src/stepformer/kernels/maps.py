@@ -295,8 +295,10 @@ _linear.register_autograd(_backward_of(_linear_backward), setup_context=_keep)
 _activated.register_autograd(_backward_of(_activated_backward), setup_context=_keep)
 
 
-# Rounded copies made beforehand, by the identity of the weight; one dictionary per thread of execution.
-_COPIES: ContextVar[dict[int, Tensor] | None] = ContextVar("stepformer_rounded_weights", default=None)
+# Rounded copies made beforehand, by the identity of the weight, with what tells whether it has changed since; one
+# dictionary per thread of execution.
+_Copies = dict[int, tuple[Tensor, int, int]]
+_COPIES: ContextVar[_Copies | None] = ContextVar("stepformer_rounded_weights", default=None)
 
 
 @contextlib.contextmanager
@@ -306,7 +308,7 @@ def rounded_together(weights: list[Tensor], dtype: torch.dtype) -> Iterator[None
         copies = [torch.empty_like(w, dtype=dtype) for w in weights]
         if copies:
             torch._foreach_copy_(copies, weights)
-    before = _COPIES.set({id(w): copy for w, copy in zip(weights, copies, strict=True)})
+    before = _COPIES.set({id(w): (c, w._version, w.data_ptr()) for w, c in zip(weights, copies, strict=True)})
     try:
         yield
     finally:
@@ -314,9 +316,13 @@ def rounded_together(weights: list[Tensor], dtype: torch.dtype) -> Iterator[None
 
 
 def rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`: a copy made beforehand if there is one and the weight is still what it was."""
     known = None if torch.compiler.is_compiling() else _COPIES.get()
-    copy = None if known is None else known.get(id(weight))
-    return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
+    if known is not None and id(weight) in known:
+        copy, version, address = known[id(weight)]
+        if copy.dtype == dtype and weight._version == version and weight.data_ptr() == address:
+            return copy
+    return weight.detach().to(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

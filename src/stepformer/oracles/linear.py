@@ -223,9 +223,10 @@ class FusedLinearFields:
         self.together = not attention.moves_with_new_momentum
         self.queries: Tensor | None = None
         self.both: tuple[Tensor, Tensor] | None = None
-        weights = (attention.kernel.weight, attention.value.weight)
-        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in (attention.kernel, attention.value))
-        self.own_maps = not hooked and kernels.usable(*weights) and not any(map(is_sharded, weights))
+        maps = (attention.kernel, attention.value)
+        original = all(type(m) is Linear and m.bias is None for m in maps) and kernels.may_replace(*maps)
+        weights = tuple(m.weight for m in maps) if original else ()
+        self.own_maps = original and kernels.usable(*weights) and not any(map(is_sharded, weights))
 
     def lifted(self) -> Tensor:
         """A u."""
@@ -259,10 +260,10 @@ class FusedLinearFields:
         from stepformer.kernels.token_rows import scale_rows
 
         kernel, value = self.attention.kernel, self.attention.value
-        gathered = scale_rows(gathered, -self.nu)
         if self.own_maps:
-            return sum_of_maps(self.u, value.weight, gathered, kernel.weight)
-        return value(self.u) + kernel(gathered)
+            return sum_of_maps(self.u, value.weight, scale_rows(gathered, -self.nu), kernel.weight)
+        difference: Tensor = value(self.u) - kernel(scale_rows(gathered, self.nu))
+        return difference
 
     def scaled_velocity(self) -> tuple[Tensor, Tensor]:
         """F at the own y as rows (B, T, d) and their factors (B, T) in fp32, which the caller multiplies."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepformer import kernels
 from stepformer.oracles.maps import Linear, trainable_by_kernels
 from stepformer.registry import Component, Registry
 
@@ -37,9 +38,9 @@ class MLP(Component, nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         h, down = self.up(u), self.down
-        if torch.is_grad_enabled() and trainable_by_kernels(h, down.weight):
-            known = FUSED.get(type(self)) if type(down) is Linear else None
-            if known is not None and not (down._forward_hooks or down._forward_pre_hooks):
+        if torch.is_grad_enabled() and type(down) is Linear and trainable_by_kernels(h, down.weight):
+            known = FUSED.get(type(self))
+            if known is not None and kernels.may_replace(down):
                 from stepformer.kernels.maps import activated_linear
 
                 return activated_linear(h, down.weight, down.bias, known)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stepformer import kernels
 from stepformer.schemes.adaptive import Adam, AdamW, RMSProp
 from stepformer.schemes.coefficients import Values
 from stepformer.schemes.first_order import GradientDescent, HeavyBall, Nesterov, TripleMomentum
@@ -57,7 +58,7 @@ class Moving:
     x: Tensor
     streams: dict[str, Tensor]
     memory: dict[str, Tensor]
-    weights: tuple[tuple[Tensor, Tensor], ...] = ()  # of an integrator, layer by layer (schemes/fused_hamiltonian.py)
+    weights: tuple[tuple[Tensor, Tensor], ...] = ()  # of an integrator's layers to come (schemes/fused_hamiltonian.py)
     turn: FusedSubstep | None = None  # whose answer waits
     answers: tuple[Tensor, ...] = ()
     scale: float = 1.0
@@ -127,7 +128,7 @@ class FusedSubstep(Substep):
             whole = answers[0] if len(answers) == 1 else answers[0] + answers[1]
             proposed = self.template.kick(State(at.x, streams), self.c, whole, scale)
             streams, answers = proposed.without("u").streams, (proposed.u,)
-        return Moving(at.x, streams, s.memory, s.weights, turn=self, answers=answers, scale=scale)
+        return Moving(at.x, streams, s.memory, at.weights, turn=self, answers=answers, scale=scale)
 
     def normalise(self, s: Any) -> Any:
         return replace(s, normalises=True) if self.layer_norm is not None else s
@@ -236,7 +237,7 @@ def same_norms(*norms: nn.Module) -> bool:
     first = norms[0]
     known = type(first) in (nn.LayerNorm, nn.RMSNorm)
     alike = all(type(n) is type(first) and n.eps == first.eps for n in norms)
-    return known and alike and not any(n._forward_hooks or n._forward_pre_hooks for n in norms)
+    return known and alike and kernels.may_replace(*norms)
 
 
 def norm_settings(x: Tensor, norms: Sequence[nn.Module]) -> dict[str, Any]:

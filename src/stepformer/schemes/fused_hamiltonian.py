@@ -116,18 +116,29 @@ def integrates_by_weights(template: Template) -> bool:
     return template.mlp_step == "B" or (template.mlp_step == "C" and not template.lookahead)
 
 
+def alike(rules: Sequence[Template]) -> bool:
+    """Whether all layers follow one rule with the same options, so that one table holds them."""
+    first = rules[0]
+    kinds = [(type(rule), {key: getattr(rule, key) for key in rule.options}) for rule in rules]
+    return not integrates_by_weights(first) or all(kind == kinds[0] for kind in kinds)
+
+
 def weights_of(rules: Sequence[Template], banks: Sequence[CoefficientBank]) -> tuple[tuple[Tensor, Tensor], ...]:
-    """The weights of each layer in the orders of ORDER, (6,), and of FIRST, (2,), from all layers' coefficients."""
+    """The weights of each layer in the orders of ORDER, (6,), and of FIRST, (2,), from all layers' coefficients.
+
+    In fp32, as the clock of the plain rule also where weights are bf16.
+    """
     rule = rules[0]
     if not integrates_by_weights(rule):
         return ()
     assert isinstance(rule, HamiltonianStep)
     first = banks[0]
     keys = first.keys_of["attn"]
-    stacked = {name: first.specs[key].value(torch.cat([getattr(b, key) for b in banks])) for name, key in keys.items()}
-    c = Values(stacked)
+    raw = {name: torch.cat([getattr(b, key) for b in banks]).float() for name, key in keys.items()}
+    c = Values({name: first.specs[key].value(raw[name]) for name, key in keys.items()})
     steps = c.h_x if rule.step_gradient else c.h_x.detach()
-    t = 1 + torch.cumsum(steps, 0) - steps
+    earlier = torch.ones(len(steps), len(steps), dtype=steps.dtype, device=steps.device).tril(-1)
+    t = 1 + (earlier * steps).sum(1)  # a cumsum has no deterministic backward on every GPU
     row = WEIGHTS[type(rule)](rule, c, State(t, {"t": t}))
     none = torch.zeros_like(t)
     table = torch.stack([row.get(name, none) for name in (*ORDER, *FIRST)], dim=1)
@@ -138,19 +149,11 @@ def weights_of(rules: Sequence[Template], banks: Sequence[CoefficientBank]) -> t
 class FusedIntegrator(FusedSubstep):
     """The attention's turn: it asks for both fields and leaves the motion to the pass that the MLP's turn asks for."""
 
-    def __init__(
-        self, turn: FusedSubstep, layer: int, fields: Callable[[Tensor, Tensor], Fields], after: FusedSubstep
-    ) -> None:
+    def __init__(self, turn: FusedSubstep, fields: Callable[[Tensor, Tensor], Fields], after: FusedSubstep) -> None:
         """`turn` has the norms and coefficients of this layer's attention, `after` those of its MLP."""
         super().__init__(turn.template, turn.asks, turn.c, turn.scalars, turn.layer_norm)
         assert isinstance(self.template, HamiltonianStep)
-        self.rule, self.layer, self.fields_at, self.after, self.family = (
-            self.template,
-            layer,
-            fields,
-            after,
-            "integrator",
-        )
+        self.rule, self.fields_at, self.after, self.family = self.template, fields, after, "integrator"
         self.own_velocity = self.rule.mlp_step == "C"
         self.look = turn.asks[0][0]
 
@@ -172,7 +175,7 @@ class FusedIntegrator(FusedSubstep):
         if self.rule.moves_with_new_momentum:
             from stepformer.kernels.mixing import mix
 
-            streams["y"] = mix(y, fields.force(), s.weights[self.layer][1])
+            streams["y"] = mix(y, fields.force(), s.weights[0][1])
             answers: tuple[Tensor, ...] = (fields.velocity(streams["y"]),)
         else:
             scaled = getattr(fields, "scaled_velocity", None)
@@ -208,7 +211,7 @@ class FusedIntegrator(FusedSubstep):
             y=y,
             velocity=velocity,
             force=force,
-            weights=s.weights[self.layer][0],
+            weights=s.weights[0][0],
             older_velocity=older.get("older_velocity"),
             older_force=older.get("older_force"),
             older_y=older.get("older_y"),
@@ -230,4 +233,4 @@ class FusedIntegrator(FusedSubstep):
             streams |= {"older_velocity": velocity, "older_force": force}
             streams |= {} if factor is None else {"older_scale": factor}
             streams |= {"older_y": y} if isinstance(self.rule, AB2) else {}
-        return Moving(x, streams, s.memory, s.weights), [u]
+        return Moving(x, streams, s.memory, s.weights[1:]), [u]
