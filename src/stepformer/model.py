@@ -203,9 +203,11 @@ class Model(nn.Module):
         `from_zero` promises that the positions are 0, 1, ... in every row: a kernel counts for itself then.
         """
         order = self._token_order(tokens) if from_zero else None
+        dtype = self._narrowed(tokens.device.type)
 
         def look_up(tables: nn.Module) -> Tensor:
-            return self._narrow(tables(tokens, positions, order, self._narrowed(tokens.device.type)))
+            found: Tensor = tables(tokens, positions, order, dtype)
+            return found if dtype is None else found.to(dtype)
 
         x = look_up(self.embed)
         streams = {}
@@ -237,10 +239,6 @@ class Model(nn.Module):
 
     def _narrowed(self, kind: str) -> torch.dtype | None:
         return self.stream_dtype if self.stream_dtype is not None and torch.is_autocast_enabled(kind) else None
-
-    def _narrow(self, stream: Tensor) -> Tensor:
-        dtype = self._narrowed(stream.device.type)
-        return stream if dtype is None else stream.to(dtype)
 
     def head(self, x: Tensor) -> Tensor:
         """Logits (B, T, V) from the last x: final norm, the token table and, if there is one, the soft cap."""

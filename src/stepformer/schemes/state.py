@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -44,6 +45,8 @@ class State:
 
     def in_dtypes_of(self, other: State) -> State:
         """The same state with x and streams in the dtypes that `other` has: fp32 coefficients would widen them."""
+        if self.x.dtype is other.x.dtype is torch.float32:  # as wide as any coefficient; streams start as x does
+            return self
         before = other.streams
         wider = {k: t for k, t in self.streams.items() if k in before and t.dtype is not before[k].dtype}
         if not wider and self.x.dtype is other.x.dtype:
