@@ -1,13 +1,15 @@
 # make demo       set up .venv, then train a plain GPT and a Nesterov one side by side: table, plot, text (minutes)
 # make test       set up .venv, lint, type-check, run the fast tests (under 12 minutes on 2 cores)
 # make test-all   the complete set: also compiled models, every preset's full audit
-# make test-gpu   CUDA tests, with a python that has pytest and a GPU build of torch (PYTHON=...)
+# make test-gpu   CUDA tests, with a python that has pytest, xdist and a GPU build of torch (PYTHON=...)
 # make audit      every preset's audit as a table
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+# GPU tests spend their time compiling, on CPU cores.
+GPU_WORKERS ?= 8
 # The tests use tiny matrices: one thread per worker beats several fighting over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
@@ -35,7 +37,7 @@ test-all: lint
 	$(PYTEST) -m "not gpu"
 
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -rs tests
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) -rs tests
 
 audit: $(STAMP)
 	$(BIN)/stepformer audit --all
