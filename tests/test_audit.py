@@ -22,8 +22,8 @@ def failures(result: Audit) -> dict[int, str]:
     return {check.obligation: check.detail for check in result.checks if not check.passed}
 
 
-# Variants of `entropy` that take seconds each; tests/test_combinations.py has their attentions in the fast set.
-LONG = ("entropy-head", "entropy-token", "entropy-floor")
+# Variants of `entropy` and `kl` take seconds each; tests/test_combinations.py has their attentions in the fast set.
+LONG = ("entropy-head", "entropy-token", "entropy-floor", "kl", "kl-previous")
 
 
 @pytest.mark.parametrize(

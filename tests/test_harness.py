@@ -148,7 +148,10 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, 
 
 
 @needs_tasks
-@pytest.mark.parametrize(("name", "shots"), [("hellaswag", 0), ("hellaswag", 10), ("arc_easy", 0), ("arc_easy", 10)])
+@pytest.mark.parametrize(
+    ("name", "shots"),
+    [("hellaswag", 0), pytest.param("hellaswag", 10, marks=pytest.mark.slow), ("arc_easy", 0), ("arc_easy", 10)],
+)
 def test_two_hundred_items_score_alike_in_the_run_and_its_export(
     shared_run: tuple[Any, Any], name: str, shots: int
 ) -> None:

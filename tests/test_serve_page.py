@@ -83,7 +83,7 @@ def test_page_generates(server: PageServer, page: Any) -> None:
 def test_page_stops(server: PageServer, page: Any) -> None:
     page.goto(server.url)
     page.fill("#max", "4096")
-    page.fill("#temperature", "3")
+    page.fill("#temperature", "0")  # random text may end before anybody can stop it
     page.click("#start")
     page.locator("#outputs .token").nth(3).wait_for()
     page.click("#stop")
