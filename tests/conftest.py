@@ -31,3 +31,13 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from reported import make_study
 
     return make_study(tmp_path_factory.mktemp("reports"))
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """What torch.empty gives is NaN, so whatever is read before it is written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)

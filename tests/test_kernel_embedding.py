@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,16 +21,6 @@ in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton co
 
 SINGLE = 1e-6  # fp32 sums, at most 16 terms at a time before they meet others; the values are one rounding from fp64
 LONG = 3e-6  # sums of tens of thousands of terms
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """torch.empty gives nan, so whatever is read before it is written shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture

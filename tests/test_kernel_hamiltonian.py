@@ -26,16 +26,6 @@ FP32, BF16 = 1e-5, 1e-2
 
 
 @pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Memory that nobody has written is NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
 def interpreted() -> Iterator[None]:
     with kernels.interpreted():
         yield

@@ -30,16 +30,6 @@ LINEAR = [name for name in sf.presets() if name.startswith("linear-symp-")]
 
 
 @pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Memory that nobody has written is NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
 def interpreted() -> Iterator[None]:
     with kernels.interpreted():
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,16 +23,6 @@ in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton co
 
 SINGLE = 1e-5  # fp32: sums of at most 50,304 terms in another order; exp2 has 2 ulp
 HALF = 1e-2  # bf16 operands and results have 8 bits, 4e-3; errors of single entries average out in a norm
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """torch.empty gives nan, so whatever is read before it is written shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture

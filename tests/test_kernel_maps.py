@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,16 +31,6 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
 }
 KINDS = list(PLAIN)
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """torch.empty gives nan, so whatever is read before it is written shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture

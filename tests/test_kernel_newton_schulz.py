@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,16 +22,6 @@ in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton co
 SINGLE = 1e-5  # fp32 by three tf32 products each: 22 bits, and rounding grows about tenfold over five steps
 ILL = 2e-5  # the same where singular values spread over three decades; PyTorch in fp32 has 3e-6 to 1e-5 there
 HALF = 1e-2  # bf16 results have 8 bits, 2e-3 in a norm; derivatives by one tf32 product 2e-3
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """torch.empty gives nan, so whatever is read before it is written shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepformer.errors import StepformerError
+from stepformer.kernels.token_rows import scale_rows
 
 IGNORE = tl.constexpr(-100)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -251,33 +252,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)
 
 
-@triton.jit
-def _times(x, factor, out, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = at < total
-    product = tl.load(x + at, mask=live).to(tl.float32) * tl.load(factor).to(tl.float32)
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=live)
-
-
-@torch.library.custom_op("stepformer::times", mutates_args=())
-def _multiplied(x: Tensor, factor: Tensor) -> Tensor:
-    """x times a number on the device: torch's own loads one entry at a time, for the sake of broadcasting."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    if x.numel():
-        _times[(triton.cdiv(x.numel(), 4096),)](x, factor, out, x.numel(), BLOCK=4096, num_warps=8)
-    return out
-
-
-@_multiplied.register_fake
-def _(x: Tensor, factor: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        scaled: Tensor = _multiplied(gradient, factor)
-        return scaled
+        return scale_rows(gradient, factor.float())  # torch's own loads one entry at a time, to broadcast
     product = gradient * factor.view(1, 1)  # as a 0-D tensor it would be rounded to bf16 first
     return product.to(gradient.dtype)
 
