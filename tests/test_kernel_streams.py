@@ -168,9 +168,14 @@ def off_by(a: Tensor, b: Tensor) -> float:
 
 def compare(
     run: Callable[..., Any], twin: Callable[..., Any], build: Build, shape: tuple[int, ...], bound: float, *,
-    dtype: torch.dtype = torch.float32, seed: int = 0, used: Callable[[int], bool] = lambda k: True, **options: Any,
+    dtype: torch.dtype = torch.float32, seed: int = 0, used: Callable[[int], bool] = lambda k: True,
+    toward: dict[int, str] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """Outputs and gradients of a pass and its twin in fp64 on the same (rounded) numbers."""
+    """Outputs and gradients of a pass and its twin in fp64 on the same (rounded) numbers.
+
+    The loss is a random sum of the outputs plus their own squares, so that the sum behind the gradient of a scalar does not
+    nearly cancel. Where the output is a norm and cannot grow, `toward` names the input to take instead of the output.
+    """
     streams = options.pop("streams", None)
     ours, theirs = Parts(shape, dtype, seed, streams), Parts(shape, torch.float64, seed, streams)
     inputs, expected_inputs = build(ours), build(theirs)
@@ -178,10 +183,10 @@ def compare(
     expected = twin(expected_inputs.pop("g"), **expected_inputs, **options)
     assert [o is None for o in outputs] == [e is None for e in expected]
     generator = torch.Generator().manual_seed(seed + 1)
-    # random, and along the output so that the sum behind the gradient of a scalar does not nearly cancel
+    directions = [theirs.leaves[toward[k]] if toward and k in toward else e for k, e in enumerate(expected)]
     weights = [
         None if e is None else (torch.randn(e.shape, generator=generator).to(e) + e.detach()).to(o)
-        for o, e in zip(outputs, expected, strict=True)
+        for o, e in zip(outputs, directions, strict=True)
     ]
     loss = expected_loss = torch.zeros((), device=DEVICE, dtype=torch.float64)
     for k, (o, e, w) in enumerate(zip(outputs, expected, weights, strict=True)):
