@@ -115,6 +115,32 @@ def test_fused_integrators_equal_the_plain_ones(case: str, monkeypatch: pytest.M
     compare_with_plain(model, monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["yurii", "imex-ln-k1-mam", "imex-k2-ama", "symp-exp-euler"])
+def test_positions_have_one_user(name: str) -> None:
+    """Else autograd adds gradients of x in passes of its own; where x stays, it comes through the pass that looks."""
+    model = tiny(name, dtype=torch.float32, **SIZE)
+    ids, targets = tokens(1, 5, 17), tokens(1, 5, 17, seed=1)
+    with kernels.interpreted():
+        loss = model(ids, targets).loss
+    assert loss is not None
+    users: dict[tuple[object, int], int] = {}
+    found, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        for before, output in node.next_functions:
+            users[before, output] = users.get((before, output), 0) + 1
+            waiting.append(before)
+    positions = [n for (node, output), n in users.items() if output == 0 and any(w in str(node) for w in PASSES)]
+    assert len(positions) >= SIZE["n_layer"]
+    assert set(positions) == {1}
+
+
+PASSES = ("_Staying", "velocity_pass", "integrator_pass")  # x is their first output
+
+
 @pytest.mark.parametrize("order", [[1, 2], [2, 1, 0], [0, 1, 1, 2]])
 def test_blocks_may_be_taken_out_turned_round_and_used_twice(order: list[int]) -> None:
     """The clock and the past go with the place of a layer in the model, not with its number."""

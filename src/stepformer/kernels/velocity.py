@@ -190,6 +190,24 @@ def _backward(ctx: Any, dx_out: Tensor | None, dV_out: Tensor | None, *others: T
 _pass.register_autograd(_backward, setup_context=_setup)
 
 
+class _Staying(torch.autograd.Function):
+    """A pass that looks from x without moving it, and gives x back as an output of its own.
+
+    Whoever uses x next takes that one, so its gradient arrives here and is added while dx is written; else autograd
+    would add the two gradients of x in a pass of its own. An operator of torch.library must not return its input.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        outputs = torch.ops.stepformer.velocity_pass(*inputs)
+        _setup(ctx, inputs, outputs)
+        return inputs[1], *outputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _backward(ctx, *gradients)
+
+
 def velocity_pass(
     g: Tensor | None, *, x: Tensor, V: Tensor | None = None, g2: Tensor | None = None, gamma: Scalar = ONE,
     scale: float = 1.0, gain_v: Tensor | None = None, eps_v: float = 1e-5, nu: Scalar | None = None,
@@ -204,6 +222,7 @@ def velocity_pass(
     V or a `beta_next`. Without `gain_v` the velocity is not normalised. No gain and no beta may be exactly 0.
     `norms` holds gain and bias (or None) of each output, none to two; statistics are taken once. x' has the dtype
     of x, V' that of V (without V that of x), u that of `out_dtype` (default: that of x). Not twice differentiable.
+    Without a drift x' has the values of x; going on from x' saves a pass over its gradients.
 
     Before the first answer, `g` is the velocity itself and nothing drifts: V' = ratio g and u looks ahead along g.
     Without a `g` there is only the norm of x.
@@ -222,11 +241,12 @@ def velocity_pass(
         beta_next,
         None if beta_next is None else (gamma_next or ONE).times(scale_next),
     )
-    x_out, V_out, u, u2, _ = torch.ops.stepformer.velocity_pass(
+    staying = not drift and bool(norms) and not torch.compiler.is_compiling()
+    x_out, V_out, u, u2, _ = (_Staying.apply if staying else torch.ops.stepformer.velocity_pass)(
         g, x, V, g2, gain_v, gain_a, bias_a, gain_b, bias_b,
         *[None if s is None else s.raw for s in scalars],
         [common.code(s) for s in scalars],
         [1.0 if s is None else s.constant for s in scalars],
         eps_v, eps, len(norms), norm_kind == "layernorm", drift, carry, out_dtype or x.dtype,
     )  # fmt: skip
-    return x_out if drift else x, V_out if carry else None, u if norms else None, u2 if len(norms) > 1 else None
+    return x_out if drift or staying else x, V_out if carry else None, u if norms else None, u2 if len(norms) > 1 else None

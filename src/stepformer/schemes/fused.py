@@ -65,6 +65,7 @@ class Moving:
     normalises: bool = False
     moves: bool = False
     gain: Scalar | None = None  # of the drift; None for 1
+    start: Moving | None = None  # the settled state that the answer kicks
     settled: Moving | None = None  # the same state with nothing waiting, once somebody has asked
     asker: FusedSubstep | None = None  # who that was: its coefficients scale V
 
@@ -117,6 +118,8 @@ class FusedSubstep(Substep):
             s.settled, inputs = self._start(s, scale, norms)
         else:
             s.settled, inputs = s.turn.settle(s, self, scale, norms)
+            if s.start is not None and not s.moves:  # who starts there again takes x as it came through this pass
+                s.start.x = s.settled.x
         s.asker = self
         return tuple(oracle(u) for (_, oracle), u in zip(self.asks, inputs, strict=True))
 
@@ -128,7 +131,7 @@ class FusedSubstep(Substep):
             whole = answers[0] if len(answers) == 1 else answers[0] + answers[1]
             proposed = self.template.kick(State(at.x, streams), self.c, whole, scale)
             streams, answers = proposed.without("u").streams, (proposed.u,)
-        return Moving(at.x, streams, s.memory, at.weights, turn=self, answers=answers, scale=scale)
+        return Moving(at.x, streams, s.memory, at.weights, turn=self, answers=answers, scale=scale, start=at)
 
     def normalise(self, s: Any) -> Any:
         return replace(s, normalises=True) if self.layer_norm is not None else s
@@ -152,7 +155,7 @@ class FusedSubstep(Substep):
 
         streams = dict(s.streams)
         moving = self.family == "velocity"
-        _, v, *inputs = velocity_pass(
+        x, v, *inputs = velocity_pass(
             streams["v"] if moving else None,
             x=s.x,
             drift=False,
@@ -164,7 +167,7 @@ class FusedSubstep(Substep):
         )
         if v is not None and moving:
             streams["v"] = v
-        return Moving(s.x, streams, s.memory, s.weights), [u for u in inputs if u is not None]
+        return Moving(x, streams, s.memory, s.weights), [u for u in inputs if u is not None]
 
     def settle(
         self, s: Moving, after: FusedSubstep | None, scale_after: float, norms: Sequence[nn.Module]
@@ -211,7 +214,7 @@ class FusedSubstep(Substep):
         )
         if v is not None and moving:
             streams["v"] = v
-        return (x if s.moves else s.x), streams, [u for u in inputs if u is not None]
+        return x, streams, [u for u in inputs if u is not None]
 
     def _adaptive(
         self, s: Moving, after: FusedSubstep | None, scale_after: float, settings: dict[str, Any]

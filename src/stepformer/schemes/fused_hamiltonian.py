@@ -189,11 +189,11 @@ class FusedIntegrator(FusedSubstep):
 
         y, ahead = s.streams["y"], self.scalar("mu")
         settings = norm_settings(s.x, [self.look])
-        _, _, u, _ = velocity_pass(None if ahead is None else y, x=s.x, drift=False, mu_next=ahead, **settings)
+        x, _, u, _ = velocity_pass(None if ahead is None else y, x=s.x, drift=False, mu_next=ahead, **settings)
         assert u is not None
         # a velocity of the MLP's own starts at zero, whatever scales it
         streams = {"y": y, "v": s.streams["v"]} if self.own_velocity else {"v": y}
-        return Moving(s.x, streams, s.memory, s.weights), [u]
+        return Moving(x, streams, s.memory, s.weights), [u]
 
     def settle(
         self, s: Moving, after: FusedSubstep | None, scale_after: float, norms: Sequence[nn.Module]
