@@ -241,12 +241,16 @@ def velocity_pass(
         beta_next,
         None if beta_next is None else (gamma_next or ONE).times(scale_next),
     )
-    staying = not drift and bool(norms) and not torch.compiler.is_compiling()
-    x_out, V_out, u, u2, _ = (_Staying.apply if staying else torch.ops.stepformer.velocity_pass)(
+    staying = not drift and len(norms) > 0 and not torch.compiler.is_compiling()
+    arguments = (
         g, x, V, g2, gain_v, gain_a, bias_a, gain_b, bias_b,
         *[None if s is None else s.raw for s in scalars],
         [common.code(s) for s in scalars],
         [1.0 if s is None else s.constant for s in scalars],
         eps_v, eps, len(norms), norm_kind == "layernorm", drift, carry, out_dtype or x.dtype,
     )  # fmt: skip
+    if staying:
+        x_out, V_out, u, u2, _ = _Staying.apply(*arguments)
+    else:
+        x_out, V_out, u, u2, _ = torch.ops.stepformer.velocity_pass(*arguments)
     return x_out if drift or staying else x, V_out if carry else None, u if norms else None, u2 if len(norms) > 1 else None
