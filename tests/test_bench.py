@@ -424,14 +424,16 @@ def test_the_page_shows_the_newest_of_everything(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     records.write(folder / "b.json", [new])
     records.write(folder / "a.json", [old])
+    long = made_up_process(made_up("vanilla", 350e3, context=8192), date="2026-11-19")
+    records.write(folder / "c.json", [long])
     stored = records.read_all(folder)
-    speeds = {record["label"]: record["tokens_per_second"] for record, _ in newest(stored)}
+    speeds = {r["label"]: r["tokens_per_second"] for r, _ in newest(stored) if r["context"] == 1024}
     assert speeds == {"vanilla": 600e3, "yurii": 570e3, "muon": 300e3}  # a failure does not hide an older number
     text = page(stored)
     assert "## NVIDIA H200, size small, compiled" in text
-    assert "| yurii | 570.0 | 0.950 |" in text
-    assert "| muon | 300.0 | 0.600 |" in text
-    assert "500.0 to 600.0 ktok/s" in text
+    assert "| yurii | 1024 | 570.0 | 0.950 |" in text
+    assert "| muon | 1024 | 300.0 | 0.600 |" in text
+    assert "in 2 of them: 500.0 to 600.0 ktok/s" in text
     assert "| vanilla | vanilla | ktok/s | reached | >= 600.0 | 600.0 |" in text
     assert "| momentum | yurii | ratio | NOT reached | >= 0.960 | 0.950 |" in text
     out = tmp_path / "README.md"

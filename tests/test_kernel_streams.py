@@ -173,8 +173,8 @@ def compare(
 ) -> None:  # fmt: skip
     """Outputs and gradients of a pass and its twin in fp64 on the same (rounded) numbers.
 
-    The loss is a random sum of the outputs plus their own squares, so that the sum behind the gradient of a scalar does not
-    nearly cancel. Where the output is a norm and cannot grow, `toward` names the input to take instead of the output.
+    The loss is a random sum of the outputs plus their own squares, so that the sum behind the gradient of a scalar does
+    not nearly cancel. Where the output is a norm and cannot grow, `toward` names an input to take in its place.
     """
     streams = options.pop("streams", None)
     ours, theirs = Parts(shape, dtype, seed, streams), Parts(shape, torch.float64, seed, streams)
@@ -401,7 +401,14 @@ def test_views_and_repeatability() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("run", "build"), [(velocity.velocity_pass, nesterov), (adaptive.adaptive_pass, adam)])
+@pytest.mark.parametrize(
+    ("run", "build"),
+    [
+        (velocity.velocity_pass, nesterov),
+        (velocity.velocity_pass, VELOCITY["no drift"]),
+        (adaptive.adaptive_pass, adam),
+    ],
+)
 def test_traces_without_graph_break(run: Any, build: Build) -> None:
     def loss(p: Parts) -> Tensor:
         inputs = build(p)

@@ -256,6 +256,7 @@ def _conditions(members: Sequence[Process]) -> str:
     dates = sorted({str(process["date"])[:10] for process in members})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     commits = sorted({(process["commit"] or {}).get("hash", "unknown")[:10] for process in members})
+    shortest = min(record["context"] for process in members for record in process["results"])
     speeds = [
         record["tokens_per_second"] / 1000
         for process in members
@@ -263,11 +264,11 @@ def _conditions(members: Sequence[Process]) -> str:
         if record["label"] == BASELINE
         and "tokens_per_second" in record
         and record["kernels"] != "off"
-        and record["context"] == min(each["context"] for each in process["results"])
+        and record["context"] == shortest
     ]
     text = (
         f"{', '.join(parts)}; {when}, {len(members)} process{'es' * (len(members) > 1)}, commit {', '.join(commits)}."
     )
     if len(speeds) > 1:
-        text += f" Vanilla was measured in each of them: {min(speeds):,.1f} to {max(speeds):,.1f} ktok/s."
+        text += f" Vanilla, measured in {len(speeds)} of them: {min(speeds):,.1f} to {max(speeds):,.1f} ktok/s."
     return f"{text}\n"

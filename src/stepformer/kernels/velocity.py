@@ -253,4 +253,9 @@ def velocity_pass(
         x_out, V_out, u, u2, _ = _Staying.apply(*arguments)
     else:
         x_out, V_out, u, u2, _ = torch.ops.stepformer.velocity_pass(*arguments)
-    return x_out if drift or staying else x, V_out if carry else None, u if norms else None, u2 if len(norms) > 1 else None
+    return (
+        x_out if drift or staying else x,
+        V_out if carry else None,
+        u if norms else None,
+        u2 if len(norms) > 1 else None,
+    )
