@@ -32,6 +32,11 @@ RUNNABLE = [
 ]
 
 
+def test_one_version() -> None:
+    for file, pattern in (("pyproject.toml", r'^version = "(.*)"$'), ("CITATION.cff", r"^version: (.*)$")):
+        assert re.findall(pattern, (ROOT / file).read_text(), flags=re.MULTILINE) == [sf.__version__], file
+
+
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 

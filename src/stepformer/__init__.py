@@ -31,7 +31,7 @@ from stepformer.schemes import (
 if TYPE_CHECKING:
     from stepformer.training import evaluate_run, load_run, resume, run_config, train
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 
 def __getattr__(name: str) -> Any:
