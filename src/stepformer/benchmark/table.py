@@ -26,7 +26,7 @@ LEGEND = {
     "batch": "ktok/s of a whole step of {tokens} tokens: gradients added up over micro-batches, clipping, optimizer",
     "opt": "clipping and optimizer ({optimizer}), alone and as a part of such a step",
     "GiB": "peak of forward and backward pass, without the optimizer's memory",
-    "MFU": "of {peak}, counting 6 operations per weight and token and 12 L T d for attention",
+    "MFU": "of {peak}, counting 6 operations per weight and token and 12 L T d for attention (linear does fewer)",
     "product": "of the measured rate of one large matrix product",
     "decode": "tokens a second, greedy, cached, one row",
     "compile": "seconds of the first step",
@@ -242,6 +242,10 @@ def _changes(process: Process) -> str:
     return "".join(f" {k}={config[k]}" for k in usual if k != "context" and config.get(k) != usual[k] and k in config)
 
 
+def _commit(commit: dict[str, Any]) -> str:
+    return str(commit.get("hash", "unknown"))[:10] + (" with changes" if commit.get("changed") else "")
+
+
 def _conditions(members: Sequence[Process]) -> str:
     """One paragraph about what a table was measured with."""
     last = members[-1]
@@ -255,7 +259,7 @@ def _conditions(members: Sequence[Process]) -> str:
     parts.append(f"a {product['dtype']} product of size {product['size']} at {product['flops'] / 1e12:,.2f} TFLOP/s")
     dates = sorted({str(process["date"])[:10] for process in members})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    commits = sorted({(process["commit"] or {}).get("hash", "unknown")[:10] for process in members})
+    commits = sorted({_commit(process["commit"] or {}) for process in members})
     shortest = min(record["context"] for process in members for record in process["results"])
     speeds = [
         record["tokens_per_second"] / 1000

@@ -106,9 +106,10 @@ def quotient(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 def tile_columns(CHUNKS: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
     """The columns of a tile (chunks, rows, columns of a chunk), shape (CHUNKS, 1, CHUNK).
 
-    With rows in the middle, Triton gives a row of CHUNK <= 256 numbers to one warp (8 per thread), the rows to the
-    warps and the chunks to registers: sums over a row need no barrier, and a chunk beyond the width of the tensor
-    (the fourth of 768) is known to be empty at compile time.
+    With rows in the middle, Triton gives a row of CHUNK <= 256 numbers to one warp (8 per thread) and the chunks to
+    registers, if the program has one warp or one chunk: sums over a row need no barrier, and a chunk beyond the width
+    of the tensor (the fourth of 768) is known to be empty at compile time. With several warps and rows triton 3.7 gives
+    the rows to the warps, but 3.6 the chunks, and then sums go through shared memory.
     """
     return (tl.arange(0, CHUNKS) * CHUNK)[:, None, None] + tl.arange(0, CHUNK)[None, None, :]
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from stepformer import kernels
+from stepformer.errors import InputError
 from stepformer.schemes.adaptive import Adam, AdamW, RMSProp
 from stepformer.schemes.coefficients import Values
 from stepformer.schemes.first_order import GradientDescent, HeavyBall, Nesterov, TripleMomentum
@@ -65,7 +66,7 @@ class Moving:
     normalises: bool = False
     moves: bool = False
     gain: Scalar | None = None  # of the drift; None for 1
-    start: Moving | None = None  # the settled state that the answer kicks
+    start: Moving | None = None  # the settled state that the answer kicks, of a velocity that others may kick again
     settled: Moving | None = None  # the same state with nothing waiting, once somebody has asked
     asker: FusedSubstep | None = None  # who that was: its coefficients scale V
 
@@ -118,8 +119,8 @@ class FusedSubstep(Substep):
             s.settled, inputs = self._start(s, scale, norms)
         else:
             s.settled, inputs = s.turn.settle(s, self, scale, norms)
-            if s.start is not None and not s.moves:  # who starts there again takes x as it came through this pass
-                s.start.x = s.settled.x
+            if s.start is not None and not s.moves and torch.is_grad_enabled():
+                s.start.x = s.settled.x  # who starts there again takes x as it came through this pass
         s.asker = self
         return tuple(oracle(u) for (_, oracle), u in zip(self.asks, inputs, strict=True))
 
@@ -131,7 +132,8 @@ class FusedSubstep(Substep):
             whole = answers[0] if len(answers) == 1 else answers[0] + answers[1]
             proposed = self.template.kick(State(at.x, streams), self.c, whole, scale)
             streams, answers = proposed.without("u").streams, (proposed.u,)
-        return Moving(at.x, streams, s.memory, at.weights, turn=self, answers=answers, scale=scale, start=at)
+        start = at if self.family == "velocity" else None
+        return Moving(at.x, streams, s.memory, at.weights, turn=self, answers=answers, scale=scale, start=start)
 
     def normalise(self, s: Any) -> Any:
         return replace(s, normalises=True) if self.layer_norm is not None else s
@@ -221,6 +223,11 @@ class FusedSubstep(Substep):
     ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
         from stepformer.kernels.adaptive import adaptive_pass
 
+        if not s.moves:
+            raise InputError(
+                f"Template '{self.template.name}' moves x with every answer, and this splitting does not: "
+                "it cannot be `deferrable` with it."
+            )
         x, m, second, *inputs = adaptive_pass(
             s.answers[0],
             m=s.streams.get("m"),
