@@ -174,7 +174,7 @@ def compare(
     """Outputs and gradients of a pass and its twin in fp64 on the same (rounded) numbers.
 
     The loss weighs each output by random numbers plus what the output is, so that the sum behind the gradient of a
-    scalar does not nearly cancel. Where the output is a norm and cannot grow, `toward` names an input to take in its place.
+    scalar does not nearly cancel. Where the output is a norm and cannot grow, `toward` names an input to take instead.
     """
     streams = options.pop("streams", None)
     ours, theirs = Parts(shape, dtype, seed, streams), Parts(shape, torch.float64, seed, streams)
