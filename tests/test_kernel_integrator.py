@@ -19,7 +19,7 @@ from stepformer import kernels
 from stepformer.errors import InputError
 from stepformer.kernels import common, integrator, stream_references
 from stepformer.kernels.common import Scalar
-from test_kernel_streams import CUDA, Build, Parts, compare, off_by
+from test_kernel_streams import CUDA, Build, Parts, compare, off_by, poison
 
 BACKWARD_TILE = integrator.backward_tile
 STREAMS = ("x", "y", "velocity", "force", "older_velocity", "older_force", "older_y")
@@ -103,13 +103,7 @@ def toward(name: str) -> dict[int, str] | None:
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Memory that a kernel should have written is NaN until it has; few programs, so that each has several tiles."""
-    plain = Tensor.new_empty
-
-    def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made = plain(self, *args, **kwargs)
-        return made if torch.compiler.is_compiling() or not made.is_floating_point() else made.fill_(float("nan"))
-
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    poison(monkeypatch)
     if not CUDA:
         monkeypatch.setattr(integrator, "backward_tile", lambda d, *_: common.row_tile(d, rows=2, programs=2))
     with kernels.interpreted():

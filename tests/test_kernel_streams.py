@@ -147,6 +147,16 @@ ADAPTIVE: dict[str, Build] = {
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Memory that a kernel should have written is NaN until it has; few programs, so that each has several tiles."""
+    poison(monkeypatch)
+    if not CUDA:
+        monkeypatch.setattr(velocity, "backward_tile", lambda d, light, width: common.row_tile(d, rows=2, programs=2))
+        monkeypatch.setattr(adaptive, "backward_tile", lambda d, width: common.row_tile(d, rows=2, programs=2))
+    with kernels.interpreted():
+        yield
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that `new_empty` gives is NaN until somebody has written it."""
     plain = Tensor.new_empty
 
     def poisoned(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -154,11 +164,6 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return made if torch.compiler.is_compiling() or not made.is_floating_point() else made.fill_(float("nan"))
 
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
-    if not CUDA:
-        monkeypatch.setattr(velocity, "backward_tile", lambda d, light, width: common.row_tile(d, rows=2, programs=2))
-        monkeypatch.setattr(adaptive, "backward_tile", lambda d, width: common.row_tile(d, rows=2, programs=2))
-    with kernels.interpreted():
-        yield
 
 
 def off_by(a: Tensor, b: Tensor) -> float:
