@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import stepformer as sf
+from draws import shifted
 from helpers import ACCEPTED, INTEGRATORS, TINY
 
 Settings = dict[str, Any]
@@ -118,7 +119,7 @@ def combinations(count: int, seed: int = 0) -> list[Settings]:
 
     A third are Hamiltonian rows; pairs, attentions and extras take turns, so that each of them appears.
     """
-    draw = random.Random(seed)
+    draw = random.Random(shifted(seed))
 
     def in_turn(choices: list[Settings]) -> Iterator[Settings]:
         while True:

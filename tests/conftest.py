@@ -13,6 +13,10 @@ if not torch.cuda.is_available():  # before anything imports Triton: kernels run
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# helpers that assert: their failures, and what make test-shaken hears of their tolerances, as for a test's own
+pytest.register_assert_rewrite("reported", "served", "texts")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-combinations", action="store_true", help="audit every combination of components (hours)")
 

@@ -7,22 +7,23 @@ from typing import Any
 import torch
 
 import stepformer as sf
+from draws import seeded, shifted
 
 TINY: dict[str, Any] = {"n_layer": 2, "n_head": 3, "d_model": 12, "context": 8, "vocab_size": 11}
 
 
 def tiny(name: str = "vanilla", *, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> sf.Model:
     """A two-layer model of width 12 with three heads, fp64 unless told otherwise."""
-    return sf.build(name, seed=seed, dtype=dtype, **{**TINY, **overrides})
+    return sf.build(name, seed=shifted(seed), dtype=dtype, **{**TINY, **overrides})
 
 
 def tokens(batch: int = 2, time: int = 8, vocab: int = 11, seed: int = 0) -> torch.Tensor:
-    return torch.randint(vocab, (batch, time), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(vocab, (batch, time), generator=seeded(seed))
 
 
 def shake(model: sf.Model, scale: float = 0.3, seed: int = 0) -> sf.Model:
     """Move every parameter off its initial value, so that no fault hides behind a zero or a one."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 import stepformer as sf
+from draws import shifted
 from stepformer.data.batches import Batches
 from stepformer.data.permutation import key_of, permute
 
@@ -96,13 +97,13 @@ def test_ranks_and_micro_batches_are_slices(cuts: list[int]) -> None:
 
 
 def test_no_global_random_numbers_are_drawn() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     np.random.seed(0)
     before = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["pos"]  # type: ignore[index,call-overload]
     a = Batches(Row(5000), context=16, batch=8, seed=1).batch(3)[0]
     assert torch.equal(before[0], torch.get_rng_state())
     assert np.random.get_state(legacy=False)["state"]["pos"] == before[1]  # type: ignore[index,call-overload]
-    torch.manual_seed(99)
+    torch.manual_seed(shifted(99))
     np.random.seed(99)
     assert torch.equal(a, Batches(Row(5000), context=16, batch=8, seed=1).batch(3)[0])
     assert not torch.equal(a, Batches(Row(5000), context=16, batch=8, seed=2).batch(3)[0])

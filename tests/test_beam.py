@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import stepformer as sf
+from draws import shifted
 from helpers import shake, tiny
 from runs import make_corpus, small_run
 from stepformer.cli import main
@@ -207,7 +208,7 @@ def test_nothing_is_random_and_nothing_is_left_behind() -> None:
     state = torch.get_rng_state()
     first = model.generate(PROMPTS, beams=4, max_new_tokens=9)
     assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(1)
+    torch.manual_seed(shifted(1))
     assert model.generate(PROMPTS, beams=4, max_new_tokens=9) == first
     assert model.training
 

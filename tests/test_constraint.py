@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from draws import seeded
 from stepformer.oracles.constraint import BETA_MAX, Weights, constrained_softmax, solve
 
 LENGTHS = (2, 3, 8, 32, 128, 512, 1024)
@@ -17,7 +19,7 @@ ROWS = 24
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64).to(dtype)
 
 
 def causal(t: int) -> Tensor:
@@ -34,7 +36,7 @@ def every(t: int) -> Tensor:
 
 def family(name: str, t: int, seed: int) -> Tensor:
     """Scores (ROWS, t) of one kind."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     n = torch.randn(ROWS, t, generator=g, dtype=torch.float64)
     u = torch.rand(ROWS, t, generator=g, dtype=torch.float64)
     one = torch.zeros_like(n).scatter_(1, torch.randint(t, (ROWS, 1), generator=g), 1.0)
@@ -66,7 +68,7 @@ def hide(scores: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """The same rows with a quarter more keys that nobody sees, at random places and far larger."""
     t = scores.shape[-1]
     width = t + t // 4 + 1
-    order = torch.rand(scores.shape[0], width, generator=torch.Generator().manual_seed(seed)).argsort(dim=-1)
+    order = torch.rand(scores.shape[0], width, generator=seeded(seed)).argsort(dim=-1)
     places = order[:, :t]
     visible = torch.zeros(scores.shape[0], width, dtype=torch.bool).scatter_(1, places, True)
     return torch.full_like(visible, 1e6, dtype=scores.dtype).scatter_(1, places, scores), visible
@@ -78,27 +80,52 @@ def divergence(weights: Tensor, log_q: Tensor) -> Tensor:
     return (torch.special.xlogy(a, a) - a * log_q).sum(dim=-1)
 
 
-def residuals(name: str, dtype: torch.dtype, prior: bool) -> tuple[Tensor, Tensor]:
-    """(|KL - radius|, capped) of the rows of a family. With a uniform prior |KL - radius| is |H - h|, h = r ln t.
+class Rows(NamedTuple):
+    """Solved rows of a family: |KL - radius|, the same once the weights are made to sum to 1, a bound on the latter
+    from rounding alone, |sum - 1| per key, and which rows are out of reach.
+    """
+
+    error: Tensor
+    normalised: Tensor
+    rounding: Tensor
+    excess: Tensor
+    capped: Tensor
+
+
+def solved(name: str, dtype: torch.dtype, prior: bool) -> Rows:
+    """With a uniform prior |KL - radius| is |H - h|, h = r ln t.
 
     Rows of equal scores, which short rows of integers may be, have nothing to solve and are left out.
+
+    Rounding, in units u: a logit z = log q + beta (s - top) is off by some u (1 + |beta (s - top)| + |log q|), its
+    weight a relatively by as much, and dKL/da = log(a / q) + 1; the solver, which works with KL's distance from its
+    largest value D(inf), is off by some u D(inf) more.
     """
-    errors, capped = [], []
+    found = []
     for index, t in enumerate(LENGTHS):
         scores, visible = hide(family(name, t, seed=index), seed=index)
         scores = scores.to(dtype)
-        uneven = (scores.masked_fill(~visible, -math.inf).amax(dim=-1)) > scores.masked_fill(~visible, math.inf).amin(
-            dim=-1
-        )
+        s = scores.double()
+        top = s.masked_fill(~visible, -math.inf).amax(dim=-1, keepdim=True)
+        uneven = top.squeeze(-1) > s.masked_fill(~visible, math.inf).amin(dim=-1)
         log_prior = 2 * normal(*scores.shape, seed=50 + index, dtype=dtype) if prior else None
         log_q = (torch.zeros_like(scores) if log_prior is None else log_prior).double()
         log_q = log_q.masked_fill(~visible, -math.inf).log_softmax(dim=-1).masked_fill(~visible, 0.0)
+        largest = -log_q.masked_fill(~visible | (s < top), -math.inf).logsumexp(dim=-1)  # D(inf)
         for r in SHARES:
             radius = torch.full((ROWS,), (r if prior else 1 - r) * math.log(t), dtype=dtype)
             out = constrained_softmax(scores, radius, visible, log_prior)
-            errors.append((divergence(out.weights, log_q) - radius.double()).abs()[uneven])
-            capped.append(out.capped[uneven])
-    return torch.cat(errors), torch.cat(capped)
+            a = out.weights.double()
+            total = a.sum(dim=-1, keepdim=True)
+            kl = divergence(a / total, log_q)
+            z = (out.beta.double().unsqueeze(-1) * (s - top)).masked_fill(~visible, 0.0)
+            slope = (a.clamp_min(1e-300).log() - log_q - kl.unsqueeze(-1)).abs() + 1
+            unit = torch.finfo(dtype).eps / 2
+            rounding = unit * ((a * (1 + z.abs() + log_q.abs()) * slope).sum(dim=-1) + largest)
+            errors = [(divergence(a, log_q) - radius.double()).abs(), (kl - radius.double()).abs(), rounding]
+            excess = (total.squeeze(-1) - 1).abs() / scores.shape[-1]
+            found.append([column[uneven] for column in (*errors, excess, out.capped)])
+    return Rows(*(torch.cat(columns) for columns in zip(*found, strict=True)))
 
 
 # Accuracy.
@@ -108,28 +135,31 @@ def residuals(name: str, dtype: torch.dtype, prior: bool) -> tuple[Tensor, Tenso
 def test_accuracy_of_eight_evaluations(prior: bool) -> None:
     everything, total = [], 0
     for name in FAMILIES:
-        error, capped = residuals(name, torch.float32, prior)
-        reached = error[~capped]
-        share = (reached <= 1e-4).double().mean().item()
-        print(f"{name:13s} within 1e-4: {share:.4%} of {len(reached)}, worst {reached.max():.1e}", end=", ")
-        print(f"capped {capped.double().mean():.1%}")
-        everything.append(reached)
-        total += len(capped)
+        rows = solved(name, torch.float32, prior)
+        error = rows.error[~rows.capped]
+        share = (error <= 1e-4).double().mean().item()
+        print(f"{name:13s} within 1e-4: {share:.4%} of {len(error)}, worst {error.max():.1e}", end=", ")
+        print(f"capped {rows.capped.double().mean():.1%}")
+        # each step rounds several times, which the bound counts once: 5.4 is the most seen in six draws
+        assert (rows.normalised / rows.rounding)[~rows.capped].max() <= 20, name
+        # They sum to 1 but for torch's own sum of the exponentials: u a term at worst, all in one direction where many
+        # equal weights are added to a large one; and some u for the logarithm and the exponential of each.
+        assert rows.excess.max() <= 2 * torch.finfo(torch.float32).eps, name
+        everything.append(error)
+        total += len(rows.capped)
     reached = torch.cat(everything)
     share = (reached <= 1e-4).double().mean().item()
     print(f"all: within 1e-4: {share:.4%}, capped {1 - len(reached) / total:.1%}")
     assert len(reached) > 6000
     assert share >= 0.999  # the acceptance of the specification
-    # rounding alone (2 eps (1 + D(inf) + dD/dln beta), up to 1e-5) is what is left of nearly all rows
-    assert reached.max() <= 1e-5
 
 
 @pytest.mark.parametrize("prior", [False, True])
 def test_the_fp64_path_is_solved_to_rounding(prior: bool) -> None:
     for name in FAMILIES:
-        error, capped = residuals(name, torch.float64, prior)
-        # asked for: 1e-12. Rounding of D itself: some eps ln t, 1e-14
-        assert error[~capped].max() <= 1e-12, name
+        rows = solved(name, torch.float64, prior)
+        # asked for: 1e-12. Rounding of D itself: some eps ln t, 1e-14, and a sum of t terms, 1e-13
+        assert rows.error[~rows.capped].max() <= 1e-12, name
 
 
 def test_capped_rows_are_those_out_of_reach() -> None:
@@ -581,7 +611,7 @@ def test_a_deep_chain_of_priors_keeps_its_radius(layers: int, ratio: float) -> N
     1e-3 nats: D(inf) reaches thousands of nats here, of which fp32 keeps seven digits (measured 3e-4). Rows that fp32
     gives up and fp64 solves are at most 1 %. Gradients through the chain stay finite.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     length = 64
     visible = torch.ones(length, length, dtype=torch.bool).tril()
     radius = ratio * torch.arange(1, length + 1).float().log()

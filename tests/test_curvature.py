@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepformer as sf
+from draws import seeded
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
 from stepformer import measured
@@ -24,6 +25,7 @@ from stepformer.diagnostics import curvature
 from stepformer.diagnostics.curvature import HessianOperator, batches_of, direction, lanczos, loss_at, power, probe
 from stepformer.diagnostics.curvature_view import plot, text
 from stepformer.diagnostics.hessian import LIMITS
+from stepformer.diagnostics.lanczos import by_magnitude
 from stepformer.diagnostics.landscape import grid
 from stepformer.diagnostics.windows import fixed_windows
 from stepformer.errors import ConfigError, InputError, StepformerError
@@ -255,12 +257,12 @@ def test_precision_is_that_of_the_computation(gpt: sf.Model) -> None:
 
 
 def known(values: list[float], seed: int = 0) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[int], Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     basis, _ = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator, dtype=torch.float64))
     matrix = basis @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ basis.mT
 
     def draw(number: int) -> Tensor:
-        own = torch.Generator().manual_seed(seed + 100 + number)
+        own = seeded(seed + 100 + number)
         return torch.randn(len(values), generator=own, dtype=torch.float64)
 
     return matrix, lambda v: matrix @ v, draw
@@ -317,8 +319,23 @@ def test_lanczos_finds_no_eigenvalue_twice() -> None:
     matrix, _, draw = known([1000.0, 100.0, -10.0, *BULK])
     single = matrix.float()
     found, _ = lanczos(lambda v: single @ v, lambda i: draw(i).float(), count=4, iterations=93, tolerance=1e-30)
-    # rounding of fp32 relative to the largest eigenvalue is 1e-4 here
-    assert [pair.value for pair in found] == pytest.approx([1000.0, 100.0, -10.0, -1.0], rel=1e-3)
+    # Rounding of fp32 is 6e-8 of the largest eigenvalue, 6e-5, for each of some 90 terms; the ends of the bulk, +1 and
+    # -1, differ by no more than that, and the positive one comes first.
+    assert [pair.value for pair in found] == pytest.approx([1000.0, 100.0, -10.0, 1.0], rel=1e-3)
+
+
+def test_opposite_eigenvalues_have_an_order() -> None:
+    """Which of +a and -a is larger by rounding depends on the machine; what is found first must not."""
+    off = 2e-13  # a unit in the last place of 1000
+    for values in ([1000, 3, -3 - off, 2], [1000, 3, -3, 2], [1000, 3 + off, -3, 2]):
+        assert by_magnitude(values, torch.float64) == [0, 1, 2, 3]
+        assert by_magnitude([values[i] for i in (3, 2, 1, 0)], torch.float64) == [3, 2, 1, 0]
+    assert by_magnitude([3, -3.001, 0.0], torch.float64) == [1, 0, 2]
+    assert by_magnitude([-2.0], torch.float32) == [0]
+    for seed in range(8):
+        _, product, draw = known([5.0, -5.0, 3.0, -3.0, *BULK], seed=seed)
+        found, _ = lanczos(product, draw, count=3, iterations=90, tolerance=1e-10)
+        assert [pair.value for pair in found] == pytest.approx([5, -5, 3], rel=1e-9)
 
 
 def test_power_iteration() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import stepformer as sf
+from draws import seeded
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
 from stepformer import decoding, kernels
 from stepformer.generation import Generation, encode, sample, stream
@@ -216,7 +217,7 @@ def test_padded_ids_are_never_sampled() -> None:
 def test_top_k_and_top_p_keep_the_right_sets() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     draw = lambda **how: {  # noqa: E731
-        int(sample(logits, generator=torch.Generator().manual_seed(i), **how)) for i in range(200)
+        int(sample(logits, generator=seeded(i), **how)) for i in range(200)
     }
     assert draw(top_k=1) == {0}
     assert draw(top_k=2) == {0, 1}
@@ -228,14 +229,14 @@ def test_top_k_and_top_p_keep_the_right_sets() -> None:
     assert draw(temperature=1e-45) == {0}
     assert draw(temperature=0.2) == {0, 1}  # p^5: 0.93, 0.07, 0.002, 1e-5; 200 draws of seeds 0 to 199
     ties = torch.zeros(500, 5)
-    kept = sample(ties, top_k=2, generator=torch.Generator().manual_seed(0))
+    kept = sample(ties, top_k=2, generator=seeded(0))
     assert len(set(kept.tolist())) == 2
 
 
 def test_sampling_frequencies() -> None:
     """10,000 draws: the standard error of a frequency is at most 0.005; five of them are allowed."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    ids = sample(p.log().expand(10_000, 4), generator=torch.Generator().manual_seed(0))
+    ids = sample(p.log().expand(10_000, 4), generator=seeded(0))
     assert (ids.bincount(minlength=4) / 10_000 - p).abs().max() < 0.025
 
 
@@ -344,14 +345,14 @@ def test_fixed_steps_stop() -> None:
 
 def test_a_draw_is_a_sample() -> None:
     """What torch.multinomial does for one draw, from the same numbers."""
-    logits = torch.randn(50, 11, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(50, 11, generator=seeded(0))
     for how in (
         decoding.Sampling(),
         decoding.Sampling(0.5, 4),
         decoding.Sampling(2.0, None, 0.7),
         decoding.Sampling(0.0),
     ):
-        generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+        generators = [seeded(1) for _ in range(2)]
         for _ in range(3):
             assert torch.equal(decoding.draw(logits, 9, how, generators[0]), sample(logits, 9, *how, generators[1]))
         assert torch.equal(*(g.get_state() for g in generators))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import stepformer as sf
+from draws import seeded
 from helpers import copy_shared, shake, tiny, tokens
 from stepformer.oracles import fresh_call
 from stepformer.oracles.norms import make_norm
@@ -102,11 +103,11 @@ def test_observations_are_one_per_call() -> None:
 def test_gainless_norm_is_the_projection_on_the_sphere() -> None:
     """Idempotent, blind to scale, and no point of the unit-RMS sphere is closer to x."""
     norm = make_norm("rmsnorm", 12, eps=1e-30)
-    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(5, 12, generator=seeded(0), dtype=torch.float64)
     on = norm(x)
     assert torch.allclose(norm(on), on, rtol=1e-14)
     assert torch.allclose(norm(7.3 * x), on, rtol=1e-14)
-    others = torch.randn(4000, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    others = torch.randn(4000, 12, generator=seeded(1), dtype=torch.float64)
     others = others / others.square().mean(dim=-1, keepdim=True).sqrt()
     nearest = (others[None] - x[:, None]).norm(dim=-1).min(dim=1).values
     assert bool(((on - x).norm(dim=-1) < nearest).all())

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepformer as sf
+from draws import seeded
 from helpers import INTEGRATORS, shake, tiny, tokens
 from stepformer.oracles.caches import Call, fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
@@ -22,7 +23,7 @@ B, T, D = 2, 7, 6
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def attention(**options: Any) -> HamiltonianAttention:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import stepformer as sf
+from draws import seeded
 from helpers import copy_shared, shake, tiny, tokens
 from stepformer.schemes.matrix_functions import NEWTON_SCHULZ, inverse_square_root, newton_schulz
 
@@ -169,7 +170,7 @@ def test_9_vanilla_is_heavy_ball_only_without_the_velocity_norm() -> None:
 
 
 def test_10_newton_schulz_is_scale_free_and_left_gram_equals_right_gram() -> None:
-    y = torch.randn(5, 12, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = torch.randn(5, 12, 64, dtype=torch.float64, generator=seeded(0))
     assert torch.allclose(newton_schulz(y), newton_schulz(7.3 * y), rtol=1e-12, atol=1e-13)
     a, b, c = NEWTON_SCHULZ
     z = y / y.flatten(1).norm(dim=1)[:, None, None]
@@ -193,7 +194,7 @@ def test_10_newton_schulz_maps_singular_values_into_the_published_band() -> None
 def test_12_inverse_square_root() -> None:
     eye = torch.eye(16, dtype=torch.float64)
     assert (inverse_square_root(eye) - eye).abs().max() < 1e-6
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     basis = torch.linalg.qr(torch.randn(4, 16, 16, dtype=torch.float64, generator=generator)).Q
     eigenvalues = torch.rand(4, 16, dtype=torch.float64, generator=generator) * 0.9 + 0.1
     r = basis @ torch.diag_embed(eigenvalues) @ basis.mT

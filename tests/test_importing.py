@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import stepformer as sf
+from draws import seeded, shifted
 from helpers import TINY, shake, tiny, tokens
 from runs import make_corpus, small_run
 from stepformer.cli import main
@@ -31,7 +32,7 @@ EXACT, SINGLE = 1e-10, 1e-4
 
 
 def random_like(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     return {n: (0.3 * torch.randn(s, generator=generator, dtype=torch.float64)).to(dtype) for n, s in shapes.items()}
 
 
@@ -56,7 +57,7 @@ def nanogpt(path: Path, *, bias: bool, prefix: str = "", dtype: torch.dtype = to
         for module in plain.modules():
             if isinstance(module, nn.Linear | nn.LayerNorm):
                 module.bias = nn.Parameter(torch.zeros(module.weight.shape[0], dtype=torch.float64))
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     with torch.no_grad():
         for parameter in plain.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -227,7 +228,7 @@ def gpt2_folder(folder: Path, **settings: Any) -> Any:
     transformers.utils.logging.disable_progress_bar()
     sizes = {"n_layer": 2, "n_head": 3, "n_embd": 12, "n_positions": 10, "vocab_size": 300}
     config = transformers.GPT2Config(**{**sizes, "bos_token_id": 256, "eos_token_id": 256, **settings})
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     model = transformers.GPT2LMHeadModel(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

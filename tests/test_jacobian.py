@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import stepformer as sf
+from draws import seeded
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
 from stepformer import measured
@@ -28,10 +29,6 @@ from stepformer.training import load_run, train
 from stepformer.training.run import LoadedRun
 
 PLACES = [(layer, kind) for layer in (0, 1) for kind in KINDS]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

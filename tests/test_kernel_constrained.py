@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draws import seeded
 from helpers import shake, tiny, tokens
 from stepformer import kernels
 from stepformer.oracles.caches import fresh_call
@@ -44,7 +45,7 @@ def twin(q: Tensor, k: Tensor, v: Tensor, radius: Tensor, ceiling: float | None)
 
 def inputs(batch: int, heads: int, length: int, d: int, ratio: float, dtype: torch.dtype) -> list[Tensor]:
     """q, k, v as views of one projection, and radii around ratio * ln t."""
-    generator = torch.Generator().manual_seed(length + d)
+    generator = seeded(length + d)
     qkv = torch.randn(batch, length, 3, heads, d, generator=generator).to(DEVICE, dtype)
     spread = 0.8 + 0.4 * torch.rand(batch, heads, length, generator=generator)
     radius = ratio * spread * torch.arange(1, length + 1).log()
@@ -55,7 +56,7 @@ def run(f: Callable[..., Tensor], arguments: list[Tensor], ceiling: float | None
     """The output and the gradients of a random linear function of it."""
     leaves = [x.detach().requires_grad_() for x in arguments]
     out = f(*leaves, ceiling)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    weight = torch.randn(out.shape, generator=seeded(1)).to(out)
     return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
@@ -105,7 +106,7 @@ def test_gradients_do_not_depend_on_the_saved_averages(monkeypatch: pytest.Monke
     q, k, v, radius = inputs(2, 3, 5, 64, 0.9, torch.float32)
     expected = run(twin, [x.double() for x in (q, k, v, radius)], None)
     out, tilt, rows = constrained._forward(q, k, v, radius, math.inf)
-    weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
+    weight = torch.randn(q.shape, generator=seeded(1)).to(q)
     rounded = [x.bfloat16().float() for x in (out, tilt)]
     errors = []
     for exact in (16, 0):

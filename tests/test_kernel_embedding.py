@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draws import seeded
 from helpers import shake, tiny, tokens
 from stepformer import kernels
 
@@ -44,7 +45,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 def ids_of(kind: str, batch: int, time: int, vocabulary: int) -> Tensor:
-    generator = torch.Generator().manual_seed(batch + 10 * time)
+    generator = seeded(batch + 10 * time)
     n = batch * time
     if kind == "equal":
         flat = torch.full((n,), vocabulary - 1)
@@ -71,7 +72,7 @@ def check(
     bound: float = SINGLE,
 ) -> None:
     """Values bit for bit as PyTorch rounds them; gradients within `bound` of fp64."""
-    generator = torch.Generator().manual_seed(d)
+    generator = seeded(d)
     device = ids.device
     table = torch.randn(vocabulary, d, generator=generator).to(device).requires_grad_()
     positions = None if context is None else torch.randn(context, d, generator=generator).to(device).requires_grad_()

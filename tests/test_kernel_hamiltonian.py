@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draws import seeded
 from stepformer import kernels
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.hamiltonian import FusedFields, HamiltonianAttention
@@ -33,7 +34,7 @@ def interpreted() -> Iterator[None]:
 
 def draw(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers of `dtype`, held in fp64."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
     return values.to(dtype).double().to(device)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from draws import seeded
 from stepformer import kernels
 from stepformer.errors import InputError
 from stepformer.kernels import common, integrator, stream_references
@@ -146,7 +147,7 @@ def test_what_follows_sees_the_stored_position() -> None:
 
 def gradients(inputs: dict[str, Any], p: Parts) -> dict[str, Tensor | None]:
     outputs = [o for o in run(inputs.pop("g"), **inputs) if o is not None]
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     weights = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]
     torch.autograd.backward(outputs, weights)
     return {name: leaf.grad for name, leaf in p.leaves.items()}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import stepformer as sf
+from draws import seeded
 from helpers import shake, tiny, tokens
 from stepformer import kernels
 from stepformer.block import Block
@@ -37,7 +38,7 @@ def interpreted() -> Iterator[None]:
 
 def draw(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers of `dtype`, held in fp64."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
     return values.to(dtype).double().to(device)
 
 

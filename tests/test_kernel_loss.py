@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draws import seeded
 from helpers import tiny, tokens
 from stepformer import kernels
 from stepformer.errors import InputError, StepformerError
@@ -33,7 +34,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def inputs(n: int, d: int, v: int, *, ignored: int = 0, scale: float = 1.0, **options: Any) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(n + 10 * d + 100 * v)
+    generator = seeded(n + 10 * d + 100 * v)
     h = (torch.randn(n, d, generator=generator) * scale).to(**options).requires_grad_()
     table = torch.randn(v, d, generator=generator).to(options.get("device", "cpu")).requires_grad_()
     targets = torch.randint(v, (n,), generator=generator)

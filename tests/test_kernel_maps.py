@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draws import seeded, shifted
 from helpers import tiny, tokens
 from stepformer import kernels
 from stepformer.oracles.maps import Linear, linear_map
@@ -49,7 +50,7 @@ def inputs(
     shape: tuple[int, ...], width: int, bias: bool, *, branches: int = 1, scale: float = 2.0, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Tokens, an fp32 weight with `width` rows and perhaps a bias."""
-    generator = torch.Generator().manual_seed(sum(shape) + width)
+    generator = seeded(sum(shape) + width)
     device = options.get("device", "cpu")
     x = (torch.randn(*shape, generator=generator) * scale).to(**options).requires_grad_()
     weight = torch.randn(width, shape[-1] // branches, generator=generator).to(device).requires_grad_()
@@ -235,7 +236,7 @@ def test_operators_are_well_formed(kind: str | None, small_blocks: None) -> None
 
 
 def mlp_of(name: str, bias: bool) -> tuple[MLP, Tensor]:
-    torch.manual_seed(1)
+    torch.manual_seed(shifted(1))
     module = mlps[name].component(8, None, bias=bias)
     return module, torch.randn(2, 3, 8, requires_grad=True)
 
@@ -447,7 +448,7 @@ class TestOnTheGpu:
 
     def test_mlp_keeps_less(self, bias: bool, dtype: torch.dtype) -> None:
         """h and u stay for the backward, the activation does not."""
-        torch.manual_seed(0)
+        torch.manual_seed(shifted(0))
         module = GeluMLP(256, None, bias=bias).cuda()
         u = torch.randn(8192, 256, device="cuda").to(dtype)
         kept = {}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from draws import seeded
 from stepformer.kernels import mixing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +26,7 @@ def test_mix(shape: tuple[int, ...], narrow: torch.dtype, bound: float) -> None:
     """fp32: sums in another order. bf16: results of 8 bits. Weights of the loss along the output: nothing cancels."""
     torch.use_deterministic_algorithms(True)  # what torch.empty gives is NaN
     try:
-        generator = torch.Generator().manual_seed(len(shape))
+        generator = seeded(len(shape))
         draws = [torch.randn(s, generator=generator).to(DEVICE) for s in (shape, shape, (2,))]
         ours = [draws[0].to(narrow).requires_grad_(), draws[1].requires_grad_(), draws[2].requires_grad_()]
         exact = [t.detach().double().requires_grad_() for t in ours]

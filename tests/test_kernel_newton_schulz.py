@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draws import seeded
 from helpers import shake, tiny, tokens
 from stepformer import kernels
 from stepformer.schemes.matrix_functions import newton_schulz as plain
@@ -31,7 +32,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers(*shape: int, seed: int = 0, scale: float = 1.0, **options: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
+    generator = seeded(seed + sum(shape))
     return (scale * torch.randn(*shape, generator=generator)).to(**options).requires_grad_()
 
 

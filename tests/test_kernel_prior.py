@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draws import seeded
 from helpers import shake, tiny, tokens
 from stepformer import kernels
 from stepformer.oracles.caches import fresh_call
@@ -75,7 +76,7 @@ def kernel_chain(packed: bool, detach: bool = False) -> Chain:
 
 def inputs(layers: int, heads: int, length: int, d: int, ratio: float, dtype: torch.dtype) -> list[Tensor]:
     """q, k, v (layers, 2, H, T, d) as views of one projection, radii around ratio * ln t, keep."""
-    generator = torch.Generator().manual_seed(length + d)
+    generator = seeded(length + d)
     qkv = torch.randn(layers, 2, length, 3, heads, d, generator=generator).to(DEVICE, dtype)
     spread = 0.8 + 0.4 * torch.rand(layers, 2, heads, length, generator=generator)
     radius = ratio * spread * torch.arange(1, length + 1).log()
@@ -87,7 +88,7 @@ def run(f: Chain, arguments: list[Tensor], last: bool = False) -> list[Tensor]:
     """O of all layers, ln a of the last, and the gradients of a random linear function: of all O, or of both."""
     leaves = [x.detach().requires_grad_() for x in arguments]
     out, log_a = f(*leaves)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     loss = (out * torch.randn(out.shape, generator=generator).to(out)).sum()
     if last:
         loss = loss + 0.1 * (log_a * torch.randn(log_a.shape, generator=generator).to(log_a)).sum()
@@ -201,7 +202,7 @@ def test_hard_priors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prior_attention, "CLOSE", {torch.float32: prior_attention.CLOSE[torch.bfloat16]})
     monkeypatch.setattr(constrained, "INTERPRETED", constrained.Tiles(*4 * (constrained.Tile(64, 64),), 16))
     length = 64
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     scales = torch.tensor([0.3, 1.0, 3.0, 10.0, 30.0, 100.0])
     below = scales[:, None, None] * torch.randn(6, length, length, generator=generator)
     scores = torch.randn(6, length, length, generator=generator)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import stepformer as sf
+from draws import seeded
 from helpers import shake
 from stepformer import decoding, decoding_rows, kernels
 from stepformer.generation import encode
@@ -265,7 +266,7 @@ class TestOnTheGpu:
         """Stretches of keys that are full, empty, or end with the new key."""
         sizes = {"n_layer": 2, "n_head": 4, "d_model": 256, "context": 1024, "vocab_size": 101}
         model = shake(sf.build("yurii", seed=0, dtype=torch.float32, **sizes), scale=0.02).eval().cuda()
-        ids = torch.randint(101, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+        ids = torch.randint(101, (prompt,), generator=seeded(0)).tolist()
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(globals(), "PROMPTS", [ids, [5]])
             assert worst_error(model, 2, 4) < 1e-5

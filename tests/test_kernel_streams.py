@@ -16,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from draws import seeded
 from stepformer import kernels
 from stepformer.errors import InputError
 from stepformer.kernels import adaptive, common, stream_references, velocity
@@ -40,7 +41,7 @@ class Parts:
 
     def draw(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, change: Callable[[Tensor], Tensor]) -> Tensor:
         if name not in self.leaves:
-            generator = torch.Generator().manual_seed(sum(map(ord, name)) + self.seed)
+            generator = seeded(sum(map(ord, name)) + self.seed)
             numbers = change(torch.randn(shape, generator=generator)).to(self.streams.get(name, torch.float32))
             self.leaves[name] = numbers.to(DEVICE, dtype).requires_grad_()
         return self.leaves[name]
@@ -187,7 +188,7 @@ def compare(
     outputs = run(inputs.pop("g"), **inputs, **options)
     expected = twin(expected_inputs.pop("g"), **expected_inputs, **options)
     assert [o is None for o in outputs] == [e is None for e in expected]
-    generator = torch.Generator().manual_seed(seed + 1)
+    generator = seeded(seed + 1)
     directions = [theirs.leaves[toward[k]] if toward and k in toward else e for k, e in enumerate(expected)]
     weights = [
         None if e is None else (torch.randn(e.shape, generator=generator).to(e) + e.detach()).to(o)
@@ -251,7 +252,9 @@ def test_widths(shape: tuple[int, ...]) -> None:
 def test_outputs_that_nobody_uses(output: int) -> None:
     """A missing gradient is not asked for as a tensor of zeros."""
     only: dict[str, Any] = {"used": lambda k: k == output}
-    compare(velocity.velocity_pass, stream_references.velocity_pass_reference, nesterov, (5, 32), 1e-5, **only)
+    norm = {2: "V"}  # the norm alone: toward itself, the sums behind the scalars' gradients cancel to a hundredth
+    twin = stream_references.velocity_pass_reference
+    compare(velocity.velocity_pass, twin, nesterov, (5, 32), 1e-5, toward=norm, **only)
     compare(adaptive.adaptive_pass, stream_references.adaptive_pass_reference, adam, (5, 32), 1e-5, **only)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from draws import seeded
 from stepformer.kernels.token_rows import row_dot, scale_rows
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -32,7 +33,7 @@ def poisoned() -> Iterator[None]:
 
 def draw(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = SINGLE) -> Tensor:
     """Numbers of `dtype` that require a gradient."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
     return values.to(device, dtype).requires_grad_()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draws import seeded, shifted
 from stepformer import kernels
 from stepformer.schemes.coefficients import Values
 from stepformer.schemes.kronecker import SOAP, Shampoo
@@ -44,7 +45,7 @@ def history(shape: tuple[int, ...], n_head: int, k: int, updates: int) -> Tensor
 
 def make(shape: tuple[int, ...], n_head: int, k: int, updates: int = 1) -> dict[str, Tensor]:
     """Answer, mean, covariance and coefficients in fp64; one token's answer is zero."""
-    torch.manual_seed(0)
+    torch.manual_seed(shifted(0))
     g = torch.randn(*shape, n_head * k, dtype=torch.float64)
     g.view(-1, n_head * k)[0] = 0
     return {
@@ -92,7 +93,7 @@ def measured(
         out = kick(rule, now, n_head, wide)
         now.update(out)
         now["g"] = (leaves["g"] + out["u"]).to(dtype)
-    weights = torch.Generator().manual_seed(1)
+    weights = seeded(1)
     loss = torch.zeros((), dtype=wide, device=device)
     for name in sorted(out):
         weight = torch.randn(out[name].shape, generator=weights, dtype=torch.float64)

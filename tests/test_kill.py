@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from draws import shifted
 from runs import make_corpus
 
 HERE = Path(__file__).parent
@@ -77,7 +78,7 @@ def test_killed_before_and_after_every_call(corpus: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_killed_at_random_moments(corpus: Path, tmp_path: Path) -> None:
     """Two kills each, at moments drawn with a fixed seed between the first step and the end of an undisturbed run."""
-    generator = random.Random(0)
+    generator = random.Random(shifted(0))
     moments = [[f"random-{i}", [generator.uniform(-0.2, 0.9) for _ in range(2)]] for i in range(8)]
     found = drive(corpus, tmp_path, [], moments, steps=20)
     assert sum(landed for _, landed, _, _ in found["results"]) >= 4, found[

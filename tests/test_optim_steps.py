@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import stepformer as sf
+from draws import seeded
 from helpers import tiny, tokens
 from stepformer import kernels
 from stepformer.errors import ConfigError
@@ -278,7 +279,7 @@ def cuda_steps(plain: bool, moving: bool, steps: int = 7, **settings: Any) -> tu
     """Weights and memory after steps along random gradients, and the last norm."""
     model = tiny("yurii", dtype=torch.float32, d_model=128, n_head=2).cuda()
     opt = Optimizers(model, OptimConfig(schedule="wsd", warmup=3, decay_start=5, momentum_warmup=4, **settings), steps)
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = seeded(0, "cuda")
     kept: list[Tensor] = []
     norm = torch.zeros(())
     for t in range(steps):

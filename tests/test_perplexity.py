@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from draws import seeded
 from helpers import shake, tiny
 from real_data import REAL
 from runs import make_corpus, small_run
@@ -150,7 +151,7 @@ def test_padding_and_skipped_logits_change_nothing(name: str) -> None:
     model = shake(tiny(**special.get(name, {"name": name})))
     if name == "hybrid":
         model = model.hybrid(cutoff=1)
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded(0)
     rows = [torch.randint(11, (n,), generator=draw).tolist() for n in (9, 2, 5, 7)]
     parts = [Part(row, count) for row, count in zip(rows, (8, 1, 2, 6), strict=True)]
     for part, score in zip(parts, Scorer(model).score(parts), strict=True):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import published_force
 import stepformer as sf
+from draws import seeded
 from helpers import shake, tiny, tokens
 from stepformer.diagnostics.audit import BELOW_CHANCE, GEOMETRY, Audit, audit
 from stepformer.oracles import fresh_call
@@ -44,7 +45,7 @@ def attention_of(**options: Any) -> HamiltonianAttention:
 
 def point() -> tuple[Tensor, Tensor]:
     """Normalised tokens u and momenta y of two sequences."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     u, y = torch.randn(2, 2, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     return u, y
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import stepformer as sf
+from draws import seeded
 from runs import make_corpus
 from stepformer.catalogue import preset, presets
 from stepformer.errors import ConfigError, UnknownNameError
@@ -508,7 +509,7 @@ def test_one_step_shrunk(name: str, run: str) -> None:
     config = shrunk(name, run)
     model = sf.Model(config.model, seed=config.train.seed)
     optimizers = Optimizers(model, config.optim, config.train.steps)
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     tokens = torch.randint(64, (config.train.batch, config.model.context), generator=generator)
     old = {n: p.detach().clone() for n, p in model.named_parameters()}
     t = optimizers.schedule.decay_start if config.optim.schedule == "wsd" else optimizers.schedule.warmup

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from draws import shifted
 from reported import LIMIT, NAMES, changed, copied, report_of
 from stepformer.cli import main
 from stepformer.comparing import RunRecord, compare, load_records
@@ -36,7 +37,7 @@ def test_smoothing_keeps_straight_lines_and_narrows_noise() -> None:
     assert smoothed(line, 1000).window == 21
     for got, wanted in zip(smoothed(line, 1000).loss[:-10], line.loss, strict=False):
         assert got == pytest.approx(wanted, abs=1e-9)  # sums of a thousand numbers of size 5 in double precision
-    rng = random.Random(0)
+    rng = random.Random(shifted(0))
     noise = smoothed(curve_of([rng.gauss(0, 1) for _ in range(10_000)]), 10_000)
     spread = math.sqrt(sum(v * v for v in noise.loss) / len(noise))
     assert spread == pytest.approx(1 / math.sqrt(noise.window), rel=0.15)  # a mean of independent values
@@ -60,7 +61,7 @@ def test_means_are_of_the_steps_that_all_runs_have() -> None:
 
 def long_run(study: Path, target: Path, lines: int) -> Path:
     folder = copied(study, target)
-    rng = random.Random(1)
+    rng = random.Random(shifted(1))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, lines + 1):
             loss = 2 + 3 / step + rng.gauss(0, 0.05)

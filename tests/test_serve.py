@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from draws import seeded
 from helpers import shake, tiny, tokens
 from served import ask, make_runs, metric, serving, serving_two, value
 from stepformer.cli import main
@@ -31,7 +32,7 @@ from stepformer.schemes import templates
 from stepformer.serving import PageServer, ServedRun
 from stepformer.serving import inspect as inspected
 from stepformer.serving.runs import document, place
-from stepformer.serving.server import LARGEST_BODY
+from stepformer.serving.server import LARGEST_BODY, MOST_TOKENS
 from stepformer.serving.watching import Point, Tail, pace, thinned
 from stepformer.training.runs import Metrics
 
@@ -104,7 +105,7 @@ def test_differences_and_summary_add_up() -> None:
 
 def test_attention_entropy_is_the_mean_over_calls_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    calls = [torch.rand(1, 3, 4, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    calls = [torch.rand(1, 3, 4, generator=seeded(i)) for i in range(2)]
     monkeypatch.setattr(type(model), "observe", lambda self, tokens: [{"entropy": calls}, {"beta": calls}])
     by_layer = inspected.attention_entropy(model, torch.zeros(1, 4, dtype=torch.long))
     assert by_layer[1] is None
@@ -416,10 +417,8 @@ def test_files_of_the_page(server: PageServer) -> None:
 def test_a_stop_does_not_wait_for_a_long_call(folder: Path) -> None:
     run = ServedRun(folder / "yurii")
     found = PageServer([run])
-    begin = time.monotonic()
-    with run.lock:
+    with run.lock:  # whoever waits for it here waits for ever
         assert not found.stop()
-    assert time.monotonic() - begin < 5
     assert PageServer([run], found.server_port).stop(), "the port is free again"
 
 
@@ -528,16 +527,16 @@ def test_ctrl_c_ends_the_command_at_once(folder: Path) -> None:
         assert lines[0].startswith(f"{words[0]}: yurii, best weights, step ")
         found = re.match(r"http://127\.0\.0\.1:(\d+)/ ", lines[2])
         assert found, lines
-        body = json.dumps({"tokens": 4000, "temperature": 3.0}).encode()
+        body = json.dumps({"tokens": MOST_TOKENS, "temperature": 0}).encode()
         head = "POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", int(found[1])), timeout=20) as client:
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            assert client.recv(100)
-            begin = time.monotonic()
+            assert b" 200 " in client.recv(100)
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=20)
-        assert time.monotonic() - begin < 10
+            _, err = process.communicate(timeout=60)
+            rest = b"".join(iter(lambda: client.recv(1 << 16), b""))
+        assert b'"end"' not in rest  # the text was not made to its end first
         assert process.returncode == 0
-        note, _, rest = err.partition("\n")
+        note, _, last = err.partition("\n")
         assert note.startswith("note: The two runs cannot be compared token by token")
-        assert rest.strip() == "stepformer: the page is closed"
+        assert last.strip() == "stepformer: the page is closed"

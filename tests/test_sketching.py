@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from draws import seeded
 from stepformer.diagnostics.jacobian import over_batches, over_layers
 from stepformer.diagnostics.sketching import Spectrum, frobenius_squared, singular_values, spectrum
 from stepformer.errors import StepformerError
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

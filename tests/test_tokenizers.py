@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from draws import shifted
 from real_data import GPT2, needs_gpt2
 from stepformer import StepformerError
 from stepformer.data.tokenizers import (
@@ -31,7 +32,7 @@ TEXTS = [
 
 
 def random_text(seed: int, length: int = 120) -> str:
-    draw = random.Random(seed)
+    draw = random.Random(shifted(seed))
     ranges = ((32, 127), (9, 14), (0xA0, 0x2FF), (0x3000, 0x30FF), (0x4E00, 0x9FFF), (0x1F300, 0x1F64F), (1, 0xD7FF))
     return "".join(chr(draw.randrange(*draw.choice(ranges))) for _ in range(length))
 

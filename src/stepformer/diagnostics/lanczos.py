@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,6 +38,24 @@ def norm(a: Tensor) -> float:
     return dot(a, a) ** 0.5
 
 
+def by_magnitude(values: Sequence[float], dtype: torch.dtype) -> list[int]:
+    """Which value comes first: the larger magnitude, and of +a and -a the positive one.
+
+    Magnitudes that differ by no more than rounding (ten units of `dtype` in the largest) count as equal; otherwise the
+    machine's way of summing would decide between opposite values.
+    """
+    slack = _rounding(dtype) * max(map(abs, values))
+    order = sorted(range(len(values)), key=lambda i: -abs(values[i]))
+    group = dict.fromkeys(order[:1], 0)
+    for before, i in pairwise(order):
+        group[i] = group[before] + (abs(values[before]) - abs(values[i]) > slack)
+    return sorted(order, key=lambda i: (group[i], values[i] < 0))
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return 10 * torch.finfo(dtype).eps
+
+
 def lanczos(
     product: Product,
     draw: Draw,
@@ -46,7 +65,7 @@ def lanczos(
     tolerance: float,
     progress: Callable[[int], None] = lambda steps: None,
 ) -> tuple[list[Eigenpair], int]:
-    """The `count` eigenvalues of largest magnitude, largest first, and the number of steps taken.
+    """The `count` eigenvalues of largest magnitude, largest first (`by_magnitude`), and the number of steps taken.
 
     Every new direction is made orthogonal to all earlier ones, twice: without that, rounding brings found eigenvectors
     back and counts them again. So `iterations` + 1 vectors are kept. It stops early once all wanted residuals are below
@@ -58,7 +77,6 @@ def lanczos(
     basis = torch.empty(most, size, dtype=v.dtype, device=v.device)
     basis[0] = v / norm(v)
     tridiagonal = torch.zeros(most, most, dtype=torch.float64)
-    tiny = 10 * torch.finfo(v.dtype).eps
     steps = 0
     for k in range(most):
         w = product(basis[k])
@@ -69,11 +87,11 @@ def lanczos(
         steps = k + 1
         progress(1)
         values, vectors = torch.linalg.eigh(tridiagonal[:steps, :steps])
-        wanted = values.abs().argsort(descending=True)[:count]
+        wanted = by_magnitude(values.tolist(), v.dtype)[:count]
         residuals = beta * vectors[-1, wanted].abs()
         if steps == most or (steps >= count and bool((residuals <= tolerance * values[wanted].abs()).all())):
             break
-        if beta <= tiny * float(values.abs().max()):
+        if beta <= _rounding(v.dtype) * float(values.abs().max()):
             # the directions so far already hold the image of each of them: go on in a new one
             beta, w = 0.0, _orthogonal(draw(steps), known)
             basis[steps] = w / norm(w)
@@ -82,7 +100,7 @@ def lanczos(
         tridiagonal[k, k + 1] = tridiagonal[k + 1, k] = beta
     weights = vectors[:, wanted].to(basis)
     found = [_eigenpair(product, basis[:steps].mT @ weights[:, i]) for i in range(weights.shape[1])]
-    return sorted(found, key=lambda pair: -abs(pair.value)), steps
+    return [found[i] for i in by_magnitude([pair.value for pair in found], v.dtype)], steps
 
 
 def power(
@@ -120,7 +138,7 @@ def power(
         found.append(pair)
         if v.numel() == len(found):
             break
-    return sorted(found, key=lambda pair: -abs(pair.value)), steps
+    return [found[i] for i in by_magnitude([pair.value for pair in found], v.dtype)], steps
 
 
 def _orthogonal(w: Tensor, known: Tensor) -> Tensor:
