@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import torch
 if not torch.cuda.is_available():  # before anything imports Triton: kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: commands under test would not hear Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # helpers that assert: their failures, and what make test-shaken hears of their tolerances, as for a test's own
 pytest.register_assert_rewrite("reported", "served", "texts")

@@ -12,9 +12,11 @@ from draws import seeded, shifted
 TINY: dict[str, Any] = {"n_layer": 2, "n_head": 3, "d_model": 12, "context": 8, "vocab_size": 11}
 
 
-def tiny(name: str = "vanilla", *, seed: int = 0, dtype: torch.dtype = torch.float64, **overrides: Any) -> sf.Model:
+def tiny(
+    name: str = "vanilla", *, seed: int | None = 0, dtype: torch.dtype = torch.float64, **overrides: Any
+) -> sf.Model:
     """A two-layer model of width 12 with three heads, fp64 unless told otherwise."""
-    return sf.build(name, seed=shifted(seed), dtype=dtype, **{**TINY, **overrides})
+    return sf.build(name, seed=None if seed is None else shifted(seed), dtype=dtype, **{**TINY, **overrides})
 
 
 def tokens(batch: int = 2, time: int = 8, vocab: int = 11, seed: int = 0) -> torch.Tensor:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.testing._comparison import default_tolerances
@@ -75,7 +76,8 @@ def comparisons(explanation: str) -> Iterator[tuple[float, float]]:
         tree = ast.parse(explanation.partition("\n")[0].strip(), mode="eval")
     except (SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
+    body = tree.body
+    for node in body.values if isinstance(body, ast.BoolOp) and isinstance(body.op, ast.And) else [body]:
         if not isinstance(node, ast.Compare):
             continue
         for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
@@ -145,6 +147,14 @@ def wrap_closeness() -> None:
             record_call("allclose", share_used(a, b, rtol, atol), max(rtol, atol))
         return result
 
+    plain_numpy = np.testing.assert_allclose
+
+    def assert_allclose(actual: Any, desired: Any, rtol: float = 1e-7, atol: float = 0.0, **options: Any) -> None:
+        plain_numpy(actual, desired, rtol=rtol, atol=atol, **options)
+        wide = [np.asarray(x, dtype=np.float64) for x in (actual, desired)]
+        record_call("assert_allclose", share_used(*wide, rtol, atol), max(rtol, atol))
+
+    np.testing.assert_allclose = assert_allclose
     torch.testing.assert_close = assert_close  # type: ignore[assignment]
     torch.allclose = torch.Tensor.allclose = allclose  # type: ignore[assignment, method-assign]
 

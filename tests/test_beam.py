@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stepformer as sf
-from draws import shifted
+from draws import fixed, shifted
 from helpers import shake, tiny
 from runs import make_corpus, small_run
 from stepformer.cli import main
@@ -35,7 +35,7 @@ TOLERANCE = 1e-9
 
 def lively(**overrides: Any) -> sf.Model:
     """A model whose text depends on every token before, and in doubt, so that beams overtake each other."""
-    model = shake(tiny(**{"name": "yurii", "context": 16, **overrides}), scale=1.0, seed=3)
+    model = shake(tiny(**{"name": "yurii", "context": 16, "seed": fixed(0), **overrides}), scale=1.0, seed=fixed(3))
     with torch.no_grad():
         model.embed.tok_emb.weight *= 0.3
     return model

@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
+import forked
 import stepformer as sf
 from stepformer.catalogue import citations
 from stepformer.cli import main
 from stepformer.references import BIBTEX
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "stepformer", *words], capture_output=True, text=True)
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +123,7 @@ def test_bad_input_is_one_sentence_and_status_2() -> None:
         (("show", "yurii", "--plugin", "missing.py"), "no plug-in file"),
         (("show", "yurii", "n_head"), "key=value"),
     ):
-        done = run(*words)
+        done = forked.stepformer(*words)
         assert done.returncode == 2, words
         assert "Traceback" not in done.stderr
         assert sentence in done.stderr
@@ -143,10 +140,10 @@ def test_words_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_teaches() -> None:
-    done = run("--help")
+    done = subprocess.run([sys.executable, "-m", "stepformer", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "stepformer audit yurii" in done.stdout
-    assert "obligations" in run("audit", "--help").stdout
+    assert "obligations" in forked.stepformer("audit", "--help").stdout
 
 
 def test_a_closed_pipe_is_quiet() -> None:

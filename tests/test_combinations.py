@@ -15,6 +15,19 @@ from stepformer.schemes import splittings, templates
 SAMPLE = combinations(64, seed=2)
 
 
+def covering(sample: list[dict[str, Any]]) -> list[int]:
+    """Indices of a few combinations that hold every setting of the sample: those that add most, one after the other."""
+    facets = [{(key, str(value)) for key, value in settings.items()} for settings in sample]
+    missing, chosen = set().union(*facets), list[int]()
+    while missing:
+        chosen.append(max(range(len(sample)), key=lambda i: len(facets[i] & missing)))
+        missing -= facets[chosen[-1]]
+    return chosen
+
+
+QUICK = covering(SAMPLE)
+
+
 def test_the_sample_covers_what_there_is() -> None:
     """Every template, splitting, attention and extra is in the sample, and no combination twice."""
     shipped = lambda registry: {e.name for e in registry if e.component.__module__.startswith("stepformer.")}  # noqa: E731
@@ -29,10 +42,15 @@ def test_the_sample_covers_what_there_is() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The sample, or with `pytest --all-combinations tests/test_combinations.py` the whole product (hours)."""
+    """The sample, in the fast set what covers it; with `pytest --all-combinations tests/test_combinations.py` the whole
+    product (hours).
+    """
     if "combination" in metafunc.fixturenames:
         everything = metafunc.config.getoption("--all-combinations")
-        metafunc.parametrize("combination", all_combinations() if everything else SAMPLE, ids=title)
+        sample = [
+            pytest.param(settings, marks=[] if i in QUICK else [pytest.mark.slow]) for i, settings in enumerate(SAMPLE)
+        ]
+        metafunc.parametrize("combination", all_combinations() if everything else sample, ids=title)
 
 
 def test_combination(combination: dict[str, Any]) -> None:

@@ -180,16 +180,17 @@ def test_products_of_every_preset(name: str) -> None:
     difference = gradient_difference(other, windows, along, 1e-6)
     for expected, found in zip(operator.split(difference), operator.split(product), strict=True):
         assert float((expected - found).norm()) < 2e-9 * float(product.norm())
-    # No derivative of ours at all: a second difference of losses, with rounding 1e-16 / step^2 = 1e-6.
+    # No derivative of ours at all: a second difference of losses, with rounding 1e-16 / step^2 = 1e-6 beside along @
+    # product, which may be small for a draw.
     step, weights = 1e-5, ((2, -1 / 12), (1, 4 / 3), (0, -5 / 2), (-1, 4 / 3), (-2, -1 / 12))
     second = sum(weight * loss_at(operator, [along], [at * step]) for at, weight in weights) / step**2
-    assert float(along @ product) == pytest.approx(second, rel=5e-5)
+    assert float(along @ product) == pytest.approx(second, rel=2e-4)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"attention": "entropy", "query_chunk": 3},
+        {"attention": "entropy", "ratio": 0.9, "query_chunk": 3},
         {"attention": "kl", "prior": "previous", "detach_prior": True},
         {"template": "conformal-euler", "attention": "hamiltonian", "query_chunk": 3},
         {"attention": "linear", "chunk": 3},
@@ -382,7 +383,7 @@ class Noisy(sf.Model):
 
 
 class Wrong(torch.autograd.Function):
-    """The square with a right gradient whose own gradient is not right: 3 in place of 2."""
+    """The square with a right gradient whose own gradient is not right: 12 in place of 2."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -392,7 +393,7 @@ class Wrong(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return grads[0] * (3 * x - x.detach())
+        return grads[0] * (12 * x - 10 * x.detach())
 
 
 class Crooked(sf.Model):

@@ -273,7 +273,7 @@ def test_datasets_by_name(
 def test_the_split_is_by_text_alone() -> None:
     rows = [Document(f"text number {i}", None) for i in range(20_000)]
     val = {d.text for d in rows if divide(d, "hash", 0.05)[0][0] == "val"}
-    assert 0.045 < len(val) / len(rows) < 0.055
+    assert 0.045 < len(val) / len(rows) < 0.055  # margin: a hash, the same everywhere
     assert {d.text for d in reversed(rows) if divide(d, "hash", 0.05) == [("val", d.text)]} == val
     assert val < {d.text for d in rows if divide(d, "hash", 0.2)[0][0] == "val"}
     assert not any(divide(d, "hash", 0.0)[0][0] == "val" for d in rows[:100])

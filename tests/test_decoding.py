@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stepformer as sf
-from draws import seeded
+from draws import fixed, seeded
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
 from stepformer import decoding, kernels
 from stepformer.generation import Generation, encode, sample, stream
@@ -151,7 +151,7 @@ def test_sampling_is_seeded_and_leaves_the_global_generator_alone() -> None:
 
 def lively(**overrides: Any) -> sf.Model:
     """A model whose greedy text varies: large weights, so that position and token both matter."""
-    return shake(tiny("yurii", **overrides), scale=1.0, seed=3)
+    return shake(tiny("yurii", seed=fixed(0), **overrides), scale=1.0, seed=fixed(3))
 
 
 @pytest.mark.parametrize("form", [int, lambda t: [t], lambda t: torch.tensor([t]), torch.tensor])

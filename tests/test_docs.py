@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import os
 import re
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 import stepformer as sf
 from stepformer.oracles import attentions
 from stepformer.recipes import load_recipe, recipe_names
@@ -41,27 +41,30 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Commands find this checkout's `stepformer`, installed or not, and modules in the folder."""
-    command = folder / "bin" / "stepformer"
-    command.parent.mkdir(exist_ok=True)
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m stepformer "$@"\n')
-    command.chmod(0o755)
-    path = f"{command.parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'src'}"}
-
-
-def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment(folder))
+def run(command: str, folder: Path) -> str:
+    """What a command of a page prints, which starts with `stepformer`."""
+    name, *words = shlex.split(command)
+    assert name == "stepformer"
+    done = forked.stepformer(*words, cwd=folder)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run_python(code: str, folder: Path) -> str:
+    done = forked.python(code, cwd=folder)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+# Training steps of the audits on the pages: the fewest that the command takes show that training works.
+AUDITS = pytest.mark.parametrize("steps", [30, pytest.param(60, marks=pytest.mark.slow)])
 
 
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_python_blocks_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
     code = "\n".join(blocks(ROOT / page, "python"))
     assert code
-    run([sys.executable, "-c", code], tmp_path)
+    run_python(code, tmp_path)
 
 
 def test_config_and_commands_of_the_build_page(tmp_path: Path) -> None:
@@ -70,35 +73,31 @@ def test_config_and_commands_of_the_build_page(tmp_path: Path) -> None:
     commands = [line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("stepformer")]
     assert len(commands) == 3
     for command in commands:
-        run(["bash", "-c", command], tmp_path)
+        run(command, tmp_path)
 
 
-def test_write_your_own_rule_page(tmp_path: Path) -> None:
+@AUDITS
+def test_write_your_own_rule_page(tmp_path: Path, steps: int) -> None:
     """The rule has at most 25 lines, lives in a file of its own, and passes the audits the page tells you to run."""
     page = ROOT / "docs/write-your-own-rule.md"
     rule, usage = blocks(page, "python")
     assert len(rule.strip().splitlines()) <= 25
     (tmp_path / "qhm.py").write_text(rule)
-    printed = run([sys.executable, "-c", usage], tmp_path)
+    printed = run_python(usage, tmp_path)
     assert "nu_attn" in printed
     commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
     assert sum(command.startswith("stepformer audit") for command in commands) == 3
     for command in commands:
-        printed = run(["bash", "-c", command.replace(" audit ", " audit --steps 60 ")], tmp_path)
+        printed = run(command.replace(" audit ", f" audit --steps {steps} "), tmp_path)
         if " audit " in command:
             assert "1 of 1 pass" in printed
-    refused = subprocess.run(
-        ["bash", "-c", "stepformer show qhm splitting=imex --plugin qhm.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment(tmp_path),
-    )
+    refused = forked.stepformer("show", "qhm", "splitting=imex", "--plugin", "qhm.py", cwd=tmp_path)
     assert refused.returncode == 2
     assert "drifts along v alone" in refused.stderr
 
 
-def test_write_your_own_attention_page(tmp_path: Path) -> None:
+@AUDITS
+def test_write_your_own_attention_page(tmp_path: Path, steps: int) -> None:
     """The attention and the integrator of the page, each in its file, pass the audits the page tells you to run."""
     page = ROOT / "docs/write-your-own-attention.md"
     for block in blocks(page, "python"):
@@ -108,7 +107,7 @@ def test_write_your_own_attention_page(tmp_path: Path) -> None:
     commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
     assert len(commands) == 4
     for command in commands:
-        printed = run(["bash", "-c", command.replace(" audit ", " audit --steps 60 ")], tmp_path)
+        printed = run(command.replace(" audit ", f" audit --steps {steps} "), tmp_path)
         assert "1 of 1 pass" in printed if " audit " in command else "kick-drift" in printed
 
 
@@ -137,15 +136,11 @@ def test_the_audit_that_the_readme_links_covers_every_preset() -> None:
     assert f"{len(sf.presets())} of {len(sf.presets())} pass" in text
 
 
-def test_the_audit_page_shows_what_the_audit_prints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [90, pytest.param(300, marks=pytest.mark.slow)])
+def test_the_audit_page_shows_what_the_audit_prints(tmp_path: Path, steps: int) -> None:
     page = (ROOT / "docs/audit.md").read_text()
-    done = subprocess.run(
-        ["bash", "-c", f"stepformer audit leak-shift --plugin {ROOT / 'tests/leaky.py'} --json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment(tmp_path),
-    )
+    words = ("audit", "leak-shift", "--plugin", str(ROOT / "tests/leaky.py"), "--json", "--steps", str(steps))
+    done = forked.stepformer(*words, cwd=tmp_path)
     assert done.returncode == 1
     assert "loss 0.369 on unpredictable tokens" in page
     for kind in ("change the logits before them", "cached logits differ", "below ln V"):

@@ -18,9 +18,9 @@ from helpers import ACCEPTED, pair_id, shake, tiny, tokens
 from transcriptions.adapter import transcribe, transcribe_hybrid
 
 TOLERANCE = 1e-11
-# Gradients of a constrained row divide by the variance of its scores: rows with nearly equal scores lose digits
-# (measured: up to 2e-11). Values keep the tolerance above.
-CONSTRAINED_TOLERANCE = 1e-9
+# Gradients of a constrained row divide by the variance of its scores: rows with nearly equal scores lose digits, how
+# many depends on the draw (measured: up to 7e-10). Values keep the tolerance above.
+CONSTRAINED_TOLERANCE = 1e-8
 
 
 def assert_same(model: sf.Model, independent: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> None:

@@ -85,9 +85,9 @@ def test_scale_of_the_scores_does_not_matter() -> None:
 def test_unreachable_targets_are_reported() -> None:
     """A ratio near 0 asks for more sharpness than beta_max gives; at 0.9 every row but the first is reachable."""
     ids = tokens()
-    hard = shake(tiny("entropy", ratio=1e-9)).observe(ids)
+    hard = shake(tiny("entropy", ratio=1e-30)).observe(ids)
     easy = shake(tiny("entropy", ratio=0.9)).observe(ids)
-    assert hard[0]["capped_rows"][0] > 0.05
+    assert hard[0]["capped_rows"][0] > 0.5
     assert all(layer["capped_rows"][0] == 0 for layer in easy)
 
 
@@ -194,9 +194,12 @@ def test_a_linear_state_restarts_with_the_document(name: str) -> None:
 def test_qk_norm_is_blind_to_the_scale_of_queries_and_keys() -> None:
     model, twin = (shake(tiny("vanilla", qk_norm=True)) for _ in range(2))
     with torch.no_grad():
+        for block in (*model.blocks, *twin.blocks):
+            block.attn.qkv.weight[:24] *= 1e3
         for block in twin.blocks:
             block.attn.qkv.weight[:24] *= 3
-    assert same(model, twin, 1e-4)  # up to the norm's epsilon of 1e-5
+    # up to the norm's epsilon, 1e-5 beside mean squares of queries and keys of about 1e6
+    assert same(model, twin, 1e-8)
     assert not same(*pair({"name": "vanilla"}, {"name": "vanilla", "qk_norm": True}), 1e-3)
 
 

@@ -445,19 +445,22 @@ def test_both_directions_in_one_command(
     assert "was begun with other corpora or another tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_forgetting_and_plasticity_are_positive_on_two_dialects(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seeds: int
 ) -> None:
-    """Three seeds, both directions; the models are small and begin with high rates so that they know a dialect soon."""
+    """Both directions; the models are small and begin with high rates so that they know a dialect soon."""
     monkeypatch.setenv("STEPFORMER_HOME", str(tmp_path))
     out = tmp_path / "study"
-    command = ["finetune", "--pretrain", "vanilla", *BOTH, "--seeds", "3", "--out", str(out), "d_model=32", "batch=16"]
+    command = ["finetune", "--pretrain", "vanilla", *BOTH, "--seeds", str(seeds), "--out", str(out)]
+    command += ["d_model=32", "batch=16"]
     command += ["steps=60", "lr=0.05", "lr_embedding=0.02", "lr_norm=0.02", "eval_tokens=2048", "count=600"]
     command += ["finetune.steps=24", "finetune.lr=0.01", "finetune.eval_tokens=2048", "finetune.eval_every=12"]
     assert main(command) == 0, capsys.readouterr().err
     found = told(out, "forgetting.json")
-    assert [(row["direction"], row["n"]) for row in found["rows"]] == [("village -> space", 3), ("space -> village", 3)]
-    assert len(found["runs"]) == 6
+    directions = ("village -> space", "space -> village")
+    assert [(row["direction"], row["n"]) for row in found["rows"]] == [(direction, seeds) for direction in directions]
+    assert len(found["runs"]) == 2 * seeds
     for run in found["runs"]:  # about 0.2 each, with a spread of 0.04 over seeds
         assert run["forgetting"] > 0, run
         assert run["plasticity"] > 0, run

@@ -141,6 +141,7 @@ def test_every_integrator_has_its_order(orders: Result) -> None:
     assert len(orders.rows) == 2 * 11
     assert {row["integrator"] for row in orders.rows} >= {scheme.label for scheme in SCHEMES}
     for row in orders.rows:
+        # margin: truncation, not rounding
         assert row["fitted order"] == pytest.approx(row["expected"], abs=0.15), row
 
 

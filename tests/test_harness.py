@@ -149,15 +149,16 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, 
 
 
 @needs_tasks
+@pytest.mark.parametrize("items", [30, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "shots"),
     [("hellaswag", 0), pytest.param("hellaswag", 10, marks=pytest.mark.slow), ("arc_easy", 0), ("arc_easy", 10)],
 )
-def test_two_hundred_items_score_alike_in_the_run_and_its_export(
-    shared_run: tuple[Any, Any], name: str, shots: int
+def test_items_score_alike_in_the_run_and_its_export(
+    shared_run: tuple[Any, Any], name: str, shots: int, items: int
 ) -> None:
     """Prompts with ten shots are longer than the context: both cut them at the same place."""
-    agree(*shared_run, name, shots, 200)
+    agree(*shared_run, name, shots, items)
 
 
 # against a token-by-token loop

@@ -24,7 +24,7 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU in this process")
 
 SINGLE = 1e-5  # fp32: sums in another order; exp2 and erf have some ulp
-HALF = 1e-2  # bf16 operands and results have 8 bits, 4e-3; errors of single entries average out in a norm
+HALF = 2e-2  # bf16 operands and results have 8 bits, 4e-3 a rounding, and there are several
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,

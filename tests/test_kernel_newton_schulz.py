@@ -20,8 +20,8 @@ common = pytest.importorskip("stepformer.kernels.common")
 
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU in this process")
 
-SINGLE = 1e-5  # fp32 by three tf32 products each: 22 bits, and rounding grows about tenfold over five steps
-ILL = 2e-5  # the same where singular values spread over three decades; PyTorch in fp32 has 3e-6 to 1e-5 there
+SINGLE = 3e-5  # fp32 by three tf32 products each: 22 bits, and rounding grows about tenfold over five steps; 4e-6 seen
+ILL = 5e-5  # the same where singular values spread over three decades; 1.4e-5 seen, in PyTorch 1e-5
 HALF = 1e-2  # bf16 results have 8 bits, 2e-3 in a norm; derivatives by one tf32 product 2e-3
 
 
@@ -148,14 +148,14 @@ def test_mixed_dtypes_views_and_missing_gradients(packed: None) -> None:
     expected = muon_in_fp64(g, m, raw, torch.zeros_like(do), do, h)
     assert apart(mean, expected[0]) < SINGLE
     assert apart(o, expected[1]) < SINGLE
-    assert apart(found[0], expected[2]) < 4e-3  # rounded to 8 bits
+    assert apart(found[0], expected[2]) < 4e-3  # margin: one rounding to bf16, 2^-8 at most
     assert apart(found[1], expected[3]) < SINGLE
     assert apart(found[2], expected[4]) < SINGLE
     mean, o = ns.muon_pass(g, m, common.Scalar(raw, "unit"), h, torch.float32)
     dg, dm = torch.autograd.grad(mean, [g, m], do)
     beta = torch.sigmoid(raw.detach())
     assert apart(dm, (beta * do).double()) < 1e-6
-    assert apart(dg, ((1 - beta) * do).double()) < 4e-3
+    assert apart(dg, ((1 - beta) * do).double()) < 4e-3  # margin: as above
     fixed, _ = ns.muon_pass(g, m, common.Scalar(constant=0.25), h)
     assert apart(fixed, 0.25 * m.double() + 0.75 * g.double()) < 1e-6
 

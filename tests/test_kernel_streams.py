@@ -262,7 +262,7 @@ def test_outputs_that_nobody_uses(output: int) -> None:
 def test_dtypes_are_independent(x: torch.dtype, stream: torch.dtype) -> None:
     """bf16 has 8 bits: each rounding is 4e-3 at most, 2e-3 on average; gradients of scalars cancel a little more."""
     streams = {"x": x, "V": stream, "m": stream, "s": torch.float32, "g": torch.bfloat16}
-    bound = 2e-2 if torch.bfloat16 in (x, stream) else 1e-2
+    bound = 4e-2 if torch.bfloat16 in (x, stream) else 2e-2  # a quarter of it seen
     options: dict[str, Any] = {"streams": streams, "out_dtype": torch.bfloat16}
     compare(velocity.velocity_pass, stream_references.velocity_pass_reference, nesterov, (5, 48), bound, **options)
     compare(adaptive.adaptive_pass, stream_references.adaptive_pass_reference, adam, (5, 48), bound, **options)

@@ -125,7 +125,7 @@ def errors(found: dict[str, Tensor], expected: dict[str, Tensor], at: dict[str, 
 
 
 # fp32 keeps 6e-8 of a number; ten steps and eigenvalues of 0.5 % of the norm (one update) amplify it about 50 times.
-TOLERANCE = 1e-5
+TOLERANCE = 2e-5  # 4e-6 seen
 
 
 @pytest.mark.parametrize("rule", [Shampoo, SOAP])
@@ -221,9 +221,9 @@ def test_operators_and_compilation() -> None:
 
     def step(at: dict[str, Tensor]) -> Tensor:
         out = kick(SOAP, at, 2, torch.bfloat16)
-        assert out["u"].dtype == torch.bfloat16
         return out["u"].float().sum() + out["R"].sum() + out["m"].square().sum()
 
+    assert kick(SOAP, at, 2, torch.bfloat16)["u"].dtype == torch.bfloat16
     torch._dynamo.reset()
     names = list(at)
     eager = torch.autograd.grad(step(at), [at[name] for name in names])

@@ -51,12 +51,13 @@ def every(point: str, numbers: range | list[int]) -> list[list[Any]]:
 SHORT = {"steps": 6, "save_every": 2, "eval_every": 3}
 
 
-def test_killed_at_every_stage_of_a_save_and_of_a_step(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every_so_many", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_every_stage_of_a_save_and_of_a_step(corpus: Path, tmp_path: Path, every_so_many: int) -> None:
     """Every file operation of a new run's first two saves, the last ones of all, and steps around their updates."""
     points = [
-        *(["sync", "before", n] for n in range(12)),
-        *(["rename", "before", n] for n in range(12)),
-        *(["tensors", "after", n] for n in range(4)),
+        *(["sync", "before", n] for n in range(0, 12, every_so_many)),
+        *(["rename", "before", n] for n in range(every_so_many - 1, 12, every_so_many)),
+        *(["tensors", "after", n] for n in range(0, 4, every_so_many)),
         ["create", "before", 0],
         ["create", "after", 0],
         ["tidy", "before", 2],
@@ -65,7 +66,7 @@ def test_killed_at_every_stage_of_a_save_and_of_a_step(corpus: Path, tmp_path: P
         *every("metrics", [0, 4]),
         *every("rename", [-1]),
     ]
-    check(drive(corpus, tmp_path, points, [], **SHORT), 40)
+    check(drive(corpus, tmp_path, points, [], **SHORT), 40 if every_so_many == 1 else 20)
 
 
 @pytest.mark.slow

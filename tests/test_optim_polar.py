@@ -120,13 +120,14 @@ def test_newton_schulz_bounds() -> None:
 
 def test_polar_express_bounds() -> None:
     x = torch.logspace(-3, 0, 100_001, dtype=torch.float64)
+    # margin: the polynomial's own error, 5.9e-6
     assert (naive.compose(quintics("polar-express"), x) - 1).abs().max() < 1e-5
     values = [0.001, 0.003, 0.01, 0.1, 0.3]
     values.append(math.sqrt(1 - sum(v * v for v in values)))
     matrix = with_values(6, 11, values)
     found = polar(matrix, "polar-express")
-    assert (torch.linalg.svdvals(found) - 1).abs().max() < 1e-5
-    assert (found - naive.polar_by_svd(matrix)).norm(2) < 1e-5
+    assert (torch.linalg.svdvals(found) - 1).abs().max() < 1e-5  # margin: as above
+    assert (found - naive.polar_by_svd(matrix)).norm(2) < 1e-5  # margin: as above
 
 
 def test_polar_express_quintics_are_minimax() -> None:
@@ -250,7 +251,8 @@ def muon_pair(
     """(torch's weight, ours, start) after some steps of |W A - C|^2, whose gradients depend on the weights."""
     common: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "nesterov": nesterov, "weight_decay": wd}
     starts = [normal(*shape, seed=i, dtype=torch.float32) for i, shape in enumerate(shapes)]
-    inputs = [normal(shape[1], shape[1], seed=50 + i, dtype=torch.float32) for i, shape in enumerate(shapes)]
+    # orthogonal: rounding, in bf16 above all, is amplified by small singular values of a gradient
+    inputs = [torch.linalg.qr(normal(shape[1], shape[1], seed=50 + i)).Q.float() for i, shape in enumerate(shapes)]
     goals = [normal(*shape, seed=100 + i, dtype=torch.float32) for i, shape in enumerate(shapes)]
     runs = []
     for make in (
@@ -289,8 +291,8 @@ def test_muon_is_torch_muon(
 @pytest.mark.parametrize(("scaling", "wd", "nesterov"), MUON[1:4:2])
 def test_muon_is_torch_muon_in_bf16(scaling: tuple[str, str], wd: float, nesterov: bool) -> None:
     for theirs, ours, start in muon_pair(scaling, [(12, 5), (5, 12)], wd, nesterov, steps=3):
-        # relative to the distance moved: bf16 rounds at 4e-3, and small singular values amplify it
-        assert (theirs - ours).norm() / (theirs - start).norm() < 3e-2
+        # relative to the distance moved: bf16 rounds at 4e-3
+        assert (theirs - ours).norm() / (theirs - start).norm() < 6e-2  # 2e-2 seen
 
 
 def test_muon_defaults_are_the_recipe() -> None:

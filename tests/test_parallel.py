@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import faulthandler
 import os
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stepformer as sf
+from forked import two_ranks
 from helpers import tiny, tokens
 
 ARCHITECTURES: tuple[dict[str, Any], ...] = (
@@ -74,13 +73,6 @@ def worker(rank: int, kind: str, folder: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_compute_the_gradients_of_one(kind: str, tmp_path: Path) -> None:
-    processes = mp.spawn(worker, (kind, str(tmp_path)), nprocs=2, join=False)
-    deadline = time.monotonic() + 180
-    while not processes.join(timeout=5):
-        if time.monotonic() > deadline:
-            for process in processes.processes:
-                process.kill()
-            where = "\n".join(file.read_text() for file in sorted(tmp_path.glob("stuck-*")))
-            pytest.fail(f"the two processes did not finish within three minutes:\n{where}")
+    two_ranks(worker, (kind, str(tmp_path)), tmp_path)
     worst = float((tmp_path / "worst").read_text())
     assert worst < 1e-12  # fp64: two halves averaged against one mean

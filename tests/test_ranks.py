@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
+from forked import two_ranks
 from runs import make_corpus, small_run
 from stepformer.errors import StepformerError
 from stepformer.training import Stopped, load_run, resume, train
@@ -91,14 +90,7 @@ def test_ranks_agree_on_what_went_wrong(corpus: Path, tmp_path: Path, kind: str)
 
 def on_two_ranks(jobs: list[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    processes = mp.spawn(worker, (jobs, str(folder)), nprocs=2, join=False)
-    deadline = time.monotonic() + 240
-    while not processes.join(timeout=5):
-        if time.monotonic() > deadline:
-            for process in processes.processes:
-                process.kill()
-            where = "\n".join(file.read_text() for file in sorted(folder.glob("stuck-*")))
-            pytest.fail(f"the two ranks did not finish within four minutes:\n{where}")
+    two_ranks(worker, (jobs, str(folder)), folder)
     assert len(list(folder.glob("done-*"))) == 2
 
 
@@ -115,22 +107,33 @@ def distance(a: Path, b: Path) -> float:
     return max(float((one[name] - two[name]).detach().abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_ranks_take_the_steps_of_one(corpus: Path, tmp_path: Path, kind: str) -> None:
-    """fp64, 20 steps, clipping active: 1e-9 (measured 1e-14). The same after a stop, and from one world to another."""
-    variants: dict[str, dict[str, Any]] = {
-        "muon": {},
-        "sam": {"sam": "always", "optim.name": "adamw", "micro_batch": 2},
-        "scion": {"optim.name": "scion", "qkv": "split", "clip_coefficients": False},
-    }
-    jobs = []
-    for name, settings in variants.items():
-        settings = {**SETTINGS, **settings}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "muon": {},
+    "sam": {"sam": "always", "optim.name": "adamw", "micro_batch": 2},
+    "scion": {"optim.name": "scion", "qkv": "split", "clip_coefficients": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "variants", "steps"),
+    [
+        ("ddp", ["sam"], 10),
+        ("fsdp", ["muon"], 10),
+        *(pytest.param(kind, list(VARIANTS), 20, marks=pytest.mark.slow, id=kind) for kind in ("ddp", "fsdp")),
+    ],
+)
+def test_two_ranks_take_the_steps_of_one(
+    corpus: Path, tmp_path: Path, kind: str, variants: list[str], steps: int
+) -> None:
+    """fp64, clipping active: 1e-9 (measured 1e-14). The same after a stop, and from one world to another."""
+    jobs, shared = [], {**SETTINGS, "steps": steps}
+    for name in variants:
+        settings = {**shared, **VARIANTS[name]}
         train(small_run(corpus, **settings), tmp_path / f"one-{name}", quiet=True)
         jobs.append({"do": "train", "out": str(tmp_path / f"two-{name}"), "settings": {**settings, "parallel": kind}})
     # stopped on two ranks after seven steps, to be continued on one
     jobs.append(
-        {"do": "train", "out": str(tmp_path / "cut"), "settings": {**SETTINGS, "parallel": kind}, "stop_after": 7}
+        {"do": "train", "out": str(tmp_path / "cut"), "settings": {**shared, "parallel": kind}, "stop_after": 7}
     )
     # stopped on one rank after seven steps, to be continued on two
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +145,7 @@ def test_two_ranks_take_the_steps_of_one(corpus: Path, tmp_path: Path, kind: str
 
         patch.setattr(Watch, "asked", asked)
         with pytest.raises(Stopped):
-            train(small_run(corpus, **SETTINGS, parallel=kind), tmp_path / "grown", quiet=True)
+            train(small_run(corpus, **shared, parallel=kind), tmp_path / "grown", quiet=True)
     jobs.append({"do": "resume", "out": str(tmp_path / "grown"), "settings": {}})
     on_two_ranks([{"corpus": str(corpus), **job} for job in jobs], tmp_path / "ranks")
     resume(tmp_path / "cut", quiet=True)

@@ -341,7 +341,7 @@ def test_counts_of_the_papers_convention() -> None:
     for name, millions in (("yuriiformer-tinystories", 123.6), ("yuriiformer-openwebtext-medium", 353.6)):
         config = run_config(name, preset="vanilla").model
         found = sf.Model(config, device="meta").num_parameters("non-positional")
-        assert found / 1e6 == pytest.approx(millions, abs=0.05)
+        assert found / 1e6 == pytest.approx(millions, abs=0.05)  # margin: the paper's digits
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -354,7 +354,7 @@ def test_settings_of_the_papers(name: str) -> None:
     assert config.step_tokens == next((tokens for word, tokens in step.items() if word in name), 491_520)
     assert config.recipe == name
     tokens = config.train.steps * config.step_tokens
-    if name.startswith(("yuriiformer", "momentum")):
+    if name.startswith(("yuriiformer", "momentum")):  # margin: the papers' digits
         assert tokens / 1e9 == pytest.approx(4.92 if "tinystories" in name else 14.75, abs=0.005)
     again = RunConfig.from_dict(config.to_dict())
     assert again == config
@@ -414,11 +414,11 @@ def test_published_measurements_have_the_published_correlations() -> None:
     plain, wsd, sam = (load_recipe(name + more).measured for more in ("", "-wsd", "-sam"))
     rows = [plain[run] for run in ("vanilla", "adam", "tmm", "yurii")]
     rows += [part[run] for part in (wsd, sam) for run in ("tmm", "yurii")]
-    for row in rows:
+    for row in rows:  # margin: here and below, the paper's digits
         assert row["ood"] == pytest.approx((row["wikitext"] + row["lambada"] + row["c4"]) / 3, abs=0.006)
     trace = [row["trace_per_parameter"] for row in rows]
-    assert spearman(trace, [row["ood"] for row in rows]) == pytest.approx(0.667, abs=5e-4)
-    assert spearman(trace, [row["forgetting"] for row in rows]) == pytest.approx(0.929, abs=5e-4)
+    assert spearman(trace, [row["ood"] for row in rows]) == pytest.approx(0.667, abs=5e-4)  # margin: digits
+    assert spearman(trace, [row["forgetting"] for row in rows]) == pytest.approx(0.929, abs=5e-4)  # margin: digits
 
 
 def test_published_values_of_the_catalogue_agree() -> None:
@@ -476,8 +476,8 @@ def test_three_seeds() -> None:
     values = {"vanilla": [1.1570, 1.1609, 1.1554], "tmm": [1.1280, 1.1257, 1.1280]}
     for run, row in recipe.runs.items():
         assert row["published_seeds"] == values[run]
-        assert row["published"] == pytest.approx(statistics.mean(values[run]), abs=5e-5)
-        assert row["published_std"] == pytest.approx(statistics.stdev(values[run]), abs=5e-5)
+        assert row["published"] == pytest.approx(statistics.mean(values[run]), abs=5e-5)  # margin: digits
+        assert row["published_std"] == pytest.approx(statistics.stdev(values[run]), abs=5e-5)  # margin: digits
     hashes = {run_config(recipe.name, [f"seed={seed}"]).hash for seed in recipe.about["seeds"]}
     assert len(hashes) == 3
 

@@ -76,7 +76,7 @@ def test_compare_trains_pairs_and_repeats_nothing(
         for seed in (42, 43)
     }
     by_hand = sum(losses["yurii", seed] - losses["vanilla", seed] for seed in (42, 43)) / 2
-    assert float(rows[1]["difference"]) == pytest.approx(by_hand, abs=1e-6)
+    assert float(rows[1]["difference"]) == pytest.approx(by_hand, abs=2e-6)  # six decimals
     # other settings under the same names would not be comparable
     assert main([*command, "lr=0.5"]) == 2
     assert "was trained with other settings" in capsys.readouterr().err

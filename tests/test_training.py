@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import forked
 import stepformer as sf
 from runs import make_corpus, small_run, stop_after
 from stepformer import files
@@ -590,10 +591,9 @@ def test_a_rule_of_ones_own_is_resumed_from_anywhere(
         "class OwnNesterov(Nesterov):\n    pass\n"
     )
     small = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "steps=2", "eval_tokens=256", "device=cpu"]
-    command = [sys.executable, "-m", "stepformer"]
     for folder, words in (
         (tmp_path, ["train", "own-nesterov", f"corpus={corpus}", "--out", "run", "--plugin", "own.py", *small]),
         (corpus, ["eval", str(tmp_path / "run")]),
     ):
-        done = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True, check=False)
+        done = forked.stepformer(*words, cwd=folder)
         assert done.returncode == 0, done.stderr

@@ -1,0 +1,84 @@
+"""Commands and programs in fresh processes that start at once: forked from one that has imported torch and us already.
+
+Starting Python with torch takes seconds on a slow machine. What is tested here is a command's work, in a process whose
+registries and folders are its own; that the installed program starts at all is tested in test_cli.py.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+_processes = multiprocessing.get_context("forkserver")
+# torch's first optimizer imports dynamo, which takes as long as torch itself
+_processes.set_forkserver_preload(
+    ["stepformer.cli.main", "stepformer.training", "torch._dynamo", "torch.distributed.fsdp"]
+)
+
+
+def stepformer(*words: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> Any:
+    """What `stepformer WORDS` returns and prints."""
+    return _run(_command, list(words), cwd, env)
+
+
+def python(code: str, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> Any:
+    """What `python -c CODE` returns and prints."""
+    return _run(_program, code, cwd, env)
+
+
+def two_ranks(worker: Any, arguments: tuple[Any, ...], folder: Path) -> None:
+    """worker(rank, *arguments) in two processes; if they do not end, what each of them wrote to `folder`/stuck-RANK."""
+    processes = mp.start_processes(worker, arguments, nprocs=2, join=False, start_method="forkserver")
+    deadline = time.monotonic() + 240
+    while not processes.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in processes.processes:
+                process.kill()
+            where = "\n".join(file.read_text() for file in sorted(folder.glob("stuck-*")))
+            raise TimeoutError(f"the two processes did not finish within four minutes:\n{where}")
+
+
+def _run(target: Any, what: Any, cwd: Path | None, env: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        files = [str(Path(folder, name)) for name in ("out", "err")]
+        # not the copied environment of the server, which may be that of an earlier test
+        settings = dict(os.environ if env is None else env)
+        process = _processes.Process(target=target, args=(what, str(cwd or Path.cwd()), settings, files))
+        process.start()
+        process.join(300)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"{what} ran for more than five minutes")
+        out, err = (Path(file).read_text() for file in files)
+    return subprocess.CompletedProcess(what, process.exitcode, out, err)
+
+
+def _enter(cwd: str, env: dict[str, str], files: list[str]) -> None:
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    sys.path[:0] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def _command(words: list[str], cwd: str, env: dict[str, str], files: list[str]) -> None:
+    _enter(cwd, env, files)
+    from stepformer.cli import main
+
+    sys.argv = ["stepformer", *words]
+    sys.exit(main(words))
+
+
+def _program(code: str, cwd: str, env: dict[str, str], files: list[str]) -> None:
+    _enter(cwd, env, files)
+    sys.argv = ["-c"]
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
