@@ -24,14 +24,48 @@ _processes.set_forkserver_preload(
 )
 
 
+class Running:
+    """A command that has been started."""
+
+    def __init__(self, target: Any, what: Any, cwd: Path | None, env: dict[str, str] | None) -> None:
+        self.what, self._folder = what, tempfile.TemporaryDirectory()
+        self._files = [str(Path(self._folder.name, name)) for name in ("out", "err")]
+        # not the environment of the server, which may be that of an earlier test
+        settings = dict(os.environ if env is None else env)
+        self._process = _processes.Process(target=target, args=(what, str(cwd or Path.cwd()), settings, self._files))
+        self._process.start()
+
+    @property
+    def running(self) -> bool:
+        return self._process.is_alive()
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            self._process.kill()
+            raise TimeoutError(f"{self.what} ran for more than {seconds:g} seconds")
+        with self._folder:
+            out, err = (Path(file).read_text() for file in self._files)
+        return subprocess.CompletedProcess(self.what, self._process.exitcode, out, err)
+
+
 def stepformer(*words: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> Any:
     """What `stepformer WORDS` returns and prints."""
-    return _run(_command, list(words), cwd, env)
+    return start(*words, cwd=cwd, env=env).wait()
+
+
+def start(*words: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> Running:
+    """`stepformer WORDS`, begun."""
+    return Running(_command, list(words), cwd, env)
 
 
 def python(code: str, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> Any:
     """What `python -c CODE` returns and prints."""
-    return _run(_program, code, cwd, env)
+    return Running(_program, code, cwd, env).wait()
 
 
 def two_ranks(worker: Any, arguments: tuple[Any, ...], folder: Path) -> None:
@@ -44,21 +78,6 @@ def two_ranks(worker: Any, arguments: tuple[Any, ...], folder: Path) -> None:
                 process.kill()
             where = "\n".join(file.read_text() for file in sorted(folder.glob("stuck-*")))
             raise TimeoutError(f"the two processes did not finish within four minutes:\n{where}")
-
-
-def _run(target: Any, what: Any, cwd: Path | None, env: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        files = [str(Path(folder, name)) for name in ("out", "err")]
-        # not the copied environment of the server, which may be that of an earlier test
-        settings = dict(os.environ if env is None else env)
-        process = _processes.Process(target=target, args=(what, str(cwd or Path.cwd()), settings, files))
-        process.start()
-        process.join(300)
-        if process.exitcode is None:
-            process.kill()
-            raise TimeoutError(f"{what} ran for more than five minutes")
-        out, err = (Path(file).read_text() for file in files)
-    return subprocess.CompletedProcess(what, process.exitcode, out, err)
 
 
 def _enter(cwd: str, env: dict[str, str], files: list[str]) -> None:

@@ -78,7 +78,14 @@ def assert_same(found: sf.generation.Generation, expected: list[tuple[list[int],
     assert found.scores == pytest.approx([score for _, score in expected], abs=TOLERANCE, rel=0)
 
 
-@pytest.mark.parametrize(("beams", "penalty", "stop"), [(2, 1.0, None), (3, 0.0, 4), (5, 1.0, [0, 9]), (14, 2.0, 4)])
+@pytest.mark.parametrize(
+    ("beams", "penalty", "stop"),
+    [
+        (3, 0.0, 4),
+        (5, 1.0, [0, 9]),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1.0, None), (14, 2.0, 4))),
+    ],
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: "-".join(map(str, a.values())))
 def test_equals_a_naive_search(architecture: dict[str, Any], beams: int, penalty: float, stop: Any) -> None:
     model = lively(**architecture)

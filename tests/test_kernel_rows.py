@@ -194,7 +194,11 @@ def checked_addresses() -> Iterator[list[str]]:
 
 
 @NO_GPU
-@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [pytest.param(*case, marks=[] if case[0] in ("tmm", "imex-ln-k2-mam") else pytest.mark.slow) for case in CASES],
+    ids=[name for name, _ in CASES],
+)
 def test_no_address_lies_outside_the_arguments(name: str, options: dict[str, Any]) -> None:
     """Also after steps too many, for tokens that do not exist, and with logits that are not numbers."""
     model = shake(sf.build(name, seed=0, dtype=torch.float32, **{**SMALL, **options}), scale=0.1).eval()

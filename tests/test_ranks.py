@@ -117,7 +117,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "variants", "steps"),
     [
-        ("ddp", ["sam"], 10),
+        ("ddp", ["muon"], 10),
         ("fsdp", ["muon"], 10),
         *(pytest.param(kind, list(VARIANTS), 20, marks=pytest.mark.slow, id=kind) for kind in ("ddp", "fsdp")),
     ],

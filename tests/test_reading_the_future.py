@@ -186,18 +186,20 @@ def number(sentence: str, pattern: str) -> float:
     return float(found[1])
 
 
-def test_the_audit_sees_it() -> None:
+@pytest.mark.parametrize("steps", [120, pytest.param(300, marks=pytest.mark.slow)])
+def test_the_audit_sees_it(steps: int) -> None:
     """Measured: 0.47 in check 2, 1.1 in check 3, a loss of 0.21 after 300 steps in check 4."""
-    broken = failures(audit(sf.model_config("symp-plain-euler", **LEAK), steps=300))
+    broken = failures(audit(sf.model_config("symp-plain-euler", **LEAK), steps=steps))
     assert set(broken) == {2, 3, 4}  # its gradients are right: it is exactly what it says it is
     assert number(broken[2], r"change the logits before them by (\S+)") > 0.01
     assert number(broken[3], r"cached logits differ by (\S+)") > 0.01
     assert number(broken[4], r"loss (\S+) on unpredictable tokens") < 0.5 * CHANCE
 
 
+@pytest.mark.parametrize("steps", [120, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("force", ["row", "query"])
-def test_the_causal_forces_stay_at_chance(force: str) -> None:
-    result = audit(sf.model_config("symp-plain-euler", force=force), steps=300)
+def test_the_causal_forces_stay_at_chance(force: str, steps: int) -> None:
+    result = audit(sf.model_config("symp-plain-euler", force=force), steps=steps)
     assert failures(result) == {}
     assert float(result.checks[3].detail) >= CHANCE - BELOW_CHANCE
 

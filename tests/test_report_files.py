@@ -87,11 +87,14 @@ def test_files_of_others_are_not_written_over(
     assert f"'{foreign}' was not made by a report and would be written over: name another folder" in said
     assert len(said.splitlines()) == 1
     assert {path.name for path in tmp_path.iterdir()} == {name, "notes.txt"}
-    foreign.rename(tmp_path / "kept")
-    for _ in range(2):  # a report is written over by the next one
+
+
+def test_a_report_is_written_over_by_the_next_one_and_nothing_else_is(study: Path, tmp_path: Path) -> None:
+    for other in ("kept", "notes.txt"):
+        (tmp_path / other).write_text("mine")
+    for _ in range(2):
         assert main(["report", str(study), "--out", str(tmp_path), "--no-samples", "--quiet"]) == 0
-    assert (tmp_path / "kept").read_text().startswith("# mine")
-    assert (tmp_path / "notes.txt").read_text() == "mine too"
+    assert (tmp_path / "kept").read_text() == (tmp_path / "notes.txt").read_text() == "mine"
     (tmp_path / "hessian.png").write_text("mine, beside a report that has none")
     report = report_of(measured_as(copied(study, tmp_path / "runs")))
     assert "hessian.png" in files_of(report)

@@ -6,9 +6,7 @@ import dataclasses
 import errno
 import json
 import math
-import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -57,24 +55,26 @@ def go(data: Path, out: Path, name: str = "yurii", **changes: Any) -> dict[str, 
     ],
     ids=["muon", "adamw-wsd", "sam", "sawd", "polargrad", "accumulation"],
 )
-@pytest.mark.parametrize("step", [1, 5, 7])
+@pytest.mark.parametrize("steps", [[5], pytest.param([1, 7], marks=pytest.mark.slow)], ids=str)
 def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], step: int
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], steps: list[int]
 ) -> None:
     whole = go(corpus, tmp_path / "whole", **changes)
-    with monkeypatch.context() as patch:
-        stop_after(patch, step)
-        with pytest.raises(Stopped) as stopped:
-            go(corpus, tmp_path / "halves", **changes)
-    assert stopped.value.status == 128 + signal.SIGTERM
-    assert stopped.value.command == f"stepformer resume {tmp_path / 'halves'}"
-    again = resume(tmp_path / "halves", quiet=True)
-    assert again["weights_sha256"] == whole["weights_sha256"]
-    assert (again["val_loss"], again["best_val_loss"]) == (whole["val_loss"], whole["best_val_loss"])
-    lines = [
-        [(m["kind"], m["step"]) for m in read_metrics(tmp_path / f / "metrics.jsonl")] for f in ("whole", "halves")
-    ]
-    assert lines[0] == lines[1]
+    for step in steps:
+        halves = tmp_path / f"halves-{step}"
+        with monkeypatch.context() as patch:
+            stop_after(patch, step)
+            with pytest.raises(Stopped) as stopped:
+                go(corpus, halves, **changes)
+        assert stopped.value.status == 128 + signal.SIGTERM
+        assert stopped.value.command == f"stepformer resume {halves}"
+        again = resume(halves, quiet=True)
+        assert again["weights_sha256"] == whole["weights_sha256"]
+        assert (again["val_loss"], again["best_val_loss"]) == (whole["val_loss"], whole["best_val_loss"])
+        lines = [
+            [(m["kind"], m["step"]) for m in read_metrics(f / "metrics.jsonl")] for f in (tmp_path / "whole", halves)
+        ]
+        assert lines[0] == lines[1]
 
 
 def test_the_runs_above_stop_in_the_middle_of_epochs_and_cross_their_ends(corpus: Path) -> None:
@@ -522,7 +522,7 @@ def test_missing_wandb_names_the_extra(corpus: Path, tmp_path: Path, monkeypatch
         go(corpus, tmp_path / "run", wandb="project")
 
 
-def start(corpus: Path, out: Path, *words: str) -> subprocess.Popen[str]:
+def start(corpus: Path, out: Path, *words: str) -> forked.Running:
     settings = {**{"n_layer": 2, "n_head": 2, "d_model": 16, "context": 16, "batch": 8, "device": "cpu"}}
     command = [
         "train",
@@ -533,13 +533,7 @@ def start(corpus: Path, out: Path, *words: str) -> subprocess.Popen[str]:
         str(out),
         *words,
     ]
-    return subprocess.Popen(
-        [sys.executable, "-m", "stepformer", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return forked.start(*command)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -548,12 +542,13 @@ def test_signals_save_and_say_how_to_go_on(corpus: Path, tmp_path: Path, number:
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 100
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None, process.communicate()[1]
+        assert process.running, process.wait().stderr
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, said
+    done = process.wait(60)
+    said = done.stderr
+    assert done.returncode == 128 + number, said
     assert f"stopped by {number.name}" in said
     assert f"stepformer resume {tmp_path / 'run'}" in said
     steps = [m["step"] for m in read_metrics(metrics)]
@@ -562,9 +557,9 @@ def test_signals_save_and_say_how_to_go_on(corpus: Path, tmp_path: Path, number:
 
 def test_max_time(corpus: Path, tmp_path: Path) -> None:
     process = start(corpus, tmp_path / "run", "steps=100000", "eval_every=100000", "--max-time", "1s")
-    _, said = process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGALRM, said
-    assert "out of time after step" in said
+    done = process.wait(100)
+    assert done.returncode == 128 + signal.SIGALRM, done.stderr
+    assert "out of time after step" in done.stderr
     for text, number in (("90", 90), ("90s", 90), ("1h30m", 5400), ("1.5m", 90), ("2d", 172_800)):
         assert seconds(text) == number
     for text in ("soon", "", ".s", "1h30x", "²"):
