@@ -1,6 +1,7 @@
 # make demo       set up .venv, then train a plain GPT and a Nesterov one side by side: table, plot, text (minutes)
-# make test       set up .venv, lint, type-check, run the fast tests (under 12 minutes on 2 cores)
+# make test       set up .venv, lint, type-check, run the fast tests (under 10 minutes on 2 slow cores)
 # make test-all   the complete set: also compiled models, every preset's full audit
+# make test-shaken  the fast tests under what differs between machines: kernels, threads, order, data, versions of torch
 # make test-gpu   CUDA tests, with a python that has pytest, xdist and a GPU build of torch (PYTHON=...)
 # make audit      every preset's audit as a table
 PYTHON ?= python3
@@ -13,7 +14,7 @@ GPU_WORKERS ?= 8
 # The tests use tiny matrices: one thread per worker beats several fighting over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-gpu lint audit format clean setup
+.PHONY: demo test test-all test-shaken test-gpu lint audit format clean setup
 
 setup: $(STAMP)
 
@@ -35,6 +36,10 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m "not gpu"
+
+# ONLY="oldest-torch threads": some of the variations
+test-shaken: $(STAMP)
+	$(BIN)/python tests/shaken.py --workers $(WORKERS) $(ONLY)
 
 test-gpu:
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) -rs tests

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.testing._comparison import default_tolerances
 
-HERE = str(Path(__file__).resolve().parent)
+tests = str(Path(__file__).resolve().parent)  # the folder whose lines count
 # A bound above this is an amount (a loss, a share), not a tolerance.
 LARGEST_TOLERANCE = 0.1
 
@@ -30,7 +30,7 @@ used: dict[Place, tuple[float, float, str]] = {}  # share of the bound, bound, t
 
 
 def record(file: str, line: int, how: str, share: float, bound: float) -> None:
-    place = (os.path.relpath(file, HERE), line, how)
+    place = (os.path.relpath(file, tests), line, how)
     if math.isfinite(share) and share > used.get(place, (-1.0,))[0]:
         used[place] = (share, bound, os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
 
@@ -39,7 +39,7 @@ def record_call(how: str, share: float, bound: float) -> None:
     """The place is the innermost line of the tests that led here."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.startswith(HERE) and frame.f_code.co_filename != __file__:
+        if frame.f_code.co_filename.startswith(tests) and frame.f_code.co_filename != __file__:
             record(frame.f_code.co_filename, frame.f_lineno, how, share, bound)
             return
         frame = frame.f_back  # type: ignore[assignment]
@@ -92,7 +92,7 @@ def comparisons(explanation: str) -> Iterator[tuple[float, float]]:
 
 def pytest_assertion_pass(item: pytest.Item, lineno: int, orig: str, expl: str) -> None:
     frame = sys._getframe(1)
-    while frame is not None and not (frame.f_code.co_filename.startswith(HERE) and frame.f_lineno >= lineno):
+    while frame is not None and not (frame.f_code.co_filename.startswith(tests) and frame.f_lineno >= lineno):
         frame = frame.f_back  # type: ignore[assignment]
     file = frame.f_code.co_filename if frame is not None else str(item.path)
     for value, bound in comparisons(expl):
@@ -167,7 +167,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global tests
     if config.getoption("--margins"):
+        tests = str(config.rootpath / "tests")
         wrap_approx()
         wrap_closeness()
 

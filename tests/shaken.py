@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,22 +137,26 @@ def run(name: str, variation: Variation, workers: int, extra: list[str]) -> dict
     return {"status": status, "counts": counts, "failed": failed, "minutes": (time.monotonic() - begin) / 60}
 
 
-def margins(names: list[str]) -> list[dict[str, Any]]:
+def read_margins(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
+
+
+def worst_margins(names: list[str]) -> list[dict[str, Any]]:
     """The places where a variation used most of a bound, each with its worst variation, worst first."""
     worst: dict[tuple[str, int, str], dict[str, Any]] = {}
     for name in names:
-        for path in OUT.glob(f"{name}.margins.*"):
-            for line in path.read_text().splitlines():
-                row = {**json.loads(line), "variation": name}
-                place = (row["file"], row["line"], row["how"])
-                if place not in worst or row["share"] > worst[place]["share"]:
-                    worst[place] = row
+        for row in read_margins(OUT.glob(f"{name}.margins.*")):
+            place = (row["file"], row["line"], row["how"])
+            if place not in worst or row["share"] > worst[place]["share"]:
+                worst[place] = {**row, "variation": name}
     return sorted(worst.values(), key=lambda row: -row["share"])
 
 
 def excused(row: dict[str, Any]) -> bool:
     lines = (TESTS / row["file"]).read_text().splitlines()
-    return any("# margin: " in line for line in lines[max(0, row["line"] - 2) : row["line"]])
+    return any("# margin: " in line for line in lines[max(0, row["line"] - 3) : row["line"]])
 
 
 def main() -> int:
@@ -185,7 +190,7 @@ def main() -> int:
                 print(f"  failed: {test}")
         print(f"{name}: {result}, {minutes} minutes", flush=True)
         table.add_row(name, *VARIATIONS[name].cells(), result, minutes)
-    rows = margins(names)
+    rows = worst_margins(names)
     tight = [row for row in rows if row["share"] > WIDEST]
     console = Console(width=160)
     console.print(table)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from stepformer.cli.runs import continue_text
 from stepformer.cli.show import console
+from stepformer.cli.train import duration
 from stepformer.comparing import (
     Comparison,
     RunRecord,
@@ -26,8 +27,15 @@ from stepformer.errors import InputError, StepformerError, UnknownNameError
 from stepformer.files import write_text
 from stepformer.recipes import load_recipe
 from stepformer.training import RunConfig, Stopped, load_run, run_config
+from stepformer.training.forecast import forecast
+from stepformer.training.parallel import choose_device
 
-DEMO = ("size=tiny", "steps=300", "batch=32", "eval_every=50", "eval_tokens=65536")
+# Few tokens, well used: small batches for many steps, and a vocabulary in which most words are one token, so that the
+# text can be read. Four minutes of training where vanilla at this size trains on 5,000 tokens a second (batches of 32).
+DEMO = (
+    *("size=tiny", "steps=300", "batch=8", "tokenizer=bpe:4096"),
+    *("eval_every=50", "eval_tokens=16384"),
+)
 DEMO_PROMPT = "One morning"
 
 
@@ -231,8 +239,12 @@ def run_demo(args: argparse.Namespace) -> int:
     out = Path(args.out)
     runs = plan(out, {name: run_config(name, words) for name in names}, [42])
     tokens = runs[0].config.train.steps * runs[0].config.step_tokens
+    left = [run.config for run in runs if not run.finished]
+    took = sum(forecast(config, choose_device(config.train.device)).run for config in left)
     print(
-        f"training {' and '.join(names)} on {tokens:,} tokens of tales each; Ctrl-C saves, the same command continues"
+        f"training {' and '.join(names)} on {tokens:,} tokens of tales each, about {duration(took)} on this machine; "
+        "Ctrl-C saves, the same command continues",
+        flush=True,
     )
     try:
         report = carry_out(runs, jobs=1, plugins=args.plugin)

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 import sys
-import time
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from rich.table import Table
 
 from stepformer.cli.show import console
-from stepformer.errors import InputError, StepformerError
+from stepformer.errors import InputError
 from stepformer.memory import estimate_memory
 from stepformer.model import Model
 from stepformer.optim import OptimConfig
@@ -25,9 +24,9 @@ from stepformer.roles import Role, named_roles
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
+from stepformer.training.forecast import forecast
 from stepformer.training.loop import micro_batch_of, precision_of
 from stepformer.training.parallel import World, choose_device
-from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import seconds
 
 
@@ -200,7 +199,7 @@ def dry_run(config: RunConfig) -> int:
     dtype = torch.bfloat16 if precision == "bf16" else None
     meta = Model(config.model, device="meta")
     memory = estimate_memory(config.model, micro, autocast=dtype, optimizer_copies=optimizer_copies(meta, config.optim))
-    step_seconds, how = _step_time(config, micro, ranks, alone, dtype)
+    time = forecast(config, alone.device, ranks)
     rows = [
         (
             "architecture",
@@ -217,7 +216,7 @@ def dry_run(config: RunConfig) -> int:
             f"sequences, {precision} on {alone.device.type}",
         ),
         ("memory", f"{memory} per rank"),
-        ("time", f"{duration(step_seconds * train_.steps)} ({config.step_tokens / step_seconds:,.0f} tokens/s, {how})"),
+        ("time", f"{duration(time.run)} ({config.step_tokens / time.step:,.0f} tokens/s, {time.how})"),
     ]
     if config.recipe:
         recipe = load_recipe(config.recipe)
@@ -242,34 +241,6 @@ def optimizer_copies(model: Model, config: OptimConfig) -> float:
         steepest = config.name == "scion" or (role is Role.MATRIX and config.name != "adamw")
         kept += p.numel() * (1 if steepest else 2)
     return kept / model.num_parameters() + (config.sam != "off")
-
-
-def _step_time(config: RunConfig, micro: int, ranks: int, world: World, dtype: torch.dtype | None) -> tuple[float, str]:
-    """Seconds of an optimizer step: one small forward and backward pass scaled up, or operations if that is too big."""
-    from stepformer.training.evaluation import autocasting
-
-    flops = flops_per_token(Model(config.model, device="meta"))
-    peak, source = peak_flops(world.device)
-    guess = flops * config.step_tokens / (0.3 * peak) / ranks
-    accumulation = config.train.batch // ranks // micro
-    passes = 2 if config.optim.sam == "always" else 1
-    if guess / accumulation > 20:
-        return guess * passes, f"guessed at 30 % of {source}"
-    model = Model(config.model, seed=0, device=world.device)
-    tokens = torch.zeros(micro, config.model.context, dtype=torch.long, device=world.device)
-    best = float("inf")
-    for _ in range(3):
-        begin = time.perf_counter()
-        with autocasting(world.device, dtype):
-            loss = model(tokens, tokens).loss
-        if loss is None:
-            raise StepformerError("The model gave no loss.")
-        loss.backward()
-        float(loss.detach())
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begin)
-    return best * accumulation * passes, "from one micro-batch, not compiled"
 
 
 def run_recipes(args: argparse.Namespace) -> int:
