@@ -189,10 +189,9 @@ def test_the_first_line_says_where_it_measures(capsys: pytest.CaptureFixture[str
 
 def test_it_works_without_rich_and_triton(tmp_path: Path) -> None:
     path = tmp_path / "plain.json"
+    path_of_code = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     command_line = [sys.executable, "-c", NO_RICH, "yurii", *SHAPE, *QUICK, "--json", str(path)]
-    done = subprocess.run(
-        command_line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    )
+    done = subprocess.run(command_line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path_of_code})
     assert done.returncode == 0, done.stderr
     assert "architecture" in done.stdout
     assert len(records.read(path)[0]["results"]) == 2

@@ -344,7 +344,7 @@ def test_no_gradient_along_the_scores() -> None:
     g, h = loss_weights(scores.shape)
     out = constrained_softmax(scores, radius, VISIBLE, log_prior)
     (grad,) = torch.autograd.grad((g * out.weights + h * out.log_weights).sum(), scores)
-    assert grad[1:].abs().amax(dim=-1)[1:].min() > 1e-3  # t = 2 leaves no direction free
+    assert grad[1:].abs().amax(dim=-1)[1:].min() > 1e-6  # t = 2 leaves no direction free
     zero = torch.zeros(T, dtype=torch.float64)
     # sums of T terms of size 1: rounding
     torch.testing.assert_close((scores * grad).sum(dim=-1), zero, rtol=0, atol=1e-13)

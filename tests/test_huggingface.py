@@ -395,7 +395,7 @@ def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProc
     source = str(Path(sf.__file__).resolve().parents[1])
     env = {
         **os.environ,
-        "PYTHONPATH": source,
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "home"),
         "OMP_NUM_THREADS": "1",

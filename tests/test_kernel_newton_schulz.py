@@ -163,7 +163,7 @@ def test_mixed_dtypes_views_and_missing_gradients(packed: None) -> None:
 @in_interpreter
 @pytest.mark.parametrize("name", ["ortho", "muon"])
 def test_models_take_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and every gradient, against the model in fp64; PyTorch in fp32 is 4e-6 off."""
+    """Loss and every gradient, against the model in fp64; PyTorch in fp32 is 4e-6 off, more where a sum cancels."""
     monkeypatch.setattr(ns, "tile", lambda h, k, backward: ns.Tile(8, 4, 16))
     taken = []
     launch = ns._forward
@@ -176,8 +176,9 @@ def test_models_take_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             loss = m(ids, targets).loss
             results.append((loss, *torch.autograd.grad(loss, [p for p in m.parameters() if p.requires_grad])))
     assert len(taken) == 2  # attention and MLP of the fp32 model; fp64 has no kernel
+    largest = max(gradient.norm() for gradient in results[1][1:])
     for ours, theirs in zip(*results, strict=True):
-        assert apart(ours, theirs) < 2e-5
+        assert (ours.double() - theirs).norm() < 3e-5 * theirs.norm() + 1e-5 * largest
 
 
 @in_interpreter

@@ -186,14 +186,14 @@ def number(sentence: str, pattern: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.parametrize("steps", [120, pytest.param(300, marks=pytest.mark.slow)])
-def test_the_audit_sees_it(steps: int) -> None:
+@pytest.mark.parametrize(("steps", "share"), [(120, 0.9), pytest.param(300, 0.5, marks=pytest.mark.slow)])
+def test_the_audit_sees_it(steps: int, share: float) -> None:
     """Measured: 0.47 in check 2, 1.1 in check 3, a loss of 0.21 after 300 steps in check 4."""
     broken = failures(audit(sf.model_config("symp-plain-euler", **LEAK), steps=steps))
     assert set(broken) == {2, 3, 4}  # its gradients are right: it is exactly what it says it is
     assert number(broken[2], r"change the logits before them by (\S+)") > 0.01
     assert number(broken[3], r"cached logits differ by (\S+)") > 0.01
-    assert number(broken[4], r"loss (\S+) on unpredictable tokens") < 0.5 * CHANCE
+    assert number(broken[4], r"loss (\S+) on unpredictable tokens") < share * CHANCE
 
 
 @pytest.mark.parametrize("steps", [120, pytest.param(300, marks=pytest.mark.slow)])

@@ -113,6 +113,10 @@ class LmoOptimizer(torch.optim.Optimizer):
         torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
         if not group["nesterov"]:
             return averages
+        if any(map(is_sharded, gradients)):  # torch 2.9 has the other form for them in place only
+            ahead = [g.clone() for g in gradients]
+            torch._foreach_lerp_(ahead, averages, group["momentum"])
+            return ahead
         return list(torch._foreach_lerp(gradients, averages, group["momentum"]))
 
     def _directions(self, group: dict[str, Any], averages: list[Tensor], parts: list[int]) -> list[Direction]:
