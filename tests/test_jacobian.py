@@ -158,7 +158,7 @@ def test_first_singular_values_are_those_of_the_dense_jacobian(name: str) -> Non
         assert -1e-9 < missing < max(2 * found.error, 1e-9)
         square = truth.square().sum().item()
         assert found.frobenius_squared_error is not None
-        # 5 standard errors with 7 degrees of freedom are left once in 600
+        # margin: 5 standard errors with 7 degrees of freedom are left once in 600
         assert abs(found.frobenius_squared - square) < 5 * found.frobenius_squared_error + 1e-9 * square
 
 

@@ -131,9 +131,9 @@ def test_outputs_that_nobody_uses(build: Build, output: int) -> None:
 
 @pytest.mark.parametrize("single", [None, "x", "y"])
 def test_dtypes_are_independent(single: str | None) -> None:
-    """bf16 has 8 bits: each rounding is 4e-3 at most, 2e-3 on average. One stream alone stays fp32, or none."""
+    """bf16 has 8 bits: each rounding is 4e-3 at most, and a sum of several. One stream alone stays fp32, or none."""
     streams = dict.fromkeys(STREAMS, torch.bfloat16) | ({single: torch.float32} if single else {})
-    compare(run, twin, everything, (5, 48), 1e-2, streams=streams, out_dtype=torch.bfloat16)
+    compare(run, twin, everything, (5, 48), 2e-2, streams=streams, out_dtype=torch.bfloat16)
 
 
 def test_what_follows_sees_the_stored_position() -> None:

@@ -21,7 +21,7 @@ def off_by(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 4097), *ON_GPU])
-@pytest.mark.parametrize(("narrow", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("narrow", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 def test_mix(shape: tuple[int, ...], narrow: torch.dtype, bound: float) -> None:
     """fp32: sums in another order. bf16: results of 8 bits. Weights of the loss along the output: nothing cancels."""
     torch.use_deterministic_algorithms(True)  # what torch.empty gives is NaN

