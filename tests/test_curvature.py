@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepformer as sf
-from draws import seeded
+from draws import fixed, seeded
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
 from stepformer import measured
@@ -181,10 +181,12 @@ def test_products_of_every_preset(name: str) -> None:
     difference = gradient_difference(other, windows, along, 1e-6)
     for expected, found in zip(operator.split(difference), operator.split(product), strict=True):
         assert float((expected - found).norm()) < 3e-8 * float(product.norm())
-    # No derivative of ours at all: a second difference of losses, with rounding of some 1e-16 loss / step^2 = 1e-5.
-    step, weights = 1e-5, ((2, -1 / 12), (1, 4 / 3), (0, -5 / 2), (-1, 4 / 3), (-2, -1 / 12))
+    # No derivative of ours at all: a second difference of losses, with rounding of some 1e-16 loss / step^2; the steps
+    # are shorter where Newton-Schulz makes the sixth derivatives large.
+    step, rounding = (2e-6, 2e-3) if config.template in ("muon", "ortho") else (1e-5, 1e-4)
+    weights = ((2, -1 / 12), (1, 4 / 3), (0, -5 / 2), (-1, 4 / 3), (-2, -1 / 12))
     second = sum(weight * loss_at(operator, [along], [at * step]) for at, weight in weights) / step**2
-    assert float(along @ product) == pytest.approx(second, rel=5e-5, abs=1e-4)
+    assert float(along @ product) == pytest.approx(second, rel=5e-5, abs=rounding)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +342,7 @@ def test_opposite_eigenvalues_have_an_order() -> None:
 
 
 def test_power_iteration() -> None:
-    _, product, draw = known([-50.0, 30.0, 10.0, *BULK])
+    _, product, draw = known([-50.0, 30.0, 10.0, *BULK], seed=fixed(0))  # a start that is not nearly at right angles
     found, steps = power(product, draw, count=2, iterations=200, tolerance=1e-12)
     assert [pair.value for pair in found] == pytest.approx([-50.0, 30.0], rel=1e-6)
     assert steps < 400

@@ -126,7 +126,7 @@ def test_widths(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("output", [0, 1, 2])
 def test_outputs_that_nobody_uses(build: Build, output: int) -> None:
     """A missing gradient is not asked for as a tensor of zeros, and what it would reach gets none."""
-    compare(run, twin, build, (5, 32), 1e-5, used=lambda k: k == output)
+    compare(run, twin, build, (5, 32), 2e-5, used=lambda k: k == output)  # 4e-6 seen, where a norm's gradient cancels
 
 
 @pytest.mark.parametrize("single", [None, "x", "y"])

@@ -40,7 +40,7 @@ def test_smoothing_keeps_straight_lines_and_narrows_noise() -> None:
     rng = random.Random(shifted(0))
     noise = smoothed(curve_of([rng.gauss(0, 1) for _ in range(10_000)]), 10_000)
     spread = math.sqrt(sum(v * v for v in noise.loss) / len(noise))
-    assert spread == pytest.approx(1 / math.sqrt(noise.window), rel=0.15)  # margin: a mean of some 500 values
+    assert spread == pytest.approx(1 / math.sqrt(noise.window), rel=0.45)  # margin: 5 errors of 50 values
 
 
 def test_thinning_keeps_the_ends_and_the_lowest() -> None:

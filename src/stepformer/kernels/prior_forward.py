@@ -277,7 +277,7 @@ def _gather_pass(
         level = keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
         x = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - m[:, None]
         level += b2[:, None] * x - c2[:, None]
-        log_a = tl.maximum(level * LN2, LOWEST)
+        log_a = tl.maximum(level * LN2, LOWEST, propagate_nan=tl.PropagateNan.ALL)
         store_tile(above, log_a, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
         a = tl.exp2(level)
         if DIAGONAL:
@@ -375,6 +375,6 @@ def write_log_weights(
         q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
         k = load_rows(k_ptr + batch * kb + head * kh, keys, kt, length, D, True)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION) - m[:, None]
-        log_a = tl.maximum(b[:, None] * x - c[:, None], LOWEST)
+        log_a = tl.maximum(b[:, None] * x - c[:, None], LOWEST, propagate_nan=tl.PropagateNan.ALL)
         above = above_ptr + plane * pitch
         store_tile(above, log_a, rows[:, None], keys[None, :], pitch, length, True, CHECK)
