@@ -77,7 +77,7 @@ VARIATIONS = {
 }
 
 
-def environment(name: str, variation: Variation) -> dict[str, str]:
+def environment(variation: Variation) -> dict[str, str]:
     found = {
         **os.environ,
         **variation.blas,
@@ -128,7 +128,7 @@ def run(name: str, variation: Variation, workers: int, extra: list[str]) -> dict
     begin = time.monotonic()
     with (OUT / f"{name}.log").open("w") as log:
         status = subprocess.run(
-            command, cwd=TESTS.parent, env=environment(name, variation), stdout=log, stderr=log, check=False
+            command, cwd=TESTS.parent, env=environment(variation), stdout=log, stderr=log, check=False
         ).returncode
     text = (OUT / f"{name}.log").read_text()
     last = (text.strip().splitlines() or [""])[-1]

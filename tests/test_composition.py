@@ -47,9 +47,8 @@ def test_accepted_pair_takes_a_training_step(pair: dict[str, Any], aux_init: str
     optimizer.step()
     after = model(tokens(2), tokens(2, seed=1)).loss
     assert after is not None
-    assert (loss - after).item() == pytest.approx(
-        1e-8 * length.item(), rel=0.03
-    )  # the curvature of a step so long, 0.3 % seen
+    # 0.3 % of curvature seen
+    assert (loss - after).item() == pytest.approx(1e-8 * length.item(), rel=0.03)
 
 
 @pytest.mark.parametrize(("pair", "sentence"), REFUSED, ids=[pair_id(pair) for pair, _ in REFUSED])

@@ -43,7 +43,7 @@ def test_every_kind_of_tolerance_is_heard(tmp_path: Path) -> None:
     )
     words = ["-p", "margins", "-p", "shaken", "-o", "enable_assertion_pass_hook=true", "--order", "1"]
     command = [sys.executable, "-m", "pytest", *words, "--rootdir", str(tmp_path), "--margins", str(tmp_path / "m")]
-    environment = {**shaken.environment("plain", shaken.Variation()), "PYTHONPYCACHEPREFIX": str(tmp_path / "cache")}
+    environment = {**shaken.environment(shaken.Variation()), "PYTHONPYCACHEPREFIX": str(tmp_path / "cache")}
     done = subprocess.run(
         [*command, str(file)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
@@ -65,7 +65,7 @@ def test_every_kind_of_tolerance_is_heard(tmp_path: Path) -> None:
 def test_every_variation_is_told_apart() -> None:
     cells = [tuple(variation.cells()) for variation in shaken.VARIATIONS.values()]
     assert len(set(cells)) == len(cells)
-    for name, variation in shaken.VARIATIONS.items():
-        found = shaken.environment(name, variation)
+    for variation in shaken.VARIATIONS.values():
+        found = shaken.environment(variation)
         assert found["OMP_NUM_THREADS"] == str(variation.threads)
         assert (found.get("ATEN_CPU_CAPABILITY") == "default") == (variation.simd == "default")

@@ -199,7 +199,7 @@ def dry_run(config: RunConfig) -> int:
     dtype = torch.bfloat16 if precision == "bf16" else None
     meta = Model(config.model, device="meta")
     memory = estimate_memory(config.model, micro, autocast=dtype, optimizer_copies=optimizer_copies(meta, config.optim))
-    time = forecast(config, alone.device, ranks)
+    expected = forecast(config, alone.device, ranks)
     rows = [
         (
             "architecture",
@@ -216,7 +216,7 @@ def dry_run(config: RunConfig) -> int:
             f"sequences, {precision} on {alone.device.type}",
         ),
         ("memory", f"{memory} per rank"),
-        ("time", f"{duration(time.run)} ({config.step_tokens / time.step:,.0f} tokens/s, {time.how})"),
+        ("time", f"{duration(expected.run)} ({config.step_tokens / expected.step:,.0f} tokens/s, {expected.how})"),
     ]
     if config.recipe:
         recipe = load_recipe(config.recipe)

@@ -52,18 +52,21 @@ def _measured(config: RunConfig, micro: int, device: torch.device) -> tuple[floa
     optimizers = Optimizers(model, config.optim, steps=config.train.steps)
     tokens = torch.zeros(micro, config.model.context, dtype=torch.long, device=device)
     dtype = torch.bfloat16 if precision_of(config, device) == "bf16" else None
-    best = [float("inf")] * 2
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    once = update = float("inf")
     for _ in range(3):
-        marks = [time.perf_counter()]
+        optimizers.zero_grad()
+        begin = now()
         with autocasting(device, dtype):
             loss = model(tokens, tokens).loss
         assert loss is not None
         loss.backward()
-        for work in (lambda: None, lambda: optimizers.step(0)):
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            marks.append(time.perf_counter())
-        best = [min(b, after - before) for b, before, after in zip(best, marks, marks[1:], strict=False)]
-        optimizers.zero_grad()
-    return best[0], best[1]
+        between = now()
+        optimizers.step(0)
+        once, update = min(once, between - begin), min(update, now() - between)
+    return once, update
