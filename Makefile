@@ -42,7 +42,7 @@ test-shaken: $(STAMP)
 	$(BIN)/python tests/shaken.py --workers $(WORKERS) $(ONLY)
 
 test-gpu:
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) -rs tests
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) -rfEs tests
 
 audit: $(STAMP)
 	$(BIN)/stepformer audit --all

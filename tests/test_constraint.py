@@ -326,11 +326,12 @@ def test_fp32_gradients_are_the_fp64_ones() -> None:
     grads = []
     for dtype in (torch.float64, torch.float32):
         s = scores.to(dtype).requires_grad_()
-        r = (0.5 * log_count(visible)).to(dtype).requires_grad_()
+        # Not half of it: (ln 4)/2 is what two almost equal keys of four reach at most, where beta is any large number.
+        r = (0.35 * log_count(visible)).to(dtype).requires_grad_()
         out = constrained_softmax(s, r, visible)
         grads.append(torch.autograd.grad((g.to(dtype) * out.weights).sum(), (s, r)))
     for exact, single in zip(*grads, strict=True):
-        # an error of 1e-6 in D moves beta by about as much, and c/var amplifies it by a small factor
+        # an error of 1e-6 in D moves beta by about as much, and c/var amplifies it; of 150 draws the worst uses 0.05
         torch.testing.assert_close(single.double(), exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())
 
 

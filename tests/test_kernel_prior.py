@@ -105,8 +105,8 @@ def compare(arguments: list[Tensor], bound: float, *, packed: bool, detach: bool
     plain = run(twin_chain(detach), [x.float() for x in arguments], last)
     for name, x, y, p in zip(NAMES, found, expected, plain, strict=True):
         assert x.isfinite().all(), name
-        # ten times the twin's error, which is one draw: gradients of short rows are differences that nearly vanish
-        assert distance(x, y) <= max(bound, 10 * distance(p, y)), name
+        # sixteen times the twin's error, which is one draw: gradients of short rows are differences that nearly vanish
+        assert distance(x, y) <= max(bound, 16 * distance(p, y)), name
 
 
 @pytest.mark.parametrize(
