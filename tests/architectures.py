@@ -10,6 +10,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 import stepformer as sf
 from draws import shifted
 from helpers import ACCEPTED, INTEGRATORS, TINY
@@ -91,6 +93,18 @@ EXTRAS: list[Settings] = [
 ATTENTIONS: list[Settings] = [{}, *LINEAR[:1], *CONSTRAINED]
 # For samples: constrained attention in a quarter of them, as it takes several times longer than the others.
 FEWER_ATTENTIONS = [{}, {}, {}, *LINEAR[:1] * 3, CONSTRAINED[3], CONSTRAINED[11]]
+
+
+def covering_presets() -> list[Any]:
+    """All presets as parameters of a test; in the fast set those that bring a new template, splitting or attention."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for name in sf.presets():
+        config = sf.preset(name).config
+        brings = {(kind, getattr(config, kind)) for kind in ("template", "splitting", "attention")} - seen
+        found.append(pytest.param(name, marks=[] if brings else [pytest.mark.slow]))
+        seen |= brings
+    return found
 
 
 def title(settings: Settings) -> str:

@@ -92,6 +92,7 @@ def environment(variation: Variation) -> dict[str, str]:
     if variation.torch:
         paths.insert(0, str(OUT / f"torch-{variation.torch}"))
     found["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    found.pop("ATEN_CPU_CAPABILITY", None)
     if variation.simd != "native":
         found["ATEN_CPU_CAPABILITY"] = variation.simd
     return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepformer as sf
+from architectures import covering_presets
 from draws import fixed, seeded
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
@@ -163,7 +164,7 @@ def test_probes_are_unbiased(operator: HessianOperator, dense: Tensor) -> None:
     assert probe(operator, 7) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", sf.presets())
+@pytest.mark.parametrize("name", covering_presets())
 def test_products_of_every_preset(name: str) -> None:
     """Against differences of gradients, for every tensor by itself, and against differences of losses."""
     config = sf.model_config(name, n_layer=2, n_head=3, d_model=12, context=8, vocab_size=11)
@@ -176,14 +177,16 @@ def test_products_of_every_preset(name: str) -> None:
     flowing = config.replace(**({"step_gradient": True} if "step_gradient" in config.options_of("template") else {}))
     other = sf.Model(flowing, seed=0, dtype=torch.float64)
     other.load_state_dict(model.state_dict())
-    # Rounding allows 1e-16 / step = 1e-10, more where nearly equal scores or nearly singular matrices amplify it (7e-9
-    # seen). Muon, whose fifth derivatives are largest, has as much truncation.
+    # Rounding allows 1e-16 / step = 1e-10, more where nearly equal scores amplify it (7e-9 seen), most where a matrix
+    # that Newton-Schulz makes orthogonal is nearly singular: of 12 draws the median is 5e-10, the worst 2.6e-8. Its
+    # fifth derivatives are large, too: as much truncation.
+    iterated = config.template in ("muon", "ortho")
     difference = gradient_difference(other, windows, along, 1e-6)
     for expected, found in zip(operator.split(difference), operator.split(product), strict=True):
-        assert float((expected - found).norm()) < 3e-8 * float(product.norm())
+        assert float((expected - found).norm()) < (2e-7 if iterated else 3e-8) * float(product.norm())
     # No derivative of ours at all: a second difference of losses, with rounding of some 1e-16 loss / step^2; the steps
     # are shorter where Newton-Schulz makes the sixth derivatives large.
-    step, rounding = (2e-6, 2e-3) if config.template in ("muon", "ortho") else (1e-5, 1e-4)
+    step, rounding = (2e-6, 2e-3) if iterated else (1e-5, 1e-4)
     weights = ((2, -1 / 12), (1, 4 / 3), (0, -5 / 2), (-1, 4 / 3), (-2, -1 / 12))
     second = sum(weight * loss_at(operator, [along], [at * step]) for at, weight in weights) / step**2
     assert float(along @ product) == pytest.approx(second, rel=5e-5, abs=rounding)

@@ -1,11 +1,15 @@
 """Every accepted pair equals its independent transcription in fp64, values and gradients.
 
-Tolerance 1e-11, relative to the largest entry: both sides are fp64 (2e-16 per operation) but sum in different order
-over a few hundred operations; anything beyond that is another formula.
+Tolerance 2e-11, relative to the largest entry: both sides are fp64 (2e-16 per operation) but sum in different order
+over a few hundred operations; anything beyond that is another formula. Where the transcription loses digits (its
+gradient of a saturated row divides by what is left of a difference, ours does not; a Newton-Schulz iteration of a
+nearly singular matrix), 20 times its own scatter is allowed.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -14,32 +18,52 @@ import torch.nn.functional as F
 
 import stepformer as sf
 from architectures import EXTRAS, ROWS, accepted, combinations, title
+from draws import seeded
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
 from transcriptions.adapter import transcribe, transcribe_hybrid
 
-TOLERANCE = 2e-11  # 5e-12 seen, in gradients through Newton-Schulz
-# Gradients of a constrained row divide by the variance of its scores: rows with nearly equal scores lose digits, how
-# many depends on the draw (measured: up to 7e-10). Values keep the tolerance above.
-CONSTRAINED_TOLERANCE = 1e-8
+TOLERANCE = 2e-11
+
+
+def unsure(model: sf.Model, ids: torch.Tensor, targets: torch.Tensor) -> float:
+    """How far the transcription's gradients scatter when every weight changes in its last digits, by 1e-14."""
+    found = []
+    for draw in range(3):
+        moved = copy.deepcopy(model)
+        with torch.no_grad():
+            for i, weight in enumerate(moved.parameters()):
+                noise = torch.randn(weight.shape, generator=seeded(100 * draw + i), dtype=weight.dtype)
+                weight.mul_(1 + 1e-14 * noise)
+        independent = transcribe(moved, ids)
+        assert independent is not None
+        found.append(grads(moved, F.cross_entropy(independent.flatten(0, 1), targets.flatten())))
+    apart = [(a[n] - b[n]).abs().max() for a, b in itertools.combinations(found, 2) for n in a if a[n] is not None]
+    return float(max(apart))
+
+
+def grads(model: sf.Model, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), allow_unused=True), strict=True))
 
 
 def assert_same(model: sf.Model, independent: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> None:
     output = model(ids, targets)
     scale = output.logits.abs().max()
     assert (output.logits - independent).abs().max() <= TOLERANCE * scale
-    tolerance = CONSTRAINED_TOLERANCE if model.config.attention in ("entropy", "kl") else TOLERANCE
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    loss = F.cross_entropy(independent.flatten(0, 1), targets.flatten())
     assert output.loss is not None
-    ours = torch.autograd.grad(output.loss, trained.values(), allow_unused=True)
-    theirs = torch.autograd.grad(loss, trained.values(), allow_unused=True)
-    largest = max(g.abs().max() for g in theirs if g is not None)
-    for name, a, b in zip(trained, ours, theirs, strict=True):
+    ours = grads(model, output.loss)
+    theirs = grads(model, F.cross_entropy(independent.flatten(0, 1), targets.flatten()))
+    allowed = TOLERANCE * max(float(g.abs().max()) for g in theirs.values() if g is not None)
+    apart = max(float((ours[n] - g).abs().max()) for n, g in theirs.items() if g is not None and ours[n] is not None)
+    if apart > allowed / 3:
+        allowed = max(allowed, 20 * unsure(model, ids, targets))
+    for name, b in theirs.items():
+        a = ours[name]
         if b is None:  # not read at all, such as the target of a floor that no row touches
             assert a is None or not a.any(), name
         else:
             assert a is not None, name
-            assert (a - b).abs().max() <= tolerance * largest, name
+            assert (a - b).abs().max() <= allowed, name
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])

@@ -126,29 +126,25 @@ def test_energy_falls_with_friction_and_stays_without(name: str) -> None:
     torch.testing.assert_close((du * flow.standard(x)).sum(), slope)
 
 
-@pytest.fixture(scope="module")
-def orders() -> Result:
-    return order(0, 16, silent)
+def assert_drawn(name: str, result: Result, folder: Path) -> None:
+    draw(name, result, folder / f"{name}.png")
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.fixture(scope="module")
-def ellipses() -> Result:
-    return ellipse(0, 16, silent)
-
-
-def test_every_integrator_has_its_order(orders: Result) -> None:
-    """Within 0.15: the next term of the error, a relative O(h) with h = 1/40 and factors up to five, bends the line."""
+def test_every_integrator_has_its_order(tmp_path: Path) -> None:
+    """Within 0.15: the next term of the error, a relative O(h) with h = 1/40 and factors up to five, bends the line.
+    Constant weights lose an order on alternating steps.
+    """
+    orders = order(0, 16, silent)
     assert len(orders.rows) == 2 * 11
     assert {row["integrator"] for row in orders.rows} >= {scheme.label for scheme in SCHEMES}
     for row in orders.rows:
         # margin: truncation, not rounding
         assert row["fitted order"] == pytest.approx(row["expected"], abs=0.15), row
-
-
-def test_constant_weights_lose_an_order_on_alternating_steps(orders: Result) -> None:
     for name in ("linear", "softmax"):
         errors = orders.curves[name]["errors"]
         assert errors["ab2 history=constant, alternating h"][-1] > 10 * errors["ab2, alternating h"][-1]
+    assert_drawn("order", orders, tmp_path)
 
 
 def test_the_reference_solution_is_exact_enough() -> None:
@@ -168,7 +164,8 @@ def test_plain_euler_with_that_memory_is_presymp_euler() -> None:
     torch.testing.assert_close(ends[0].y, ends[1].y, rtol=1e-13, atol=1e-15)
 
 
-def test_tokens_follow_the_odes_of_their_moments(ellipses: Result) -> None:
+def test_tokens_follow_the_odes_of_their_moments(tmp_path: Path) -> None:
+    ellipses = ellipse(0, 16, silent)
     assert len(ellipses.rows) == 2 + 1 + len(SCHEMES)
     for row in ellipses.rows:
         # RK4 may reach rounding at 320 steps, which bends its line downwards
@@ -177,6 +174,7 @@ def test_tokens_follow_the_odes_of_their_moments(ellipses: Result) -> None:
         if row["integrator"] == "rk4":
             assert float(row["error, 320 steps"] or 0) < 1e-8
     assert ellipses.settings["radii moved by softmax attention"] > 0.01
+    assert_drawn("ellipse", ellipses, tmp_path)
 
 
 def test_a_heavy_tailed_start_keeps_its_radii_and_its_moments() -> None:
@@ -249,13 +247,6 @@ def test_gain_follows_the_recurrence_of_depth() -> None:
     for _ in range(11):
         path.append((1 + c["beta"] - g * (c["mu"] + c["nu"])) * path[-1] - (c["beta"] - g * c["mu"]) * path[-2])
     assert gain("triple-momentum", curvature, c, 12) == pytest.approx(abs(path[12]), rel=1e-9)
-
-
-def test_pictures(orders: Result, ellipses: Result, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for name, result in (("order", orders), ("ellipse", ellipses)):
-        draw(name, result, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_command_writes_numbers_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

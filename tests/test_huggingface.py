@@ -25,6 +25,7 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import stepformer as sf
+from architectures import covering_presets
 from draws import shifted
 from helpers import shake, tiny, tokens
 from stepformer.huggingface import StepformerCache, StepformerConfig, StepformerForCausalLM
@@ -51,7 +52,7 @@ def padded(rows: list[list[int]], side: str = "left", pad: int = 0) -> dict[str,
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-@pytest.mark.parametrize("name", sf.presets())
+@pytest.mark.parametrize("name", covering_presets())
 def test_generate_with_cache_is_generate_without_is_ours(name: str) -> None:
     model = wrapped(name, real_vocab=9)
     batch = padded(WORDS)

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import stepformer as sf
+from architectures import covering_presets
 from draws import seeded
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
@@ -67,7 +68,7 @@ def states_before(model: sf.Model, ids: Tensor) -> list[State]:
 # the products, on all architectures
 
 
-@pytest.mark.parametrize("name", sf.presets())
+@pytest.mark.parametrize("name", covering_presets())
 def test_products_with_the_jacobian_and_its_transpose(name: str) -> None:
     """<u, J v> = <J^T u, v>, and J v is the central difference of the map along v."""
     maps = LayerMaps(shake(tiny(name)), tokens(), dtype=torch.float64)
@@ -106,7 +107,8 @@ def test_vectors_may_go_one_by_one_or_together(monkeypatch: pytest.MonkeyPatch) 
 # singular values against dense Jacobians
 
 WIDER: dict[str, Any] = {"n_layer": 2, "n_head": 4, "d_model": 16, "context": 8, "vocab_size": 11}
-COMPARED = ["vanilla", "yurii", "tmm", "adam", "muon", "soap", "symp-ab2", "entropy", "kl-previous", "linear"]
+COMPARED = ["vanilla", "yurii", "muon", "symp-ab2", "entropy", "linear"]
+COMPARED += [pytest.param(name, marks=pytest.mark.slow) for name in ("tmm", "adam", "soap", "kl-previous")]
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -51,7 +51,7 @@ def every(point: str, numbers: range | list[int]) -> list[list[Any]]:
 SHORT = {"steps": 6, "save_every": 2, "eval_every": 3}
 
 
-@pytest.mark.parametrize("every_so_many", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every_so_many", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_stage_of_a_save_and_of_a_step(corpus: Path, tmp_path: Path, every_so_many: int) -> None:
     """Every file operation of a new run's first two saves, the last ones of all, and steps around their updates."""
     points = [
@@ -92,7 +92,7 @@ def test_killed_at_random_moments(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "every_so_many"),
     [
-        pytest.param({"sam": "always"}, 3, id="sam, some"),
+        pytest.param({"sam": "always"}, 5, id="sam, some"),
         pytest.param({"sam": "always"}, 1, id="sam", marks=pytest.mark.slow),
         pytest.param({"optim.name": "adamw", "batch": 16, "micro_batch": 4}, 1, id="adamw", marks=pytest.mark.slow),
         pytest.param(

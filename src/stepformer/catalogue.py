@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ class Preset:
     aliases: tuple[str, ...] = ()
     published: str = ""
 
-    @property
+    @functools.cached_property
     def config(self) -> ModelConfig:
         return ModelConfig.from_dict({**SIZES["small"], **self.settings})
 

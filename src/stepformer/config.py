@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import tomllib
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,7 @@ from stepformer.options import Option
 from stepformer.oracles import attentions, mlps
 from stepformer.registry import Registry
 from stepformer.schemes import splittings, templates
-from stepformer.settings import setting, type_problem
+from stepformer.settings import setting, type_hints, type_problem
 
 _COMPONENTS: dict[str, Registry[Any]] = {
     "template": templates,
@@ -188,7 +187,7 @@ def _problems(config: ModelConfig) -> list[str]:
             problems.append(str(error))
     unknown_component = bool(problems)
 
-    hints = typing.get_type_hints(ModelConfig)
+    hints = type_hints(ModelConfig)
     wrong: set[str] = set()  # keys of the wrong type: arithmetic with them would only add noise
     for f in dataclasses.fields(config):
         if f.name != "options" and f.name not in _COMPONENTS:

@@ -21,6 +21,7 @@ from stepformer.model import Model
 from stepformer.optim import OptimConfig
 from stepformer.recipes import load_recipe, recipe_names
 from stepformer.roles import Role, named_roles
+from stepformer.settings import type_hints
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
@@ -44,7 +45,7 @@ def settings_help() -> str:
 
 def choices(kind: type, name: str) -> str:
     """The words a key may be, in braces; nothing for other types."""
-    hint = typing.get_type_hints(kind)[name]
+    hint = type_hints(kind)[name]
     for part in (hint, *typing.get_args(hint)):
         if typing.get_origin(part) is typing.Literal:
             return f" {{{','.join(map(str, typing.get_args(part)))}}}"
