@@ -127,8 +127,8 @@ def test_chains_equal_the_twin(heads: int, length: int, d: int, ratio: float, op
 
 @pytest.mark.parametrize("length", [1, 20])
 def test_packed_chains_equal_the_twin(length: int) -> None:
-    """ln a in fp16, 2^-11, its gradient in bf16, 2^-9: 2e-4 (O) to 4e-3 measured."""
-    compare(inputs(3, 1, length, 32, 0.1, torch.float32), 1.2e-2, packed=True)
+    """ln a in fp16, 2^-11, its gradient in bf16, 2^-9, in three layers: 2e-4 (O) to 5e-3 measured."""
+    compare(inputs(3, 1, length, 32, 0.1, torch.float32), 2e-2, packed=True)
 
 
 def test_blocks_of_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
