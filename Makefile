@@ -1,5 +1,5 @@
 # make demo       set up .venv, then train a plain GPT and a Nesterov one side by side: table, plot, text (minutes)
-# make test       set up .venv, lint, type-check, run the fast tests (nine and a half minutes on 2 slow cores)
+# make test       set up .venv, lint, type-check, run the fast tests (about ten minutes on 2 slow cores)
 # make test-all   the complete set: also compiled models, every preset's full audit
 # make test-shaken  the fast tests under what differs between machines: kernels, threads, order, data, versions of torch
 # make test-gpu   CUDA tests, with a python that has pytest, xdist and a GPU build of torch (PYTHON=...)

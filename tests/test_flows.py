@@ -127,6 +127,7 @@ def test_energy_falls_with_friction_and_stays_without(name: str) -> None:
 
 
 def assert_drawn(name: str, result: Result, folder: Path) -> None:
+    pytest.importorskip("matplotlib")
     draw(name, result, folder / f"{name}.png")
     assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
