@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +27,10 @@ from transcriptions.adapter import transcribe, transcribe_hybrid
 TOLERANCE = 2e-11
 
 
-def unsure(model: sf.Model, ids: torch.Tensor, targets: torch.Tensor) -> float:
+Transcription = Callable[[sf.Model, torch.Tensor], torch.Tensor | None]
+
+
+def unsure(model: sf.Model, ids: torch.Tensor, targets: torch.Tensor, transcription: Transcription) -> float:
     """How far the transcription's gradients scatter when every weight changes in its last digits, by 1e-14."""
     found = []
     for draw in range(8):
@@ -34,7 +39,7 @@ def unsure(model: sf.Model, ids: torch.Tensor, targets: torch.Tensor) -> float:
             for i, weight in enumerate(moved.parameters()):
                 noise = torch.randn(weight.shape, generator=seeded(100 * draw + i), dtype=weight.dtype)
                 weight.mul_(1 + (1e-14 * noise if draw else 0))
-        independent = transcribe(moved, ids)
+        independent = transcription(moved, ids)
         assert independent is not None
         found.append(grads(moved, F.cross_entropy(independent.flatten(0, 1), targets.flatten())))
     apart = [(a[n] - b[n]).abs().max() for a, b in itertools.combinations(found, 2) for n in a if a[n] is not None]
@@ -46,7 +51,11 @@ def grads(model: sf.Model, loss: torch.Tensor) -> dict[str, torch.Tensor | None]
     return dict(zip(trained, torch.autograd.grad(loss, list(trained.values()), allow_unused=True), strict=True))
 
 
-def assert_same(model: sf.Model, independent: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> None:
+def assert_same(
+    model: sf.Model, ids: torch.Tensor, targets: torch.Tensor, transcription: Transcription = transcribe
+) -> None:
+    independent = transcription(model, ids)
+    assert independent is not None
     output = model(ids, targets)
     scale = output.logits.abs().max()
     assert (output.logits - independent).abs().max() <= TOLERANCE * scale
@@ -56,7 +65,7 @@ def assert_same(model: sf.Model, independent: torch.Tensor, ids: torch.Tensor, t
     allowed = TOLERANCE * max(float(g.abs().max()) for g in theirs.values() if g is not None)
     apart = max(float((ours[n] - g).abs().max()) for n, g in theirs.items() if g is not None and ours[n] is not None)
     if apart > allowed / 3:
-        allowed = max(allowed, 20 * unsure(model, ids, targets))
+        allowed = max(allowed, 20 * unsure(model, ids, targets, transcription))
     for name, b in theirs.items():
         a = ours[name]
         if b is None:  # not read at all, such as the target of a floor that no row touches
@@ -71,36 +80,26 @@ def assert_same(model: sf.Model, independent: torch.Tensor, ids: torch.Tensor, t
 @pytest.mark.parametrize("pair", ACCEPTED, ids=pair_id)
 def test_pair_equals_transcription(pair: dict[str, Any], aux_init: str, norm: str) -> None:
     model = shake(tiny(**pair, aux_init=aux_init, norm=norm))
-    ids = tokens(2, 7)
-    independent = transcribe(model, ids)
-    assert independent is not None
-    assert_same(model, independent, ids, tokens(2, 7, seed=1))
+    assert_same(model, tokens(2, 7), tokens(2, 7, seed=1))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "math"])
 def test_both_attention_backends(backend: str) -> None:
     model = shake(tiny("yurii", attention_backend=backend))
-    ids = tokens()
-    independent = transcribe(model, ids)
-    assert independent is not None
-    assert_same(model, independent, ids, tokens(seed=1))
+    assert_same(model, tokens(), tokens(seed=1))
 
 
 @pytest.mark.parametrize("template", ["heavy-ball", "nesterov", "triple-momentum"])
 @pytest.mark.parametrize("layers", [set(), {0}, {2}, {0, 2}, {0, 1, 2}], ids=str)
 def test_hybrid_equals_transcription(template: str, layers: set[int]) -> None:
     model = shake(tiny(template, n_layer=3))
-    ids = tokens()
-    twin = model.hybrid(layers=layers)
-    assert_same(twin, transcribe_hybrid(model, ids, layers), ids, tokens(seed=1))
+    hybrid = partial(transcribe_hybrid, momentum_layers=layers)
+    assert_same(model.hybrid(layers=layers), tokens(), tokens(seed=1), hybrid)
 
 
 def check(settings: dict[str, Any], scale: float = 0.3) -> None:
     model = shake(tiny(**settings), scale)
-    ids = tokens(2, 7)
-    independent = transcribe(model, ids)
-    assert independent is not None
-    assert_same(model, independent, ids, tokens(2, 7, seed=1))
+    assert_same(model, tokens(2, 7), tokens(2, 7, seed=1))
 
 
 @pytest.mark.parametrize("settings", ROWS, ids=title)
