@@ -7,7 +7,7 @@ the whole product.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -95,15 +95,18 @@ ATTENTIONS: list[Settings] = [{}, *LINEAR[:1], *CONSTRAINED]
 FEWER_ATTENTIONS = [{}, {}, {}, *LINEAR[:1] * 3, CONSTRAINED[3], CONSTRAINED[11]]
 
 
-def covering_presets() -> list[Any]:
-    """All presets as parameters of a test; in the fast set those that bring a new template, splitting or attention."""
+def covering_presets(without: Collection[str] = ()) -> list[Any]:
+    """All presets as parameters of a test; in the fast set those that bring a new template, splitting or attention, and
+    are not among `without`.
+    """
     seen: set[tuple[str, str]] = set()
     found = []
     for name in sf.presets():
         config = sf.preset(name).config
         brings = {(kind, getattr(config, kind)) for kind in ("template", "splitting", "attention")} - seen
-        found.append(pytest.param(name, marks=[] if brings else [pytest.mark.slow]))
-        seen |= brings
+        quick = brings and name not in without
+        found.append(pytest.param(name, marks=[] if quick else [pytest.mark.slow]))
+        seen |= brings if quick else set()
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import leaky  # noqa: F401  (registers the leaking templates)
 import stepformer as sf
+from architectures import covering_presets
 from stepformer.cli import main
 from stepformer.diagnostics.audit import Audit, audit, load_transcription
 from stepformer.schemes.first_order import GradientDescent, Nesterov
@@ -26,9 +27,7 @@ def failures(result: Audit) -> dict[int, str]:
 LONG = {name for name in sf.presets() if sf.preset(name).config.attention in ("entropy", "kl")}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in sf.presets()]
-)
+@pytest.mark.parametrize("name", covering_presets(without=LONG))
 def test_short_audit(name: str) -> None:
     """All six obligations; three training steps only show that it trains, test_full_audit takes all of them."""
     result = audit(sf.preset(name).config, name, steps=3, transcription=transcribe)

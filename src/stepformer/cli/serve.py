@@ -59,7 +59,7 @@ def run_serve(args: argparse.Namespace) -> int:
             ended = server.stop()
             print("\nstepformer: the page is closed", file=sys.stderr, flush=True)
             if not ended:
-                os._exit(0)  # a thread inside a long call of a model would take the interpreter down less quietly
+                os._exit(0)  # a thread that still answers would take the interpreter down less quietly
     return 0
 
 

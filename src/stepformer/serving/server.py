@@ -73,6 +73,7 @@ class PageServer(ThreadingHTTPServer):
         self.runs = runs
         self.apart = why_apart(runs)
         self.stopping = threading.Event()
+        self.answering: list[threading.Thread] = []
         if not 0 <= port < 1 << 16:
             raise InputError(f"--port {port} should lie between 0 (any free one) and {(1 << 16) - 1}.")
         try:
@@ -99,12 +100,21 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(error, OSError):
             print(f"stepformer: a request failed: {type(error).__name__}: {error}", file=sys.stderr)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, which is remembered."""
+        thread = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
+        self.answering = [known for known in self.answering if known.is_alive()] + [thread]
+        thread.start()
+
     def stop(self) -> bool:
-        """End what runs. False if a model is still in a long call after a moment's patience."""
+        """End what runs, with a moment's patience for calls of a model. False if a request is still being answered: its
+        thread may be inside torch, where the end of the interpreter would abort the process.
+        """
         self.stopping.set()
         self.server_close()
         until = time.monotonic() + PATIENCE
-        return all(run.lock.acquire(timeout=max(0.0, until - time.monotonic())) for run in self.runs)
+        calls = [run.lock.acquire(timeout=max(0.0, until - time.monotonic())) for run in self.runs]
+        return all(calls) and not any(thread.is_alive() for thread in self.answering)
 
 
 class Handler(BaseHTTPRequestHandler):
