@@ -48,21 +48,22 @@ def test_the_sample_covers_what_there_is() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The sample, in the fast set what covers it; with `pytest --all-combinations tests/test_combinations.py` the whole
-    product (hours).
+    """The sample, with ten steps of training; in the fast set what covers it, with three. The whole product (hours):
+    `pytest --all-combinations tests/test_combinations.py`.
     """
-    if "combination" in metafunc.fixturenames:
-        everything = metafunc.config.getoption("--all-combinations")
-        sample = [
-            pytest.param(settings, marks=[] if i in QUICK else [pytest.mark.slow]) for i, settings in enumerate(SAMPLE)
-        ]
-        metafunc.parametrize("combination", all_combinations() if everything else sample, ids=title)
+    if "combination" not in metafunc.fixturenames:
+        return
+    chosen = [pytest.param(SAMPLE[i], 3, id=title(SAMPLE[i])) for i in QUICK]
+    chosen += [pytest.param(settings, 10, id=f"{title(settings)}-10", marks=pytest.mark.slow) for settings in SAMPLE]
+    if metafunc.config.getoption("--all-combinations"):
+        chosen = [pytest.param(settings, 10, id=title(settings)) for settings in all_combinations()]
+    metafunc.parametrize(("combination", "steps"), chosen)
 
 
-def test_combination(combination: dict[str, Any]) -> None:
-    """The obligations; test_equations compares combinations with the transcription, and presets train for longer: ten
+def test_combination(combination: dict[str, Any], steps: int) -> None:
+    """The obligations; test_equations compares combinations with the transcription, and presets train for longer: a few
     steps here only show that training works.
     """
     config = sf.model_config("vanilla", **{**GEOMETRY, **combination, "n_head": 8})
-    result = audit(config, title(combination), steps=10)
+    result = audit(config, title(combination), steps=steps)
     assert {c.obligation: c.detail for c in result.checks if not c.passed} == {}
