@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import stepformer as sf
+from draws import seeded
 from helpers import shake, tiny, tokens
 from stepformer import kernels
 from stepformer.kernels.common import Scalar
@@ -69,8 +70,9 @@ QUICK = ("vanilla", "yurii", "adamw", "soap", "imex-ln-k2-ama")
 def test_fused_equals_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 against the plain rule in fp64: 1e-5 of each gradient's norm for reordered sums and two divisions.
 
-    Where the plain rule in fp32 is farther off itself (five Newton-Schulz steps of nearly singular matrices), three
-    times its error; gradients that are pure rounding (gamma before a scale-free norm) get 1e-7 of the largest.
+    Where the plain rule in fp32 is farther off itself (five Newton-Schulz steps of nearly singular matrices), ten times
+    its error, the largest of eight copies whose weights differ in their last digit: the error of one number is luck.
+    Gradients that are pure rounding (gamma before a scale-free norm) get 1e-7 of the largest.
     """
     # a large eps, so that a norm which scales it shows
     name, _, order = name.partition(" ")
@@ -80,9 +82,24 @@ def test_fused_equals_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def plain_errors(model: sf.Model, ids: Tensor, targets: Tensor) -> dict[str, float]:
+    """How far the plain rule's fp32 gradients are from its fp64 ones: the most of eight copies, moved by a rounding."""
+    worst: dict[str, float] = {}
+    for draw in range(8):
+        moved = copy.deepcopy(model)
+        with torch.no_grad():
+            for i, weight in enumerate(moved.parameters()):
+                weight.mul_(1 + 1e-7 * draw * torch.randn(weight.shape, generator=seeded(100 * draw + i)).sign())
+        _, narrow = loss_and_gradients(moved, ids, targets)
+        _, wide = loss_and_gradients(moved.double(), ids, targets)
+        for key, gradient in wide.items():
+            worst[key] = max(worst.get(key, 0.0), float((narrow[key] - gradient).norm()))
+    return worst
+
+
 def compare_with_plain(model: sf.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, targets = tokens(1, 5, 17), tokens(1, 5, 17, seed=1)
-    _, narrow = loss_and_gradients(model, ids, targets)
+    errors = plain_errors(model, ids, targets)
     expected, gradients = loss_and_gradients(copy.deepcopy(model).double(), ids, targets)
     seen = passes(monkeypatch)
     with kernels.interpreted():
@@ -93,7 +110,7 @@ def compare_with_plain(model: sf.Model, monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(found[key].any() for key in found.keys() - gradients.keys())
     largest = max(float(g.norm()) for g in gradients.values())
     for key, gradient in gradients.items():
-        allowed = max(1e-5 * float(gradient.norm()), 3 * float((narrow[key] - gradient).norm())) + 1e-7 * largest
+        allowed = max(1e-5 * float(gradient.norm()), 10 * errors[key]) + 1e-7 * largest
         assert float((found[key] - gradient).norm()) <= allowed, key
 
 
