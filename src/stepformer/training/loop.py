@@ -103,7 +103,7 @@ class Trainer:
         if self.world.is_main:
             remove_unfinished(self.folder.checkpoints)
         self.world.barrier()
-        found = self.checkpoints.latest()
+        found = self.world.on_main(self.checkpoints.latest)
         if found is None:
             if self.world.is_main:
                 self.checkpoints.remove_after(-1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stepformer import kernels
-from stepformer.errors import InputError
+from stepformer.errors import InputError, StepformerError
 from stepformer.model import Model
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,21 @@ class World:
             value = value.clone()
             dist.all_reduce(value)
         return value
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """What the main rank finds, on every rank: two looks at one folder may differ. If it fails there, all fail."""
+        if self.size == 1:
+            return work()
+        found: tuple[Any, str] = (None, "")
+        if self.is_main:
+            try:
+                found = (work(), "")
+            except StepformerError as error:
+                found = (None, str(error))
+        value, problem = self.from_main(found)
+        if problem:
+            raise InputError(problem)
+        return cast(T, value)
 
     def from_main(self, value: Any) -> Any:
         """What the main rank has."""

@@ -126,7 +126,9 @@ def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
         failure.unlink(missing_ok=True)
     try:
         with watch:
-            return trainer.fit(watch)
+            result = trainer.fit(watch)
+        trainer.world.barrier()  # what comes next on another rank may read this run
+        return result
     except StepformerError as error:
         if trainer.world.is_main:
             with contextlib.suppress(StepformerError):  # a full disk, say: the error itself matters more

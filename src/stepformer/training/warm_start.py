@@ -52,7 +52,7 @@ def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world
             f"{theirs.get(differ[0], 'unset')}, this run's {ours.get(differ[0], 'unset')}"
             + (f" (also different: {', '.join(differ[1:4])})." if differ[1:] else ".")
         )
-    checkpoint, state = checkpoint_of(folder, "best", world)
+    checkpoint, state = world.on_main(lambda: checkpoint_of(folder, "best", world))
     facts = {
         "run": str(folder.path.resolve()),
         "id": record.get("id", ""),
