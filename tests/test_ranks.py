@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from forked import two_ranks
 from runs import make_corpus, small_run
 from stepformer.errors import StepformerError
 from stepformer.training import Stopped, load_run, resume, train
+from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.loop import Trainer
 from stepformer.training.runs import read_metrics
 from stepformer.training.stopping import Watch
@@ -46,6 +48,8 @@ def worker(rank: int, jobs: list[dict[str, Any]], folder: str) -> None:
             Watch.asked = asked  # type: ignore[method-assign]
         if job.get("poison"):
             poison()
+        if job.get("linger") and rank == 0:
+            linger()
         try:
             if job["do"] == "train":
                 train(small_run(Path(job["corpus"]), **job["settings"]), job["out"], quiet=True)
@@ -60,6 +64,17 @@ def worker(rank: int, jobs: list[dict[str, Any]], folder: str) -> None:
     dist.barrier()
     Path(folder, f"done-{rank}").touch()
     os._exit(0)  # the tear-down of gloo hung on busy cores before (see test_parallel.py); the work is done
+
+
+def linger() -> None:
+    """The main rank is late with its best checkpoint: another one that goes on meanwhile would not see it."""
+    original = Checkpoints.save
+
+    def slowly(self: Checkpoints, name: str, *args: Any) -> None:
+        time.sleep(2 if name.startswith("best") else 0)
+        original(self, name, *args)
+
+    Checkpoints.save = slowly  # type: ignore[method-assign]
 
 
 def poison() -> None:
@@ -168,7 +183,7 @@ def test_two_ranks_begin_with_the_weights_of_another_run(corpus: Path, tmp_path:
     warm = {**SETTINGS, "steps": 6, "eval_every": 3, "optim.name": "adamw", "lr": 0.01, "parallel": kind}
     warm |= {"init": str(tmp_path / "source"), "also": str(corpus), "seed": 7}
     jobs: list[dict[str, Any]] = [
-        {"do": "train", "out": str(tmp_path / "source"), "settings": first},
+        {"do": "train", "out": str(tmp_path / "source"), "settings": first, "linger": True},
         {"do": "train", "out": str(tmp_path / "two"), "settings": warm},
     ]
     on_two_ranks([{"corpus": str(corpus), **job} for job in jobs], tmp_path / "ranks")
