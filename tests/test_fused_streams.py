@@ -71,7 +71,7 @@ def test_fused_equals_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 against the plain rule in fp64: 1e-5 of each gradient's norm for reordered sums and two divisions.
 
     Where the plain rule in fp32 is farther off itself (five Newton-Schulz steps of nearly singular matrices), ten times
-    its error, the largest of eight copies whose weights differ in their last digit: the error of one number is luck.
+    its error, the largest of eight copies whose weights differ by up to 7e-7: the error of one number is luck.
     Gradients that are pure rounding (gamma before a scale-free norm) get 1e-7 of the largest.
     """
     # a large eps, so that a norm which scales it shows
@@ -83,7 +83,7 @@ def test_fused_equals_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain_errors(model: sf.Model, ids: Tensor, targets: Tensor) -> dict[str, float]:
-    """How far the plain rule's fp32 gradients are from its fp64 ones: the most of eight copies, moved by a rounding."""
+    """How far the plain rule's fp32 gradients are from its fp64 ones: the most of eight copies, nudged."""
     worst: dict[str, float] = {}
     for draw in range(8):
         moved = copy.deepcopy(model)
