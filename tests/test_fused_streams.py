@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import stepformer as sf
-from draws import seeded
+from draws import nudged
 from helpers import shake, tiny, tokens
 from stepformer import kernels
 from stepformer.kernels.common import Scalar
@@ -85,11 +85,7 @@ def test_fused_equals_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def plain_errors(model: sf.Model, ids: Tensor, targets: Tensor) -> dict[str, float]:
     """How far the plain rule's fp32 gradients are from its fp64 ones: the most of eight copies, nudged."""
     worst: dict[str, float] = {}
-    for draw in range(8):
-        moved = copy.deepcopy(model)
-        with torch.no_grad():
-            for i, weight in enumerate(moved.parameters()):
-                weight.mul_(1 + 1e-7 * draw * torch.randn(weight.shape, generator=seeded(100 * draw + i)).sign())
+    for moved in nudged(model, 7e-7):
         _, narrow = loss_and_gradients(moved, ids, targets)
         _, wide = loss_and_gradients(moved.double(), ids, targets)
         for key, gradient in wide.items():
