@@ -21,9 +21,15 @@ BETA_MAX = 300.0  # in units of 1 / std(s)
 
 
 def log_weights(beta: Tensor, scores: Tensor, log_q: Tensor) -> Tensor:
-    """log a = log q + beta s - log sum_j q_j exp(beta s_j)."""
-    raw = log_q + beta * scores
-    return raw - torch.logsumexp(raw, dim=0)
+    """log a = log q + beta s - log sum_j q_j exp(beta s_j).
+
+    All relative to the token m with the largest weight, of which the sum is 1 + the others: a weight of nearly 1 then
+    has a logarithm to full precision, which is what is left of a saturated row's entropy.
+    """
+    m = int(torch.argmax(log_q + beta * scores))
+    raw = (log_q - log_q[m]) + beta * (scores - scores[m])
+    others = torch.cat([raw[:m], raw[m + 1 :]])
+    return raw - torch.log1p(torch.exp(others).sum())
 
 
 def entropy(log_a: Tensor) -> Tensor:
@@ -37,10 +43,11 @@ def divergence(log_a: Tensor, log_q: Tensor) -> Tensor:
 
 
 def variance(log_a: Tensor, scores: Tensor) -> Tensor:
-    """Var_a(s) = sum_j a_j (s_j - m)^2, m = sum_j a_j s_j."""
+    """Var_a(s) = sum_j a_j (s_j - m)^2, m = sum_j a_j s_j; s measured from the score with the largest weight."""
     a = torch.exp(log_a)
-    mean = (a * scores).sum()
-    return (a * (scores - mean) ** 2).sum()
+    away = scores - scores[int(torch.argmax(a))]
+    mean = (a * away).sum()
+    return (a * (away - mean) ** 2).sum()
 
 
 def uniform(scores: Tensor) -> Tensor:
@@ -96,9 +103,9 @@ def ceiling(scores: Tensor, rule: Rule) -> Tensor:
 
 def slack_in_numbers(beta: float, scores: list[float], log_q: list[float], goal: float, kind: str) -> float:
     """The slack once more, in Python's numbers: tens of thousands of bisections of short rows are quicker so."""
-    raw = [q + beta * score for score, q in zip(scores, log_q, strict=True)]
-    top = max(raw)
-    log_sum = top + math.log(math.fsum(math.exp(value - top) for value in raw))
+    m = max(range(len(scores)), key=lambda j: log_q[j] + beta * scores[j])
+    raw = [(q - log_q[m]) + beta * (score - scores[m]) for score, q in zip(scores, log_q, strict=True)]
+    log_sum = math.log1p(math.fsum(math.exp(value) for j, value in enumerate(raw) if j != m))
     log_a = [value - log_sum for value in raw]
     if kind == "entropy":
         return math.fsum(-math.exp(a) * a for a in log_a) - goal
