@@ -17,6 +17,8 @@ if not torch.cuda.is_available():  # before anything imports Triton: kernels run
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: commands under test would not hear Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from stepformer import plugins
+
 # helpers that assert: their failures, and what make test-shaken hears of their tolerances, as for a test's own
 pytest.register_assert_rewrite("reported", "served", "texts")
 
@@ -27,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_global_changes() -> Iterator[None]:
-    """Tests must not leak a default dtype or grad mode into each other."""
+    """Tests must not leak a default dtype, a grad mode or the memory of plug-ins into each other."""
+    plugins._LOADED.clear()
     yield
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()

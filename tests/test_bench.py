@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import stepformer
 from stepformer.benchmark import against, command, measuring, records, targets
 from stepformer.benchmark.planning import BASELINE, BenchSettings, Wanted, plan
 from stepformer.benchmark.profiling import group_of, own_kernels
-from stepformer.benchmark.table import Table, judged, newest, page, plain, speed_table
+from stepformer.benchmark.table import judged, newest, page, speed_table
 from stepformer.benchmark.timing import Limit, spread, timed
 from stepformer.cli import main
 from stepformer.errors import InputError
@@ -274,9 +275,9 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     errors = [record["error"] for record in process["results"]]
     assert errors == [None, "failed: RuntimeError: ptxas fell over", None]
     table = speed_table(list(records.pairs(process["results"])))
-    assert "failed" in table.rows[1]
+    assert "failed" in [cell.text for cell in table.rows[1]]
     assert any("ptxas" in note for note in table.notes)
-    assert "with a long story" not in plain(table)
+    assert "with a long story" not in table.plain()
 
 
 def test_a_micro_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +429,7 @@ def test_the_page_shows_the_newest_of_everything(tmp_path: Path) -> None:
     stored = records.read_all(folder)
     speeds = {r["label"]: r["tokens_per_second"] for r, _ in newest(stored) if r["context"] == 1024}
     assert speeds == {"vanilla": 600e3, "yurii": 570e3, "muon": 300e3}  # a failure does not hide an older number
-    text = page(stored)
+    text = re.sub(" +", " ", page(stored))
     assert "## NVIDIA H200, size small, compiled" in text
     assert "| yurii | 1024 | 570.0 | 0.950 |" in text
     assert "| muon | 1024 | 300.0 | 0.600 |" in text
@@ -437,7 +438,7 @@ def test_the_page_shows_the_newest_of_everything(tmp_path: Path) -> None:
     assert "| momentum | yurii | ratio | NOT reached | >= 0.960 | 0.950 |" in text
     out = tmp_path / "README.md"
     assert main(["bench", "--table", str(folder), "-o", str(out)]) == 0
-    assert out.read_text() == text
+    assert out.read_text() == page(stored)
 
 
 def test_a_quick_vanilla_does_not_hide_a_full_one() -> None:
@@ -472,13 +473,12 @@ def test_other_files_are_not_taken_for_results(tmp_path: Path) -> None:
 
 def test_a_narrow_terminal_misses_the_spare_columns() -> None:
     table = speed_table([(made_up("vanilla", 600e3), made_up("vanilla", 600e3))])
-    narrow = table.fitting(50)
-    assert "ms [q1, q3]" in table.header
-    assert "ms [q1, q3]" not in narrow.header
-    assert {"architecture", "ktok/s", "ratio"} <= set(narrow.header)
-    assert max(map(len, plain(narrow).splitlines())) <= 50
+    names, narrow = ([column.title for column in found.columns] for found in (table, table.fitting(50)))
+    assert "ms [q1, q3]" in names
+    assert "ms [q1, q3]" not in narrow
+    assert {"architecture", "ktok/s", "ratio"} <= set(narrow)
+    assert max(map(len, table.fitting(50).plain().splitlines())) <= 50
     assert table.fitting(500) == table
-    assert Table(["a"], [["b"]]).fitting(0).header == ["a"]
 
 
 def test_against_takes_steps_of_two_checkouts_in_turn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -515,4 +515,6 @@ def test_the_ratio_against_another_checkout() -> None:
         {"round": 1, "name": "hb", "kind": "optimizer", "there_ms": [3.0, 3.0, 3.0], "here_ms": [2.0, 2.0, 2.0]},
     ]
     table = against.table({"measured": entries})
-    assert table.rows == [["hb", "optimizer", "2.50", "2.00", "1.500 [1.500, 2.000]", "2.000"]]
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["hb", "optimizer", "2.50", "2.00", "1.500 [1.500, 2.000]", "2.000"]
+    ]

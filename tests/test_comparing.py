@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import io
 import json
 import math
@@ -22,20 +23,19 @@ from stepformer.comparing import (
     Comparison,
     RunRecord,
     compare,
-    csv_text,
     load_records,
-    markdown_text,
     mean_ratio,
     paired,
     plot_comparison,
-    rich_table,
     summarise,
     t_quantile,
     tokens_to_reach,
 )
 from stepformer.errors import InputError, StepformerError, UnknownNameError
+from stepformer.training import run_config
 
 BUDGET, EVALUATIONS = 8000, 8
+RECORDED = run_config("vanilla").to_dict()
 
 
 def write_run(root: Path, label: str, number: int, final: float, *, start: float = 4.0, **changes: Any) -> Path:
@@ -61,10 +61,12 @@ def write_run(root: Path, label: str, number: int, final: float, *, start: float
         "tokens_per_second": 800.0,
         "parameters": 1000,
         "unigram_entropy": 3.5,
-        "weights_sha256": "f" * 64,
+        "weights_sha256": hashlib.sha256(f"{label} {number}".encode()).hexdigest(),
         "status": "finished",
     }
     (folder / "result.json").write_text(json.dumps(result | changes))
+    record = {"format": 1, "stepformer": "0.5.0", "config": RECORDED, "label": label}
+    (folder / "run.json").write_text(json.dumps(record))
     lines: list[dict[str, Any]] = []
     for i in range(EVALUATIONS + 1):
         step, tokens = 80 * i // EVALUATIONS, BUDGET * i // EVALUATIONS
@@ -253,7 +255,7 @@ def test_unpaired_seeds_are_left_out_and_reported(tmp_path: Path) -> None:
     assert row.seeds == (2, 3, 4)
     assert "b: seed 4 left out of the difference, the baseline has no such run." in comparison.notes
     assert "b: seed 1 of the baseline left out of the difference, there is no such run." in comparison.notes
-    for text in (markdown_text(comparison), printed(comparison), csv_text(comparison)):
+    for text in (comparison.table.markdown(), printed(comparison), comparison.details.csv()):
         assert "seed 4 left out" in " ".join(text.split())
 
 
@@ -262,7 +264,7 @@ def test_no_common_seed(tmp_path: Path) -> None:
     row = comparison.rows[1]
     assert (row.verdict, row.difference, row.speed_ratio, row.tokens_fraction) == ("no common seed", None, None, None)
     plot_comparison(comparison, tmp_path / "plot.png")
-    assert "no common seed" in markdown_text(comparison)
+    assert "no common seed" in comparison.table.markdown()
 
 
 def test_small_differences_need_four_pairs(tmp_path: Path) -> None:
@@ -273,7 +275,7 @@ def test_small_differences_need_four_pairs(tmp_path: Path) -> None:
         "b: a difference under 0.003 is not to be claimed from 3 paired seeds; it needs at least 4.",
     )
     assert "better *" in printed(comparison)
-    assert "better \\*" in markdown_text(comparison)
+    assert "better \\*" in comparison.table.markdown()
     losses["a"][4], losses["b"][4] = 2.3, 2.298
     comparison = compare(runs(tmp_path / "four", losses), "a")
     assert comparison.rows[1].verdict == "better"
@@ -401,7 +403,7 @@ def test_a_resumed_run_counts_its_later_evaluations(tmp_path: Path) -> None:
 
 def printed(comparison: Comparison, width: int = 120) -> str:
     out = Console(width=width, file=io.StringIO(), highlight=False)
-    out.print(rich_table(comparison, width))
+    out.print(comparison.table.rich(width))
     return out.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -427,7 +429,7 @@ def test_terminal_table(tmp_path: Path) -> None:
 
 
 def test_markdown_has_equal_columns(tmp_path: Path) -> None:
-    text = markdown_text(three(tmp_path))
+    text = three(tmp_path).table.markdown()
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 5
     assert len({len(line) for line in table}) == 1
@@ -435,13 +437,13 @@ def test_markdown_has_equal_columns(tmp_path: Path) -> None:
     for part in ("6,144 tokens of split 0123456789ab", "seeds 42, 43, 44", "95% confidence"):
         assert part in text
     odd = compare(runs(tmp_path / "odd", {"a|b": {1: 2.0}, "x_y *z*": {1: 1.9}}), "a|b")
-    assert "a\\|b" in markdown_text(odd)
-    assert "x\\_y \\*z\\*" in markdown_text(odd)
+    assert "a\\|b" in odd.table.markdown()
+    assert "x\\_y \\*z\\*" in odd.table.markdown()
 
 
 def test_csv_reads_back(tmp_path: Path) -> None:
     comparison = compare(runs(tmp_path, {"a, b": {1: 2.0, 2: 2.1}, 'k="1"\n[red]': {1: 1.9, 2: 2.2}}), "a, b")
-    rows = list(csv.DictReader(io.StringIO(csv_text(comparison))))
+    rows = list(csv.DictReader(io.StringIO(comparison.details.csv())))
     assert [row["architecture"] for row in rows] == ["a, b", 'k="1"\n[red]']
     difference = comparison.rows[1].difference
     assert difference is not None
@@ -458,10 +460,10 @@ def test_csv_reads_back(tmp_path: Path) -> None:
 def test_one_seed_everywhere(tmp_path: Path) -> None:
     comparison = compare(runs(tmp_path, {"a": {1: 2.0}, "b": {1: 1.9}}), "a")
     assert comparison.rows[1].verdict == "one seed: no interval"
-    text = markdown_text(comparison)
+    text = comparison.table.markdown()
     assert "one seed: no interval" in text
     assert "±" not in text.split("\n", 1)[1]
-    row = list(csv.DictReader(io.StringIO(csv_text(comparison))))[1]
+    row = list(csv.DictReader(io.StringIO(comparison.details.csv())))[1]
     assert (row["difference"], row["difference_low"], row["loss_standard_error"]) == ("-0.100000", "", "")
     plot_comparison(comparison, tmp_path / "plot.png")
     assert picture_size(tmp_path / "plot.png")

@@ -120,7 +120,7 @@ def test_the_card_has_the_runs_numbers_and_no_path(run: Path, exported: Path) ->
         f"{loaded.model.num_parameters():,} parameters",
         loaded.record["corpus"]["splits"]["train"]["hash"],
         loaded.tokenizer.fingerprint,
-        loaded.config.hash,
+        f"| config hash | {result['config_hash']} |",
         f"| tokens seen | {loaded.step * 8 * 16:,} |",
         "@misc{zimin2026yuriiformer",
         torch.__version__,

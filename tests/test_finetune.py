@@ -66,15 +66,22 @@ def told(run: Path, name: str = "result.json") -> dict[str, Any]:
     return found
 
 
+def never_finished(run: Path) -> None:
+    """As if it had been stopped before its first checkpoint."""
+    shutil.rmtree(run / "checkpoints")
+    (run / "result.json").unlink()
+
+
 def test_hashes_of_configs_without_the_new_keys_are_the_old_ones() -> None:
-    """Taken before `init` and `also` existed: runs from then must still be recognised."""
+    """Taken before `init` and `also` existed, with the rates of then: such runs must still be recognised."""
+    rates = {"lr_embedding": 6e-3, "lr_norm": 6e-3}
     small = {"n_layer": 2, "n_head": 2, "d_model": 16, "context": 16}
-    assert run_config("vanilla").hash == "f038394b27cc"
+    assert run_config("vanilla", **rates).hash == "f038394b27cc"
     assert run_config("yurii", steps=12, batch=8, corpus="data/x", **small).hash == "e6bc14e6cb3a"
     assert run_config("yurii", steps=12).for_vocabulary(1024).hash == "d8b88a453ed1"
     assert run_config("momentum-streams-tinystories").hash == "63e7fd48489f"
     assert len({run_config("vanilla", **more).hash for more in ({}, {"init": "a"}, {"init": "b"}, {"also": "a"})}) == 4
-    old = run_config("vanilla").to_dict()  # a record from then lacks the keys
+    old = run_config("vanilla", **rates).to_dict()  # a record from then lacks the keys
     del old["data"]["also"], old["train"]["init"]
     assert RunConfig.from_dict(old).hash == "f038394b27cc"
 
@@ -118,9 +125,11 @@ def test_an_interrupted_warm_run_ends_like_an_uninterrupted_one(
     record = told(tmp_path / "cut", "run.json")
     record["also"]["village"]["folder"] = str(tmp_path / "nowhere")
     (tmp_path / "cut/run.json").write_text(json.dumps(record))
+    (tmp_path / "cut/result.json").unlink()
     with pytest.raises(InputError, match=r"second corpus, which is not in '.*nowhere': say where it is with also=DIR"):
         resume(tmp_path / "cut", quiet=True)
     assert resume(tmp_path / "cut", quiet=True, also=str(moved))["also"] == whole["also"]
+    (tmp_path / "cut/result.json").unlink()
     with pytest.raises(InputError, match="was evaluated on other data: the train split"):
         resume(tmp_path / "cut", quiet=True, also=str(home / "space"))
 
@@ -128,9 +137,9 @@ def test_an_interrupted_warm_run_ends_like_an_uninterrupted_one(
 def test_a_run_without_a_checkpoint_begins_again_with_the_same_weights_only(home: Path, tmp_path: Path) -> None:
     source = shutil.copytree(home / "yurii-s42", tmp_path / "source")
     whole = train(warm(home, init=str(source)), tmp_path / "run", quiet=True)
-    shutil.rmtree(tmp_path / "run/checkpoints")
+    never_finished(tmp_path / "run")
     assert resume(tmp_path / "run", quiet=True)["weights_sha256"] == whole["weights_sha256"]
-    shutil.rmtree(tmp_path / "run/checkpoints")
+    never_finished(tmp_path / "run")
     record = told(source, "run.json")
     (source / "run.json").write_text(json.dumps({**record, "id": "another"}))
     with pytest.raises(InputError, match=r"began with other weights than '.*source' has now \(id .* then, another now"):
@@ -320,6 +329,7 @@ def test_forgetting_and_plasticity_are_differences_of_independent_evaluations(
         for t in range(6):
             assert seen_once["vanilla", seed, t] == seen_once["yurii", seed, t]
     assert seen_once["vanilla", 42, 0] != seen_once["vanilla", 43, 0]
+    assert "the pretrained runs differ" not in printed
     taken_before = {path: path.read_text() for path in out.glob("*/metrics.jsonl")}
     assert main(study(home, out)) == 0
     assert {path: path.read_text() for path in out.glob("*/metrics.jsonl")} == taken_before
@@ -403,6 +413,18 @@ def test_a_study_whose_sources_were_trained_again_is_refused(
     (source / "run.json").write_text(json.dumps({**told(source, "run.json"), "id": "another"}))
     assert main(command) == 2
     assert "began with other weights than the best of" in capsys.readouterr().err
+
+
+def test_runs_that_were_pretrained_differently_are_told(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "yurii-s42"
+    train(small_run(home / "village", "yurii", lr=0.05), other, quiet=True)
+    runs = [str(home / "vanilla-s42"), str(other)]
+    command = ["finetune", *runs, "--on", str(home / "space"), "--out", str(tmp_path / "study"), "--quiet"]
+    assert main([*command, "steps=2", "eval_tokens=256", "device=cpu"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the pretrained runs differ in optim.lr (vanilla 0.02, yurii 0.05)" in said
 
 
 BOTH = ["--corpora", "tales:village", "tales:space", "--quiet", "n_layer=1", "n_head=2", "context=16", "device=cpu"]

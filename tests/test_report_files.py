@@ -26,7 +26,7 @@ from stepformer.reports.folder import refuse_foreign
 from stepformer.reports.page import _looks, page_html, script_json
 from stepformer.reports.paper import files_of, look, write_paper
 from stepformer.reports.samples import Drawing, Samples
-from stepformer.reports.tables import Cell, Table, columns, latex, markdown
+from stepformer.tables import Cell, Table, columns
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -141,9 +141,9 @@ def test_without_matplotlib_there_is_a_note(study: Path, tmp_path: Path, monkeyp
 
 def test_words_are_escaped_in_markdown_and_latex() -> None:
     table = Table(columns("a_b", "n"), [[Cell("x|y <i>*"), Cell("50% & $1")]])
-    assert "| x\\|y \\<i>\\* | 50% & $1 |" in markdown(table)
-    assert r"x|y \textless{}i\textgreater{}* & 50\% \& \$1 \\" in latex(table)
-    assert r"a\_b & n \\" in latex(table)
+    assert "| x\\|y \\<i>\\* | 50% & $1 |" in table.markdown()
+    assert r"x|y \textless{}i\textgreater{}* & 50\% \& \$1 \\" in table.latex()
+    assert r"a\_b & n \\" in table.latex()
 
 
 # Hostile words

@@ -15,6 +15,7 @@ import pytest
 from reported import copied, measured_as, measurements, report_of, with_measurements
 from stepformer import measured
 from stepformer.cli import main
+from stepformer.comparing.comparison import Facts
 from stepformer.errors import InputError
 from stepformer.reports import samples as sampling
 from stepformer.reports.collect import Gathered, RunData, gather, read_run
@@ -302,6 +303,19 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(inner, (*path, key))
 
 
+def test_what_was_measured_before_the_end_is_told(study: Path, tmp_path: Path) -> None:
+    run = measured_as(copied(study, tmp_path))
+    last = read_run(run).record
+    assert last is not None
+    for kind, step in (("perplexity", 1), ("tasks", last.steps), ("hessian", last.best_step)):
+        whole = measured.load(run, kind)
+        assert whole is not None
+        measured.save(run, kind, step=step, settings=whole["settings"], result=whole["result"])
+    notes = [note for note in read_run(run).notes if "measured after step" in note]
+    assert "Its perplexity was measured after step 1, before it was finished: measure it again." in notes
+    assert not any("tasks" in note or "hessian" in note for note in notes)
+
+
 def test_whatever_a_measurement_lacks_the_page_is_made(study: Path) -> None:
     """Each field of each kind is left out or replaced by something else, one at a time."""
     run = read_run(study / "yurii-s42")
@@ -324,7 +338,7 @@ def test_whatever_a_measurement_lacks_the_page_is_made(study: Path) -> None:
 
 
 def one(run: RunData) -> Report:
-    report = build(Gathered([run], None, [], []))
+    report = build(Gathered([run], None, Facts(), [], []))
     page_html(report)
     markdown_report(report, {})
     return report
@@ -354,6 +368,7 @@ def test_forgetting_is_shown_as_it_is_found(study: Path, tmp_path: Path) -> None
     assert report_of(tmp_path).forgetting == []
 
 
+@pytest.mark.slow
 def test_a_study_of_both_directions_of_fine_tuning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -239,8 +239,8 @@ def record(label: str, seed: int, loss: float) -> RunRecord:
     return RunRecord(
         folder=Path(f"{label}-{seed}"), label=label, title=label, preset="", seed=seed, config_hash="c", pairing="p",
         steps=10, tokens=100, val_loss=loss, best_val_loss=loss, best_step=10, val_tokens=64, val_hash="h",
-        train_seconds=1.0, tokens_per_second=100.0, parameters=10, unigram_entropy=None, weights_sha256="w",
-        curve=((0, 4.0), (100, loss)),
+        train_seconds=1.0, tokens_per_second=100.0, parameters=10, unigram_entropy=None, weights_sha256=label,
+        curve=((0, 4.0), (100, loss)), settings={},
     )  # fmt: skip
 
 

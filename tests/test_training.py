@@ -224,7 +224,7 @@ def test_nan_stops_before_it_spoils_the_weights(
             go(corpus, tmp_path / "bad")
     # weights that are already bad are not saved: the last good checkpoint is named instead
     assert ("step-00000006" if where == "weight" else "step-00000007") in str(raised.value)
-    assert (tmp_path / "bad" / "failed.txt").read_text().strip() == str(raised.value)
+    assert (tmp_path / "bad" / "failed.txt").read_text().strip() == f"Diverged: {raised.value}"
     for folder in (tmp_path / "bad" / "checkpoints").glob("step-*"):
         assert all(t.isfinite().all() for t in load_file(folder / "model.safetensors").values())
     # without the poison the run goes on as if nothing had happened
@@ -326,7 +326,9 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(corpus: Path, 
     assert again["weights_sha256"] == whole["weights_sha256"]
     checkpoints.verify(last)  # it was written anew
     last.rename(last.with_name("step-00000012.bak"))  # a copy of one's own does not disturb
+    (tmp_path / "run" / "result.json").unlink()
     resume(tmp_path / "run", quiet=True)
+    (tmp_path / "run" / "result.json").unlink()
     for folder in (tmp_path / "run" / "checkpoints").glob("step-*"):
         (folder / "optimizer.safetensors").unlink()
     with pytest.raises(sf.InputError, match=r"'optimizer.safetensors' is missing"):
@@ -343,6 +345,7 @@ def test_a_checkpoint_without_manifest_does_not_count(corpus: Path, tmp_path: Pa
 
 def test_other_formats_are_refused(corpus: Path, tmp_path: Path) -> None:
     go(corpus, tmp_path / "run", keep=1)
+    (tmp_path / "run" / "result.json").unlink()
     path = next((tmp_path / "run" / "checkpoints").glob("step-*")) / "manifest.json"
     manifest = json.loads(path.read_text())
     for version, sentence in ((99, "a newer stepformer wrote it"), (0, "this stepformer reads format 1")):
@@ -408,6 +411,7 @@ def test_a_full_disk_inside_safetensors(corpus: Path, tmp_path: Path, monkeypatc
 
 def test_a_second_process_is_refused(corpus: Path, tmp_path: Path) -> None:
     go(corpus, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with RunFolder(tmp_path / "run").locked():
         with pytest.raises(sf.StepformerError, match="Another process is training in"):
@@ -432,6 +436,7 @@ def test_a_folder_is_used_once(corpus: Path, tmp_path: Path) -> None:
 
 def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
     go(corpus, tmp_path / "run", steps=2)
+    (tmp_path / "run" / "result.json").unlink()
     other = make_corpus(tmp_path / "other", count=41).folder
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     record["corpus"]["folder"] = str(other)
@@ -448,10 +453,12 @@ def test_other_data_is_refused(corpus: Path, tmp_path: Path) -> None:
 def test_data_that_was_damaged_or_moved_since(corpus: Path, tmp_path: Path) -> None:
     own = make_corpus(tmp_path / "own", count=4).folder
     go(own, tmp_path / "run", steps=2)
+    (tmp_path / "run" / "result.json").unlink()
     own.rename(tmp_path / "moved")
     with pytest.raises(sf.InputError, match=r"is not in '.*own': say where it is with corpus=DIR"):
         resume(tmp_path / "run", quiet=True)
     assert resume(tmp_path / "run", quiet=True, corpus=tmp_path / "moved")["steps"] == 2
+    (tmp_path / "run" / "result.json").unlink()
     shard = tmp_path / "moved" / "train-00000.bin"
     shard.write_bytes(bytes(100) + shard.read_bytes()[100:])
     with pytest.raises(sf.InputError, match=r"Shard 'train-00000.bin' .* is damaged"):

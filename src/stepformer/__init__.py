@@ -29,6 +29,7 @@ from stepformer.schemes import (
 )
 
 if TYPE_CHECKING:
+    from stepformer.comparing.studies import compare, sweep
     from stepformer.training import evaluate_run, load_run, resume, run_config, train
 
 __version__ = "0.5.0"
@@ -40,9 +41,14 @@ def __getattr__(name: str) -> Any:
         import stepformer.training
 
         return getattr(stepformer.training, name)
+    if name in _STUDIES:
+        import stepformer.comparing.studies
+
+        return getattr(stepformer.comparing.studies, name)
     raise AttributeError(f"module 'stepformer' has no attribute '{name}'")
 
 
+_STUDIES = ("compare", "sweep")
 _TRAINING = ("evaluate_run", "load_run", "resume", "run_config", "train")
 
 __all__ = [
@@ -66,6 +72,7 @@ __all__ = [
     "UnknownNameError",
     "Values",
     "build",
+    "compare",
     "evaluate_run",
     "free",
     "load_config",
@@ -81,6 +88,7 @@ __all__ = [
     "register_template",
     "resume",
     "run_config",
+    "sweep",
     "train",
     "unit",
 ]

@@ -116,6 +116,11 @@ class ModelConfig:
         """The options of one component, defaults filled in."""
         return {name: self.option(name) for name, (owner, _) in declared_options(self).items() if owner == kind}
 
+    def components(self) -> dict[str, type]:
+        """The classes behind the names: `template 'gd'` and so on."""
+        names = {kind: getattr(self, kind) for kind in _COMPONENTS}
+        return {f"{kind} '{name}'": _COMPONENTS[kind][name].component for kind, name in names.items()}
+
     @property
     def head_dim(self) -> int:
         return self.d_model // self.n_head

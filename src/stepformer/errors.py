@@ -14,6 +14,14 @@ class InputError(StepformerError, ValueError):
     """Tokens, prompts or arguments that a built model cannot take."""
 
 
+class ChangedRuleError(InputError):
+    """A rule of the user's own that is not what it was when a run was made, or when this process first used it."""
+
+
+class DivergedError(StepformerError):
+    """Training that cannot go on because its numbers are not finite, or its loss is out of bounds."""
+
+
 class ConfigError(StepformerError, ValueError):
     """A configuration that cannot be built; `problems` lists every fault found, not only the first."""
 

@@ -25,7 +25,7 @@ from stepformer.roles import Role, named_roles
 from stepformer.schemes import State, templates
 from stepformer.schemes.fused import Moving, same_norms
 from stepformer.schemes.fused_hamiltonian import alike, weights_of
-from stepformer.sharding import is_sharded
+from stepformer.sharding import is_sharded, whole
 
 if TYPE_CHECKING:
     from stepformer.generation import Generation, Prompts
@@ -168,16 +168,28 @@ class Model(nn.Module):
         return sum(p.numel() for n, p in self.named_parameters() if not any(f"{w}." in n for w in left_out))
 
     def coefficients(self) -> list[dict[str, float]]:
-        """Current values of the learned coefficients, one dictionary per layer; `r[3]` is that of head 3."""
+        """Current values of the learned coefficients, one dictionary per layer; `r[3]` is that of head 3.
+
+        Of a model that is spread over ranks, all of them must ask together.
+        """
         layers: list[dict[str, float]] = []
         for block in self.blocks:
             values: dict[str, float] = {}
             for bank in block.banks():
                 for key, spec in bank.specs.items():
-                    numbers = bank.value(key).tolist()
+                    numbers = whole(bank.value(key).detach()).tolist()
                     names = [key] if spec.size == 1 else [f"{key}[{i}]" for i in range(spec.size)]
                     values.update(zip(names, numbers, strict=True))
             layers.append(values)
+        return layers
+
+    def gains(self) -> list[dict[str, float]]:
+        """Root mean square of every norm's gain, one dictionary per layer; of a spread model all ranks ask."""
+        layers = []
+        for block in self.blocks:
+            gains = {n: p for n, p, role in named_roles(block) if role is Role.NORM and n.endswith(".weight")}
+            rms = {n: whole(p.detach()).double().square().mean().sqrt() for n, p in gains.items()}
+            layers.append({name.removesuffix(".weight"): float(value) for name, value in rms.items()})
         return layers
 
     def pin_coefficients(self, layer: int | None = None, **values: float | Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stepformer.errors import StepformerError, UnknownNameError, suggestion
 from stepformer.options import Option
+from stepformer.plugins import remember
 
 if TYPE_CHECKING:
     from stepformer.config import ModelConfig
@@ -74,6 +75,7 @@ class Registry(Generic[T]):
             self._entries[name] = Entry(name, component, equation, cite, aliases)
             self._aliases.update(dict.fromkeys((name, *aliases), name))
             component.name = name
+            remember(component)
             return component
 
         return add

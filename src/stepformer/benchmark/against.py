@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import stepformer
-from stepformer.benchmark.table import Table
+from stepformer.benchmark.table import made
 from stepformer.catalogue import model_config
 from stepformer.config import merge
 from stepformer.errors import InputError, StepformerError
+from stepformer.tables import Table
 
 KINDS = ("forward + backward", "optimizer", "16 tokens decoded")
 WARMUP = 2
@@ -135,4 +136,4 @@ def table(found: dict[str, Any]) -> Table:
         spread = f"{middle:.3f} [{min(medians):.3f}, {max(medians):.3f}]"
         best = [min(ms for entry in entries for ms in entry[side]) for side in ("there_ms", "here_ms")]
         rows.append([name, kind, f"{there:.2f}", f"{here:.2f}", spread, f"{best[0] / best[1]:.3f}"])
-    return Table(["architecture", "work", "there ms", "here ms", "ratio [low, high]", "fastest"], rows, left=2)
+    return made(["architecture", "work", "there ms", "here ms", "ratio [low, high]", "fastest"], rows, left=2)

@@ -25,11 +25,12 @@ from stepformer.benchmark.planning import (
     introduction,
     plan,
 )
-from stepformer.benchmark.table import Table, judged, legend, page, plain, profile_table, speed_table, target_table
+from stepformer.benchmark.table import judged, legend, page, profile_table, speed_table, target_table
 from stepformer.benchmark.timing import product_rate
 from stepformer.catalogue import SIZES, preset, presets
 from stepformer.errors import InputError
 from stepformer.files import write_text
+from stepformer.tables import Table
 from stepformer.training.parallel import choose_device
 
 DESCRIPTION = """\
@@ -101,7 +102,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, show: Show | None = None) -> int:
     """Carry out a parsed command; `show` prints a table."""
-    show = show or (lambda table: print(plain(table)))
+    show = show or (lambda table: print(table.plain()))
     check(args)
     if args.table:
         return _page(Path(args.table), args.out)
@@ -259,7 +260,7 @@ def _present(process: dict[str, Any], rows: list[targets.Target], show: Show) ->
         return
     table = speed_table(measured)
     show(table)
-    if len(table.header) > 1:
+    if len(table.columns) > 1:
         print("\n" + textwrap.fill(legend(process, table), 118))
     times = profile_table(measured)
     if times is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import stepformer
+from stepformer.training.runs import cpu_name
 
 
 def versions() -> dict[str, str | None]:
@@ -32,7 +33,7 @@ def versions() -> dict[str, str | None]:
 def device_facts(device: torch.device) -> dict[str, Any]:
     """The device's name; for a GPU also its memory and driver, for the CPU the threads that torch uses."""
     if device.type != "cuda":
-        return {"kind": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}
+        return {"kind": "cpu", "name": cpu_name(), "threads": torch.get_num_threads()}
     facts = torch.cuda.get_device_properties(device)
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
@@ -61,12 +62,3 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

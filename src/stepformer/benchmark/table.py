@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from stepformer.benchmark.planning import BASELINE, HOW_COMPILED
 from stepformer.benchmark.records import Process, Record, frame, pairs
 from stepformer.benchmark.targets import TARGETS, Target, Verdict, value_of, verdicts
 from stepformer.catalogue import SIZES
+from stepformer.tables import Cell, Column, Table
 
 Pair = tuple[Record, Record]
 PAGE = """\
@@ -35,50 +35,12 @@ SPARE = ("compile s", "product %", "opt ms", "ms [q1, q3]", "opt %", "MFU %", "b
 BUSY = 1.15
 
 
-@dataclass(frozen=True)
-class Table:
-    """Cells as text; the first `left` columns are words, the others numbers."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: int = 1
-    notes: Sequence[str] = field(default_factory=tuple)
-
-    def widths(self) -> list[int]:
-        return [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
-
-    def without(self, columns: Iterable[int]) -> Table:
-        gone = set(columns)
-        lines = [[cell for i, cell in enumerate(line) if i not in gone] for line in (self.header, *self.rows)]
-        return Table(lines[0], lines[1:], self.left, self.notes)
-
-    def fitting(self, width: int) -> Table:
-        """As many columns as fit, the spare ones gone first."""
-        table = self
-        for name in SPARE:
-            if sum(table.widths()) + 2 * (len(table.header) - 1) <= width:
-                break
-            if name in table.header:
-                table = table.without([list(table.header).index(name)])
-        return table
-
-
-def plain(table: Table) -> str:
-    """For a terminal without colours."""
-    widths = table.widths()
-    out = [
-        "  ".join(
-            c.ljust(w) if i < table.left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in (table.header, *table.rows)
-    ]
-    return "\n".join([*(line.rstrip() for line in out), *table.notes])
-
-
-def markdown(table: Table) -> str:
-    rule = ["---" if i < table.left else "--:" for i in range(len(table.header))]
-    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (table.header, rule, *table.rows)]
-    return "\n".join([*lines, *(f"\n{note}" for note in table.notes)])
+def made(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, notes: Sequence[str] = ()) -> Table:
+    """Cells as text; the first `left` columns are words, the others numbers. What failed or was missed stands out."""
+    spare = {name: rank for rank, name in enumerate(SPARE, start=1)}
+    columns = [Column(name, i >= left, spare=spare.get(name, 0)) for i, name in enumerate(header)]
+    cells = [[Cell(t, t, style="red" if t in ("failed", "NOT reached") else "") for t in row] for row in rows]
+    return Table(columns, cells, notes=list(notes))
 
 
 def speed_table(measured: Sequence[Pair]) -> Table:
@@ -92,8 +54,8 @@ def speed_table(measured: Sequence[Pair]) -> Table:
         rows.append([record["label"], *(str(record[way]) for way in ways), *_numbers(record, baseline)])
         said = [*record["notes"], *([record["error"]] if record["error"] else [])]
         notes += [f"{record['label']}: {text}" for text in said]
-    table = Table(header, rows, notes=notes)
-    return table.without(i for i in range(len(header)) if all(row[i] == "" for row in rows))
+    empty = [i for i in range(len(header)) if all(row[i] == "" for row in rows)]
+    return made(header, rows, notes=notes).without(empty)
 
 
 def _numbers(record: Record, baseline: Record) -> list[str]:
@@ -121,7 +83,7 @@ def _numbers(record: Record, baseline: Record) -> list[str]:
 def legend(process: Process, table: Table) -> str:
     """What the columns of a table mean, and what makes its numbers rough."""
     results = [record for record in process["results"] if "mfu_of" in record]
-    shown = {name.split(" ")[0] for name in table.header}
+    shown = {column.title.split(" ")[0] for column in table.columns}
     text = "; ".join(f"{word}: {meaning}" for word, meaning in LEGEND.items() if word in shown)
     text = text.format(
         tokens=f"{process['settings']['batch_tokens']:,}",
@@ -152,7 +114,7 @@ def target_table(found: Iterable[Verdict]) -> Table:
         rows.append(
             [target.row, verdict.preset, f"{target.quantity}{where}", word, f"{sign} {_amount(target.bound)}", number]
         )
-    return Table(["row", "architecture", "quantity", "verdict", "target", "measured"], rows, left=4)
+    return made(["row", "architecture", "quantity", "verdict", "target", "measured"], rows, left=4)
 
 
 def _amount(value: float) -> str:
@@ -176,7 +138,7 @@ def profile_table(measured: Sequence[Pair]) -> Table | None:
             rows.append([word, *(f"{record['profile'][key]:.2f}" for record in records)])
     if all(record.get("profile_optimizer") for record in records):
         rows.append(["optimizer step", *(f"{record['profile_optimizer']['wall_ms']:.2f}" for record in records)])
-    return Table(["ms per micro-batch", *names], rows)
+    return made(["ms per micro-batch", *names], rows)
 
 
 MORE = {"batch", "decode"}
@@ -224,15 +186,15 @@ def page(processes: Sequence[Process]) -> str:
         table = speed_table(measured)
         out.append(f"\n## {name}, size {size}{changes}, {HOW_COMPILED[compiled]}\n")
         out.append(_conditions(members))
-        out.append(markdown(table))
+        out.append(table.markdown())
         out.append(f"\n{legend(members[-1], table)}")
         if members[0]["device"]["kind"] == "cuda" and size == "small":
             out.append("\n### Targets\n")
-            out.append(markdown(target_table(judged(members))))
+            out.append(target_table(judged(members)).markdown())
         times = profile_table(measured)
         if times is not None:
             out.append("\n### Where the time goes\n")
-            out.append(markdown(times))
+            out.append(times.markdown())
     return "\n".join(out) + "\n"
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from stepformer.catalogue import presets, unlisted_templates
 from stepformer.cli.show import console, resolve, title_of
 from stepformer.config import ModelConfig
 from stepformer.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, load_transcription
 from stepformer.errors import InputError
+from stepformer.tables import Table, columns, text
 
 LEGEND = """
 1 parameters of the audited copy   2 change of earlier logits by later tokens (fp32, fp64) and by a longer context
@@ -111,20 +111,17 @@ def _as_json(result: Audit) -> dict[str, Any]:
 
 def print_results(results: list[Audit], seconds: float, steps: int) -> None:
     out = console()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("architecture", overflow="fold")
-    for number, title in OBLIGATIONS.items():
-        table.add_column(f"{number} {title}", no_wrap=True)
+    table = Table(columns("architecture", *(f"{number} {title}" for number, title in OBLIGATIONS.items())), [])
     remarks = []
     for result in results:
-        cells = []
+        cells = [text(result.name, style="" if result.passed else "red")]
         for check in result.checks:
-            short = "[red]FAIL[/red]" if not check.passed else check.detail
+            short = check.detail if check.passed else "FAIL"
             if not check.passed or len(check.detail) > 26:
                 remarks.append(f"{result.name}: {check.obligation} {OBLIGATIONS[check.obligation]}: {check.detail}")
                 short = short if not check.passed else "ok, see below"
-            cells.append(short)
-        table.add_row(result.name, *cells)
+            cells.append(text(short))
+        table.rows.append(cells)
     out.print(table)
     for remark in remarks:
         out.print(remark, markup=False, soft_wrap=True)

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from stepformer.cli.runs import continue_text
 from stepformer.cli.show import console
 from stepformer.cli.train import duration
-from stepformer.comparing import (
-    Comparison,
-    RunRecord,
-    compare,
-    csv_text,
-    load_records,
-    markdown_text,
-    plot_comparison,
-    rich_table,
-)
-from stepformer.comparing.study import Planned, Report, amount, carry_out, grid, plan, seeds_of, submit, words_of
-from stepformer.errors import InputError, StepformerError, UnknownNameError
-from stepformer.files import write_text
+from stepformer.comparing import Comparison, Facts, compare, load_records, plot_comparison
+from stepformer.comparing.differences import refuse_unmeant
+from stepformer.comparing.matching import AMOUNTS
+from stepformer.comparing.statistics import seed_words
+from stepformer.comparing.studies import Study, check_tuning, compared, resolved, swept
+from stepformer.comparing.study import Planned, Report, carry_out, plan, seeds_of, submit, words_of
+from stepformer.errors import InputError, StepformerError
+from stepformer.files import read_json, write_text
+from stepformer.model import Model
 from stepformer.recipes import load_recipe
-from stepformer.training import RunConfig, Stopped, load_run, run_config
+from stepformer.tables import Table, of_texts
+from stepformer.training import Stopped, load_run, run_config
 from stepformer.training.forecast import forecast
 from stepformer.training.parallel import choose_device
+from stepformer.training.runs import RunFolder
 
 # Few tokens, well used: small batches for many steps, and a vocabulary in which most words are one token, so that the
 # text can be read. Four minutes of training where vanilla at this size trains on 5,000 tokens a second (batches of 32).
+# Its rates are those of the sweep in docs/lab-notebook.md.
 DEMO = (
-    *("size=tiny", "steps=300", "batch=8", "tokenizer=bpe:4096"),
+    *("size=tiny", "steps=300", "batch=8", "tokenizer=bpe:4096", "lr_embedding=6e-3", "lr_norm=6e-3"),
     *("eval_every=50", "eval_tokens=16384"),
 )
 DEMO_PROMPT = "One morning"
@@ -60,6 +58,19 @@ def add_compare(commands: Any, common: argparse.ArgumentParser) -> None:
     sub.add_argument("--corpus", metavar="NAME|DIR", help="what to train on (default: tales)")
     sub.add_argument("--budget", metavar="TOKENS", help="tokens each run trains on: 200k, 5M, 1.5B")
     sub.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: the first)")
+    sub.add_argument(
+        "--match",
+        choices=list(AMOUNTS),
+        help="also compare with a baseline made wider until it has what a row has",
+    )
+    sub.add_argument(
+        "--tune",
+        action="append",
+        default=[],
+        metavar="KEY[,KEY]=a,b,c",
+        help="first the same search for every row, over values (0.01) or multiples of what it has (2x)",
+    )
+    sub.add_argument("--budget-tune", metavar="TOKENS", help="tokens that each run of the search trains on")
     _study_options(sub)
     sub.set_defaults(run=run_compare)
 
@@ -83,6 +94,13 @@ def add_sweep(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _study_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a setting that may differ between the rows although it is not of the architecture; may be repeated",
+    )
     sub.add_argument("--seeds", metavar="N|a,b,c", help="how many seeds (from 42 on), or which (1; a recipe's own)")
     sub.add_argument(
         "--out", metavar="DIR", help="folder of all runs, table and plot (default: runs/compare-... or runs/sweep-...)"
@@ -90,6 +108,7 @@ def _study_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per GPU, or one)")
     sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
     sub.add_argument("--quiet", action="store_true", help="no progress display")
+    sub.add_argument("--dry-run", action="store_true", help="say what would be trained, with which rates, and stop")
     sub.add_argument(
         "--slurm",
         nargs="*",
@@ -113,61 +132,76 @@ def add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
 def run_compare(args: argparse.Namespace) -> int:
     names, words = words_of(args.names)
     if args.runs:
-        if names or words or args.recipe:
-            raise InputError("--runs compares what is there: give no names or settings with it.")
+        given = (args.recipe, args.match, args.tune, args.budget, args.corpus, args.seeds, args.dry_run)
+        if names or words or any(given):
+            raise InputError(
+                "--runs compares what is there: of the other options only --baseline, --allow and --out apply."
+            )
+        for folder in args.runs:
+            RunFolder(Path(folder)).check_code()
         records = load_records(args.runs)
         out = Path(args.out or "runs/compare")
-        return _present(compare(records, args.baseline or records[0].label, args.confidence), out, Report())
+        studies = {Path(folder).resolve().parent / "study.json" for folder in args.runs}
+        facts = Facts()
+        if len(studies) == 1 and (study_file := studies.pop()).is_file():  # all of one study, which may say more
+            facts = Facts.of_study(read_json(study_file, "study"))
+        usual = facts.baseline if facts.baseline in {record.label for record in records} else records[0].label
+        found = compare(records, args.baseline or usual, args.confidence, facts)
+        refuse_unmeant(found.differences, {record.label: record.settings for record in records}, args.allow)
+        return _present(found, out, Report())
     if args.recipe and not names:
         names = list(load_recipe(args.recipe).runs)
-    if len(names) < 2:
-        raise InputError("Name at least two architectures to compare, e.g. `stepformer compare vanilla yurii`.")
     if args.corpus:
         words.append(f"data.corpus={args.corpus}")
-    labels = [Path(name).stem if name.endswith(".toml") else name for name in names]
-    if len(set(labels)) < len(labels):
-        raise InputError(f"A name stands twice among {', '.join(labels)}.")
-    variants = {
-        label: _variant(name, args.recipe, words, args.budget) for label, name in zip(labels, names, strict=True)
-    }
-    baseline = args.baseline or labels[0]
-    if baseline not in variants:
-        raise UnknownNameError(f"The baseline '{baseline}' is not among {', '.join(labels)}.")
     if args.recipe and args.seeds is None:
         args.seeds = ",".join(map(str, load_recipe(args.recipe).about.get("seeds", [42])))
-    corpus = Path(variants[baseline].data.corpus).name
-    what = f"compare-{args.recipe or corpus}-{'-'.join(labels)[:60]}"
-    return _study(args, variants, baseline, Path(args.out or f"runs/{what}"))
-
-
-def _variant(name: str, recipe: str | None, words: list[str], budget: str | None) -> RunConfig:
-    config = run_config(recipe, [f"model.preset={name}", *words]) if recipe else run_config(name, words)
-    if budget is None:
-        return config
-    if any(word.removeprefix("train.").startswith("steps=") for word in words):
-        raise InputError("Give --budget or steps, not both.")
-    steps = round(amount(budget) / config.step_tokens)
-    if steps < 1:
-        raise InputError(f"--budget {budget} is less than half a step of {config.step_tokens:,} tokens.")
-    return run_config(recipe or name, [*([f"model.preset={name}"] if recipe else []), *words, f"train.steps={steps}"])
+    _check_options(args)
+    searched = check_tuning(args.tune, args.budget_tune, seeds_of(args.seeds or "1"))
+    if args.tune and args.slurm is not None:
+        raise InputError("--tune searches here, before the runs: it does not go with --slurm.")
+    try:
+        study = compared(
+            names,
+            Path(args.out) if args.out else None,
+            seeds=seeds_of(args.seeds or "1"),
+            budget=args.budget,
+            baseline=args.baseline,
+            recipe=args.recipe,
+            words=words,
+            allow=args.allow,
+            match=args.match,
+            tune=[] if args.dry_run else args.tune,
+            budget_tune=None if args.dry_run else args.budget_tune,
+            jobs=args.jobs,
+            plugins=args.plugin,
+            quiet=args.quiet,
+        )
+    except Stopped as stopped:
+        print(f"stepformer: {stopped}; the search is saved. The same command continues.", file=sys.stderr)
+        return stopped.status
+    if args.dry_run and args.tune:
+        points = f"{len(searched.points())} points of {', '.join(searched.axes)}"
+        said = f"Before that, each row is trained at {points}, on {args.budget_tune} tokens each."
+        study = replace(study, facts=study.facts + Facts(remarks=(said,)))
+    return _study(args, study)
 
 
 def run_sweep(args: argparse.Namespace) -> int:
     names, words = words_of(args.names)
     if len(names) != 1:
         raise InputError("A sweep is over one NAME; use --grid preset=a,b to go over architectures.")
-    variants = grid(names[0], words, args.grid)
-    out = Path(args.out or f"runs/sweep-{Path(names[0]).stem}")
-    return _study(args, variants, next(iter(variants)), out)
+    _check_options(args)
+    study = swept(names[0], words, args.grid, Path(args.out or f"runs/sweep-{Path(names[0]).stem}"))
+    return _study(args, replace(study, seeds=tuple(seeds_of(args.seeds or "1")), allow=tuple(args.allow)))
 
 
-def _study(args: argparse.Namespace, variants: dict[str, RunConfig], baseline: str, out: Path) -> int:
+def _study(args: argparse.Namespace, study: Study) -> int:
     """Train what is missing, then show what there is."""
-    if not 0 < args.confidence < 1:
-        raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
-    if args.jobs is not None and args.jobs < 1:
-        raise InputError(f"--jobs {args.jobs} should be at least 1.")
-    runs = plan(out, variants, seeds_of(args.seeds or "1"), quiet=args.quiet)
+    out, baseline = study.out, study.baseline
+    if args.dry_run:
+        console().print(planned_table(study))
+        return 0
+    runs = study.plan(quiet=args.quiet, here=args.slurm is None)
     if args.slurm is not None and not all(run.finished for run in runs):
         given = dict(word.partition("=")[::2] for word in args.slurm)
         slurm = {key: int(value) if value.isdigit() else value for key, value in given.items()}
@@ -184,10 +218,50 @@ def _study(args: argparse.Namespace, variants: dict[str, RunConfig], baseline: s
             file=sys.stderr,
         )
         return stopped.status
-    return show_study(runs, report, baseline, args.confidence, out)
+    return show_study(runs, report, baseline, args.confidence, out, study.facts)
 
 
-def show_study(runs: list[Planned], report: Report, baseline: str, confidence: float, out: Path) -> int:
+def planned_table(study: Study) -> Table:
+    """What would be trained."""
+    header = ("architecture", "parameters", "layers", "width", "context", "steps", "tokens")
+    rows, rates = list[tuple[str, ...]](), dict[str, str]()
+    variants, _ = resolved(study.variants)
+    for label, config in variants.items():
+        model = Model(config.model, device="meta")
+        tokens = config.train.steps * config.step_tokens
+        numbers = (model.num_parameters(), *(getattr(config.model, key) for key in ("n_layer", "d_model", "context")))
+        rows.append((label, *(f"{number:,}" for number in (*numbers, config.train.steps, tokens))))
+        rates[label] = f"{config.optim.name}, {config.optim.schedule}: {config.optim.rates_text()}."
+    told = [f"{label}: {text}" for label, text in rates.items()]
+    folders = [study.out / f"{label}-s{seed}" for label in variants for seed in study.seeds]
+    finished = sum(RunFolder(folder).result.is_file() for folder in folders)
+    return of_texts(
+        header,
+        rows,
+        notes=[
+            f"{len(folders)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
+            f"The baseline is {study.baseline}.",
+            *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.baseline]}"]),
+            *study.facts.remarks,
+        ],
+    )
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if not 0 < args.confidence < 1:
+        raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
+    if args.jobs is not None and args.jobs < 1:
+        raise InputError(f"--jobs {args.jobs} should be at least 1.")
+
+
+def show_study(
+    runs: list[Planned],
+    report: Report,
+    baseline: str,
+    confidence: float,
+    out: Path,
+    facts: Facts | None = None,
+) -> int:
     """Table and plot of what finished, and a sentence for what failed; 1 if anything did."""
     status = 0
     for name, problem in report.failed.items():
@@ -195,33 +269,18 @@ def show_study(runs: list[Planned], report: Report, baseline: str, confidence: f
         status = 1
     if report.finished:
         records = load_records(report.finished)
-        if len({(record.pairing, record.tokens) for record in records}) > 1:
-            _list(records)  # a grid over batch, steps or context: losses, but no paired differences
-        elif any(record.label == baseline for record in records):
-            status = _present(compare(records, baseline, confidence), out, report) or status
+        if any(record.label == baseline for record in records):
+            status = _present(compare(records, baseline, confidence, facts), out, report) or status
         else:
             print(f"stepformer: no run of the baseline '{baseline}' finished: nothing to compare with", file=sys.stderr)
     return status
 
 
-def _list(records: list[RunRecord]) -> None:
-    """Runs that cannot be paired: their losses, side by side."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("run", "seed", "final loss", "best loss", "tokens", "tokens/s", "evaluated on"):
-        table.add_column(column, justify="left" if column == "run" else "right")
-    for record in records:
-        losses = (f"{record.val_loss:.4f}", f"{record.best_val_loss:.4f}")
-        amounts = (f"{record.tokens:,}", f"{record.tokens_per_second:,.0f}", f"{record.val_tokens:,}")
-        table.add_row(record.label, str(record.seed), *losses, *amounts)
-    console().print(table)
-    print("These runs differ in their batches or their budget: there are no paired differences.")
-
-
 def _present(comparison: Comparison, out: Path, report: Report) -> int:
     terminal = console()
-    terminal.print(rich_table(comparison, terminal.width))
-    write_text(out / "comparison.md", markdown_text(comparison))
-    write_text(out / "comparison.csv", csv_text(comparison))
+    terminal.print(comparison.table)
+    write_text(out / "comparison.md", comparison.table.markdown())
+    write_text(out / "comparison.csv", comparison.details.csv())
     made = [str(out / "comparison.md"), str(out / "comparison.csv")]
     try:
         plot_comparison(comparison, out / "comparison.png")

@@ -22,16 +22,12 @@ from stepformer.comparing.finetune_study import (
 )
 from stepformer.comparing.forgetting import Direction, Finetuned, forgetting
 from stepformer.comparing.forgetting_plots import plot_forgetting
-from stepformer.comparing.forgetting_tables import (
-    forgetting_csv,
-    forgetting_markdown,
-    forgetting_record,
-    forgetting_table,
-)
+from stepformer.comparing.forgetting_tables import forgetting_details, forgetting_record, forgetting_table
 from stepformer.comparing.study import Planned, carry_out, plan, refuse_seed, seeds_of
 from stepformer.data.corpus import Corpus
 from stepformer.errors import InputError, StepformerError, UnknownNameError
 from stepformer.files import write_json, write_text
+from stepformer.plugins import lasting
 from stepformer.recipes import recipe_names
 from stepformer.training import RunConfig, Stopped, run_config
 from stepformer.training.finetuning import FinetuneConfig
@@ -198,7 +194,8 @@ class Study:
     def _finetune(
         self, out: Path, runs: Sequence[Pretrained], target: Corpus, settings: FinetuneConfig
     ) -> tuple[list[Path], FinetuneConfig]:
-        self.plugins += [p for run in runs for p in run.record.get("plugins", []) if p not in self.plugins]
+        theirs = [plugin for run in runs for plugin in run.record.get("plugins", [])]
+        self.plugins = lasting([*self.plugins, *theirs])
         planned, settled = plan_finetuning(out, runs, target, settings, quiet=self.args.quiet)
         return self._carry_out(planned), settled
 
@@ -222,10 +219,10 @@ class Study:
         if not directions:
             print("stepformer: no run of the baseline finished: nothing to compare with", file=sys.stderr)
             return 1
-        terminal = console()
-        terminal.print(forgetting_table(directions, terminal.width))
-        write_text(out / f"{name}.md", forgetting_markdown(directions))
-        write_text(out / f"{name}.csv", forgetting_csv(directions))
+        terminal, table = console(), forgetting_table(directions)
+        terminal.print(table)
+        write_text(out / f"{name}.md", table.markdown())
+        write_text(out / f"{name}.csv", forgetting_details(directions).csv())
         write_json(out / f"{name}.json", forgetting_record(directions, settings.to_dict()))
         made = [str(out / f"{name}.{ending}") for ending in ("md", "csv", "json")]
         try:

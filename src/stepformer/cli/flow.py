@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from stepformer import __version__
 from stepformer.cli.show import console
@@ -23,6 +22,7 @@ from stepformer.errors import InputError, StepformerError, suggestion
 from stepformer.files import write_text
 from stepformer.flows import EXPERIMENTS, Result, Tell
 from stepformer.flows.plots import draw
+from stepformer.tables import of_texts
 
 FEWEST, MOST = 8, 2048  # a covariance needs some tokens; kernels are N x N
 
@@ -106,12 +106,9 @@ def progress(title: str) -> Iterator[Tell]:
 
 
 def show(name: str, result: Result, seconds: float) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
     words = {key for row in result.rows for key, value in row.items() if isinstance(value, str)}
-    for column in result.rows[0]:
-        table.add_column(column, justify="left" if column in words else "right")
-    for row in result.rows:
-        table.add_row(*(cell(column, value) for column, value in row.items()))
+    rows = [[cell(column, value) for column, value in row.items()] for row in result.rows]
+    table = of_texts(list(result.rows[0]), rows, words=words)
     terminal = console()
     terminal.print(f"[bold]{name}[/bold]  {result.question}  ({seconds:.1f} s)", soft_wrap=True)
     terminal.print(table)

@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     prepare.add_prepare(commands, common)
     train.add_train(commands, common)
     train.add_resume(commands, common)
+    train.add_extend(commands, common)
     evaluate.add_eval(commands, common)
     runs.add_generate(commands, common)
     serve.add_serve(commands, common)

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus, corpus_folder
@@ -20,6 +19,7 @@ from stepformer.data.pieces import Progress
 from stepformer.data.prepare import prepare
 from stepformer.data.readers import DOCUMENT_RULES
 from stepformer.data.sources import TALES_COUNT, open_source
+from stepformer.tables import of_texts
 
 DESCRIPTION = """\
 Turn documents into tokens that a model can be trained on.
@@ -152,17 +152,15 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
 
 
 def print_corpus(out: Console, corpus: Corpus) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("split")
-    for column in ("documents", "tokens", "tokens per byte", "unigram entropy", "hash"):
-        table.add_column(column, justify="right")
+    rows = []
     for name, split in corpus.manifest["splits"].items():
         per_byte = split["tokens"] / split["bytes"] if split["bytes"] else 0.0
         facts = (f"{split['documents']:,}", f"{split['tokens']:,}", f"{per_byte:.3f}", f"{split['entropy']:.3f} nats")
-        table.add_row(name, *facts, split["hash"])
+        rows.append((name, *facts, split["hash"]))
     tokenizer = corpus.manifest["tokenizer"]
     out.print(f"[bold]{corpus.name}[/bold] with tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids)")
-    out.print(table)
+    titles = ("split", "documents", "tokens", "tokens per byte", "unigram entropy", "hash")
+    out.print(of_texts(titles, rows))
     rule = corpus.manifest["split_rule"]
     out.print(f"split: {rule['meaning']}", soft_wrap=True, markup=False)
     if not corpus.manifest["splits"]["val"]["tokens"]:

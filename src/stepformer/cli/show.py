@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from stepformer.model import Model
 from stepformer.oracles import attentions, mlps
 from stepformer.references import BIBTEX
 from stepformer.schemes import splittings, templates
+from stepformer.tables import of_texts
 
 COUNTS = ("total", "non-positional", "non-embedding")
 
@@ -179,9 +181,19 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "calls": block.calls(),
         "parameters": {c: model.num_parameters(c) for c in COUNTS},  # type: ignore[arg-type]
         "unused_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "training": _training(config),
         "published": published,
         "cite": citations(config),
     }
+
+
+def _training(config: ModelConfig, file: str = "", words: Sequence[str] = ()) -> str:
+    """The optimizer of a run, as its file says it, with rates that follow length and size where nothing does."""
+    from stepformer.training.config import DataConfig, OptimConfig, RunConfig, TrainConfig, run_config
+
+    run = run_config(file, words) if file else RunConfig(config, DataConfig(), OptimConfig(), TrainConfig())
+    steps = f"{run.train.steps:,} steps of {run.train.batch} sequences"
+    return f"{run.optim.name} for {steps}: {run.optim.rates_text()}"
 
 
 def _extras(config: ModelConfig) -> dict[str, str]:
@@ -217,6 +229,9 @@ def _start(config: ModelConfig, start: str | float) -> str:
 def run_show(args: argparse.Namespace) -> int:
     config = resolve(args.name, args.overrides, args.size)
     facts = describe(config)
+    if args.name.endswith(".toml"):
+        words = [*([f"size={args.size}"] if args.size else []), *args.overrides]
+        facts["training"] = _training(config, args.name, words)
     if args.cite:
         print("\n\n".join(BIBTEX.get(key, f"% {key}: no entry in stepformer.references") for key in facts["cite"]))
         return 0
@@ -264,12 +279,9 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
     out.print(table)
     if facts["coefficients_per_layer"]:
         out.print()
-        learned = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("coefficient (one per layer)", "range", "starts at", "kind"):
-            learned.add_column(column, no_wrap=True)
-        for c in facts["coefficients_per_layer"]:
-            learned.add_row(c["name"], c["range"], f"{c['start']:.6g}", c["kind"])
-        out.print(learned)
+        titles = ("coefficient (one per layer)", "range", "starts at", "kind")
+        learned = [(c["name"], c["range"], f"{c['start']:.6g}", c["kind"]) for c in facts["coefficients_per_layer"]]
+        out.print(of_texts(titles, learned, words=titles))
     out.print()
     size = f"{config.n_layer} layers, {config.n_head} heads, width {config.d_model}, context {config.context}"
     out.print(f"[bold]parameters[/bold] at {size}, vocabulary {config.vocab_size}")
@@ -277,6 +289,7 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
         out.print(f"  {convention:<16}{count:>14,}")
     if facts["unused_parameters"]:
         out.print(f"  {'declared unused':<16}{facts['unused_parameters']:>14,}  (in the total, never trained)")
+    out.print(f"[bold]training[/bold]  {facts['training']}", highlight=False)
     if facts["published"]:
         out.print(f"[bold]published[/bold]  {facts['published']} (its paper's figure, not measured here)")
     out.print(f"[bold]cite[/bold]  {', '.join(facts['cite'])}   (--cite prints BibTeX)")

@@ -22,6 +22,7 @@ from stepformer.optim import OptimConfig
 from stepformer.recipes import load_recipe, recipe_names
 from stepformer.roles import Role, named_roles
 from stepformer.settings import type_hints
+from stepformer.tables import of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
@@ -101,6 +102,28 @@ def _limits(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--quiet", action="store_true", help="no progress display")
 
 
+def add_extend(commands: Any, common: argparse.ArgumentParser) -> None:
+    sub = commands.add_parser(
+        "extend",
+        parents=[common],
+        help="go on with a run for longer, or branch off it, in a new folder",
+        description="Continue a run under another length or schedule from the last checkpoint that both schedules "
+        "agree on: the end of a run with schedule=constant, the begin of the decay with schedule=wsd. The old run "
+        "stays as it is; the new one records it as its parent.",
+        epilog="examples:\n"
+        "  stepformer extend runs/a steps=4000 --out runs/a-longer\n"
+        "  stepformer extend runs/a steps=2400 decay_start=2000 --out runs/a-short-decay --at 2000",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sub.add_argument("name", metavar="RUN", help="folder of the run")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="steps, schedule, decay_start, floor, sam, rho")
+    sub.add_argument("--out", required=True, metavar="DIR", help="folder of the new run")
+    sub.add_argument("--label", metavar="NAME", help="name of the new run in tables (default: its folder's)")
+    sub.add_argument("--at", type=int, metavar="STEP", help="the checkpoint to begin with (default: the last possible)")
+    sub.add_argument("--quiet", action="store_true", help="no progress display")
+    sub.set_defaults(run=run_extend)
+
+
 def add_recipes(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "recipes",
@@ -129,6 +152,14 @@ def run_resume(args: argparse.Namespace) -> int:
     changes = {key.removeprefix("train."): value for key, value in map(parse_override, args.overrides)}
     limit = None if args.max_time is None else seconds(args.max_time)
     return _supervised(lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, **changes))
+
+
+def run_extend(args: argparse.Namespace) -> int:
+    from stepformer.config import parse_override
+    from stepformer.training.extending import extend
+
+    changes = dict(map(parse_override, args.overrides))
+    return _supervised(lambda: extend(args.name, args.out, at=args.at, label=args.label, quiet=args.quiet, **changes))
 
 
 def _supervised(work: Callable[[], dict[str, Any]]) -> int:
@@ -209,7 +240,7 @@ def dry_run(config: RunConfig) -> int:
         ),
         ("parameters", f"{meta.num_parameters():,} ({meta.num_parameters('non-embedding'):,} without tables)"),
         ("data", data),
-        ("optimizer", f"{config.optim.name}, peak rate {config.optim.lr:g}, {config.optim.schedule}"),
+        ("optimizer", f"{config.optim.name}, {config.optim.schedule}: {config.optim.rates_text()}"),
         ("steps", f"{train_.steps:,} x {config.step_tokens:,} tokens = {train_.steps * config.step_tokens:,} tokens"),
         (
             "a step",
@@ -251,20 +282,15 @@ def run_recipes(args: argparse.Namespace) -> int:
         out.print(f"[bold]{recipe.name}[/bold]  {recipe.about.get('about', '')}")
         out.print(f"{recipe.about.get('paper', '')}: {recipe.about.get('figure', '')}", markup=False)
         out.print(f"published: {recipe.about.get('published_what', '')}", markup=False)
-        table = Table(box=None, pad_edge=False)
-        for column in ("architecture", "parameters", "published", ""):
-            table.add_column(column)
-        for name, facts in recipe.runs.items():
-            table.add_row(name, f"{facts['parameters']:,}", str(facts.get("published", "")), facts.get("note", ""))
-        out.print(table)
+        runs = [
+            (name, f"{facts['parameters']:,}", str(facts.get("published", "")), facts.get("note", ""))
+            for name, facts in recipe.runs.items()
+        ]
+        out.print(of_texts(("architecture", "parameters", "published", "note"), runs, words=("published", "note")))
         for section, values in recipe.document.items():
             out.print(f"[bold]\\[{section}][/bold] " + ", ".join(f"{k} = {v}" for k, v in values.items()))
         return 0
-    table = Table(box=None, pad_edge=False)
-    for column in ("recipe", "runs", "what"):
-        table.add_column(column, no_wrap=column != "what")
-    for name in recipe_names():
-        recipe = load_recipe(name)
-        table.add_row(name, str(len(recipe.runs)), recipe.about.get("about", ""))
-    out.print(table)
+    recipes = map(load_recipe, recipe_names())
+    rows = [(recipe.name, str(len(recipe.runs)), recipe.about.get("about", "")) for recipe in recipes]
+    out.print(of_texts(("recipe", "runs", "what"), rows, words=("what",)))
     return 0

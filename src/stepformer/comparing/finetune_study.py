@@ -26,7 +26,6 @@ from stepformer.data.prepare import shared_tokenizer
 from stepformer.data.sources import TALES_COUNT, open_source
 from stepformer.data.tokenizers import tokenizer_kind
 from stepformer.errors import InputError
-from stepformer.plugins import load_plugin
 from stepformer.training.config import DataConfig, RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_corpus
 from stepformer.training.finetuning import FinetuneConfig, finetune_config
@@ -58,10 +57,7 @@ class Pretrained:
 def open_pretrained(path: str | Path, source: str | None = None, *, quiet: bool = False) -> Pretrained:
     """A finished run; `source` names its corpus if it was imported without one."""
     folder = RunFolder(Path(os.path.normpath(path)))
-    record = folder.read()
-    for plugin in record.get("plugins", []):
-        load_plugin(plugin)
-    config = RunConfig.from_dict(record["config"])
+    record, config = folder.opened()
     if source is not None and not record.get("corpus"):
         corpus = _open(source, str(folder.tokenizer), TALES_COUNT, quiet)
     elif not record.get("corpus"):

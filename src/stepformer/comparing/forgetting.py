@@ -9,16 +9,18 @@ batches in pretraining and in fine-tuning, so their differences are taken seed b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from stepformer.comparing.differences import Difference, differences, recorded
+from stepformer.comparing.records import RunRecord
 from stepformer.comparing.statistics import (
     PAIRS_FOR_SMALL,
     SMALL_DIFFERENCE,
     PairedDifference,
-    RunRecord,
     Summary,
     paired,
     seed_words,
@@ -26,7 +28,7 @@ from stepformer.comparing.statistics import (
 )
 from stepformer.errors import InputError, UnknownNameError, suggestion
 from stepformer.files import read_json
-from stepformer.training.runs import read_metrics
+from stepformer.training.runs import RunFolder, read_metrics
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Direction:
     baseline: str
     confidence: float
     rows: tuple[ForgettingRow, ...]
+    apart: tuple[Difference, ...] = ()  # settings of pretraining that are no architecture and not the same in all rows
 
     @property
     def name(self) -> str:
@@ -112,7 +115,7 @@ class Direction:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        notes = []
+        notes = [f"{self.name}: the pretrained runs differ in {difference}." for difference in self.apart]
         for row in self.rows:
             for what in ("forgetting", "plasticity"):
                 difference: PairedDifference | None = getattr(row, f"{what}_difference")
@@ -154,7 +157,23 @@ def forgetting(
         )
     order = [baseline, *(label for label in by_label if label != baseline)]
     rows = [_row(label, by_label[baseline], by_label[label], label == baseline, confidence) for label in order]
-    return Direction(source, target, baseline, confidence, tuple(rows))
+    return Direction(source, target, baseline, confidence, tuple(rows), _pretraining(by_label))
+
+
+def _pretraining(by_label: Mapping[str, Mapping[int, Finetuned]]) -> tuple[Difference, ...]:
+    """In what the runs differ that the rows began with, as far as these runs are still there."""
+    found: dict[str, Difference] = {}
+    for seed in sorted({seed for runs in by_label.values() for seed in runs}):
+        rows = {}
+        for label, runs in by_label.items():
+            with contextlib.suppress(InputError):
+                start = runs[seed].start if seed in runs else {}
+                if start and RunFolder(Path(start["run"])).read().get("id") == start.get("id"):
+                    rows[label] = recorded(Path(start["run"]))
+        for difference in differences(rows):
+            if not difference.meant and difference.key != "train.init":
+                found.setdefault(difference.key, difference)
+    return tuple(found.values())
 
 
 def _check_same(first: Finetuned, other: Finetuned) -> None:
@@ -173,17 +192,17 @@ def _row(
     label: str, base: Mapping[int, Finetuned], mine: Mapping[int, Finetuned], is_baseline: bool, confidence: float
 ) -> ForgettingRow:
     runs = tuple(mine[seed] for seed in sorted(mine))
-    differences: dict[str, PairedDifference | None] = {"forgetting": None, "plasticity": None}
+    apart: dict[str, PairedDifference | None] = {"forgetting": None, "plasticity": None}
     if not is_baseline and base.keys() & mine.keys():
-        for what in differences:
+        for what in apart:
             one, two = ({seed: getattr(run, what) for seed, run in runs_.items()} for runs_ in (base, mine))
-            differences[what] = paired(one, two, confidence)
+            apart[what] = paired(one, two, confidence)
     return ForgettingRow(
         label,
         is_baseline,
         runs,
         summarise(run.forgetting for run in runs),
         summarise(run.plasticity for run in runs),
-        differences["forgetting"],
-        differences["plasticity"],
+        apart["forgetting"],
+        apart["plasticity"],
     )

@@ -1,75 +1,36 @@
-"""Forgetting and plasticity as tables: for the terminal, as Markdown, CSV and JSON."""
+"""Forgetting and plasticity as tables: the one that is shown, the one with everything, and JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich import box
-from rich.markup import escape
-from rich.table import Table
 
 from stepformer.comparing.forgetting import Direction, ForgettingRow
 from stepformer.comparing.statistics import PairedDifference, Summary, seed_words
 from stepformer.comparing.tables import percent
+from stepformer.tables import Column, Table, text
 
 FORMAT = 1
 MARK = "*"  # beside a difference that has a note against claiming it
-TEXT = 2  # columns of words, to the left
 
 
-def forgetting_table(directions: Sequence[Direction], width: int = 120) -> Table:
-    """For `console.print`; under 170 columns cells are stacked."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-        caption=escape("\n" + "\n".join(facts(directions))),
-        caption_justify="left",
-        caption_style="",
+def forgetting_table(directions: Sequence[Direction]) -> Table:
+    """For the terminal and Markdown, and what it is a table of."""
+    interval = percent(directions[0].confidence)
+    numbers = (
+        *("n", "source loss", "forgetting ± se", f"difference [{interval} CI]"),
+        *("target loss", "plasticity ± se", f"difference [{interval} CI]"),
     )
-    wide = width >= 170
-
-    def shown(text: str) -> str:
-        return escape(text if wide else text.replace(" [", "\n[").replace(" ±", "\n±").replace(" -> ", "\n-> "))
-
-    for column, title in enumerate(_header(directions)):
-        table.add_column(shown(title), justify="left" if column < TEXT else "right", no_wrap=True, vertical="top")
-    for direction in directions:
-        for row in direction.rows:
-            last = row is direction.rows[-1]
-            table.add_row(*map(shown, _cells(direction, row)), end_section=last)
-    return table
+    columns = [Column("direction"), Column("architecture"), *(Column(title, numeric=True) for title in numbers)]
+    rows = [list(map(text, _cells(direction, row))) for direction in directions for row in direction.rows]
+    return Table(columns, rows, "Forgetting", facts(directions))
 
 
-def forgetting_markdown(directions: Sequence[Direction]) -> str:
-    """A table that also reads well as text, and what it is a table of."""
-    lines = [_header(directions), *(_cells(d, row) for d in directions for row in d.rows)]
-    lines = [[text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_") for text in line] for line in lines]
-    widths = [max(2, *(len(line[column]) for line in lines)) for column in range(len(lines[0]))]
-    rule = ["-" * width if column < TEXT else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
-    out = []
-    for line in [lines[0], rule, *lines[1:]]:
-        cells = [
-            text.ljust(w) if c < TEXT else text.rjust(w) for c, (text, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        out.append(f"| {' | '.join(cells)} |")
-    said = [fact.replace("*", "\\*").replace("_", "\\_") for fact in facts(directions)]
-    return "\n".join([*out, "", *said]) + "\n"
-
-
-def forgetting_csv(directions: Sequence[Direction]) -> str:
-    """One line for each architecture and direction."""
-    rows = [_record(direction, row) for direction in directions for row in direction.rows]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+def forgetting_details(directions: Sequence[Direction]) -> Table:
+    """One line for each architecture and direction, with every number."""
+    records = [_record(direction, row) for direction in directions for row in direction.rows]
+    rows = [[text("" if value is None else value) for value in record.values()] for record in records]
+    return Table([Column(key) for key in records[0]], rows)
 
 
 def forgetting_record(directions: Sequence[Direction], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,21 +105,6 @@ def facts(directions: Sequence[Direction]) -> list[str]:
 def _step_tokens(direction: Direction) -> int:
     record = direction.first.record
     return record.tokens // record.steps
-
-
-def _header(directions: Sequence[Direction]) -> list[str]:
-    interval = percent(directions[0].confidence)
-    return [
-        "direction",
-        "architecture",
-        "n",
-        "source loss",
-        "forgetting ± se",
-        f"difference [{interval} CI]",
-        "target loss",
-        "plasticity ± se",
-        f"difference [{interval} CI]",
-    ]
 
 
 def _cells(direction: Direction, row: ForgettingRow) -> list[str]:

@@ -7,7 +7,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from stepformer.comparing.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, Comparison, Row, seed_words
+from stepformer.comparing.comparison import Comparison, Row
+from stepformer.comparing.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words
 from stepformer.comparing.tables import MARK, percent
 from stepformer.errors import StepformerError
 from stepformer.files import writing
@@ -22,6 +23,13 @@ NAME_WIDTH = 26  # characters; longer labels go on on the next line
 
 def plot_comparison(comparison: Comparison, path: str | Path) -> None:
     """Write a PNG of evaluation loss against tokens and of each difference to the baseline with its interval."""
+    figure = draw_comparison(comparison)
+    with writing(Path(path)) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def draw_comparison(comparison: Comparison) -> Any:
+    """The same as a matplotlib figure."""
     try:
         from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
     except ImportError:
@@ -36,8 +44,7 @@ def plot_comparison(comparison: Comparison, path: str | Path) -> None:
         left = figure.subplots()
     _draw_curves(left, comparison)
     figure.supxlabel(_footer(comparison), fontsize=8, color=GREY, parse_math=False)
-    with writing(Path(path)) as file:
-        figure.savefig(file, format="png", dpi=150)
+    return figure
 
 
 def plot_differences(comparison: Comparison, path: str | Path) -> None:
@@ -55,7 +62,8 @@ def plot_differences(comparison: Comparison, path: str | Path) -> None:
 
 def _height(comparison: Comparison) -> float:
     """Inches that give every row of the differences its two lines of words."""
-    return max(4.4, 2.2 + 0.36 * len(comparison.rows))
+    lines = sum(1 + len(row.verdict) // NAME_WIDTH for row in comparison.rows)
+    return max(4.4, 2.2 + 0.36 * len(comparison.rows), 2.0 + 0.3 * lines)
 
 
 def _footer(comparison: Comparison) -> str:
@@ -63,6 +71,9 @@ def _footer(comparison: Comparison) -> str:
     footer = f"evaluated on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}; {seeds}"
     if comparison.unigram_entropy is not None:
         footer += f"; unigram entropy {comparison.unigram_entropy:.3f}"
+    apart = ", ".join(found.key for found in comparison.differences if not found.meant)
+    if apart:
+        footer += "\n" + textwrap.fill(f"the rows also differ in {apart}", 140)
     if any(row.provisional for row in comparison.rows):
         footer += f"\n*  under {SMALL_DIFFERENCE} with fewer than {PAIRS_FOR_SMALL} paired seeds: not to be claimed"
     return footer
@@ -153,7 +164,8 @@ def _draw_differences(axes: Any, comparison: Comparison) -> None:
         label.label1.set_parse_math(False)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     values = axes.secondary_yaxis("right")
-    words = [f"{_signed(d.mean)}\n{row.verdict}{MARK if row.provisional else ''}" for _, row, d in rows]
+    verdicts = [textwrap.fill(row.verdict + (MARK if row.provisional else ""), NAME_WIDTH) for _, row, _ in rows]
+    words = [f"{_signed(d.mean)}\n{verdict}" for (_, _, d), verdict in zip(rows, verdicts, strict=True)]
     values.set_yticks(range(len(rows)), words, fontsize=8.5)
     values.tick_params(length=0)
     values.spines["right"].set_visible(False)

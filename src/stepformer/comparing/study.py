@@ -7,25 +7,31 @@ STUDY/comparison.{md,csv,png}
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stepformer import files
+from stepformer import __version__, files
+from stepformer.comparing.comparison import Facts, grid_points
+from stepformer.comparing.differences import differences, last, recorded
 from stepformer.config import parse_override
 from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.plugins import package_digest
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.corpora import open_corpus
-from stepformer.training.parallel import World
+from stepformer.training.loop import precision_of
+from stepformer.training.parallel import World, choose_device
+from stepformer.training.run import corpus_facts
 from stepformer.training.runs import RunFolder, as_toml
 from stepformer.training.stopping import Watch
 
@@ -51,7 +57,16 @@ class Report:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def plan(folder: Path, variants: dict[str, RunConfig], seeds: Sequence[int], *, quiet: bool = False) -> list[Planned]:
+def plan(
+    folder: Path,
+    variants: dict[str, RunConfig],
+    seeds: Sequence[int],
+    *,
+    quiet: bool = False,
+    allowed: Sequence[str] = (),
+    facts: Facts | None = None,
+    here: bool = True,
+) -> list[Planned]:
     """Every variant with every seed, seeds outermost, so that an early stop leaves whole pairs.
 
     A folder that already holds other settings under the same label is refused: its runs would not be comparable.
@@ -61,11 +76,21 @@ def plan(folder: Path, variants: dict[str, RunConfig], seeds: Sequence[int], *, 
         settings = variant.to_dict()
         settings["train"]["seed"] = seed
         labelled.append((label, RunConfig.from_dict(settings)))
-    return plan_runs(folder, labelled, quiet=quiet)
+    return plan_runs(folder, labelled, quiet=quiet, allowed=allowed, facts=facts, here=here)
 
 
-def plan_runs(folder: Path, labelled: Sequence[tuple[str, RunConfig]], *, quiet: bool = False) -> list[Planned]:
-    """The same for configs that have their seeds already, each with its label, in this order."""
+def plan_runs(
+    folder: Path,
+    labelled: Sequence[tuple[str, RunConfig]],
+    *,
+    quiet: bool = False,
+    allowed: Sequence[str] = (),
+    facts: Facts | None = None,
+    here: bool = True,
+) -> list[Planned]:
+    """The same for configs that have their seeds already, each with its label, in this order; `here` unless another
+    machine trains them.
+    """
     problems = [f"'{label}' cannot be a folder's name." for label, _ in labelled if label != Path(label).name]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -75,14 +100,47 @@ def plan_runs(folder: Path, labelled: Sequence[tuple[str, RunConfig]], *, quiet:
         corpus = open_corpus(config.data, alone, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)
         run = Planned(label, config, RunFolder(folder / f"{label}-s{config.train.seed}"))
-        if run.folder.exists and run.folder.config().hash != config.hash:
-            raise InputError(
-                f"'{run.folder.path}' was trained with other settings: choose another --out for this comparison."
-            )
+        if run.folder.exists:
+            record, trained = run.folder.opened()
+            if trained.hash != config.hash:
+                raise InputError(
+                    f"'{run.folder.path}' was trained with other settings: choose another --out for this comparison."
+                )
+            if record.get("corpus") and corpus_facts(corpus)["splits"] != record["corpus"].get("splits"):
+                raise InputError(
+                    f"'{run.folder.path}' was trained on another '{config.data.corpus}': choose another --out."
+                )
         runs.append(run)
+    _check_one_code(folder, runs, allowed, here)
     listed = [{"label": r.label, "seed": r.config.train.seed, "config": r.config.hash} for r in runs]
-    files.write_json(folder / "study.json", {"format": 1, "runs": listed})
+    study = {"format": 1, "runs": listed, "facts": dataclasses.asdict(facts or Facts())}
+    files.write_json(folder / "study.json", study)
     return runs
+
+
+def _check_one_code(folder: Path, runs: Sequence[Planned], allowed: Sequence[str], here: bool) -> None:
+    """Refuse to go on with a study under other sources of this package, or in another precision."""
+    keys = ("code.stepformer", "train.precision") if here else ("code.stepformer",)
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for run in runs:
+        row, name = rows.setdefault(run.label, {}), run.folder.path.name
+        if run.folder.exists:
+            known = recorded(run.folder.path)
+            row[name] = {key: known.get(key) for key in keys}
+        if not run.finished:
+            now = {"code.stepformer": f"{__version__} {package_digest()}"}
+            if here:
+                now["train.precision"] = precision_of(run.config, choose_device(run.config.train.device))
+            row[f"{name} from now on"] = now
+    apart = [found for row in rows.values() for found in differences(row, one_row=True)]
+    permit = ""
+    if not apart:
+        firsts = {label: next(iter(row.values())) for label, row in rows.items()}
+        # all of them: a row that has no such setting has another one, too
+        apart = [found for found in differences(firsts, one_row=True) if not found.permitted(allowed)]
+        permit = f", or permit it with --allow {last(apart[0].key)}" if apart else ""
+    if apart:
+        raise InputError(f"'{folder}' would have runs that differ in {apart[0]}: choose another --out{permit}.")
 
 
 def carry_out(
@@ -93,7 +151,7 @@ def carry_out(
     report = Report()
     missing = [run for run in runs if not run.finished]
     jobs = max(1, torch.cuda.device_count()) if jobs is None else jobs
-    if jobs > 1 and len(missing) > 1:
+    if jobs > 1 and len(runs) > 1 and missing:  # also the last one, which then has as many threads as the others
         _in_processes(missing, jobs, report, plugins)
     else:
         with Watch() as watch:
@@ -217,29 +275,34 @@ class SlurmRun:
         return submitit.helpers.DelayedSubmission(SlurmRun(self.folder, words))
 
 
-def grid(name: str, words: Sequence[str], axes: Sequence[str]) -> dict[str, RunConfig]:
-    """Every point of a grid, `key=a,b,c` an axis, as labelled configs; all bad points are reported at once."""
-    keys, values = [], []
-    for axis in axes:
-        key, text = axis.partition("=")[::2]
-        if not key or not text:
-            raise InputError(f"'{axis}' is no axis: write key=value,value,...")
+def grid_axes(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The axes of a grid, each `key=a,b,c`."""
+    axes: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        values = tuple(part for part in text.split(",") if part)
+        if not key or not values:
+            raise InputError(f"'{word}' is no axis: write key=value,value,...")
+        if key in axes:
+            raise InputError(f"The axis '{key}' stands twice: write all its values into one.")
         refuse_seed(key)
-        keys.append(key)
-        values.append([part for part in text.split(",") if part])
-        if not values[-1]:
-            raise InputError(f"'{axis}' is no axis: write key=value,value,...")
+        axes[key] = values
+    return axes
+
+
+def grid(name: str, words: Sequence[str], axes: Mapping[str, Sequence[str]]) -> dict[str, RunConfig]:
+    """Every point of a grid as labelled configs, under the rates of the first; all bad points are reported at once."""
     found, problems = {}, []
-    for point in itertools.product(*values):
-        chosen = [f"{key}={value}" for key, value in zip(keys, point, strict=True)]
-        label = "_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in zip(keys, point, strict=True))
+    for label, point in grid_points(axes).items():
+        chosen = [f"{key}={value}" for key, value in point.items()]
         try:
-            found[label.replace("/", "-") or name] = run_config(name, [*words, *chosen])
+            found[label or name] = run_config(name, [*words, *chosen])
         except ConfigError as error:
             problems += [f"{' '.join(chosen)}: {problem}" for problem in error.problems]
     if problems:
         raise ConfigError(problems)
-    return found
+    first = next(iter(found.values()))
+    return {label: config.with_rates_of(first) for label, config in found.items()}
 
 
 def amount(text: str) -> int:

@@ -1,111 +1,62 @@
-"""A comparison as a table: for the terminal, as Markdown and as CSV."""
+"""A comparison as tables: the one that is shown, and the one with everything, for CSV and pandas."""
 
 from __future__ import annotations
 
-import csv
-import io
-from typing import Literal
-
-from rich import box
-from rich.markup import escape
-from rich.table import Table
-
-from stepformer.comparing.statistics import Comparison, PairedDifference, Row, Summary, seed_words
+from stepformer.comparing.comparison import Comparison, Row
+from stepformer.comparing.statistics import PairedDifference, Summary, seed_words
+from stepformer.tables import Cell, Column, Table, text
 
 MARK = " *"  # beside a verdict that has a note against claiming it
-TEXT_COLUMNS = (0, 4)  # the others are numbers, to the right
-BEST, PARAMETERS = 5, 8
-WIDE = 112
+REACH = (
+    "Tokens to baseline: part of the budget after which the baseline's final loss was reached, or how many seeds "
+    "reached it. Speed: training tokens per second over the baseline's."
+)
 
 
-def rich_table(comparison: Comparison, width: int = 120) -> Table:
-    """For `console.print`; under 112 columns it stacks cells and leaves best loss and parameters to the other forms."""
-    wide = width >= WIDE
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),  # beside the blank that the box puts between columns
-        header_style="bold",
-        caption=escape("\n" + "\n".join(_facts(comparison) + _notes(comparison))),
-        caption_justify="left",
-        caption_style="",
-    )
-    # two words above each other save the width that long names need
-    header = [text.replace(" to ", " to\n").replace("best ", "best\n") for text in _header(comparison)]
-    rows = [_cells(row) for row in comparison.rows]
-    if not wide:
-        header = [text.replace(" ±", "\n±").replace(" [", "\n[") for text in header]
-        rows = [
-            [cell.replace(" ±", "\n±").replace(" [", "\n[") if 2 <= c <= 3 else cell for c, cell in enumerate(row)]
-            for row in rows
-        ]
-    names = max(len(row.label) for row in comparison.rows)
-    roomy = wide and names <= 21  # longer names take the room of columns that say least
-    whole_names = names <= (33 if wide else 14)  # otherwise they fold, before numbers would be cut
-    shown = [column for column in range(len(header)) if roomy or column not in (BEST, PARAMETERS)]
-    for column in shown:
-        justify: Literal["left", "right"] = "left" if column in TEXT_COLUMNS else "right"
-        no_wrap = column not in TEXT_COLUMNS or (column == 0 and whole_names)
-        table.add_column(escape(header[column]), justify=justify, no_wrap=no_wrap, overflow="fold", vertical="top")
-    for row, cells in zip(comparison.rows, rows, strict=True):
-        style = None if row.provisional else {"better": "green", "worse": "red"}.get(row.verdict)
-        table.add_row(*(escape(cells[column]) for column in shown), style=style)
-    return table
-
-
-def markdown_text(comparison: Comparison) -> str:
-    """A GitHub table, padded so that it also reads well as text, followed by what was measured and the notes."""
-    lines = [[_cell(text) for text in _header(comparison)]]
-    lines += [[_cell(text) for text in _cells(row)] for row in comparison.rows]
-    # at least two: a delimiter such as "-:" needs its hyphen
-    widths = [max(2, *(len(line[column]) for line in lines)) for column in range(len(lines[0]))]
-    rule = ["-" * w if c in TEXT_COLUMNS else "-" * (w - 1) + ":" for c, w in enumerate(widths)]
-    out = []
-    for line in [lines[0], rule, *lines[1:]]:
-        cells = (
-            t.ljust(w) if c in TEXT_COLUMNS else t.rjust(w) for c, (t, w) in enumerate(zip(line, widths, strict=True))
-        )
-        out.append(f"| {' | '.join(cells)} |")
-    facts = " ".join(_inline(fact) for fact in _facts(comparison))
-    return "\n".join([*out, "", facts, *(f"\n{_inline(note)}" for note in _notes(comparison))]) + "\n"
-
-
-def csv_text(comparison: Comparison) -> str:
-    """One line per architecture under one header; every line carries what was measured, so lines can be pooled."""
-    rows = [_record(comparison, row) for row in comparison.rows]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-def _header(comparison: Comparison) -> list[str]:
-    return [
-        "architecture",
-        "n",
-        "final loss ± se",
-        f"difference [{percent(comparison.confidence)} CI]",
-        "verdict",
-        "best loss",
-        "tokens to baseline",
-        "speed",
-        "parameters",
+def summary_table(comparison: Comparison) -> Table:
+    """For the terminal, Markdown and notebooks: every row, then what was measured and what has to be known."""
+    budgets = len({row.records[0].tokens for row in comparison.rows}) > 1
+    texts = len({_text(row) for row in comparison.rows}) > 1
+    columns = [
+        Column("architecture"),
+        Column("n", numeric=True),
+        *([Column("tokens", numeric=True)] if budgets else []),
+        *([Column("evaluated on", numeric=True)] if texts else []),
+        Column("final loss ± se", numeric=True),
+        Column(f"difference [{percent(comparison.confidence)} CI]", numeric=True),
+        Column("parameters", numeric=True),
+        Column("verdict"),
+        Column("best loss", numeric=True, spare=1),
+        Column("tokens to baseline", numeric=True, spare=1),
+        Column("speed", numeric=True),
     ]
+    rows = [[_name(row), *map(text, _cells(row, budgets, texts))] for row in comparison.rows]
+    return Table(columns, rows, "Comparison with the baseline", [*_facts(comparison), *_notes(comparison)])
 
 
-def _cells(row: Row) -> list[str]:
+def _name(row: Row) -> Cell:
+    style = "" if row.provisional else {"better": "green", "worse": "red"}.get(row.verdict, "")
+    return text(row.label, style=style)
+
+
+def full_table(comparison: Comparison) -> Table:
+    """One line per architecture; every line carries what was measured, so lines can be pooled."""
+    records = [_record(comparison, row) for row in comparison.rows]
+    return Table([Column(key) for key in records[0]], [list(map(text, record.values())) for record in records])
+
+
+def _cells(row: Row, budgets: bool, texts: bool) -> list[str]:
     return [
-        row.label,
         str(row.loss.n),
+        *([f"{row.records[0].tokens:,}"] if budgets else []),
+        *([_text(row)] if texts else []),
         _loss(row.loss),
         _difference(row.difference),
+        f"{row.parameters:,}",
         row.verdict + (MARK if row.provisional else ""),
         f"{row.best.mean:.4f}",
         reach(row),
         "-" if row.speed_ratio is None else f"{row.speed_ratio:.2f} x",
-        f"{row.parameters:,}",
     ]
 
 
@@ -131,14 +82,32 @@ def _difference(difference: PairedDifference | None) -> str:
     return str(difference)
 
 
+def _text(row: Row) -> str:
+    return f"{row.records[0].val_tokens:,} of {row.records[0].val_hash[:8]}"
+
+
+def losses_of(comparison: Comparison) -> str:
+    """What the losses are losses of."""
+    if len({_text(row) for row in comparison.rows}) > 1:
+        return f"Loss in nats per token of each row's own text; {seed_words(comparison.seeds)}."
+    budget = "" if not comparison.paired else f", after training on {comparison.tokens:,} tokens"
+    return (
+        f"Loss in nats per token on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}{budget}; "
+        f"{seed_words(comparison.seeds)}."
+    )
+
+
 def _facts(comparison: Comparison) -> list[str]:
-    return [
-        f"Loss in nats per token on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}, after "
-        f"training on {comparison.tokens:,} tokens; {seed_words(comparison.seeds)}.",
+    differences = (
         f"Differences are to {comparison.baseline}, paired by seed, with {percent(comparison.confidence)} confidence "
-        "intervals (Student's t).",
-        "Tokens to baseline: part of the budget after which the baseline's final loss was reached, or how many seeds "
-        "reached it. Speed: training tokens per second over the baseline's.",
+        "intervals (Student's t)."
+        if comparison.paired
+        else "The rows differ in their batches, their budget or what they are evaluated on: nothing can be paired."
+    )
+    return [
+        losses_of(comparison),
+        differences,
+        *([REACH] if comparison.paired else []),
         *([f"Unigram entropy of the corpus: {e:.4f}."] if (e := comparison.unigram_entropy) is not None else []),
     ]
 
@@ -150,17 +119,6 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def percent(confidence: float) -> str:
     return f"{100 * confidence:.6g}%"
-
-
-def _cell(text: str) -> str:
-    return _inline(text).replace("|", "\\|")
-
-
-def _inline(text: str) -> str:
-    """Text that Markdown shows as it is: a label with underscores, a `*` that is a mark."""
-    for character in "\\`*_<":
-        text = text.replace(character, f"\\{character}")
-    return text.replace("\n", " ")
 
 
 def _record(comparison: Comparison, row: Row) -> dict[str, str | int]:
@@ -182,16 +140,31 @@ def _record(comparison: Comparison, row: Row) -> dict[str, str | int]:
         "p_value": _number(difference.p_value if difference else None, ".4g"),
         "confidence": f"{comparison.confidence:.6g}",
         "verdict": row.verdict,
+        **_matched(row),
         "reached_baseline": row.reached,
         "tokens_fraction": _number(row.tokens_fraction),
         "speed_ratio": _number(row.speed_ratio),
         "time_ratio": _number(row.time_ratio),
         "parameters": row.parameters,
-        "train_tokens": comparison.tokens,
-        "val_tokens": comparison.val_tokens,
-        "val_hash": comparison.val_hash,
+        "train_tokens": row.records[0].tokens,
+        "val_tokens": row.records[0].val_tokens,
+        "val_hash": row.records[0].val_hash,
         "unigram_entropy": _number(comparison.unigram_entropy),
         "notes": " ".join(row.notes),
+        "remarks": " ".join(comparison.remarks),
+        "rows_differ_in": "; ".join(str(found) for found in comparison.differences if not found.meant),
+    }
+
+
+def _matched(row: Row) -> dict[str, str]:
+    """The difference to a baseline that has as much of something."""
+    what, other, found = row.matched or ("", "", None)
+    return {
+        "matched": what,
+        "matched_with": other,
+        "matched_difference": _number(found.mean if found else None, "+.6f"),
+        "matched_low": _number(found.low if found else None, "+.6f"),
+        "matched_high": _number(found.high if found else None, "+.6f"),
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -38,7 +40,7 @@ class TokenSplit:
         self.documents: int = facts["documents"]
         self.bytes: int = facts["bytes"]
         self.entropy: float = facts["entropy"]
-        self._length: int = facts["tokens"]
+        self._begin, self._length = 0, int(facts["tokens"])
         self._dtype = dtype
         self._paths = [folder / shard["file"] for shard in facts["shards"]]
         self._ends = np.cumsum([shard["tokens"] for shard in facts["shards"]], dtype=np.int64)
@@ -46,6 +48,18 @@ class TokenSplit:
 
     def __len__(self) -> int:
         return self._length
+
+    def half(self, which: str) -> TokenSplit:
+        """The first or second half of the tokens, as a split with a hash of its own; `all` is the whole."""
+        if which == "all":
+            return self
+        part = copy.copy(self)
+        middle = self._length // 2
+        part._begin = self._begin + (middle if which == "second" else 0)
+        part._length = self._length - middle if which == "second" else middle
+        part.name = f"{self.name}, {which} half"
+        part.hash = hashlib.sha256(f"{self.hash}/{which}".encode()).hexdigest()[: len(self.hash)]
+        return part
 
     def __getstate__(self) -> dict[str, Any]:  # another process opens the shards itself
         return {**self.__dict__, "_maps": {}}
@@ -83,7 +97,7 @@ class TokenSplit:
 
     def _copy(self, start: int, target: NDArray[Any]) -> None:
         """Fill `target` with the tokens from `start` on, shard by shard."""
-        done = 0
+        start, done = start + self._begin, 0
         index = int(np.searchsorted(self._ends, start, side="right"))
         while done < len(target):
             shard = self._shard(index)

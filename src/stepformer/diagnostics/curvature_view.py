@@ -6,46 +6,39 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from stepformer.comparing.plots import COLOURS, GREY
 from stepformer.errors import StepformerError
 from stepformer.files import writing
+from stepformer.tables import of_texts
 
 POSITIVE, NEGATIVE = COLOURS[1], COLOURS[2]
 
 
 def text(result: dict[str, Any]) -> RenderableType:
     """What was found, what it was measured on, and whether the products could be trusted."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    table.add_column("curvature", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("")
-    table.add_row("loss", f"{result['loss']:.4f}", f"on {result['tokens']:,} tokens, windows {result['windows_hash']}")
+    rows = [("loss", f"{result['loss']:.4f}", f"on {result['tokens']:,} tokens, windows {result['windows_hash']}")]
     for i, found in enumerate(result["eigenvalues"], start=1):
         state = "" if found["converged"] else ", not converged"
-        table.add_row(f"lambda {i}", f"{found['value']:.6g}", f"residual {found['residual']:.2g}{state}")
+        rows.append((f"lambda {i}", f"{found['value']:.6g}", f"residual {found['residual']:.2g}{state}"))
     trace = result["trace"]
     if trace:
         error = trace["standard_error"]
         spread = f"± {error:.3g} (standard error), " if error is not None else ""
         share = f", {abs(trace['std'] / trace['mean']):.0%} of the mean" if trace["mean"] else ""
-        count = len(trace["probes"])
-        probes = f"{count} probes, std {trace['std']:.3g}{share}" if count > 1 else "1 probe, of unknown error"
-        table.add_row("tr(H)", f"{trace['mean']:.6g}", spread + probes)
-        table.add_row(
-            "tr(H) / N", f"{result['trace_per_parameter']:.4g}", f"N = {result['parameters']:,}, all parameters"
-        )
+        drawn = len(trace["probes"])
+        probes = f"{drawn} probes, std {trace['std']:.3g}{share}" if drawn > 1 else "1 probe, of unknown error"
+        rows.append(("tr(H)", f"{trace['mean']:.6g}", spread + probes))
+        count = f"N = {result['parameters']:,}, all parameters"
+        rows.append(("tr(H) / N", f"{result['trace_per_parameter']:.4g}", count))
     for name in ("curve", "surface"):
         shown = result[name]
         if shown:
             low, high = shown["alpha"][0], shown["alpha"][-1]
             value = "not finite" if shown["range"] is None else f"{shown['range']:.4f}"
-            table.add_row(
-                f"loss {name}", value, f"range for alpha from {low:g} to {high:g}, directions by {shown['normalise']}"
-            )
+            how = f"range for alpha from {low:g} to {high:g}, directions by {shown['normalise']}"
+            rows.append((f"loss {name}", value, how))
     check = result["check"]
     lines = [
         f"check: product twice {check['repeat']:.0e}, finite differences {check['finite_difference']:.0e}, "
@@ -53,7 +46,7 @@ def text(result: dict[str, Any]) -> RenderableType:
     ]
     if result["eigenvalues"]:
         lines.append(f"{result['method']}: {result['iterations']} products; residual = |H v - lambda v| for |v| = 1")
-    return Group(table, "", *lines)
+    return Group(of_texts(("curvature", "value", "how"), rows, words=("how",)), "", *lines)
 
 
 def plot(result: dict[str, Any], path: str | Path) -> None:

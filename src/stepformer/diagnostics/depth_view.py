@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from stepformer.comparing.plots import COLOURS, DASHES, GREY
 from stepformer.errors import StepformerError
 from stepformer.files import writing
+from stepformer.tables import of_texts
 
 COLUMNS = {
     "readout_loss": "loss here",
@@ -32,22 +31,21 @@ def text(result: dict[str, Any]) -> RenderableType:
     """Tables of what the layers do, of the streams and of the learned coefficients, and what it was measured on."""
     layers, start = result["layers"], result["start"]
     shown = [key for key in COLUMNS if any(row[key] is not None for row in layers)]
-    doing = _table(["after layer", *(COLUMNS[key] for key in shown)])
-    doing.add_row("start", *(_cell({key: start.get(key)}, key) for key in shown))
     streams = list(start["norms"])
-    sizes = _table(["after layer", *(f"|{name}|" for name in streams)])
-    sizes.add_row("start", *(_number(start["norms"][name]) for name in streams))
+    doing = [["start", *(_cell({key: start.get(key)}, key) for key in shown)]]
+    sizes = [["start", *(_number(start["norms"][name]) for name in streams)]]
     for row in layers:
-        doing.add_row(str(row["layer"]), *(_cell(row, key) for key in shown))
-        sizes.add_row(str(row["layer"]), *(_number(row["norms"].get(name)) for name in streams))
-    parts: list[RenderableType] = [doing, "", sizes, ""]
+        doing.append([str(row["layer"]), *(_cell(row, key) for key in shown)])
+        sizes.append([str(row["layer"]), *(_number(row["norms"].get(name)) for name in streams)])
+    parts: list[RenderableType] = [
+        *(of_texts(["after layer", *(COLUMNS[key] for key in shown)], doing), ""),
+        *(of_texts(["after layer", *(f"|{name}|" for name in streams)], sizes), ""),
+    ]
     names = list(dict.fromkeys(name for row in layers for name in row["coefficients"]))
     for begin in range(0, len(names), MOST_COEFFICIENTS):
         some = names[begin : begin + MOST_COEFFICIENTS]
-        coefficients = _table(["layer", *some])
-        for row in layers:
-            coefficients.add_row(str(row["layer"]), *(_number(row["coefficients"].get(name)) for name in some))
-        parts += [coefficients, ""]
+        rows = [[str(row["layer"]), *(_number(row["coefficients"].get(name)) for name in some)] for row in layers]
+        parts += [of_texts(["layer", *some], rows), ""]
     windows = f", windows {result['windows_hash']}" if "windows_hash" in result else ""
     parts.append(
         f"{result['tokens']:,} tokens{windows}; norms are root mean squares, entropy is a mean over heads in nats\n"
@@ -55,13 +53,6 @@ def text(result: dict[str, Any]) -> RenderableType:
         "(docs/inside-the-network.md)"
     )
     return Group(*parts)
-
-
-def _table(names: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for i, name in enumerate(names):
-        table.add_column(name.replace("[", "\\["), justify="right" if i else "left", no_wrap=True)
-    return table
 
 
 def _cell(row: dict[str, Any], key: str) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.text import Text
 
 from stepformer.comparing.plots import COLOURS, GREY
 from stepformer.errors import StepformerError
 from stepformer.files import writing
+from stepformer.tables import Table, of_texts
 
 TITLES = {
     "block": "block: x to x', streams held",
@@ -29,7 +29,9 @@ def text(result: dict[str, Any]) -> RenderableType:
     for kind in kinds:
         if kind == "joint" and same:
             continue
-        shown += [_layers(kind, [row for row in result["layers"] if row[kind] is not None]), ""]
+        rows = [row for row in result["layers"] if row[kind] is not None]
+        title = f"{TITLES[kind]}, dimension {rows[0][kind]['dimension']:,}"
+        shown += [Text(title, style="bold"), _layers(kind, rows), ""]
     if kinds:
         shown += [_summary(result["summary"], kinds), ""]
     settings = result["settings"]
@@ -42,36 +44,20 @@ def text(result: dict[str, Any]) -> RenderableType:
     return Group(*shown, *result["notes"])
 
 
-def _table(names: Sequence[str], title: str = "") -> Table:
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        header_style="bold",
-    )
-    for i, name in enumerate(names):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
 def _layers(kind: str, rows: Sequence[dict[str, Any]]) -> Table:
     k = rows[0][kind]["k"]
     names = ["layer", "sigma_1", f"sigma_{k}", f"sigma_1/sigma_{k}", "stable rank", "rms gain", "error"]
-    table = _table(names, f"{TITLES[kind]}, dimension {rows[0][kind]['dimension']:,}")
+    keys = ("sigma_max", "sigma_k", "spread", "stable_rank", "rms_gain")
+    cells = []
     for row in rows:
         found = row[kind]
         error = "-" if found["error"] is None else f"{found['error']:.1%}"
-        keys = ("sigma_max", "sigma_k", "spread", "stable_rank", "rms_gain")
-        table.add_row(str(row["layer"]), *(_number(found[key]) for key in keys), error)
-    return table
+        cells.append([str(row["layer"]), *(_number(found[key]) for key in keys), error])
+    return of_texts(names, cells)
 
 
 def _summary(summary: dict[str, Any], kinds: Sequence[str]) -> Table:
-    table = _table(["over all layers", *kinds])
-    for key, title in (
+    titles = (
         ("persistence", "persistence, sum of log sigma_k"),
         ("sum_log_rms_gain", "sum of log rms gain"),
         ("mean_sigma_max", "mean sigma_1"),
@@ -79,14 +65,12 @@ def _summary(summary: dict[str, Any], kinds: Sequence[str]) -> Table:
         ("mean_spread", "mean spread"),
         ("max_spread", "largest spread"),
         ("mean_stable_rank", "mean stable rank"),
-    ):
-        table.add_row(title, *(_number(summary[kind][key]) for kind in kinds))
+    )
+    rows = [[title, *(_number(summary[kind][key]) for kind in kinds)] for key, title in titles]
     if all("legacy" in summary[kind] for kind in kinds):
-        table.add_row(
-            "legacy persistence, sum of log sigma_11",
-            *(_number(summary[kind]["legacy"]["persistence"]) for kind in kinds),
-        )
-    return table
+        legacy = (_number(summary[kind]["legacy"]["persistence"]) for kind in kinds)
+        rows.append(["legacy persistence, sum of log sigma_11", *legacy])
+    return of_texts(["over all layers", *kinds], rows)
 
 
 def _number(value: float | None) -> str:

@@ -14,14 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from stepformer import measured
 from stepformer.errors import InputError
 from stepformer.evaluation.adapter import adapter
 from stepformer.evaluation.scoring import about_run, scorer_of
 from stepformer.evaluation.tasks import FOUR_CHOICES, LOCAL, OpenedTask, need, open_task
+from stepformer.tables import Table, of_texts
 from stepformer.training.run import LoadedRun
 
 KIND = "tasks"
@@ -183,20 +181,17 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 def as_table(result: Mapping[str, Any]) -> Table:
-    """For `console.print`: a line for every task, accuracies in percent."""
+    """A line for every task, accuracies in percent."""
     entries = list(result["tasks"].values())
     other = [", ".join(f"{name} {with_error(entry, name, 1)}" for name in other_metrics(entry)) for entry in entries]
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for column in ("task", "shots", "items", "acc %", "acc_norm %"):
-        table.add_column(column, justify="left" if column == "task" else "right", no_wrap=True)
-    if any(other):
-        table.add_column("other")
+    rows = []
     for entry, rest in zip(entries, other, strict=True):
         shots = "" if entry["shots"] is None else str(entry["shots"])
         items = "" if entry["items"] is None else f"{entry['items']:,}"
         accuracies = [with_error(entry, name, 100) for name in ("acc", "acc_norm")]
-        table.add_row(entry["task"], shots, items, *accuracies, *([rest] if any(other) else []))
-    return table
+        rows.append([entry["task"], shots, items, *accuracies, rest])
+    table = of_texts(("task", "shots", "items", "acc %", "acc_norm %", "other"), rows, words=("other",))
+    return table if any(other) else table.without([5])
 
 
 def other_metrics(entry: Mapping[str, Any]) -> list[str]:

@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich import box
-from rich.table import Table
 
 from stepformer import measured
 from stepformer.errors import InputError
 from stepformer.evaluation.scoring import Part, Scorer, about_run, say_continues, scorer_of
 from stepformer.evaluation.texts import Text, count_bytes, exponential, token_hash
+from stepformer.tables import Table, of_texts
 from stepformer.training.run import LoadedRun
 
 KIND = "perplexity"
@@ -204,21 +203,13 @@ def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def as_table(result: Mapping[str, Any]) -> Table:
-    """For `console.print`: a line for every text."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for column in ("text", "read in", "nats/token", "perplexity", "bits/byte", "tokens", "bytes", "hash"):
-        table.add_column(column, justify="left" if column in ("text", "read in", "hash") else "right", no_wrap=True)
+    """A line for every text."""
+    titles = ("text", "read in", "nats/token", "perplexity", "bits/byte", "tokens", "bytes", "hash")
+    rows = []
     for entry in result["texts"]:
         mode = entry["mode"] if entry["stride"] is None else f"{entry['mode']} {entry['stride']}"
         per_byte = "" if entry["bits_per_byte"] is None else f"{entry['bits_per_byte']:.4f}"
-        table.add_row(
-            entry["name"],
-            mode,
-            f"{entry['nats']:.4f}",
-            f"{entry['perplexity']:.3f}",
-            per_byte,
-            f"{entry['tokens']:,}",
-            f"{entry['bytes']:,}",
-            entry["hash"],
-        )
-    return table
+        amounts = (f"{entry['nats']:.4f}", f"{entry['perplexity']:.3f}", per_byte)
+        counts = (f"{entry['tokens']:,}", f"{entry['bytes']:,}")
+        rows.append((entry["name"], mode, *amounts, *counts, entry["hash"]))
+    return of_texts(titles, rows, words=("read in", "hash"))

@@ -5,14 +5,18 @@ Not to be confused with the optimizer that the architecture is made of: that one
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from stepformer.settings import Settings, setting
 
 # Values of keys left unset, by optimizer. Muon and AdamW: the Momentum-Streams recipe, TinyStories column. The step of
 # PolarGrad grows with the gradient, so its rate is of another kind. Scion has no AdamW part: all rates are LMO steps.
-# The rates of these two were tried at the tiny size only (docs/lab-notebook.md).
+# The rates of these two were tried at the tiny size only (docs/lab-notebook.md). Those in SCALED hold for 10,000 steps
+# of 32 sequences at the small size; for other runs they are multiplied by `rate_factor`.
 DEFAULTS: dict[str, dict[str, float | str]] = {
     "muon": {"lr": 0.02, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "jordan"},
     "adamw": {"lr": 6e-4, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
@@ -23,20 +27,58 @@ for _name, _values in DEFAULTS.items():
     _values["wd_matrix"] = 0.1 if _name == "adamw" else 0.0
     _values["wd_embedding"] = 0.0 if _name == "scion" else 0.1
 
+SCALED: dict[str, tuple[str, ...]] = {
+    "muon": ("lr_embedding", "lr_norm"),
+    "polargrad": ("lr_embedding", "lr_norm"),
+    "adamw": ("lr", "lr_embedding", "lr_norm"),
+    "scion": (),
+}
+# Two runs whose AdamW rates are known: small takes 6e-4 (the recipe), tiny 6e-3 (docs/lab-notebook.md).
+SMALL = {"steps": 10_000, "batch": 32, "width": 768, "depth": 12}
+TINY = {"steps": 500, "batch": 32, "width": 128, "depth": 4}
+LARGEST = 10.0  # no larger factor has been tried
+
+
+def rate_factor(steps: int, batch: int, width: int, depth: int) -> float:
+    """What AdamW's unset rates are multiplied by: sqrt(batch / steps) (width^2 depth)^(-0.172), 1 at SMALL, 10 at TINY.
+
+    Noise is averaged over batches and over steps, hence the roots; the exponent of the size is what makes the factor
+    10 at TINY. Shorter or smaller runs than that stay at 10.
+    """
+
+    def size(run: Mapping[str, int]) -> float:
+        return run["width"] ** 2 * run["depth"]
+
+    exponent = math.log(LARGEST / math.sqrt(SMALL["steps"] / TINY["steps"])) / math.log(size(SMALL) / size(TINY))
+    noise = math.sqrt(SMALL["steps"] / steps * batch / SMALL["batch"])
+    return min(noise * (size(SMALL) / size({"width": width, "depth": depth})) ** exponent, LARGEST)
+
+
+def _usual(key: str, help: str) -> Any:
+    """A rate or decay that is usually left unset; its help says what it is then, by optimizer."""
+    values: dict[str, list[str]] = {}
+    for name, defaults in DEFAULTS.items():
+        values.setdefault(f"{defaults[key]:g}{' f' if key in SCALED[name] else ''}", []).append(name)
+    texts = [value + ("" if len(values) == 1 else f" {'/'.join(names)}") for value, names in values.items()]
+    return setting(None, f"{help} (unset: {', '.join(texts)})", least=0)
+
 
 @dataclass(frozen=True)
 class OptimConfig(Settings):
     """How parameters are trained, role by role. Keys left unset take the value their optimizer usually has."""
 
     section = "optim"
+    unset: ClassVar[frozenset[str]] = frozenset()  # of an instance: the keys that were filled in
 
-    name: Literal["muon", "adamw", "scion", "polargrad"] = setting("muon", "what steps the block matrices")
-    lr: float | None = setting(None, "peak rate of the block matrices", least=0)
-    lr_embedding: float | None = setting(None, "peak rate of token and position tables", least=0)
-    lr_norm: float | None = setting(None, "peak rate of norm gains and biases", least=0)
-    lr_coefficient: float | None = setting(None, "peak rate of the learned step coefficients", least=0)
-    wd_matrix: float | None = setting(None, "decoupled weight decay of the block matrices", least=0)
-    wd_embedding: float | None = setting(None, "decoupled weight decay of the tables", least=0)
+    name: Literal["muon", "adamw", "scion", "polargrad"] = setting(
+        "muon", "what steps the block matrices (f below: the factor of length and size in docs/optimizers.md)"
+    )
+    lr: float | None = _usual("lr", "peak rate of the block matrices")
+    lr_embedding: float | None = _usual("lr_embedding", "peak rate of token and position tables")
+    lr_norm: float | None = _usual("lr_norm", "peak rate of norm gains and biases")
+    lr_coefficient: float | None = _usual("lr_coefficient", "peak rate of the learned step coefficients")
+    wd_matrix: float | None = _usual("wd_matrix", "decoupled weight decay of the block matrices")
+    wd_embedding: float | None = _usual("wd_embedding", "decoupled weight decay of the tables")
     wd_norm: float = setting(0.0, "decoupled weight decay of norm gains and biases", least=0)
     wd_coefficient: float = setting(0.0, "decoupled weight decay of the coefficients", least=0)
     beta1: float = setting(0.9, "AdamW: memory of the gradient", least=0)
@@ -72,9 +114,10 @@ class OptimConfig(Settings):
     rho: float = setting(0.05, "sam: how far the weights are perturbed", above=0)
 
     def __post_init__(self) -> None:
-        for key, value in DEFAULTS.get(self.name, {}).items():
-            if getattr(self, key) is None:
-                object.__setattr__(self, key, value)
+        unset = {key: value for key, value in DEFAULTS.get(self.name, {}).items() if getattr(self, key) is None}
+        for key, value in unset.items():
+            object.__setattr__(self, key, value)
+        object.__setattr__(self, "unset", frozenset(unset))
         super().__post_init__()
         for key in ("lr", "lr_embedding", "lr_norm", "lr_coefficient", "wd_matrix", "wd_embedding"):
             object.__setattr__(self, key, float(getattr(self, key)))
@@ -108,9 +151,33 @@ class OptimConfig(Settings):
             problems.append("radius and wd_matrix both pull the matrices inward: give one of them.")
         return problems
 
+    def for_run(self, *, steps: int, batch: int, width: int, depth: int) -> OptimConfig:
+        """This section with its unset rates for such a run; `unset` still says which they are."""
+        factor = rate_factor(steps, batch, width, depth)
+        found = copy.copy(self)
+        for key in self.unset & {*SCALED[self.name]}:
+            object.__setattr__(found, key, float(f"{float(DEFAULTS[self.name][key]) * factor:.3g}"))
+        return found
+
+    def with_rates_of(self, other: OptimConfig) -> OptimConfig:
+        """This section with its unset keys as in another of the same optimizer, and none unset any more."""
+        shared = {key: getattr(other, key) for key in self.unset} if other.name == self.name else {}
+        return self.replace(**shared)
+
     def rate(self, role: str) -> float:
         """Peak rate of a role."""
         return float(getattr(self, "lr" if role == "matrix" else f"lr_{role}"))
 
     def decay(self, role: str) -> float:
         return float(getattr(self, f"wd_{role}"))
+
+    def rates_text(self) -> str:
+        """Peak rate and decay of every role, and which of them were not set."""
+        words = []
+        for role in ("matrix", "embedding", "norm", "coefficient"):
+            rate, decay = "lr" if role == "matrix" else f"lr_{role}", f"wd_{role}"
+            marks = ["*" if key in self.unset else "" for key in (rate, decay)]
+            decays = f" (decay {self.decay(role):g}{marks[1]})" if self.decay(role) else ""
+            words.append(f"{rate} {self.rate(role):g}{marks[0]}{decays}")
+        found = ", ".join(words)
+        return f"{found} (*: not set, found by the rule of docs/optimizers.md)" if "*" in found else found

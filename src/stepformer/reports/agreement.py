@@ -11,7 +11,7 @@ from typing import Any
 
 from stepformer.reports.charts import inside, layers_of, real, result
 from stepformer.reports.collect import RunData
-from stepformer.reports.tables import listed
+from stepformer.tables import listed
 
 Facts = dict[str, Any]
 """What decides a number, by the name that a reader knows it by."""

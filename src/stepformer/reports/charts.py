@@ -158,7 +158,29 @@ def coefficient_charts(runs: Sequence[RunData]) -> Charts:
         title = f"{name}, mean of {heads[name]}" if heads[name] > 1 else name
         lines = [Line(runs[n].label, runs[n].seed, [float(i) for i in range(len(ys))], ys) for n, ys in by_run.items()]
         charts.append(Chart(title, "layer", "", with_means(lines)))
-    return Charts(charts)
+    charts += history_charts(runs, "coefficients", "{} during training")
+    return Charts([*charts, *history_charts(runs, "gains", "Gain of {} during training")])
+
+
+def history_charts(runs: Sequence[RunData], what: str, title: str) -> list[Chart]:
+    """What layers had at each evaluation: a chart for each name, of one layer at a time; of several heads the mean."""
+    lines: dict[str, list[Line]] = {}
+    for run in runs:
+        points: dict[tuple[str, int], dict[int, list[float]]] = {}
+        for tokens, layers in run.history.get(what, []):
+            for layer, values in enumerate(layers):
+                for key, value in values.items():
+                    if (known := real(value)) is not None:
+                        name = re.sub(r"\[\d+\]$", "", key)
+                        points.setdefault((name, layer), {}).setdefault(tokens, []).append(known)
+        for (name, layer), by_tokens in points.items():
+            y = [math.fsum(values) / len(values) for values in by_tokens.values()]
+            line = Line(run.label, run.seed, list(map(float, by_tokens)), y, f"layer {layer}")
+            lines.setdefault(name, []).append(line)
+    return [
+        Chart(title.format(name), "training tokens", "", with_means(found), whole_x=False)
+        for name, found in sorted(lines.items())
+    ]
 
 
 def coefficients_of(run: RunData) -> list[dict[str, Any]]:
@@ -198,7 +220,7 @@ def depth_charts(runs: Sequence[RunData]) -> Charts:
     ):
         charts += _chart(title, unit, lines(lambda layer, k=key: layer.get(k)))  # type: ignore[misc]
     charts += _chart("Entropy of attention, mean over heads", "nats", lines(lambda layer: _mean(layer.get("entropy"))))
-    return Charts(charts)
+    return Charts([*charts, *history_charts(runs, "norms", "Norm of {} during training")])
 
 
 def _mean(values: Any) -> float | None:

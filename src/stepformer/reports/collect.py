@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from stepformer import measured
-from stepformer.comparing import RunRecord
+from stepformer.comparing import Facts, RunRecord
 from stepformer.data.tokenizers import valid
-from stepformer.errors import InputError, StepformerError
+from stepformer.errors import ChangedRuleError, InputError, StepformerError
 from stepformer.files import read_json
-from stepformer.plugins import load_plugin
 from stepformer.training import RunConfig
+from stepformer.training.loggers import BY_LAYER
 from stepformer.training.runs import RunFolder
 
 KINDS = ("hessian", "jacobian", "depth", "perplexity", "tasks")
@@ -30,6 +30,7 @@ STUDY = "study.json"
 FORGETTING = "forgetting.json"
 NATIVE = "forgetting-native.json"  # of both directions with the runs' own optimizers
 MOST_POINTS = 400  # of one curve: more than a chart has pixels for
+MOST_EVALUATIONS = 40  # of a coefficient's history
 ALL_POINTS = 60_000  # of all curves together: about 2 MB of the page
 
 
@@ -45,6 +46,10 @@ class Curve:
 
     def __len__(self) -> int:
         return len(self.step)
+
+
+History = list[tuple[int, list[dict[str, Any]]]]
+"""Tokens, and then for each layer its values by name."""
 
 
 @dataclass
@@ -66,6 +71,7 @@ class RunData:
     ended: datetime
     notes: list[str] = field(default_factory=list)
     coefficients: list[dict[str, float]] | None = None
+    history: dict[str, History] = field(default_factory=dict)  # of coefficients and norms, at evaluations
 
     @property
     def name(self) -> str:
@@ -93,20 +99,26 @@ class Gathered:
 
     runs: list[RunData]
     baseline: str | None
+    facts: Facts
     forgetting: list[tuple[Path, Any]]
     notes: list[str]
+    studies: list[Facts] = field(default_factory=list)
 
 
 def gather(paths: Sequence[str | Path], progress: Callable[[str], None] = lambda name: None) -> Gathered:
     """Read runs and studies; `progress` is called with the name of each folder once it is read."""
     folders: list[Path] = []
-    found = Gathered([], None, [], [])
+    found = Gathered([], None, Facts(), [], [])
     for path in map(Path, paths):
         new = _folders(path, found)
         folders += [folder for folder in new if folder.resolve() not in {known.resolve() for known in folders}]
     if not folders:
         named = ", ".join(f"'{path}'" for path in paths)
         raise InputError(f"No run has been started in {named}.")
+    if len(facts := found.studies) == 1:
+        found.facts = facts[0]
+    elif facts:  # what one study says does not hold for the others
+        found.facts = Facts(remarks=tuple(remark for study in facts for remark in study.remarks))
     points = max(40, min(MOST_POINTS, ALL_POINTS // (2 * len(folders))))
     for folder in folders:
         found.runs.append(read_run(folder, points))
@@ -140,8 +152,11 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
     if RunFolder(path).exists:
         return [path]
     if study.is_file():
-        found.baseline = found.baseline or _baseline(path)
-        planned = [path / name for name in _planned(study)]
+        plan = read_json(study, "study")
+        found.studies.append(Facts.of_study(plan))
+        found.baseline = found.baseline or found.studies[-1].baseline or None
+        found.baseline = found.baseline or _baseline(path)  # of older studies
+        planned = [path / name for name in _planned(study, plan)]
         begun = [folder for folder in planned if RunFolder(folder).exists]
         missing = [folder.name for folder in planned if folder not in begun]
         if missing:
@@ -151,7 +166,7 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
     runs = sorted(folder for folder in path.iterdir() if RunFolder(folder).exists)
     if forgetting:  # of fine-tuning in both directions: studies beside each other
         parts = [part for part in studies if (part / FORGETTING).is_file()]
-        within = [folder for part in parts for folder in _folders(part, Gathered([], None, [], found.notes))]
+        within = [folder for part in parts for folder in _folders(part, Gathered([], None, Facts(), [], found.notes))]
         before = [f"'{part}'" for part in studies if part not in parts]
         if before:
             found.notes.append(
@@ -169,8 +184,7 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
     raise InputError(f"'{path}' is neither a run (no run.json) nor a study (no {STUDY}).{hint}")
 
 
-def _planned(study: Path) -> list[str]:
-    plan = read_json(study, "study")
+def _planned(study: Path, plan: Any) -> list[str]:
     try:
         names = [f"{run['label']}-s{int(run['seed'])}" for run in plan["runs"]]
     except (KeyError, TypeError, ValueError):
@@ -192,8 +206,8 @@ def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
     folder = RunFolder(path)
     facts = folder.read()
     notes: list[str] = []
-    config = _config(facts, notes)
-    training, evaluation = read_curves(folder.metrics, notes)
+    config = _config(folder, notes)
+    training, evaluation, history = read_curves(folder.metrics, notes)
     record, state = _record(folder, facts, training, evaluation)
     settings = facts.get("config", {})
     seed = record.seed if record else _dict(_dict(settings).get("train")).get("seed", 0)
@@ -212,10 +226,11 @@ def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
         environment=_dict(_optional(path / "environment.json", "environment", notes)),
         training=smoothed(training, points),
         evaluation=thinned(evaluation, points),
-        measured=_measurements(path, notes),
+        measured=_measurements(path, record, notes),
         begun=datetime.fromtimestamp(_changed(path / "run.json")),
         ended=datetime.fromtimestamp(_changed(ended)),
         notes=notes,
+        history=history,
     )
 
 
@@ -223,11 +238,12 @@ def _changed(path: Path) -> float:
     return path.stat().st_mtime
 
 
-def _config(facts: dict[str, Any], notes: list[str]) -> RunConfig | None:
+def _config(folder: RunFolder, notes: list[str]) -> RunConfig | None:
+    """Its config; a run whose rules have been changed since is refused."""
     try:
-        for plugin in _list(facts.get("plugins")):
-            load_plugin(str(plugin))
-        return RunConfig.from_dict(facts["config"])
+        return folder.opened()[1]
+    except ChangedRuleError:
+        raise
     except StepformerError as error:
         notes.append(f"Its config cannot be built here: {str(error).splitlines()[0]}")
     except (KeyError, TypeError, AttributeError):
@@ -251,7 +267,8 @@ def _record(folder: RunFolder, facts: dict[str, Any], *curves: Curve) -> tuple[R
     return None, f"Unfinished: step {done:,}{of}."
 
 
-def _measurements(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
+def _measurements(path: Path, record: RunRecord | None, notes: list[str]) -> dict[str, dict[str, Any]]:
+    """What was measured; a note if it was while the run was not finished."""
     found = {}
     for kind in KINDS:
         try:
@@ -259,8 +276,12 @@ def _measurements(path: Path, notes: list[str]) -> dict[str, dict[str, Any]]:
         except InputError as error:
             notes.append(str(error))
             continue
-        if whole is not None:
-            found[kind] = whole
+        if whole is None:
+            continue
+        found[kind] = whole
+        step = whole.get("step")
+        if record is not None and isinstance(step, int) and step not in (record.best_step, record.steps):
+            notes.append(f"Its {kind} was measured after step {step:,}, before it was finished: measure it again.")
     return found
 
 
@@ -274,9 +295,12 @@ def _optional(path: Path, what: str, notes: list[str]) -> Any:
         return None
 
 
-def read_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve]:
-    """Training and evaluation losses of a metrics file, every line of it; lines that are damaged are counted."""
+def read_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, dict[str, History]]:
+    """Training and evaluation losses of a metrics file, every line of it, and what layers had at evaluations; lines
+    that are damaged are counted.
+    """
     rows: dict[str, dict[int, tuple[int, float, float]]] = {"train": {}, "eval": {}}
+    layers: dict[str, dict[int, tuple[int, list[dict[str, Any]]]]] = {name: {} for name in BY_LAYER}
     damaged = 0
     try:
         with path.open("rb") as file:
@@ -290,6 +314,9 @@ def read_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve]:
                     if math.isfinite(loss):
                         seconds = float(entry.get("seconds", math.nan))
                         rows[kind][int(entry["step"])] = (int(entry["tokens"]), seconds, loss)
+                    for name in layers.keys() & entry.keys():
+                        values = [_dict(value) for value in _list(entry[name])]
+                        layers[name][int(entry["step"])] = (int(entry["tokens"]), values)
                 except (ValueError, KeyError, TypeError):
                     damaged += bool(line.endswith(b"\n"))  # a last line cut by a kill is nothing to report
     except FileNotFoundError:
@@ -298,7 +325,15 @@ def read_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve]:
         notes.append(f"Its metrics.jsonl cannot be read: {error.strerror}.")
     if damaged:
         notes.append(f"{damaged:,} damaged lines of its metrics.jsonl are left out.")
-    return _curve(rows["train"]), _curve(rows["eval"])
+    history = {name: [found[step] for step in sorted(found)] for name, found in layers.items() if found}
+    return _curve(rows["train"]), _curve(rows["eval"]), {name: _few(found) for name, found in history.items()}
+
+
+def _few(history: History) -> History:
+    """At most as many evaluations as a small chart can show, the first and the last among them."""
+    n = len(history)
+    most = min(n, MOST_EVALUATIONS)
+    return [history[round(i * (n - 1) / max(1, most - 1))] for i in range(most)]
 
 
 def _curve(rows: dict[int, tuple[int, float, float]]) -> Curve:

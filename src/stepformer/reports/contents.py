@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from stepformer.comparing import Comparison, Row, compare
+from stepformer.comparing import Comparison, Facts, Row, compare
 from stepformer.comparing.tables import percent
 from stepformer.errors import InputError, StepformerError, UnknownNameError, suggestion
 from stepformer.reports import charts, evaluated, parts
@@ -17,7 +17,7 @@ from stepformer.reports.agreement import cautions
 from stepformer.reports.collect import Gathered, RunData
 from stepformer.reports.published import published_tables
 from stepformer.reports.samples import Samples, first_of_each
-from stepformer.reports.tables import MINUS, NAMED, Table, listed
+from stepformer.tables import MINUS, NAMED, Table, listed
 from stepformer.training.runs import as_toml
 
 FEW = 3  # paired seeds with which an interval is wide: Student's t is above 4 there
@@ -75,7 +75,7 @@ def build(
     chosen = baseline or (gathered.baseline if gathered.baseline in labels else labels[0])
     labels = [chosen, *(label for label in labels if label != chosen)]
     runs = sorted(runs, key=lambda run: labels.index(run.label))  # stable: seeds stay in order
-    comparison, incomparable = _compared(runs, chosen, confidence)
+    comparison, incomparable = _compared(runs, chosen, confidence, gathered.facts)
     differing, common = parts.config_tables(runs)
     tables = {
         "comparison": parts.comparison_table(comparison) if comparison else None,
@@ -143,7 +143,7 @@ def _missing(runs: Sequence[RunData]) -> list[tuple[str, str]]:
     return found
 
 
-def _compared(runs: Sequence[RunData], baseline: str, confidence: float) -> tuple[Comparison | None, str]:
+def _compared(runs: Sequence[RunData], baseline: str, confidence: float, facts: Facts) -> tuple[Comparison | None, str]:
     """The paired comparison of the finished runs, or why there is none."""
     records = [run.record for run in runs if run.record]
     if not records:
@@ -151,7 +151,7 @@ def _compared(runs: Sequence[RunData], baseline: str, confidence: float) -> tupl
     if not any(record.label == baseline for record in records):
         return None, f"No run of the baseline {baseline} is finished: there are losses, and no paired differences."
     try:
-        return compare(records, baseline, confidence), ""
+        return compare(records, baseline, confidence, facts), ""
     except InputError as error:
         if not 0 < confidence < 1:
             raise
@@ -164,9 +164,10 @@ def verdict(comparison: Comparison) -> str:
     base = comparison.baseline
     if not others:
         return f"Only {base} was trained: there is nothing to compare it with."
-    firm = [row for row in others if not row.provisional]
-    better = sorted((row for row in firm if row.verdict == "better"), key=_mean)
-    worse = sorted((row for row in firm if row.verdict == "worse"), key=_mean)
+    same = [row for row in others if row.identical]
+    firm = [row for row in others if not row.provisional and not row.identical]
+    better = sorted((row for row in firm if _word(row) == "better"), key=_mean)
+    worse = sorted((row for row in firm if _word(row) == "worse"), key=_mean)
     words = []
     if better:
         best = better[0]
@@ -176,7 +177,7 @@ def verdict(comparison: Comparison) -> str:
     if worse:
         detail = f": {_interval(worse[0], comparison)}" if len(worse) == 1 else ""
         words.append(f"{_names(worse)} {'ends' if len(worse) == 1 else 'end'} at a higher loss than {base}{detail}.")
-    undecided = [row for row in firm if row.verdict == "no difference shown"]
+    undecided = [row for row in firm if _word(row) == "no difference shown"]
     if undecided:
         words.append(f"For {_names(undecided)} no difference to {base} is shown ({_reached(undecided)}).")
     small = [row for row in others if row.provisional]
@@ -186,9 +187,17 @@ def verdict(comparison: Comparison) -> str:
     if single:
         ends = ", ".join(f"{row.label} {_signed(_mean(row))}" for row in single[:NAMED])
         words.append(f"One paired seed has no interval and shows nothing yet: {ends} nats per token to {base}.")
-    alone = [row for row in others if row.difference is None]
+    alone = [row for row in others if row.difference is None and row.paired]
     if alone:
         words.append(f"{_names(alone)} {'has' if len(alone) == 1 else 'have'} no seed in common with {base}.")
+    if same:
+        words.append(f"{_names(same)} {'is' if len(same) == 1 else 'are'} {base}, weight for weight.")
+    if not comparison.paired:
+        words.append("The rows differ in their batches or their budget: there are losses and no paired differences.")
+    for row in others:
+        if row.matched is not None and row.matched[1] != base:
+            what, other, found = row.matched
+            words.append(f"At equal {what}, {row.label} against {other}: {found.verdict} ({found}).")
     return " ".join(words)
 
 
@@ -220,6 +229,11 @@ def forgetting_words(tables: Sequence[Any]) -> list[str]:
         f"{where}: {'; '.join(words[:NAMED])}{f' and {len(words) - NAMED} more' if len(words) > NAMED else ''}."
         for where, words in said.items()
     ]
+
+
+def _word(row: Row) -> str:
+    """The verdict at equal tokens."""
+    return row.difference.verdict if row.difference else ""
 
 
 def _mean(row: Row) -> float:

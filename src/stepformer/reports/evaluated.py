@@ -7,7 +7,7 @@ from typing import Any
 
 from stepformer.reports.charts import real, result
 from stepformer.reports.collect import RunData
-from stepformer.reports.tables import NOTHING, Cell, Column, Table, columns, listed, number, text
+from stepformer.tables import NOTHING, Cell, Column, Table, columns, listed, number, text
 
 CHANCE = {"hellaswag": 25.0, "arc_easy": 25.0, "arc_challenge": 25.0}  # percent: one of four answers
 ACCURACIES = ("acc", "acc_norm")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 import math
 import re
@@ -23,11 +22,11 @@ from stepformer.reports.charts import Charts
 from stepformer.reports.collect import Curve, mean_curve
 from stepformer.reports.contents import Report
 from stepformer.reports.samples import Samples
-from stepformer.reports.tables import MINUS, Cell, Column, Table
+from stepformer.tables import MINUS, Table
+from stepformer.tables import html_text as esc
 
 COLOURS = 7  # as in comparing.plots: the first for the baseline
 DASHES = 3  # of all but the baseline: a line on top of another leaves gaps to see it through
-LONG = 44  # characters after which a cell is broken into lines
 MANY = 30  # runs that are listed only on demand
 MOST_CELLS = 48  # of a surface's side
 
@@ -66,11 +65,6 @@ def page_html(report: Report) -> str:
         "data": script_json(_data(report)),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], _asset("page.html"))
-
-
-def esc(words: object) -> str:
-    """Words for HTML, in text and in attributes; characters that no page may hold are left out."""
-    return html.escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]", "", str(words)), quote=True)
 
 
 def script_json(value: Any) -> str:
@@ -162,41 +156,7 @@ def _folded(title: str, body: str) -> str:
 
 
 def _table(table: Table, labels: Sequence[str], style: str = "") -> str:
-    """A table that the page's script makes sortable; every cell carries what it is sorted by."""
-    head = "".join(_heading(column) for column in table.columns)
-    rows = []
-    for row in table.rows:
-        cells = [
-            _cell(cell, column, place, labels)
-            for place, (cell, column) in enumerate(zip(row, table.columns, strict=True))
-        ]
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    notes = "".join(f'<p class="note">{esc(note)}</p>' for note in table.notes)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{esc(table.caption)}">'
-        f'<table class="sortable {style}"><caption class="visually-hidden">{esc(table.caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{notes}"
-    )
-
-
-def _heading(column: Column) -> str:
-    words = esc(column.title)
-    if column.hint:
-        words = f'<span class="hint" title="{esc(column.hint)}">{words}</span>'
-    return f'<th scope="col" class="{"number" if column.numeric else ""}">{words}</th>'
-
-
-def _cell(cell: Cell, column: Column, place: int, labels: Sequence[str]) -> str:
-    styles = [name for name, on in (("number", column.numeric), ("marked", cell.marked)) if on]
-    if len(cell.text) > LONG:
-        styles.append("wrap")
-    value = "" if cell.value is None else f' data-value="{esc(cell.value)}"'
-    word = f' data-word="{esc(cell.text)}"' if cell.marked else ""
-    shown = f"<code>{esc(cell.text)}</code>" if cell.code else esc(cell.text)
-    if place == 0 and column.title in ("architecture", "run") and cell.text in labels:
-        shown = _swatch(labels.index(cell.text)) + shown
-    name = 'th scope="row"' if place == 0 else "td"
-    return f'<{name} class="{" ".join(styles)}"{value}{word}>{shown}</{name[:2]}>'
+    return table.html(style, lambda name: _swatch(labels.index(name)) if name in labels else "")
 
 
 def _looks(index: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -11,22 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from stepformer import __version__
-from stepformer.comparing import csv_text, markdown_text, plot_differences
+from stepformer.comparing import plot_differences
 from stepformer.comparing.plots import COLOURS, looks, short_number
 from stepformer.data.tokenizers import valid
 from stepformer.files import write_text, writing
-from stepformer.reports import tables
 from stepformer.reports.charts import Chart, Charts, Line
 from stepformer.reports.collect import Curve, mean_curve
 from stepformer.reports.contents import Report
 from stepformer.reports.page import PARTS
 from stepformer.reports.samples import Samples
-from stepformer.reports.tables import Table
+from stepformer.tables import Table, markdown_text
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
 DASHES = ((5, 1.5), (1.5, 1), (5, 1.2, 1.2, 1.2))  # on and off, in widths of the line
-LATEX_COLUMNS = (0, 1, 2, 3, 4, 5, 7, 8, 12)  # of the comparison: what fits on a page
+LATEX_COLUMNS = (0, 1, 2, 3, 4, 5, 6, 8, 9)  # of the comparison: what fits on a page
 COLUMNS = 3  # of small charts
 MOST_CHOICES = 2  # of a chart that shows one of several things: the first and the last
 
@@ -45,10 +42,10 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
             progress(1)
     written = [path for _, path in pictures.values()]
     if report.comparison:
-        write_text(out / "comparison.csv", valid(csv_text(report.comparison)))
-        write_text(out / "comparison.tex", valid(tables.latex(report.tables["comparison"], LATEX_COLUMNS)))
+        write_text(out / "comparison.csv", valid(report.comparison.details.csv()))
+        write_text(out / "comparison.tex", valid(report.tables["comparison"].latex(LATEX_COLUMNS)))
         written += [out / "comparison.csv", out / "comparison.tex"]
-    write_text(out / "runs.csv", valid(csv_of(report.tables["runs"])))
+    write_text(out / "runs.csv", valid(report.tables["runs"].csv()))
     write_text(out / "report.md", valid(markdown_report(report, pictures, [problem] if problem else [])))
     return [out / "report.md", out / "runs.csv", *written]
 
@@ -90,7 +87,7 @@ def _drawing(charts: Charts, labels: Sequence[str]) -> Callable[[Path], None]:
 
 def markdown_report(report: Report, pictures: dict[str, tuple[str, Path]], notes: Sequence[str] = ()) -> str:
     """The report as Markdown; pictures lie beside it."""
-    words = tables.markdown_text
+    words = markdown_text
     out = [
         FIRST_LINE,
         f"# {words(report.title)}",
@@ -98,19 +95,19 @@ def markdown_report(report: Report, pictures: dict[str, tuple[str, Path]], notes
         f"Trained {report.dates}; made with stepformer {__version__}.",
     ]
     if report.comparison:
-        out += ["## Comparison", markdown_text(report.comparison).rstrip()]
+        out += ["## Comparison", report.comparison.table.markdown().rstrip()]
     shown = report.tables
     for name in ("curves", "differences", *PARTS):
         picture = [f"![{words(pictures[name][0])}]({pictures[name][1].name})"] if name in pictures else []
-        table = [tables.markdown(shown[name])] if name in PARTS and name in shown else []
-        table += map(tables.markdown, report.forgetting) if name == "forgetting" else []
+        table = [shown[name].markdown()] if name in PARTS and name in shown else []
+        table += map(Table.markdown, report.forgetting) if name == "forgetting" else []
         if picture or table:
             out += [f"## {words(TITLES[name])}", *_cautions(report, name), *picture, *table]
     evaluated = [name for name in ("perplexity", "tasks") if name in shown]
     if evaluated:
         out.append("## Other texts and tasks")
     for name in evaluated:
-        out += [*_cautions(report, name), tables.markdown(shown[name])]
+        out += [*_cautions(report, name), shown[name].markdown()]
     out += _tables("Published figures", report.published)
     if report.samples:
         out += _samples(report.samples, report.labels)
@@ -127,21 +124,21 @@ def markdown_report(report: Report, pictures: dict[str, tuple[str, Path]], notes
 
 
 def _cautions(report: Report, name: str) -> list[str]:
-    return [f"**{tables.markdown_text(caution)}**" for caution in report.cautions.get(name, [])]
+    return [f"**{markdown_text(caution)}**" for caution in report.cautions.get(name, [])]
 
 
 def _tables(title: str, found: Sequence[Table]) -> list[str]:
-    return [f"## {tables.markdown_text(title)}", *map(tables.markdown, found)] if found else []
+    return [f"## {markdown_text(title)}", *map(Table.markdown, found)] if found else []
 
 
 def _samples(samples: Samples, labels: Sequence[str]) -> list[str]:
     out = ["## Text side by side"]
     for prompt in samples.prompts:
-        out.append(f"### {tables.markdown_text(prompt) if prompt else 'A new document'}")
+        out.append(f"### {markdown_text(prompt) if prompt else 'A new document'}")
         for label in labels:
             found = samples.texts.get(prompt, {}).get(label)
             if found is not None:
-                out += [f"{tables.markdown_text(label)}:", _block(prompt + found)]
+                out += [f"{markdown_text(label)}:", _block(prompt + found)]
     return out
 
 
@@ -150,16 +147,6 @@ def _block(text: str) -> str:
     longest = max((len(found) for found in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
-
-
-def csv_of(table: Table) -> str:
-    """A table with plain numbers."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([column.title for column in table.columns])
-    for row in table.rows:
-        writer.writerow(["" if cell.value is None else cell.value for cell in row])
-    return out.getvalue()
 
 
 def look(index: int) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepformer.comparing import Comparison, Row, summarise
-from stepformer.comparing.tables import MARK, percent, reach
+from stepformer.comparing.tables import MARK, losses_of, percent, reach
 from stepformer.reports.charts import inside, layers_of, real, result
 from stepformer.reports.collect import RunData
-from stepformer.reports.tables import MINUS, NOTHING, TIMES, Cell, Column, Table, columns, number, text
+from stepformer.tables import MINUS, NOTHING, TIMES, Cell, Column, Table, columns, number, text
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -23,20 +23,16 @@ def comparison_table(comparison: Comparison) -> Table:
         Column("± se", True, "standard error of the mean"),
         Column("difference", True, f"to {comparison.baseline}, paired by seed; below zero is better"),
         Column(interval, True, "Student's t on the paired differences"),
+        Column("parameters", True),
         Column("p", True, "chance of a difference this large if there were none"),
         Column("verdict"),
         Column("best loss", True, "lowest evaluation, mean over seeds"),
         Column("tokens to baseline", True, "part of the budget after which the baseline's final loss was reached"),
         Column("speed", True, "training tokens per second over the baseline's"),
         Column("time", True, "seconds for the same tokens over the baseline's"),
-        Column("parameters", True),
         Column("seeds"),
     )
-    notes = [
-        f"Loss in nats per token on {comparison.val_tokens:,} tokens of the validation split "
-        f"{comparison.val_hash[:12]}, after training on {comparison.tokens:,} tokens.",
-        *comparison.notes,
-    ]
+    notes = [losses_of(comparison), *comparison.notes]
     return Table(titles, [_comparison_row(row) for row in comparison.rows], "Comparison with the baseline", notes)
 
 
@@ -51,13 +47,13 @@ def _comparison_row(row: Row) -> list[Cell]:
         number(row.loss.standard_error),
         number(difference.mean if difference else None, "+.4f"),
         bounds,
+        number(row.parameters, ",d"),
         number(difference.p_value if difference else None, ".2g"),
         text(row.verdict + (MARK if row.provisional else ""), marked=told),
         number(row.best.mean),
         Cell(reach(row).replace("-", NOTHING), row.tokens_fraction),
         number(row.speed_ratio, ".2f", f" {TIMES}"),
         number(row.time_ratio, ".2f", f" {TIMES}"),
-        number(row.parameters, ",d"),
         text(", ".join(map(str, row.seeds))),
     ]
 
@@ -77,6 +73,7 @@ def runs_table(runs: Sequence[RunData]) -> Table:
         Column("time", True, "spent in training steps"),
         Column("parameters", True),
         Column("evaluated on", True, "tokens"),
+        Column("config", hint="hash of all settings that decide the result"),
         Column("folder"),
     )
     rows = []
@@ -103,6 +100,7 @@ def runs_table(runs: Sequence[RunData]) -> Table:
                 Cell(NOTHING) if seconds is None or math.isnan(seconds) else Cell(duration(seconds), seconds),
                 number(record.parameters if record else None, ",d"),
                 number(record.val_tokens if record else None, ",d"),
+                text(record.config_hash if record else "", code=bool(record)),
                 text(run.folder, code=True),
             ]
         )

@@ -13,7 +13,7 @@ from stepformer.recipes import Recipe, load_recipe
 from stepformer.reports.charts import inside, layers_of, real, result
 from stepformer.reports.collect import RunData
 from stepformer.reports.parts import mean_of
-from stepformer.reports.tables import Cell, Column, Table, columns, number, text
+from stepformer.tables import Cell, Column, Table, columns, number, text
 from stepformer.training import RunConfig, run_config
 
 # What changes a result by rounding at most, or only what is kept and shown.

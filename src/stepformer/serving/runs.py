@@ -17,11 +17,9 @@ from stepformer.data.corpus import TokenSplit
 from stepformer.data.tokenizers import load_tokenizer
 from stepformer.errors import InputError, StepformerError
 from stepformer.generation import Generation, stream
-from stepformer.plugins import load_plugin
 from stepformer.serving.inspect import Reading, prediction_view, predictions, read, token_view
 from stepformer.serving.watching import Tail, progress
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World
 from stepformer.training.run import LoadedRun, corpus_of, load_run
 from stepformer.training.runs import RunFolder
@@ -34,10 +32,7 @@ class ServedRun:
 
     def __init__(self, path: Path, which: str = "best", device: str = "auto") -> None:
         self.folder, self.which, self.device = RunFolder(path), which, device
-        record = self.folder.read()
-        for plugin in record.get("plugins", []):
-            load_plugin(plugin)
-        self.config = RunConfig.from_dict(record["config"])
+        _, self.config = self.folder.opened()
         self.tokenizer = load_tokenizer(self.folder.tokenizer)
         self.lock = threading.Lock()
         self.tail = Tail(self.folder.metrics)

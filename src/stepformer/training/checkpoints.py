@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 import shutil
 import warnings
@@ -40,8 +41,9 @@ Tensors = Mapping[str, Tensor]
 class Checkpoints:
     """The checkpoints of one run folder."""
 
-    def __init__(self, folder: Path, world: World, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path, world: World, *, keep: int = 2, stays: int | None = None) -> None:
         self.folder, self.world, self.keep = folder, world, keep
+        self.stays = stays  # a step whose checkpoint is never superseded
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -113,7 +115,7 @@ class Checkpoints:
         # the best before the newest stays until a step checkpoint knows of the newest: a kill in between needs it
         doomed_names = self.names("best")[: -1 if newest.startswith("step") else -2]
         if newest.startswith("step"):
-            doomed_names += self.names("step")[: -self.keep]
+            doomed_names += [n for n in self.names("step")[: -self.keep] if n != step_name(self.stays or -1)]
         for name in doomed_names:
             self._set_aside(name)
         files.remove_unfinished(self.folder)
@@ -177,6 +179,13 @@ def verify(folder: Path) -> dict[str, Any]:
             raise InputError(f"The checkpoint '{folder}' is damaged: the checksum of '{name}' does not match.")
     state: dict[str, Any] = manifest["state"]
     return state
+
+
+def weights_of(folder: Path) -> str:
+    """SHA-256 over the weights of a checkpoint, as its manifest tells them."""
+    manifest = files.read_json(folder / MANIFEST, "checkpoint manifest")
+    found = sorted((name, facts["sha256"]) for name, facts in manifest["files"].items() if name.startswith("model"))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:12]
 
 
 @torch.no_grad()

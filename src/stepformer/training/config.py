@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +52,9 @@ class TrainConfig(Settings):
         None, "steps between evaluations (unset: ten in a run, four if it is short)", least=1
     )
     eval_tokens: int = setting(EVAL_TOKENS, "tokens of an evaluation, or the whole split if it is smaller", least=1)
+    eval_half: Literal["all", "first", "second"] = setting(
+        "all", "the part of the validation split that is read: tuning chooses on the first half, tables show the second"
+    )
     save_every: int | None = setting(None, "steps between checkpoints (unset: as evaluations)", least=1)
     keep: int = setting(2, "how many of the latest checkpoints stay; the best stays besides", least=1)
     log_every: int = setting(1, "steps between lines of metrics.jsonl", least=1)
@@ -66,11 +70,34 @@ class TrainConfig(Settings):
     parallel: Literal["ddp", "fsdp"] = setting("ddp", "on several ranks: replicate the model, or shard it")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "CUDA when it is there")
     max_loss: float | None = setting(None, "a training loss above it stops the run (unset: ln V + 4)", above=0)
+    stream_norms: bool = setting(False, "at evaluations also write the root mean square of every stream by layer")
     tensorboard: bool = setting(False, "also write TensorBoard files (extra: tensorboard)")
     wandb: str | None = setting(None, "also log to this Weights & Biases project (extra: wandb)")
 
 
 SECTIONS: dict[str, type[Settings]] = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+
+
+# What a run's hash is of. These keys have always been in it, whatever their value; a younger one is in it when it is
+# not at its default, so that the hashes of older runs stay. The others do not decide the result.
+OLDEST: dict[str, Sequence[str]] = {
+    "data": ("corpus", "tokenizer", "dialect", "count"),
+    "optim": (
+        *("name", "lr", "lr_embedding", "lr_norm", "lr_coefficient", "wd_matrix", "wd_embedding", "wd_norm"),
+        *("wd_coefficient", "beta1", "beta2", "eps", "momentum", "nesterov", "momentum_start"),
+        *("momentum_warmup", "polar", "polar_dtype", "scaling", "qkv", "embedding_geometry", "radius"),
+        *("own_init", "clip", "clip_coefficients", "schedule", "warmup", "legacy_warmup", "floor"),
+        *("decay_start", "sam", "rho"),
+    ),
+    "train": (
+        *("steps", "batch", "seed", "eval_every", "eval_tokens", "precision", "deterministic", "compile"),
+        "max_loss",
+    ),
+}
+NOT_HASHED = (
+    *("micro_batch", "device", "log_every", "save_every", "keep", "stream_norms", "tensorboard", "wandb"),
+    *("parallel", "graph"),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +112,21 @@ class RunConfig:
     recipe: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "optim", self.optim.for_run(**self._shape))
         Schedule(self.optim, self.train.steps)  # refuses schedules that do not fit the length
+        if self.train.stream_norms and self.train.parallel == "fsdp":
+            raise ConfigError(["stream_norms = true needs the whole model on a rank: parallel = 'ddp', not 'fsdp'."])
+
+    @property
+    def _shape(self) -> dict[str, int]:
+        """What unset rates depend on."""
+        train, model = self.train, self.model
+        return {"steps": train.steps, "batch": train.batch, "width": model.d_model, "depth": model.n_layer}
+
+    def with_rates_of(self, other: RunConfig) -> RunConfig:
+        """This run under the optimizer of another: what it leaves unset is what the other has, whatever its size."""
+        optim = self.optim.for_run(**other._shape).with_rates_of(other.optim)
+        return dataclasses.replace(self, optim=optim)
 
     def to_dict(self) -> dict[str, Any]:
         sections = {name: getattr(self, name).to_dict() for name in ("model", "data", "optim", "train")}
@@ -121,18 +162,14 @@ class RunConfig:
     @property
     def hash(self) -> str:
         """Twelve hex digits of what decides the result: not the devices, the micro-batch, or what is logged."""
-        values = self.to_dict()
-        del values["own_vocabulary"], values["recipe"]
-        for key in (
-            *("micro_batch", "device", "log_every", "save_every", "keep", "tensorboard", "wandb", "parallel", "graph"),
-        ):
-            values["train"].pop(key)
-        for section, key in (("data", "also"), ("train", "init")):  # younger than runs whose hash must stay
-            if values[section][key] is None:
-                del values[section][key]
-        if values["train"]["streams"] == "auto":
-            del values["train"]["streams"]
-        values["model"] = self.model.hash
+        values: dict[str, Any] = {"model": self.model.hash}
+        for section in SECTIONS:
+            settings = getattr(self, section)
+            values[section] = {
+                f.name: getattr(settings, f.name)
+                for f in dataclasses.fields(settings)
+                if f.name in OLDEST[section] or (f.name not in NOT_HASHED and getattr(settings, f.name) != f.default)
+            }
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -212,21 +249,9 @@ def _place(word: str) -> tuple[str, str]:
     return (owners[0], word) if owners else ("model", word)
 
 
-# The tiny size in some hundred steps: tables that move as slowly as in a paper's ten thousand steps hardly learn.
-# 250 steps of vanilla on tales end at 3.12 nats with tables at 6e-4 and at 1.01 with 6e-3 (docs/lab-notebook.md).
-TINY_RATES: dict[str, dict[str, float]] = {
-    "muon": {"lr_embedding": 6e-3, "lr_norm": 6e-3},
-    "polargrad": {"lr_embedding": 6e-3, "lr_norm": 6e-3},
-    "adamw": {"lr": 6e-3, "lr_embedding": 6e-3, "lr_norm": 6e-3},
-}
-
-
 def _assemble(sections: Mapping[str, Mapping[str, Any]], recipe: str) -> RunConfig:
     problems: list[str] = []
     built: dict[str, Any] = {}
-    if sections["model"].get("size") == "tiny":
-        rates = TINY_RATES.get(str(sections["optim"].get("name", "muon")), {})
-        sections = {**sections, "optim": {**rates, **sections["optim"]}}
     for name, kind in SECTIONS.items():
         try:
             built[name] = kind.from_dict(sections[name])

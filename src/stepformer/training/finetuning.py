@@ -19,7 +19,7 @@ from stepformer.training.config import DataConfig, RunConfig
 
 PUBLISHED: dict[str, Any] = {"steps": 1_000, "batch": 480, "lr": 1e-4, "eval_tokens": 409_600}
 # At 1e-4 a hundred small steps change next to nothing. Tables train ten times as fast at the tiny size as in the paper
-# (TINY_RATES), and so does everything here.
+# (`rate_factor`), and so does everything here.
 SMALL: dict[str, Any] = {"steps": 100, "lr": 1e-3, "eval_tokens": 16_384}
 ADAMW: dict[str, float] = {"weight_decay": 0.01, "beta1": 0.9, "beta2": 0.95}
 DIVISOR = 6.0

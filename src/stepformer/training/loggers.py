@@ -8,7 +8,8 @@ from typing import Any
 from stepformer.errors import StepformerError
 from stepformer.training.config import RunConfig
 
-_LEFT_OUT = {"kind", "step", "val_hash", "also"}
+BY_LAYER = ("coefficients", "gains", "norms")  # lists over layers in the lines of evaluations
+_LEFT_OUT = {"kind", "step", "val_hash", "also", *BY_LAYER}
 
 
 class Loggers:
@@ -45,6 +46,9 @@ class Loggers:
         numbers = {f"{line['kind']}/{k}": v for k, v in line.items() if k not in _LEFT_OUT}
         for name, other in line.get("also", {}).items():
             numbers[f"{line['kind']}/{name}/val_loss"] = other["val_loss"]
+        for what in BY_LAYER:
+            for layer, values in enumerate(line.get(what, [])):
+                numbers |= {f"{what}/{name}/layer {layer}": value for name, value in values.items()}
         if self._tensorboard is not None:
             for name, value in numbers.items():
                 self._tensorboard.add_scalar(name, value, line["step"])

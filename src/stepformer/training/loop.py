@@ -22,7 +22,7 @@ from stepformer import kernels
 from stepformer.catalogue import preset_of
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus, TokenSplit
-from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.errors import ConfigError, DivergedError, InputError
 from stepformer.files import remove_unfinished, write_json
 from stepformer.model import Model
 from stepformer.optim import Optimizers, scion_init
@@ -36,6 +36,8 @@ from stepformer.training.parallel import ParallelModel, World
 from stepformer.training.runs import Metrics, RunFolder
 from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import Stopped, Watch
+
+NORM_WINDOWS = 8  # of the validation split, that norms of streams are taken on
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Trainer:
     ) -> None:
         self.config, self.corpus, self.folder, self.world, self.display = config, corpus, folder, world, display
         self.label = label or config.title
+        self.config_hash = config.hash  # of what was asked for; a resumed run may compute it in other pieces
         train, device = config.train, world.device
         torch.use_deterministic_algorithms(train.deterministic)
         self.precision = precision_of(config, device)
@@ -68,7 +71,7 @@ class Trainer:
         self.micro_batch = micro_batch_of(config, world)
         self.accumulation = train.batch // (world.size * self.micro_batch)
         self.batches = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)
-        self.val = corpus.split("val")
+        self.val = corpus.split("val").half(train.eval_half)
         self.also = {name: other.split("val") for name, other in (also or {}).items()}
         evaluated = (self.val, *self.also.values())
         blocks = sum(check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
@@ -85,7 +88,9 @@ class Trainer:
         self.parallel = ParallelModel(self.model, world, train.parallel, train.compile)
         self.optimizers = Optimizers(self.model, config.optim, train.steps)
         self.captured = self._captured_pass()
-        self.checkpoints = stored.Checkpoints(folder.checkpoints, world, keep=train.keep)
+        # where the decay of wsd begins a run can go on in other ways (stepformer.training.extending)
+        self.branches = self.optimizers.schedule.decay_start if config.optim.schedule == "wsd" else None
+        self.checkpoints = stored.Checkpoints(folder.checkpoints, world, keep=train.keep, stays=self.branches)
         self.step = 0  # completed steps
         self.seconds = 0.0  # spent in them
         self.best: Best | None = None
@@ -140,7 +145,7 @@ class Trainer:
                 if self.step % self.eval_every == 0 or self.step == train.steps:
                     self._evaluate(metrics, loggers)
                 asked = self.world.largest(watch.asked()) if self.step < train.steps else 0
-                if self.step % save_every == 0 or self.step == train.steps or asked:
+                if self.step % save_every == 0 or self.step in (train.steps, self.branches) or asked:
                     self.save()
                 if asked:
                     raise Stopped(asked, self.step, self.folder.path)
@@ -264,11 +269,14 @@ class Trainer:
         found = self.last = self._evaluation(self.val)
         self.last_also = {name: self._evaluation(split) for name, split in self.also.items()}
         reported: dict[str, Any] = self._reported()
+        learned = {"coefficients": self.model.coefficients(), "gains": self.model.gains()}  # all ranks ask together
         for each in (found, *self.last_also.values()):
             if not math.isfinite(each.val_loss):
                 self._fail(f"after step {self.step}", f"(validation loss {each.val_loss:g})")
         if metrics and loggers:
             line = {"kind": "eval", **self._where(), **found.to_dict(), **reported, **self._beside()}
+            line |= {name: layers for name, layers in learned.items() if any(layers)}
+            line |= {"norms": self._norms()} if self.config.train.stream_norms else {}
             metrics.write(**line)
             loggers.write(line)
         remark = f"  (attention rows whose target is out of reach: {reported.get('capped_rows', 0):.1%})"
@@ -278,6 +286,15 @@ class Trainer:
         if self.step and (self.best is None or found.val_loss < self.best.val_loss):
             self.best = Best(found.val_loss, self.step)
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
+
+    def _norms(self) -> list[dict[str, float]]:
+        """Of the streams by layer, on the first windows of the validation split."""
+        from stepformer.diagnostics.states import norms_by_layer
+
+        context = self.config.model.context
+        starts = np.arange(min(NORM_WINDOWS, len(self.val) // context), dtype=np.int64) * context
+        windows = torch.from_numpy(self.val.gather(starts, context)).to(self.world.device)
+        return norms_by_layer(self.model, windows)
 
     def _evaluation(self, split: TokenSplit) -> Evaluation:
         try:
@@ -352,7 +369,7 @@ class Trainer:
         else:
             where = "There was no checkpoint yet"
         why = f"{culprit} is not finite {what}" if diagnose else what
-        raise StepformerError(
+        raise DivergedError(
             f"Training stopped {when}: {why}. {where}; try a lower rate, a longer warm-up or more frequent checkpoints."
         )
 
@@ -399,7 +416,7 @@ class Trainer:
             "label": self.label,
             "recipe": config.recipe,
             "seed": config.train.seed,
-            "config_hash": config.hash,
+            "config_hash": self.config_hash,
             "pairing": pairing(config, self.corpus),
             "steps": self.step,
             "tokens": self.step * config.step_tokens,

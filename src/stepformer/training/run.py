@@ -13,10 +13,10 @@ import torch
 from stepformer import measured
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer
-from stepformer.errors import ConfigError, InputError, StepformerError
-from stepformer.files import write_text
+from stepformer.errors import ConfigError, DivergedError, InputError, StepformerError
+from stepformer.files import read_json, write_text
 from stepformer.model import Model
-from stepformer.plugins import load_plugin
+from stepformer.plugins import lasting
 from stepformer.training import checkpoints as stored
 from stepformer.training.config import RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
@@ -24,7 +24,7 @@ from stepformer.training.display import Display
 from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
 from stepformer.training.loop import Trainer, precision_of, streams_of
 from stepformer.training.parallel import World, choose_device, joined_world
-from stepformer.training.runs import RunFolder, checkpoint_of
+from stepformer.training.runs import DIVERGED, RunFolder, checkpoint_of
 from stepformer.training.stopping import Watch
 from stepformer.training.warm_start import same_start, warm_start
 
@@ -58,15 +58,16 @@ def train(
             if start is not None:
                 trainer.begin_with(start.checkpoint)
             if world.is_main:
-                facts = {"label": label or config.title, "corpus": _facts(corpus), "precision": trainer.precision}
-                facts |= {"also": {name: _facts(other) for name, other in also.items()}} if also else {}
+                facts = {"label": label or config.title, "corpus": corpus_facts(corpus), "precision": trainer.precision}
+                facts |= {"also": {name: corpus_facts(other) for name, other in also.items()}} if also else {}
                 facts |= {"init": start.facts} if start is not None else {}
-                whole = [str(Path(plugin).resolve()) if Path(plugin).is_file() else plugin for plugin in plugins]
+                whole = lasting(plugins)
                 folder.create(config, facts, corpus.folder / "tokenizer", whole)
             world.barrier()
             return _fit(trainer, watch or Watch(max_seconds))
 
 
+PIECES = ("micro_batch", "device", "parallel", "compile")  # what changes the result by rounding, and the time
 MAY_CHANGE = ("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile")
 
 
@@ -86,10 +87,7 @@ def resume(
     precision stays what it was. `corpus` and `also` say where the same corpora are now, if they were moved.
     """
     folder = RunFolder(Path(path))
-    record = folder.read()
-    for plugin in record.get("plugins", []):
-        load_plugin(plugin)
-    config = RunConfig.from_dict(record["config"])
+    record, config = folder.opened()
     refused = sorted(set(changes) - set(MAY_CHANGE))
     if refused:
         raise ConfigError(
@@ -102,6 +100,9 @@ def resume(
         raise InputError(
             f"'{folder.path}' was imported and has no training to continue: begin a new run with init={folder.path}."
         )
+    if folder.result.is_file():  # nothing to do, and nothing to write again
+        return {**read_json(folder.result, "result of a finished run"), "folder": str(folder.path)}
+    asked = config.hash
     kept = {"precision": record.get("precision", config.train.precision)}
     config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})
     with joined_world(config.train.device) as world, _held(folder, world):
@@ -109,6 +110,7 @@ def resume(
         others = _same_also(record.get("also", {}), folder, opened, also)
         label = str(record.get("label", ""))
         trainer = Trainer(config, opened, folder, world, _display(config, label, world, quiet), label, others)
+        trainer.config_hash = asked
         if trainer.load_latest():
             trainer.display.note(f"{trainer.display.title}  continues after step {trainer.step}")
         else:
@@ -116,6 +118,8 @@ def resume(
                 start = same_start(config, record["init"], opened.manifest["tokenizer"], folder, world)
                 trainer.begin_with(start.checkpoint)
             trainer.display.note(f"{trainer.display.title}  has no checkpoint yet: it starts again")
+        if world.is_main:
+            folder.note_resumed(trainer.step, {k: v for k, v in changes.items() if k in PIECES})
         return _fit(trainer, watch or Watch(max_seconds))
 
 
@@ -130,9 +134,10 @@ def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
         trainer.world.barrier()  # what comes next on another rank may read this run
         return result
     except StepformerError as error:
+        kind = DIVERGED if isinstance(error, DivergedError) else ""
         if trainer.world.is_main:
             with contextlib.suppress(StepformerError):  # a full disk, say: the error itself matters more
-                write_text(failure, f"{error}\n")
+                write_text(failure, f"{kind}{error}\n")
         raise
 
 
@@ -158,7 +163,7 @@ def _taken(folder: RunFolder, config: RunConfig) -> str:
     )
 
 
-def _facts(corpus: Corpus) -> dict[str, Any]:
+def corpus_facts(corpus: Corpus) -> dict[str, Any]:
     splits = {name: {"hash": corpus.split(name).hash, "tokens": len(corpus.split(name))} for name in ("train", "val")}
     return {"folder": str(corpus.folder.resolve()), "tokenizer": corpus.manifest["tokenizer"], "splits": splits}
 
@@ -240,10 +245,7 @@ class LoadedRun:
 def load_run(path: str | Path, which: str = "best", device: str = "auto") -> LoadedRun:
     """The model of a run: its best weights, or its last ones (`which = "last"`)."""
     folder = RunFolder(Path(path))
-    record = folder.read()
-    for plugin in record.get("plugins", []):
-        load_plugin(plugin)
-    config = RunConfig.from_dict(record["config"])
+    record, config = folder.opened()
     alone = World(0, 1, choose_device(device))
     checkpoint, state = checkpoint_of(folder, which, alone)
     dtype = torch.float64 if precision_of(config, alone.device) == "fp64" else torch.float32
@@ -285,6 +287,7 @@ def evaluate_run(
     run = load_run(path, which, device)
     world = World(0, 1, run.device)
     split, context = corpus_of(run, corpus).split("val"), run.config.model.context
+    split = split if corpus else split.half(run.config.train.eval_half)
     tokens = run.config.train.eval_tokens if tokens is None else tokens
     with measured.counting("validation loss", check_blocks(split, context, tokens), quiet=quiet) as count:
         found = evaluate(

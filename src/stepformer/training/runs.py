@@ -4,6 +4,7 @@ run.json          config, data and their hashes       tokenizer/    to read and 
 config.toml       the same config, to train again     metrics.jsonl every step and evaluation
 environment.json  versions, device, git revision      checkpoints/  see stepformer.training.checkpoints
 result.json       final numbers, once finished        failed.txt    why it cannot go on, if it cannot
+plugins/          copies of rules of your own, as they were, to be read
 """
 
 from __future__ import annotations
@@ -23,8 +24,17 @@ from typing import IO, Any
 
 import torch
 
-from stepformer import __version__, files
-from stepformer.errors import InputError, StepformerError, StepformerWarning
+from stepformer import __version__, files, kernels
+from stepformer.errors import ChangedRuleError, InputError, StepformerError, StepformerWarning
+from stepformer.plugins import (
+    identity,
+    load_plugin,
+    loaded,
+    package_digest,
+    refuse_changed,
+    sources_of,
+    unread_identity,
+)
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World
@@ -44,23 +54,41 @@ class RunFolder:
         self.tokenizer = path / "tokenizer"
 
     @property
+    def diverged(self) -> bool:
+        """Whether it ended because its numbers did, and would again."""
+        return self.failure.is_file() and self.failure.read_text(errors="replace").startswith(DIVERGED)
+
+    @property
     def exists(self) -> bool:
         return (self.path / "run.json").is_file()
 
-    def create(self, config: RunConfig, facts: dict[str, Any], tokenizer: Path, plugins: list[str]) -> None:
-        """Write what a new run is; `run.json` last, so that a half-made folder is not a run."""
+    def create(
+        self,
+        config: RunConfig,
+        facts: dict[str, Any],
+        tokenizer: Path,
+        plugins: list[str],
+        trained: dict[str, Any] | None = None,
+    ) -> None:
+        """Write what a new run is; `run.json` last, so that a half-made folder is not a run. `trained` is where its
+        first steps were made, if not here.
+        """
         files.remove_unfinished(self.path)
         foreign = sorted(p.name for p in self.path.iterdir() if p.name not in _OWN) if self.path.is_dir() else []
         if foreign:
             raise InputError(f"'{self.path}' holds other files ('{foreign[0]}'): choose another --out.")
         files.write_text(self.path / "config.toml", as_toml(config))
-        files.write_json(self.path / "environment.json", environment())
+        files.write_json(self.path / "environment.json", trained or environment())
         self.tokenizer.mkdir(parents=True, exist_ok=True)
         for source in tokenizer.iterdir():
             with files.writing(self.tokenizer / source.name) as file:
                 file.write(source.read_bytes())
+        for number, sources in enumerate(sources_of(plugins, config.model.components())):
+            for name, source in sources.items():  # to be read; a run imports its plug-ins from where they are
+                copied = self.path / "plugins" / str(number) / f"{name}.txt"
+                files.write_text(copied, source.read_text(errors="replace"))
         record = {"format": FORMAT, "stepformer": __version__, "id": secrets.token_hex(6), "config": config.to_dict()}
-        record |= {**facts, "plugins": plugins}
+        record |= {**facts, "plugins": plugins, "code": identity(plugins, config.model.components())}
         files.write_json(self.path / "run.json", record)
 
     def read(self) -> dict[str, Any]:
@@ -88,6 +116,46 @@ class RunFolder:
     def config(self) -> RunConfig:
         return RunConfig.from_dict(self.read()["config"])
 
+    def opened(self) -> tuple[dict[str, Any], RunConfig]:
+        """Record and config, its plug-ins imported; refused if they are not what they were when the run was made."""
+        record, what = self.read(), f"The run '{self.path}'"
+        plugins, then = record.get("plugins", []), record.get("code", {})
+        if plugins and not then:
+            warnings.warn(
+                f"{what} does not say what its plug-ins were: it is taken for granted that they are the same.",
+                StepformerWarning,
+                stacklevel=2,
+            )
+        refuse_changed(then, unread_identity(plugins, then), what)  # an edited file may not even load
+        for plugin in plugins:
+            load_plugin(plugin)
+        refuse_changed(then, identity(plugins, {}), what)
+        config = RunConfig.from_dict(record["config"])
+        rules = config.model.components()
+        refuse_changed(then, identity([], rules), what, rules)
+        return record, config
+
+    def check_code(self) -> None:
+        """Refuse a run whose rules have been changed since. One whose rules are not here any more has its results."""
+        try:
+            self.opened()
+        except ChangedRuleError:
+            raise
+        except (StepformerError, KeyError, TypeError, AttributeError):  # a damaged record is told by who reads it
+            pass
+
+    def note_resumed(self, step: int, changes: dict[str, Any]) -> None:
+        """Write down from which step on other code, another machine or other pieces trained this run."""
+        path = self.path / "environment.json"
+        before, now = files.read_json(path, "environment of a run") if path.is_file() else {}, environment()
+        if step == 0:  # nothing is left of what trained before
+            before = now
+        spells = [spell for spell in before.get("resumed", []) if spell["step"] < step]
+        last = [before, *spells][-1]
+        if any((last.get(key) or None) != (now[key] or None) for key in SPELL) or last.get("changes", {}) != changes:
+            spells.append({"step": step, **{key: now[key] for key in (*SPELL, "git")}, "changes": changes})
+        files.write_json(path, {**before, "resumed": spells} if spells else before)
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder: a second process that wants to train in it is told so."""
@@ -110,6 +178,7 @@ _OWN = {
     "config.toml",
     "environment.json",
     "tokenizer",
+    "plugins",
     "metrics.jsonl",
     "checkpoints",
     "tensorboard",
@@ -168,10 +237,21 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 raise InputError(f"Line {number} of '{path}' is damaged.") from None
 
 
+# Variables that change which kernels compute, and so the last digits of a result.
+ARITHMETIC = (
+    *("ATEN_CPU_CAPABILITY", "OPENBLAS_CORETYPE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
+    *("DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+)
+DIVERGED = "Diverged: "  # begins failed.txt of a run that would fail again
+SPELL = ("versions", "device", "threads", "kernels", "ranks", "variables", "plugins")  # what makes it another's
+
+
 def environment() -> dict[str, Any]:
     """Versions, device and revision, for whoever wonders later."""
     versions = {"python": platform.python_version(), "stepformer": __version__, "torch": torch.__version__}
-    device: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    versions["sources"] = package_digest()
+    device: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         device |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
     return {
@@ -179,9 +259,42 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "device": device,
         "threads": torch.get_num_threads(),
+        "kernels": "on" if kernels.switched_on() else "off",
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "variables": {
+            **{name: os.environ[name] for name in ARITHMETIC if name in os.environ},
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "mkldnn": str(torch.backends.mkldnn.enabled),
+            **_around(),
+        },
+        "plugins": loaded(),
         "command": sys.argv,
         "git": git_revision(),
     }
+
+
+def _around() -> dict[str, str]:
+    """What a program that trains from Python has switched, in so far as it is not as usual."""
+    found = {}
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            found[f"autocast_{kind}"] = str(torch.get_autocast_dtype(kind))
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        if not getattr(torch.backends.cuda, f"{name}_sdp_enabled")():
+            found[f"{name}_sdp"] = "False"
+    return found
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
+    found = {key.strip(): value.strip() for key, value in found.items()}
+    parts = [found[key] for key in ("CPU implementer", "CPU part", "CPU variant") if key in found]  # of Arm
+    return found.get("model name") or " ".join([platform.machine(), *parts]) or platform.processor()
 
 
 def git_revision() -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Starting from the weights of another run instead of random ones.
 
-A run remembers where its weights came from by that run's id, config hash and step (`init` in run.json). After its first
-checkpoint it does not need them any more.
+A run remembers where its weights came from by that run's id, config hash, step and weights (`init` in run.json).
+After its first checkpoint it does not need them any more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from stepformer.data.tokenizers import load_tokenizer
 from stepformer.errors import InputError
-from stepformer.plugins import load_plugin
+from stepformer.training.checkpoints import weights_of
 from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World
 from stepformer.training.runs import RunFolder, checkpoint_of
@@ -33,10 +33,7 @@ def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world
     The model and the tokenizer (as a corpus's manifest describes it) must be that run's own.
     """
     folder = RunFolder(Path(init).expanduser())
-    record = folder.read()
-    for plugin in record.get("plugins", []):
-        load_plugin(plugin)
-    source = RunConfig.from_dict(record["config"])
+    record, source = folder.opened()
     known = load_tokenizer(folder.tokenizer)
     if known.fingerprint != tokenizer["fingerprint"]:
         raise InputError(
@@ -52,15 +49,21 @@ def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world
             f"{theirs.get(differ[0], 'unset')}, this run's {ours.get(differ[0], 'unset')}"
             + (f" (also different: {', '.join(differ[1:4])})." if differ[1:] else ".")
         )
-    checkpoint, state = world.on_main(lambda: checkpoint_of(folder, "best", world))
+    checkpoint, step, weights = world.on_main(lambda: _best(folder, world))
     facts = {
         "run": str(folder.path.resolve()),
         "id": record.get("id", ""),
         "config_hash": source.hash,
         "checkpoint": checkpoint.name,
-        "step": int(state["step"]),
+        "step": step,
+        "weights": weights,
     }
     return WarmStart(checkpoint, facts)
+
+
+def _best(folder: RunFolder, world: World) -> tuple[Path, int, str]:
+    checkpoint, state = checkpoint_of(folder, "best", world)
+    return checkpoint, int(state["step"]), weights_of(checkpoint)
 
 
 def same_start(
@@ -68,8 +71,8 @@ def same_start(
 ) -> WarmStart:
     """The start that run.json tells of, for a run stopped before its first checkpoint; other weights are refused."""
     start = warm_start(str(known["run"]), config, tokenizer, world)
-    for key in ("id", "config_hash", "step"):
-        if start.facts[key] != known[key]:
+    for key in ("id", "config_hash", "step", "weights"):
+        if start.facts[key] != known.get(key, start.facts[key]):
             raise InputError(
                 f"'{folder.path}' has no checkpoint yet and began with other weights than '{known['run']}' has now "
                 f"({key} {known[key]} then, {start.facts[key]} now): train a new run."

@@ -1,0 +1,143 @@
+"""A run that goes on: longer than it was planned, or in another direction from a step of its stable phase.
+
+The new run has a folder of its own that begins with a checkpoint of the old one and with the metrics up to there;
+`parent` in its run.json says which. Up to that step both schedules must be the same to the bit, otherwise its weights
+are not what the new settings would have made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepformer import files
+from stepformer.errors import ConfigError, InputError
+from stepformer.optim import Schedule
+from stepformer.training.checkpoints import MANIFEST, Checkpoints, step_name, verify
+from stepformer.training.config import RunConfig
+from stepformer.training.parallel import World, joined_world
+from stepformer.training.run import MAY_CHANGE, resume
+from stepformer.training.runs import RunFolder, read_metrics
+
+OF_THE_SCHEDULE = ("schedule", "decay_start", "floor", "sam", "rho")
+
+
+def extend(
+    path: str | Path,
+    out: str | Path,
+    *,
+    at: int | None = None,
+    label: str | None = None,
+    quiet: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Continue a run in the folder `out` under another length or schedule, and return its result.
+
+    `label` names it in tables, instead of the folder's name. It begins after step `at`, or after the last step that the
+    run has a checkpoint of and that both schedules agree on.
+    """
+    folder, target = RunFolder(Path(path)), RunFolder(Path(out))
+    record, old = folder.opened()
+    new = _changed(old, changes)
+    if target.exists:
+        if target.config().hash == new.hash:
+            return resume(target.path, quiet=quiet)
+        raise InputError(f"'{target.path}' already holds another run: choose another --out.")
+    step = _agreed(folder, old, new, at)
+    parent = {"run": str(folder.path.resolve()), "id": record.get("id", ""), "config_hash": old.hash, "step": step}
+    with joined_world(new.train.device) as world:
+        if world.is_main:
+            _begin(folder, target, record, new, parent, label or target.path.name)
+        world.barrier()
+        return resume(target.path, quiet=quiet)
+
+
+def _changed(old: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    settings = old.to_dict()
+    settings["optim"]["warmup"] = Schedule(old.optim, old.train.steps).warmup  # a tenth of the old length, say
+    allowed = ("steps", *MAY_CHANGE)
+    problems = []
+    for key, value in changes.items():
+        key = key.rpartition(".")[2]
+        if key in OF_THE_SCHEDULE:
+            settings["optim"][key] = value
+        elif key in allowed:
+            settings["train"][key] = value
+        else:
+            problems.append(
+                f"A run cannot change '{key}' when it goes on: train a new one. It may change "
+                f"{', '.join((*OF_THE_SCHEDULE, *allowed))}."
+            )
+    if problems:
+        raise ConfigError(problems)
+    return RunConfig.from_dict(settings)
+
+
+def _agreed(folder: RunFolder, old: RunConfig, new: RunConfig, at: int | None) -> int:
+    """The step to go on from: the latest checkpoint until which both schedules gave every step the same rate."""
+    steps = [int(name.partition("-")[2]) for name in Checkpoints(folder.checkpoints, ALONE).names("step")]
+    if not steps:
+        raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
+    if at is not None and at not in steps:
+        raise InputError(f"'{folder.path}' has no checkpoint of step {at}: it has {', '.join(map(str, steps))}.")
+    first, second = Schedule(old.optim, old.train.steps), Schedule(new.optim, new.train.steps)
+    same = 0
+    while same < max(steps) and _rates(first, same) == _rates(second, same):
+        same += 1
+    fitting = [step for step in steps if step <= min(same, new.train.steps) and at in (None, step)]
+    if not fitting:
+        why = (
+            "its cosine fell from there on" if old.optim.schedule == "cosine" else "its rates were others from there on"
+        )
+        raise InputError(
+            f"'{folder.path}' cannot go on like that: up to step {same} both schedules are the same, {why}, and its "
+            f"checkpoints are of steps {', '.join(map(str, steps))}. Runs with schedule=wsd keep the one where their "
+            "decay begins; those with schedule=constant go on from any."
+        )
+    return max(fitting)
+
+
+def _rates(schedule: Schedule, t: int) -> tuple[float, float, float]:
+    return schedule.factor(t), schedule.momentum(t), schedule.config.rho if schedule.perturbs(t) else 0.0
+
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def _begin(
+    folder: RunFolder, target: RunFolder, record: dict[str, Any], new: RunConfig, parent: dict[str, Any], label: str
+) -> None:
+    """The new folder: checkpoint and metrics of the old one up to the step, then run.json, which makes it a run."""
+    name = step_name(parent["step"])
+    state = files.read_json(folder.checkpoints / name / MANIFEST, "checkpoint manifest")["state"]
+    best = step_name(state["best"]["step"], "best") if state["best"] else ""
+    known = (
+        bool(best) and (folder.checkpoints / best / MANIFEST).is_file()
+    )  # an older best is gone once there is a newer
+    target.checkpoints.mkdir(parents=True, exist_ok=True)
+    for part in (name, *([best] if known else [])):
+        verify(folder.checkpoints / part)
+        temporary = target.checkpoints / f"{files.TEMPORARY}{os.getpid()}-{part}"
+        with files.explained(target.path):
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(folder.checkpoints / part, temporary)
+            if part == name and not known:
+                manifest = files.read_json(temporary / MANIFEST, "checkpoint manifest")
+                manifest["state"]["best"] = None
+                files.write_json(temporary / MANIFEST, manifest)
+            shutil.rmtree(target.checkpoints / part, ignore_errors=True)
+            files.rename(temporary, target.checkpoints / part)
+    lines = [line for line in read_metrics(folder.metrics) if line["step"] <= parent["step"]]
+    files.write_text(target.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    facts: dict[str, Any] = {key: record[key] for key in ("corpus", "also", "precision", "init") if key in record}
+    facts |= {"label": label, "parent": parent}
+    path = folder.path / "environment.json"
+    trained = files.read_json(path, "environment of a run") if path.is_file() else None  # resuming adds today's to it
+    if trained:
+        trained["resumed"] = [spell for spell in trained.get("resumed", []) if spell["step"] < parent["step"]]
+    target.create(new, facts, folder.tokenizer, record.get("plugins", []), trained)

@@ -1,0 +1,86 @@
+"""One table in every form."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+from rich.console import Console
+
+from stepformer.tables import NOTHING, Cell, Column, Table, listed, number, text
+
+
+def made(names: tuple[str, ...] = ("plain", "a|b_c <i>")) -> Table:
+    columns = [
+        Column("architecture"),
+        Column("final loss ± se", numeric=True, key="loss"),
+        Column("verdict"),
+        Column("tokens to baseline", numeric=True, spare=1),
+        Column("best loss", numeric=True, spare=2),
+    ]
+    rows = [
+        [text(name, style="green"), Cell("1.9033 ± 0.0117", 1.9033), text("better"), number(0.5, ".1%"), number(None)]
+        for name in names
+    ]
+    return Table(columns, rows, "Losses", ["Nats per token."])
+
+
+def drawn(table: Table, width: int) -> str:
+    out = Console(width=width, file=io.StringIO(), highlight=False)
+    out.print(table.rich(width))
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_terminal_that_is_wide_enough_has_all_of_it() -> None:
+    found = drawn(made(), 100)
+    row = next(line for line in found.splitlines() if line.startswith("a|b_c <i>"))
+    for part in ("1.9033 ± 0.0117", "better", "50.0%", NOTHING):
+        assert part in row
+    assert "Nats per token." in found
+    assert "Too wide" not in found
+
+
+def test_a_narrow_one_loses_spare_columns_and_then_stacks() -> None:
+    table = made()
+    titles = [[column.title for column in table.fitting(width).columns] for width in (100, 46, 42)]
+    assert [len(found) for found in titles] == [5, 4, 3]
+    assert "tokens to baseline" not in titles[1]
+    for width in (46, 42, 33):
+        found = drawn(table, width)
+        assert max(map(len, found.splitlines())) <= width
+        assert "Too wide for this terminal: tokens to baseline" in " ".join(found.split())
+    assert "\n± 0.0117" in table.fitting(33).rows[0][1].text
+    assert table.fitting(1000) == table
+
+
+def test_markdown_csv_html_and_latex() -> None:
+    table = made()
+    lines = table.markdown().splitlines()
+    assert len({len(line) for line in lines[:4]}) == 1
+    assert "a\\|b\\_c \\<i>" in lines[3]
+    assert lines[1].count(":") == 3  # numbers to the right
+    assert lines[-1] == "Nats per token."
+    rows = list(csv.DictReader(io.StringIO(table.csv())))
+    assert rows[1]["architecture"] == "a|b_c <i>"
+    assert (rows[0]["loss"], rows[0]["best loss"]) == ("1.9033", "")
+    page = table.html(mark=lambda name: f"[{len(name)}]")
+    assert "[9]a|b_c &lt;i&gt;" in page
+    assert 'data-value="1.9033"' in page
+    assert page == table.html(mark=lambda name: f"[{len(name)}]")
+    assert r"a|b\_c \textless{}i\textgreater{} & 1.9033 $\pm$ 0.0117" in table.latex([0, 1])
+    pandas = pytest.importorskip("pandas")
+    assert isinstance(table.to_frame(), pandas.DataFrame)
+    assert table.to_frame()["loss"].tolist() == [1.9033, 1.9033]
+
+
+def test_plain_text() -> None:
+    first, second, *_ = made(("x",)).plain().splitlines()
+    assert first == "architecture  final loss ± se  verdict  tokens to baseline  best loss"
+    assert second.endswith(NOTHING)
+
+
+def test_names_in_a_sentence() -> None:
+    assert listed(["a"]) == "a"
+    assert listed(["a", "b", "c"]) == "a, b and c"
+    assert listed(list("abcdefgh")) == "a, b, c, d, e and 3 more"
