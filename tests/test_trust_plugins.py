@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import stepformer as sf
-from runs import make_corpus
+from runs import make_corpus, small_run
 from stepformer.cli import main
 from stepformer.comparing import compare, load_records
 from stepformer.errors import ChangedRuleError, InputError
@@ -97,8 +97,7 @@ def test_a_plugin_that_came_with_another_run_is_written_down(corpus: Path, tmp_p
     """Opening a run imports its plug-in; what is trained after that has it, too."""
     patch = tmp_path / "patching.py"
     patch.write_text(PATCH)
-    given: dict[str, Any] = {k: v if k == "device" else int(v) for k, v in (word.split("=") for word in SMALL)}
-    config = sf.run_config("vanilla", corpus=str(corpus), **given)
+    config = small_run(corpus, "vanilla", steps=3)
     before = sf.train(config, tmp_path / "before", quiet=True)
     load_plugin(str(patch))
     after = sf.train(config, tmp_path / "after", quiet=True, label="after")
@@ -127,10 +126,9 @@ def test_one_process_has_one_rule_of_a_name(corpus: Path, tmp_path: Path) -> Non
             def drift(self, s: Any, c: Any, scale: float = 1.0) -> Any:
                 return s.without("u").replace(x=s.x + s.u)
 
-    given: dict[str, Any] = {k: v if k == "device" else int(v) for k, v in (word.split("=") for word in SMALL)}
     for number, factor in enumerate((1.0, 1.0, 9.0)):
         registered(factor)
-        config = sf.run_config("with-a-factor", corpus=str(corpus), **given)
+        config = small_run(corpus, "with-a-factor", steps=3)
         if factor == 1.0:
             sf.train(config, tmp_path / str(number), quiet=True)
         else:

@@ -127,6 +127,10 @@ def import_file(path: Path) -> ModuleType:
     while (top / "__init__.py").is_file():
         parts.insert(0, top.name)
         top = top.parent
+    for known in list(sys.modules.values()):  # another plug-in imported it, or it is the program that runs
+        file = str(getattr(known, "__dict__", {}).get("__file__"))  # not getattr: a lazy module would import something
+        if file.endswith(path.name) and Path(file).resolve() == path:
+            return known
     try:
         if len(parts) > 1:
             if str(top) not in sys.path:
@@ -137,9 +141,6 @@ def import_file(path: Path) -> ModuleType:
             if found != path:
                 raise InputError(f"another '{'.'.join(parts)}' comes first on Python's path, '{found}'")
             return module
-        for known in list(sys.modules.values()):  # another plug-in imported it
-            if (file := getattr(known, "__file__", None)) and file.endswith(path.name) and Path(file).resolve() == path:
-                return known
         name = f"stepformer_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
