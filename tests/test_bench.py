@@ -188,6 +188,7 @@ def test_the_first_line_says_where_it_measures(capsys: pytest.CaptureFixture[str
     assert "kernels are not used here" in first
 
 
+@pytest.mark.slow
 def test_it_works_without_rich_and_triton(tmp_path: Path) -> None:
     path = tmp_path / "plain.json"
     path_of_code = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
@@ -481,6 +482,7 @@ def test_a_narrow_terminal_misses_the_spare_columns() -> None:
     assert table.fitting(500) == table
 
 
+@pytest.mark.slow
 def test_against_takes_steps_of_two_checkouts_in_turn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The other one is this one as well."""
     path = tmp_path / "ratio.json"

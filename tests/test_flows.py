@@ -132,6 +132,7 @@ def assert_drawn(name: str, result: Result, folder: Path) -> None:
     assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_every_integrator_has_its_order(tmp_path: Path) -> None:
     """Within 0.15: the next term of the error, a relative O(h) with h = 1/40 and factors up to five, bends the line.
     Constant weights lose an order on alternating steps.
@@ -165,6 +166,7 @@ def test_plain_euler_with_that_memory_is_presymp_euler() -> None:
     torch.testing.assert_close(ends[0].y, ends[1].y, rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_tokens_follow_the_odes_of_their_moments(tmp_path: Path) -> None:
     ellipses = ellipse(0, 16, silent)
     assert len(ellipses.rows) == 2 + 1 + len(SCHEMES)

@@ -73,6 +73,7 @@ def test_values_and_gradients(
 
 
 @in_interpreter
+@pytest.mark.slow
 def test_own_tiles(poisoned: None) -> None:
     """The settings that are launched, at a vocabulary of more than one tile."""
     v = 2100

@@ -131,6 +131,7 @@ def test_packed_chains_equal_the_twin(length: int) -> None:
     compare(inputs(3, 1, length, 32, 0.1, torch.float32), 2e-2, packed=True)
 
 
+@pytest.mark.slow
 def test_blocks_of_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """More keys than queries in a block and the reverse, a length that is a multiple of one of them."""
     wide, tall = constrained.Tile(16, 32), constrained.Tile(32, 16)

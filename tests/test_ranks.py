@@ -176,7 +176,8 @@ def test_two_ranks_take_the_steps_of_one(
         assert distance(tmp_path / name, tmp_path / "one-muon") < 1e-9
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_begin_with_the_weights_of_another_run(corpus: Path, tmp_path: Path, kind: str) -> None:
     """A run that two ranks wrote, sharded or not, is the start of a run on two ranks and of the same run on one."""
     first = {**SETTINGS, "steps": 10, "parallel": kind}

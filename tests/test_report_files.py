@@ -69,6 +69,7 @@ def test_the_command_writes_page_and_paper(made: Path, study: Path) -> None:
     assert "stepformer train" in text
 
 
+@pytest.mark.slow
 def test_pictures_of_everything(study: Path, tmp_path: Path) -> None:
     report = report_of(with_measurements(copied(study, tmp_path)))
     written = {path.name for path in write_paper(report, tmp_path / "out")}
@@ -89,6 +90,7 @@ def test_files_of_others_are_not_written_over(
     assert {path.name for path in tmp_path.iterdir()} == {name, "notes.txt"}
 
 
+@pytest.mark.slow
 def test_a_report_is_written_over_by_the_next_one_and_nothing_else_is(study: Path, tmp_path: Path) -> None:
     for other in ("kept", "notes.txt"):
         (tmp_path / other).write_text("mine")

@@ -316,6 +316,7 @@ def test_what_was_measured_before_the_end_is_told(study: Path, tmp_path: Path) -
     assert not any("tasks" in note or "hessian" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_whatever_a_measurement_lacks_the_page_is_made(study: Path) -> None:
     """Each field of each kind is left out or replaced by something else, one at a time."""
     run = read_run(study / "yurii-s42")

@@ -123,6 +123,7 @@ def test_what_cannot_be_matched_is_refused() -> None:
         matched(variants, "vanilla", "luck")
 
 
+@pytest.mark.slow
 def test_the_verdict_names_the_match(settings: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {**settings, "d_model": 64}
     table = sf.compare("vanilla", "yurii", "ortho", out=tmp_path, seeds=2, match="parameters", **given)

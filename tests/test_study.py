@@ -98,6 +98,7 @@ def test_a_failing_run_does_not_stop_the_others(
     assert "vanilla" in captured.out
 
 
+@pytest.mark.slow
 def test_sweep_over_a_grid_in_processes(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sweep"
     command = ["sweep", "yurii", "--grid", "lr=0.01,0.02", "--out", str(out), "--jobs", "2", "steps=4"]
@@ -121,6 +122,7 @@ def test_slurm_through_submitit(corpus: Path, tmp_path: Path, capsys: pytest.Cap
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_slurm_job_whose_time_is_over_saves_and_goes_on(
     corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

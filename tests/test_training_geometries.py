@@ -26,7 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         {"name": "symp-etd-ab2"},
         {"name": "linear-symp-conformal-euler", "embedding_skip": True},
-        {"name": "kl-carried", "value_residual": "unit", "target": "token"},
+        pytest.param({"name": "kl-carried", "value_residual": "unit", "target": "token"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
