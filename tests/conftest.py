@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,10 @@ if not torch.cuda.is_available():  # before anything imports Triton: kernels run
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: commands under test would not hear Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from stepformer import plugins
+# the list of trusted plug-ins is not the user's; processes under test have it too
+os.environ["STEPFORMER_TRUSTED"] = str(Path(tempfile.mkdtemp(prefix="stepformer-")) / "trusted.json")
+
+from stepformer.plugins import loading, trusting
 
 # helpers that assert: their failures, and what make test-shaken hears of their tolerances, as for a test's own
 pytest.register_assert_rewrite("reported", "served", "texts")
@@ -30,7 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _no_global_changes() -> Iterator[None]:
     """Tests must not leak a default dtype, a grad mode or the memory of plug-ins into each other."""
-    plugins._LOADED.clear()
+    loading._LOADED.clear()
+    trusting._NAMED.clear()
+    Path(os.environ["STEPFORMER_TRUSTED"]).unlink(missing_ok=True)
     yield
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()

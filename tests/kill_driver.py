@@ -24,7 +24,8 @@ from stepformer import files
 from stepformer.optim import Optimizers
 from stepformer.training import RunConfig, checkpoints, resume, train
 from stepformer.training.loop import Trainer
-from stepformer.training.runs import Metrics, RunFolder
+from stepformer.training.metrics import Metrics
+from stepformer.training.runs import RunFolder
 
 POINTS: dict[str, tuple[Any, str]] = {
     "sync": (files, "sync"),

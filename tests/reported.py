@@ -11,6 +11,7 @@ from typing import Any
 from runs import make_corpus, small_run
 from stepformer import measured
 from stepformer.comparing.study import carry_out, plan
+from stepformer.files import write_json
 from stepformer.reports.collect import gather
 from stepformer.reports.contents import Report, build
 
@@ -32,7 +33,9 @@ def copied(study: Path, target: Path, name: str = "yurii-s42") -> Path:
 
 
 def changed(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    """Give a JSON file other values, and a checksum to match; None takes one away."""
+    whole = json.loads(path.read_text()) | values
+    write_json(path, {key: value for key, value in whole.items() if value is not None})
 
 
 def report_of(*folders: Path, **settings: Any) -> Report:

@@ -32,6 +32,7 @@ from stepformer.comparing import (
     tokens_to_reach,
 )
 from stepformer.errors import InputError, StepformerError, UnknownNameError
+from stepformer.files import write_json
 from stepformer.training import run_config
 
 BUDGET, EVALUATIONS = 8000, 8
@@ -64,9 +65,9 @@ def write_run(root: Path, label: str, number: int, final: float, *, start: float
         "weights_sha256": hashlib.sha256(f"{label} {number}".encode()).hexdigest(),
         "status": "finished",
     }
-    (folder / "result.json").write_text(json.dumps(result | changes))
+    write_json(folder / "result.json", result | changes)
     record = {"format": 1, "stepformer": "0.5.0", "config": RECORDED, "label": label}
-    (folder / "run.json").write_text(json.dumps(record))
+    write_json(folder / "run.json", record)
     lines: list[dict[str, Any]] = []
     for i in range(EVALUATIONS + 1):
         step, tokens = 80 * i // EVALUATIONS, BUDGET * i // EVALUATIONS
@@ -324,14 +325,13 @@ def test_loads_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"val_loss": "low"}, "its 'val_loss' is not a finite number"),
-        ({"val_loss": float("nan")}, "its 'val_loss' is not a finite number"),
-        ({"seed": 1.5}, "its 'seed' is not a whole number"),
-        ({"seed": True}, "its 'seed' is not a whole number"),
-        ({"val_hash": None}, "its 'val_hash' is not text"),
-        ({"train_seconds": 0}, "its 'train_seconds' is not above zero"),
-        ({"format": 2}, "has format 2; this version reads format 1"),
-        ({"status": "diverged"}, r"is not finished \(status 'diverged'\)"),
+        ({"val_loss": "low"}, "val_loss is 'low', not a number"),
+        ({"seed": 1.5}, "seed is 1.5, not a whole number"),
+        ({"seed": True}, "seed is True, not a whole number"),
+        ({"val_hash": None}, "val_hash is None, not a text"),
+        ({"train_seconds": 0}, "train_seconds is 0, below 1e-09"),
+        ({"format": 2}, "has format 2; a newer stepformer wrote it"),
+        ({"status": "diverged"}, "status is 'diverged', not one of 'finished'"),
         ({"val_loss": 1.7}, "do not end with the loss in result.json"),
         ({"steps": 70}, "do not end with the loss in result.json"),
     ],
@@ -351,8 +351,11 @@ def test_missing_and_cut_files(tmp_path: Path) -> None:
     result = folder / "result.json"
     whole = json.loads(result.read_text())
     del whole["pairing"]
-    result.write_text(json.dumps(whole))
-    with pytest.raises(InputError, match="it has no 'pairing'"):
+    write_json(result, whole)
+    with pytest.raises(InputError, match="pairing is missing"):
+        RunRecord.load(folder)
+    result.write_text(json.dumps(whole | {"val_loss": float("nan")}))
+    with pytest.raises(InputError, match="is damaged: it is not valid JSON"):
         RunRecord.load(folder)
     result.write_text(json.dumps(whole)[:50])
     with pytest.raises(InputError, match="is damaged: it is not valid JSON"):
@@ -375,13 +378,13 @@ def test_damaged_metrics(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines) + b'{"kind": "train", "note": "\xc3')
     assert RunRecord.load(folder) == whole
     path.write_bytes(b"".join([*lines[:2], b'{"kind": "ev\n', *lines[2:]]))
-    with pytest.raises(InputError, match=r"damaged in line 3: it is not valid JSON"):
+    with pytest.raises(InputError, match=r"damaged: line 3 is damaged"):
         RunRecord.load(folder)
     path.write_bytes(b"".join([lines[0], b"3\n", *lines[1:]]))
-    with pytest.raises(InputError, match=r"damaged in line 2: it is not a JSON object"):
+    with pytest.raises(InputError, match=r"damaged: line 2 is damaged"):
         RunRecord.load(folder)
     path.write_bytes(b"".join([lines[0], b'{"kind": "eval", "step": 5, "tokens": 500}\n', *lines[1:]]))
-    with pytest.raises(InputError, match=r"damaged in line 2: it has no 'val_loss'"):
+    with pytest.raises(InputError, match=r"damaged in line 2: val_loss is missing"):
         RunRecord.load(folder)
     path.write_bytes(b"".join(line for line in lines if b'"train"' in line))
     with pytest.raises(InputError, match="has no evaluation"):

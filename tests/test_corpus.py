@@ -119,9 +119,9 @@ def test_manifest_faults(corpus: Corpus, tmp_path: Path) -> None:
         Corpus(tmp_path / "nowhere")
     for text, sentence in (
         (whole[:50], "not valid JSON"),
-        ("[]", "no format version"),
-        (whole.replace('"format": 1', '"format": 2'), r"format version 2, newer than this stepformer can read \(1\)"),
-        ('{"format": 1}', "it lacks dtype, job, name, splits, tokenizer"),
+        ("[]", "it is not a JSON object"),
+        (whole.replace('"format": 1', '"format": 2'), "has format 2; a newer stepformer wrote it"),
+        ('{"format": 1}', "damaged: name is missing"),
     ):
         path.write_text(text)
         with pytest.raises(StepformerError, match=sentence):

@@ -20,13 +20,14 @@ from stepformer.data.prepare import prepare, shared_tokenizer
 from stepformer.data.sources import open_source
 from stepformer.data.tokenizers import load_tokenizer
 from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.files import write_json
 from stepformer.optim import OptimConfig, Schedule
 from stepformer.training import RunConfig, Stopped, evaluate_run, load_run, resume, run_config, train
 from stepformer.training.corpora import open_corpus
 from stepformer.training.finetuning import FinetuneConfig, finetune_config
 from stepformer.training.loop import Trainer
+from stepformer.training.metrics import read_metrics
 from stepformer.training.parallel import World
-from stepformer.training.runs import read_metrics
 from stepformer.training.stopping import Watch
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -66,10 +67,20 @@ def told(run: Path, name: str = "result.json") -> dict[str, Any]:
     return found
 
 
+def trained_again(run: Path) -> None:
+    """Give a run another id, as if it were another one with the same settings."""
+    write_json(run / "run.json", told(run, "run.json") | {"id": "0f"})
+    for path in run.glob("checkpoints/*/manifest.json"):
+        manifest = told(path.parent, "manifest.json")
+        manifest["state"]["run"] = "0f"
+        write_json(path, manifest)
+
+
 def never_finished(run: Path) -> None:
     """As if it had been stopped before its first checkpoint."""
     shutil.rmtree(run / "checkpoints")
-    (run / "result.json").unlink()
+    for name in ("result.json", "metrics.jsonl"):
+        (run / name).unlink()
 
 
 def test_hashes_of_configs_without_the_new_keys_are_the_old_ones() -> None:
@@ -124,7 +135,7 @@ def test_an_interrupted_warm_run_ends_like_an_uninterrupted_one(
     moved = shutil.copytree(home / "village", tmp_path / "moved")
     record = told(tmp_path / "cut", "run.json")
     record["also"]["village"]["folder"] = str(tmp_path / "nowhere")
-    (tmp_path / "cut/run.json").write_text(json.dumps(record))
+    write_json(tmp_path / "cut/run.json", record)
     (tmp_path / "cut/result.json").unlink()
     with pytest.raises(InputError, match=r"second corpus, which is not in '.*nowhere': say where it is with also=DIR"):
         resume(tmp_path / "cut", quiet=True)
@@ -140,9 +151,8 @@ def test_a_run_without_a_checkpoint_begins_again_with_the_same_weights_only(home
     never_finished(tmp_path / "run")
     assert resume(tmp_path / "run", quiet=True)["weights_sha256"] == whole["weights_sha256"]
     never_finished(tmp_path / "run")
-    record = told(source, "run.json")
-    (source / "run.json").write_text(json.dumps({**record, "id": "another"}))
-    with pytest.raises(InputError, match=r"began with other weights than '.*source' has now \(id .* then, another now"):
+    trained_again(source)
+    with pytest.raises(InputError, match=r"began with other weights than '.*source' has now \(id .* then, 0f now"):
         resume(tmp_path / "run", quiet=True)
     shutil.rmtree(source)
     with pytest.raises(InputError, match="There is no run folder"):
@@ -410,7 +420,7 @@ def test_a_study_whose_sources_were_trained_again_is_refused(
     assert main(command) == 0
     assert main([*command, "lr=0.5"]) == 2
     assert "was trained with other settings" in capsys.readouterr().err
-    (source / "run.json").write_text(json.dumps({**told(source, "run.json"), "id": "another"}))
+    trained_again(source)
     assert main(command) == 2
     assert "began with other weights than the best of" in capsys.readouterr().err
 
@@ -511,7 +521,7 @@ def test_an_imported_run_is_told_what_it_was_trained_on(
     imported = shutil.copytree(home / "vanilla-s42", tmp_path / "imported")
     record = told(imported, "run.json")
     del record["corpus"]
-    (imported / "run.json").write_text(json.dumps(record))
+    write_json(imported / "run.json", record)
     (imported / "result.json").unlink()
     command = ["finetune", str(imported), "--on", str(home / "space"), "--out", str(tmp_path / "s"), "--quiet"]
     command += ["steps=1", "eval_tokens=128"]

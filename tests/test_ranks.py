@@ -19,7 +19,7 @@ from stepformer.errors import StepformerError
 from stepformer.training import Stopped, load_run, resume, train
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.loop import Trainer
-from stepformer.training.runs import read_metrics
+from stepformer.training.metrics import read_metrics
 from stepformer.training.stopping import Watch
 
 # 37 blocks of evaluation: the last round is ragged on one rank and idle on the other

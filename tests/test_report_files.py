@@ -19,6 +19,7 @@ from stepformer import measured
 from stepformer.cli import main
 from stepformer.comparing import compare, load_records
 from stepformer.errors import InputError
+from stepformer.files import write_json
 from stepformer.reports import samples as sampling
 from stepformer.reports.collect import gather
 from stepformer.reports.contents import Report, build
@@ -154,11 +155,11 @@ def test_words_are_escaped_in_markdown_and_latex() -> None:
 def hostile_report(study: Path, root: Path) -> Report:
     folder = copied(study, root)
     changed(folder / "result.json", label=HOSTILE)
-    (folder / "environment.json").write_text(json.dumps({"platform": HOSTILE, "command": ["stepformer", HOSTILE]}))
+    write_json(folder / "environment.json", {"platform": HOSTILE, "command": ["stepformer", HOSTILE]})
     depth = measurements()["depth"]
     depth["layers"][0]["coefficients"] = {HOSTILE: 1.0}
     measured.save(folder, "depth", step=1, settings={}, result=depth)
-    (root / "forgetting.json").write_text(json.dumps({"rows": [{HOSTILE: HOSTILE}]}))
+    write_json(root / "forgetting.json", {"rows": [{HOSTILE: HOSTILE}]})
     samples = Samples([HOSTILE], Drawing(), {HOSTILE: {HOSTILE: HOSTILE, "vanilla": HOSTILE}}, notes=[HOSTILE])
     gathered = gather([study / "vanilla-s42", folder])
     gathered.forgetting = gather([root]).forgetting
@@ -181,8 +182,8 @@ def test_hostile_words_are_escaped_everywhere(study: Path, tmp_path: Path) -> No
 
 def test_words_that_are_no_unicode_do_not_stop_a_report(study: Path, tmp_path: Path) -> None:
     folder = copied(study, tmp_path)
-    changed(folder / "result.json", label="x\ud800y")
-    (folder / "environment.json").write_text(json.dumps({"platform": "a\udcffb"}))
+    changed(folder / "result.json", label="x\udc80y")
+    write_json(folder / "environment.json", {"platform": "a\udcffb"})
     report = report_of(folder)
     assert report.labels == ["x\N{REPLACEMENT CHARACTER}y"]
     write_paper(report, tmp_path / "out")
@@ -397,7 +398,7 @@ def test_a_page_about_little_says_what_is_missing(browser: Browser, study: Path,
     assert page.locator(".verdict").inner_text() == "No run is finished yet: there are curves, and nothing to compare."
     notes = page.locator("section[aria-labelledby=notes]").inner_text()
     assert "yurii s42: Unfinished: step 0 of 12." in notes
-    assert "It has no metrics.jsonl, so there are no curves." in notes
+    assert "There are no curves: There is no metrics file" in notes
     assert "Not measured: the curvature of the loss (stepformer diagnose RUN --hessian)." in notes
     assert page.locator("#curves").count() == 0
     assert problems == []

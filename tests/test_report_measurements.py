@@ -17,6 +17,7 @@ from stepformer import measured
 from stepformer.cli import main
 from stepformer.comparing.comparison import Facts
 from stepformer.errors import InputError
+from stepformer.files import write_json
 from stepformer.reports import samples as sampling
 from stepformer.reports.collect import Gathered, RunData, gather, read_run
 from stepformer.reports.contents import Report, build
@@ -31,7 +32,7 @@ def test_published_figures_come_with_their_caveats(study: Path, tmp_path: Path) 
     folder = copied(study, tmp_path)
     facts = json.loads((folder / "run.json").read_text())
     facts["config"]["recipe"] = "yuriiformer-tinystories"
-    (folder / "run.json").write_text(json.dumps(facts))
+    write_json(folder / "run.json", facts)
     report = report_of(folder)
     (table,) = report.published
     assert report.runs[0].record
@@ -51,7 +52,7 @@ def with_recipe(folder: Path, name: str, tokenizer: str = "gpt2") -> Path:
     facts = json.loads((folder / "run.json").read_text())
     facts["config"]["recipe"] = name
     facts["corpus"]["tokenizer"]["name"] = tokenizer
-    (folder / "run.json").write_text(json.dumps(facts))
+    write_json(folder / "run.json", facts)
     return folder
 
 
@@ -357,7 +358,7 @@ def test_forgetting_is_shown_as_it_is_found(study: Path, tmp_path: Path) -> None
         "steps": [0, 5, 9],
         "source_loss": [2.0, 2.1, None],
     }
-    (tmp_path / "forgetting.json").write_text(json.dumps({"rows": rows, "runs": [curves, {"folder": "unknown"}, 3]}))
+    write_json(tmp_path / "forgetting.json", {"rows": rows, "runs": [curves, {"folder": "unknown"}, 3]})
     report = report_of(tmp_path)
     (table,), (chart,) = report.forgetting, report.charts["forgetting"].charts
     assert [(line.label, line.x, line.y, line.choice) for line in chart.lines] == [

@@ -70,7 +70,8 @@ def long_run(study: Path, target: Path, lines: int) -> Path:
             if step % 50 == 0:
                 entry = {"kind": "eval", "step": step, "tokens": 128 * step, "seconds": 0.0, "val_loss": loss}
                 file.write(json.dumps(entry) + "\n")
-    changed(folder / "result.json", steps=lines, tokens=128 * lines, val_loss=loss, best_val_loss=2.0, best_step=lines)
+    ended = {"steps": lines, "tokens": 128 * lines, "val_loss": loss, "best_val_loss": 2.0, "best_step": lines}
+    changed(folder / "result.json", **ended, metrics=None)
     return folder
 
 
@@ -124,7 +125,7 @@ def test_unfinished_failed_and_damaged_runs_are_taken_with_a_sentence(study: Pat
     report = build(gathered)
     notes = "\n".join(report.notes)
     assert "yurii s42: Unfinished: step 12 of 12." in notes
-    assert "yurii s42: 1 damaged lines of its metrics.jsonl are left out." in notes
+    assert "yurii s42: Its metrics.jsonl is damaged: line 21 is damaged." in notes
     assert "yurii s42: Its model could not be asked: the run has no checkpoint." in notes
     assert "tmm s42: Failed after step 12 of 12: Training stopped in step 13: the loss is 99." in notes
     assert "is damaged: it is not valid JSON" in notes
@@ -183,7 +184,7 @@ def test_a_folder_of_runs_is_refused_with_a_hint(study: Path, tmp_path: Path) ->
 def test_a_run_without_corpus_and_history_is_shown(study: Path, tmp_path: Path) -> None:
     """As one that was imported is: weights, a config, and nothing else."""
     folder = copied(study, tmp_path)
-    changed(folder / "run.json", corpus=None, label="", id=None)
+    changed(folder / "run.json", corpus=None, label=None)
     for name in ("result.json", "metrics.jsonl", "environment.json"):
         (folder / name).unlink()
     gathered = gather([folder])
@@ -204,7 +205,7 @@ def test_an_empty_study_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No run has been started in"):
         gather([tmp_path])
     (tmp_path / "study.json").write_text('{"format": 1, "runs": [3]}')
-    with pytest.raises(InputError, match="is damaged: it does not list its runs"):
+    with pytest.raises(InputError, match=r"is damaged: runs\[0\] is 3, not an object"):
         gather([tmp_path])
 
 

@@ -27,6 +27,7 @@ from stepformer.cli import main
 from stepformer.cli.runs import prompt_ids, readable
 from stepformer.data.tokenizers import ByteTokenizer
 from stepformer.errors import InputError, StepformerError
+from stepformer.files import write_json
 from stepformer.generation import Generation, stream
 from stepformer.schemes import templates
 from stepformer.serving import PageServer, ServedRun
@@ -34,7 +35,7 @@ from stepformer.serving import inspect as inspected
 from stepformer.serving.runs import document, place
 from stepformer.serving.server import LARGEST_BODY, MOST_TOKENS
 from stepformer.serving.watching import Point, Tail, pace, thinned
-from stepformer.training.runs import Metrics
+from stepformer.training.metrics import Metrics
 
 
 @pytest.fixture(scope="module")
@@ -452,9 +453,12 @@ def test_a_run_with_rules_of_its_own(folder: Path, tmp_path: Path, monkeypatch: 
     )
     values = json.loads(record.read_text())
     values["config"]["model"]["template"] = "served-own"
-    record.write_text(json.dumps({**values, "plugins": [str(plugin)]}))
+    write_json(record, {**values, "plugins": [str(plugin)]})
     for table in ("_entries", "_aliases"):  # the name must not stay for other tests
         monkeypatch.setattr(templates, table, dict(getattr(templates, table)))
+    with pytest.raises(InputError, match=r"needs code of its own, '.*own.py' .* which you have not trusted"):
+        ServedRun(tmp_path / "run")
+    assert main(["trust", str(tmp_path / "run")]) == 0
     assert ServedRun(tmp_path / "run").config.model.template == "served-own"
 
 

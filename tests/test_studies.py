@@ -20,6 +20,7 @@ from stepformer.comparing.matching import matched
 from stepformer.comparing.studies import with_tuning
 from stepformer.comparing.tuning import Grid
 from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.files import write_json
 from stepformer.model import Model
 from stepformer.training import RunConfig, run_config
 from stepformer.training.runs import as_toml
@@ -153,7 +154,7 @@ def test_a_study_is_of_one_code_and_precision(settings: dict[str, Any], tmp_path
         path = tmp_path / "vanilla-s42" / name
         found = json.loads(path.read_text())
         change(found)
-        path.write_text(json.dumps(found))
+        write_json(path, found)
 
     def ask(**more: Any) -> Comparison:
         return sf.compare("vanilla", "yurii", out=tmp_path, **more, **settings)

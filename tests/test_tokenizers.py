@@ -225,8 +225,8 @@ def test_a_damaged_tokenizer_is_refused(trained: Tokenizer, tmp_path: Path) -> N
     data.write_text(whole)
     for broken, sentence in (
         (facts[:20], "not valid JSON"),
-        ("[]", "lacks its kind"),
-        (facts.replace('"format": 1', '"format": 2'), "another version"),
+        ("[]", "it is not a JSON object"),
+        (facts.replace('"format": 1', '"format": 2'), "a newer stepformer wrote it"),
     ):
         description.write_text(broken)
         with pytest.raises(StepformerError, match=sentence):

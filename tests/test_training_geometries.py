@@ -11,7 +11,7 @@ import torch
 import stepformer as sf
 from runs import make_corpus, small_run, stop_after
 from stepformer.training import Stopped, load_run, resume, train
-from stepformer.training.runs import read_metrics
+from stepformer.training.metrics import read_metrics
 
 NEW = [name for name in sf.presets() if sf.preset(name).config.attention != "softmax"]
 

@@ -24,6 +24,7 @@ from stepformer.comparing import compare, load_records
 from stepformer.comparing.differences import differences, fair, flat
 from stepformer.data.corpus import Corpus
 from stepformer.errors import ChangedRuleError, ConfigError, InputError
+from stepformer.files import write_json
 from stepformer.optim import OptimConfig
 from stepformer.optim.config import rate_factor
 from stepformer.oracles import fresh_call
@@ -32,7 +33,8 @@ from stepformer.settings import setting
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training import config as config_file
 from stepformer.training.extending import extend
-from stepformer.training.runs import environment, read_metrics
+from stepformer.training.metrics import read_metrics
+from stepformer.training.runs import environment
 
 SMALL = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "eval_tokens=256", "device=cpu", "steps=6"]
 RULE = """
@@ -300,13 +302,13 @@ def test_runs_of_different_code_are_not_one_row(corpus: Path, tmp_path: Path) ->
     folder = tmp_path / "a-2"
     for run, digest in ((tmp_path / "a-1", "1"), (folder, "2")):
         code = {"template 'nesterov'": {"nesterov.py": digest}}
-        (run / "run.json").write_text(json.dumps(told(run, "run.json") | {"code": code}))
+        write_json(run / "run.json", told(run, "run.json") | {"code": code})
     with pytest.raises(InputError, match=r"not one row: they differ in code\.template 'nesterov'"):
         compare(load_records([tmp_path / "a-1", folder]), "a")
-    (folder / "run.json").write_text(json.dumps(told(tmp_path / "a-1", "run.json")))
+    write_json(folder / "run.json", told(tmp_path / "a-1", "run.json"))
     environment = told(folder, "environment.json")
     environment["versions"]["stepformer"] = "0.1.0"
-    (folder / "environment.json").write_text(json.dumps(environment))
+    write_json(folder / "environment.json", environment)
     with pytest.raises(InputError, match=r"not one row: they differ in code\.stepformer"):
         compare(load_records([tmp_path / "a-1", folder]), "a")
 
@@ -323,9 +325,9 @@ def test_a_row_has_fresh_runs_or_tuned_ones(corpus: Path, tmp_path: Path) -> Non
     assert compare(load_records([tmp_path / "a-2", tmp_path / "a-3"]), "a").rows[0].loss.n == 2
     shutil.copytree(tmp_path / "a-2", tmp_path / "b-2")
     record = told(tmp_path / "b-2", "run.json")
-    record["init"]["weights"] = "others"
+    record["init"]["weights"] = "0f"
     for name, changed in (("run.json", record), ("result.json", told(tmp_path / "b-2") | {"label": "b"})):
-        (tmp_path / "b-2" / name).write_text(json.dumps(changed))
+        write_json(tmp_path / "b-2" / name, changed)
     table = compare(load_records([tmp_path / "a-2", tmp_path / "b-2"]), "a")
     assert [found.key for found in table.differences] == ["train.init"]
 

@@ -15,10 +15,12 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from stepformer.errors import InputError, StepformerError
 
+CHECKSUM = "checksum"
+LARGEST = 64 << 20  # bytes of a JSON file
 TEMPORARY = ".tmp-"  # names that begin so are unfinished; whoever finds them may delete them
 
 
@@ -83,28 +85,79 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, sealed: bool = True) -> None:
+    """Write a JSON file; an object gets a checksum of its own content, unless another program reads it too."""
+    if sealed and isinstance(value, dict):
+        plain = json.loads(json.dumps(value))  # as a reader will see it
+        value = {**value, CHECKSUM: checksum_of(plain)}
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-def read_json(path: Path, what: str) -> Any:
-    """A JSON file of ours; `what` names it in the sentence when it is missing or damaged."""
+def checksum_of(value: dict[str, Any]) -> str:
+    """The checksum of an object, its own entry of that name left out."""
+    content = {key: part for key, part in value.items() if key != CHECKSUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: Path, what: str, *, sealed: bool = True) -> Any:
+    """A JSON file, of ours if `sealed`; `what` names it in the sentence when it is missing, damaged or was edited."""
+    value = loads(read_text(path, what), f"The {what} '{path}' is damaged")
+    return unsealed(value, path, what) if sealed and isinstance(value, dict) else value
+
+
+def unsealed(value: dict[str, Any], path: Path, what: str) -> dict[str, Any]:
+    """An object without its checksum, which must be right if it is there."""
+    if CHECKSUM in value and value[CHECKSUM] != checksum_of(value):
+        raise InputError(
+            f"The {what} '{path}' is not what was written: its checksum does not match. Restore it; if you edited it "
+            f"yourself, delete its line '{CHECKSUM}' to vouch for it."
+        )
+    return {key: part for key, part in value.items() if key != CHECKSUM}
+
+
+def read_text(path: Path, what: str) -> str:
+    """A text file of ours that is small by nature; a larger one is not read."""
     try:
-        return json.loads(path.read_text())
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise InputError(f"The {what} '{path}' is damaged: it has more than {LARGEST >> 20} MiB.")
+        return content.decode()
     except FileNotFoundError:
         raise InputError(f"There is no {what} '{path}'.") from None
     except OSError as error:
         raise InputError(f"The {what} '{path}' cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise InputError(f"The {what} '{path}' is damaged: it is not text.") from None
+
+
+def loads(text: str, damaged: str) -> Any:
+    """The value of a JSON text; `damaged` begins the sentence if it is none, or holds what no text of ours does."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+        if "\\u" in text:  # no text has these: lone surrogates, save those that stand for bytes of a path, and zero
+            json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
+            if "\\u0000" in text:
+                raise ValueError
+    except RecursionError:
+        raise InputError(f"{damaged}: it is nested too deeply.") from None
     except ValueError:
-        raise InputError(f"The {what} '{path}' is damaged: it is not valid JSON.") from None
+        raise InputError(f"{damaged}: it is not valid JSON.") from None
+    return value
 
 
-def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """The checksum of a file, in hex."""
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def sha256(path: Path, progress: Callable[[int], None] | None = None, also: Any = None) -> str:
+    """The checksum of a file, in hex; `also` is a hash of several files that reads this one, too."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
+            if also is not None:
+                also.update(block)
             if progress:
                 progress(len(block))
     return digest.hexdigest()

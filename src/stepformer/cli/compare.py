@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stepformer import documents
 from stepformer.cli.runs import continue_text
 from stepformer.cli.show import console
 from stepformer.cli.train import duration
@@ -18,7 +19,7 @@ from stepformer.comparing.statistics import seed_words
 from stepformer.comparing.studies import Study, check_tuning, compared, resolved, swept
 from stepformer.comparing.study import Planned, Report, carry_out, plan, seeds_of, submit, words_of
 from stepformer.errors import InputError, StepformerError
-from stepformer.files import read_json, write_text
+from stepformer.files import write_text
 from stepformer.model import Model
 from stepformer.recipes import load_recipe
 from stepformer.tables import Table, of_texts
@@ -144,7 +145,7 @@ def run_compare(args: argparse.Namespace) -> int:
         studies = {Path(folder).resolve().parent / "study.json" for folder in args.runs}
         facts = Facts()
         if len(studies) == 1 and (study_file := studies.pop()).is_file():  # all of one study, which may say more
-            facts = Facts.of_study(read_json(study_file, "study"))
+            facts = Facts.of_study(documents.read(study_file, documents.STUDY))
         usual = facts.baseline if facts.baseline in {record.label for record in records} else records[0].label
         found = compare(records, args.baseline or usual, args.confidence, facts)
         refuse_unmeant(found.differences, {record.label: record.settings for record in records}, args.allow)

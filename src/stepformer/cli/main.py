@@ -26,6 +26,7 @@ from stepformer.cli import (
     share,
     show,
     train,
+    trust,
 )
 from stepformer.errors import ConfigError, StepformerError, StepformerWarning, suggestion
 from stepformer.plugins import load_plugin
@@ -81,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_report(commands, common)
     share.add_export(commands, common)
     share.add_import(commands, common)
+    trust.add_trust(commands, common)
     train.add_recipes(commands, common)
     show.add_list(commands, common)
     show.add_show(commands, common)

@@ -93,6 +93,9 @@ def add_resume(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("name", metavar="RUN", help="run folder")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="micro_batch, device, keep, save_every, ...")
+    sub.add_argument(
+        "--restart", action="store_true", help="go on from an earlier checkpoint if the newest that was saved is gone"
+    )
     _limits(sub)
     sub.set_defaults(run=run_resume)
 
@@ -151,7 +154,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
     changes = {key.removeprefix("train."): value for key, value in map(parse_override, args.overrides)}
     limit = None if args.max_time is None else seconds(args.max_time)
-    return _supervised(lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, **changes))
+    return _supervised(lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes))
 
 
 def run_extend(args: argparse.Namespace) -> int:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stepformer import documents
 from stepformer.config import NOT_THE_FUNCTION, declared_options
 from stepformer.errors import ConfigError, InputError, suggestion
-from stepformer.files import read_json
 from stepformer.plugins import digest
 from stepformer.training.config import SECTIONS, RunConfig
 from stepformer.training.runs import RunFolder
@@ -62,9 +62,7 @@ def recorded(folder: Path) -> dict[str, Any]:
         known = ("id", "config_hash", "step", "weights")
         settings["train.init"] = " ".join(str(record["init"][key]) for key in known if key in record["init"])
     path = folder / "environment.json"
-    facts = read_json(path, "environment of a run") if path.is_file() else {}
-    if not isinstance(facts, dict):
-        raise InputError(f"The environment '{path}' is damaged: it is not a JSON object.")
+    facts = documents.read(path, documents.ENVIRONMENT) if path.is_file() else {}
     spells = [facts, *facts.get("resumed", [])]
     settings |= {"code.stepformer": record.get("stepformer"), "train.precision": record.get("precision")}
     settings |= code_settings(record.get("code", {}), [spell["plugins"] for spell in spells if "plugins" in spell])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from stepformer import documents
 from stepformer.comparing.differences import Difference, differences, recorded
 from stepformer.comparing.records import RunRecord
 from stepformer.comparing.statistics import (
@@ -27,8 +28,8 @@ from stepformer.comparing.statistics import (
     summarise,
 )
 from stepformer.errors import InputError, UnknownNameError, suggestion
-from stepformer.files import read_json
-from stepformer.training.runs import RunFolder, read_metrics
+from stepformer.training.metrics import read_metrics
+from stepformer.training.runs import RunFolder
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class Finetuned:
         """Read the result and the evaluations of a run that began with another's weights."""
         folder = Path(folder)
         record = RunRecord.load(folder)
-        start = read_json(folder / "run.json", "run record").get("init")
+        start = RunFolder(folder).read().get("init")
         if not start:
             raise InputError(f"The run '{folder}' began with random weights: nothing was fine-tuned.")
         lines = {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if line.get("kind") == "eval"}
-        lines[record.steps] = read_json(folder / "result.json", "result")
+        lines[record.steps] = documents.read(folder / "result.json", documents.RESULT)
         try:
             others = [(step, line["val_loss"], *line["also"].values()) for step, line in sorted(lines.items())]
         except KeyError:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from stepformer import documents
 from stepformer.comparing.differences import recorded
+from stepformer.described import problem
+from stepformer.documents import Evaluation
 from stepformer.errors import InputError
-from stepformer.files import read_json
+from stepformer.training.metrics import read_lines, warn_unchecked
 
-RESULT_FORMAT = 1
 SAME_LOSS = 1e-4  # a log may round; two evaluations of one model on one split do not differ by more
 
 
@@ -49,96 +50,34 @@ class RunRecord:
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(f"There is no run folder '{folder}'.")
-        path = folder / "result.json"
-        result = read_json(path, "result of a finished run")
-        if not isinstance(result, dict):
-            raise InputError(f"The result '{path}' is damaged: it is not a JSON object.")
-        if result.get("format") != RESULT_FORMAT:
-            found = result.get("format", "none")
-            raise InputError(f"The result '{path}' has format {found}; this version reads format {RESULT_FORMAT}.")
-        if result.get("status") != "finished":
-            raise InputError(
-                f"The run '{folder}' is not finished (status '{result.get('status', '')}'): only finished runs compare."
-            )
-        get = _Fields(path, result)
-        fields: dict[str, Any] = {}
-        for name in ("label", "title", "preset", "config_hash", "pairing", "val_hash", "weights_sha256"):
-            fields[name] = get.text(name)
-        for name in ("seed", "steps", "tokens", "best_step", "val_tokens", "parameters"):
-            fields[name] = get.whole(name)
-        for name in ("val_loss", "best_val_loss"):
-            fields[name] = get.number(name)
-        for name in ("train_seconds", "tokens_per_second"):
-            fields[name] = get.positive(name)
-        get.positive("tokens")
+        result = documents.read(folder / "result.json", documents.RESULT)
+        known = {f.name for f in dataclasses.fields(cls)} - {"folder", "curve", "settings"}
+        fields = {"unigram_entropy": None, **{key: value for key, value in result.items() if key in known}}
         fields["label"] = fields["label"] or fields["title"]
-        entropy = None if result.get("unigram_entropy") is None else get.number("unigram_entropy")
-        curve = _read_curve(folder / "metrics.jsonl", fields["steps"], fields["tokens"], fields["val_loss"])
-        return cls(folder=folder, unigram_entropy=entropy, curve=curve, settings=recorded(folder), **fields)
+        curve = _read_curve(folder / "metrics.jsonl", result)
+        return cls(folder=folder, curve=curve, settings=recorded(folder), **fields)
 
 
 def load_records(folders: Iterable[str | Path]) -> list[RunRecord]:
     return [RunRecord.load(folder) for folder in folders]
 
 
-class _Fields:
-    """Typed access to a JSON object, with a sentence for what is missing or of the wrong kind."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any], where: str = "") -> None:
-        self.path, self.values, self.where = path, values, where
-
-    def _fail(self, name: str, kind: str) -> InputError:
-        fault = f"its '{name}' is not {kind}" if name in self.values else f"it has no '{name}'"
-        return InputError(f"The file '{self.path}' is damaged{self.where}: {fault}.")
-
-    def text(self, name: str) -> str:
-        value = self.values.get(name)
-        if not isinstance(value, str):
-            raise self._fail(name, "text")
-        return value
-
-    def whole(self, name: str) -> int:
-        value = self.values.get(name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._fail(name, "a whole number")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.values.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self._fail(name, "a finite number")
-        return float(value)
-
-    def positive(self, name: str) -> float:
-        if self.number(name) <= 0:
-            raise self._fail(name, "above zero")
-        return self.number(name)
-
-
-def _read_curve(path: Path, steps: int, tokens: int, val_loss: float) -> tuple[tuple[int, float], ...]:
+def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
     """The evaluations of a run in order of steps, ending with its result."""
-    try:
-        lines = path.read_bytes().rstrip().splitlines()
-    except FileNotFoundError:
-        raise InputError(f"There is no metrics file '{path}'.") from None
-    except OSError as error:
-        raise InputError(f"The metrics file '{path}' cannot be read: {error.strerror}.") from None
+    lines = read_lines(path)
+    if lines.faults or result.get("metrics", f"{lines.check:08x}") != f"{lines.check:08x}":
+        fault = lines.faults[0] if lines.faults else "it does not end as it did when the run was finished"
+        raise InputError(f"The metrics file '{path}' is damaged: {fault}.")
+    warn_unchecked(lines)
+    steps, tokens, val_loss = result["steps"], result["tokens"], result["val_loss"]
     evaluations: dict[int, tuple[int, float]] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            if number == len(lines):  # cut by a kill or a full disk; the result holds the final evaluation
-                break
-            raise InputError(f"The file '{path}' is damaged in line {number}: it is not valid JSON.") from None
-        if not isinstance(entry, dict):
-            raise InputError(f"The file '{path}' is damaged in line {number}: it is not a JSON object.")
-        if entry.get("kind") == "eval":
-            get = _Fields(path, entry, f" in line {number}")
+    for number, entry in enumerate(lines.entries, 1):
+        if entry["kind"] == "eval":
+            fault = problem(entry, Evaluation)
+            if fault:
+                raise InputError(f"The metrics file '{path}' is damaged in line {number}: {fault}.")
             # a resumed run repeats the evaluations after its checkpoint: the later line is of the weights that stayed
-            evaluations[get.whole("step")] = (get.whole("tokens"), get.number("val_loss"))
+            evaluations[entry["step"]] = (entry["tokens"], entry["val_loss"])
     if not evaluations:
         raise InputError(f"The metrics file '{path}' has no evaluation in it.")
     logged = evaluations.get(steps, (tokens, val_loss))

@@ -200,6 +200,10 @@ def _in_processes(runs: list[Planned], jobs: int, report: Report, plugins: Seque
             time.sleep(0.2)
 
 
+# -P: what lies in the folder that this was started from is not on the path of the command, nor of its processes
+STEPFORMER = (sys.executable, "-P", "-m", "stepformer")
+
+
 def _start(run: Planned, slot: int, jobs: int, gpus: int, plugins: Sequence[str]) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     if gpus:
@@ -207,7 +211,7 @@ def _start(run: Planned, slot: int, jobs: int, gpus: int, plugins: Sequence[str]
         names = visible.split(",") if visible else [str(i) for i in range(gpus)]
         environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    command = [sys.executable, "-m", "stepformer", *command_of(run, plugins)]
+    command = [*STEPFORMER, *command_of(run, plugins)]
     log = (run.folder.path.parent / f"{run.folder.path.name}.log").open("ab")
     with log:
         # a group of its own: Ctrl-C in the terminal reaches only us, and we pass it on once
@@ -254,7 +258,7 @@ class SlurmRun:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> int:
-        self._process = subprocess.Popen([sys.executable, "-m", "stepformer", *self.words])
+        self._process = subprocess.Popen([*STEPFORMER, *self.words])
         # not wait(): it holds a lock that checkpoint(), called in a signal handler meanwhile, would wait for
         while (status := self._process.poll()) is None:
             time.sleep(0.5)
@@ -271,7 +275,8 @@ class SlurmRun:
             while self._process.poll() is None:
                 time.sleep(0.1)
         begun = RunFolder(Path(self.folder)).exists
-        words = ["resume", self.folder, "--quiet"] if begun else self.words
+        plugins = [word for i, word in enumerate(self.words) if "--plugin" in self.words[max(0, i - 1) : i + 1]]
+        words = ["resume", self.folder, "--quiet", *plugins] if begun else self.words
         return submitit.helpers.DelayedSubmission(SlurmRun(self.folder, words))
 
 

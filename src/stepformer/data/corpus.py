@@ -7,14 +7,14 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepformer import files
+from stepformer import documents, files
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_name
 from stepformer.errors import InputError
 
@@ -116,12 +116,33 @@ class Corpus:
         self.manifest = read_manifest(self.folder)
         self.name: str = self.manifest["name"]
         self.dtype: np.dtype[Any] = np.dtype(self.manifest["dtype"]).newbyteorder("<")
+        for fault in self._faults():
+            raise InputError(f"The manifest '{self.folder / MANIFEST}' is damaged: {fault}.{AGAIN}")
         for shard in self._shards():
             path = self.folder / shard["file"]
             if not path.is_file():
                 raise InputError(f"{self._damaged(shard)}: the file is missing.{AGAIN}")
             if (size := path.stat().st_size) != shard["bytes"]:
                 raise InputError(f"{self._damaged(shard)}: it has {size:,} bytes instead of {shard['bytes']:,}.{AGAIN}")
+
+    def _faults(self) -> Iterator[str]:
+        """What does not add up in the manifest: numbers of tokens, their width, each shard in the split it is named
+        after and nowhere else.
+        """
+        names = [shard["file"] for shard in self._shards()]
+        yield from (f"'{name}' is listed twice" for name in names if names.count(name) > 1)
+        for name in SPLITS:
+            if name not in self.manifest["splits"]:
+                yield f"it has no {name} split"
+                continue
+            split = self.manifest["splits"][name]
+            for shard in split["shards"]:
+                if not shard["file"].startswith(f"{name}-"):
+                    yield f"'{shard['file']}' is no shard of the {name} split"
+                if shard["tokens"] * self.dtype.itemsize != shard["bytes"]:
+                    yield f"'{shard['file']}' cannot hold {shard['tokens']:,} tokens of {self.dtype.name}"
+            if sum(shard["tokens"] for shard in split["shards"]) != split["tokens"]:
+                yield f"the shards of the {name} split do not have {split['tokens']:,} tokens together"
 
     def _shards(self) -> list[dict[str, Any]]:
         return [shard for split in self.manifest["splits"].values() for shard in split["shards"]]
@@ -157,13 +178,20 @@ class Corpus:
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Read every shard and compare its checksum; `progress` is told the bytes as they are read."""
-        for shard in self._shards():
-            try:
-                found = files.sha256(self.folder / shard["file"], progress)
-            except OSError as error:
-                raise InputError(f"{self._damaged(shard)}: it cannot be read ({error.strerror}).") from None
-            if found != shard["sha256"]:
-                raise InputError(f"{self._damaged(shard)}: its checksum is not the one in the manifest.{AGAIN}")
+        for name, split in self.manifest["splits"].items():
+            content = hashlib.sha256()
+            for shard in split["shards"]:
+                try:
+                    found = files.sha256(self.folder / shard["file"], progress, content)
+                except OSError as error:
+                    raise InputError(f"{self._damaged(shard)}: it cannot be read ({error.strerror}).") from None
+                if found != shard["sha256"]:
+                    raise InputError(f"{self._damaged(shard)}: its checksum is not the one in the manifest.{AGAIN}")
+            if (known := content.hexdigest()[: len(split["hash"])]) != split["hash"] or len(known) < 16:
+                raise InputError(
+                    f"The {name} split of '{self.folder}' has hash {known}, not {split['hash']} as its manifest says."
+                    f"{AGAIN}"
+                )
         self.check_tokenizer(self.tokenizer)
 
 
@@ -183,15 +211,4 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if not path.exists():
         raise InputError(f"The corpus in '{folder}' was not finished (no {MANIFEST}); run stepformer prepare again.")
-    manifest = files.read_json(path, "manifest")
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
-        raise InputError(f"The manifest '{path}' is damaged: it has no format version.")
-    if manifest["format"] > FORMAT:
-        raise InputError(
-            f"The corpus '{folder}' has format version {manifest['format']}, newer than this stepformer can read "
-            f"({FORMAT}); upgrade stepformer."
-        )
-    missing = {"name", "dtype", "job", "tokenizer", "splits"} - manifest.keys()
-    if missing:
-        raise InputError(f"The manifest '{path}' is damaged: it lacks {', '.join(sorted(missing))}.")
-    return manifest
+    return documents.read(path, documents.CORPUS)

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer import files
+from stepformer import documents, files
 from stepformer.errors import InputError, StepformerError, UnknownNameError, suggestion
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("bytes", "gpt2", "bpe")
-FORMAT = 1
 DESCRIPTION = "tokenizer.json"
 SMALLEST_BPE, LARGEST_BPE = 257, 1_000_000
 
@@ -85,7 +84,7 @@ class Tokenizer:
         data = self.data()
         if data is not None:
             files.write_text(folder / self.file, data)
-        files.write_json(folder / DESCRIPTION, {"format": FORMAT, **self.describe()})
+        files.write_json(folder / DESCRIPTION, {"format": documents.TOKENIZER.format, **self.describe()})
 
     def data(self) -> str | None:
         """The content of the data file."""
@@ -310,17 +309,15 @@ def train_bpe(size: int, texts: Iterable[str]) -> Tokenizer:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """A saved tokenizer, checked against its fingerprint."""
     folder = Path(folder)
-    saved = files.read_json(folder / DESCRIPTION, "tokenizer")
-    if not isinstance(saved, dict) or not {"format", "kind", "name", "fingerprint"} <= saved.keys():
-        raise InputError(f"The tokenizer '{folder / DESCRIPTION}' is damaged: it lacks its kind or fingerprint.")
-    if saved["format"] != FORMAT or saved["kind"] not in KINDS:
-        raise InputError(f"The tokenizer in '{folder}' was written by another version of stepformer.")
+    saved = documents.read(folder / DESCRIPTION, documents.TOKENIZER)
     tokenizer = _load(saved["kind"], saved["name"], folder)
-    if tokenizer.fingerprint != saved["fingerprint"]:
-        raise InputError(
-            f"The tokenizer in '{folder}' is damaged: its fingerprint is {tokenizer.fingerprint}, "
-            f"not {saved['fingerprint']} as when it was saved."
-        )
+    found = tokenizer.describe()
+    for key in ("fingerprint", *found):  # the fingerprint first: it says most
+        if found[key] != saved[key]:
+            raise InputError(
+                f"The tokenizer in '{folder}' is damaged: its {key} is {found[key]}, not {saved[key]} as when it was "
+                "saved."
+            )
     return tokenizer
 
 

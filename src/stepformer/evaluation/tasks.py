@@ -224,7 +224,7 @@ def local_task(name: str, found: Mapping[str, Path], tasks: Any) -> Iterator[Ope
         shown = next((split for split in ("train", "validation") if split in found), task.scored)
         if shown == task.scored == "test":
             definition["fewshot_split"] = "test"  # told this way, the harness leaves out the item that is asked
-        files.write_json(folder / "task.yaml", definition | {"task": name})  # JSON is YAML
+        files.write_json(folder / "task.yaml", definition | {"task": name}, sealed=False)  # JSON is YAML
         manager = tasks.TaskManager(include_path=str(folder), include_defaults=False)
         source = {
             "kind": "files",

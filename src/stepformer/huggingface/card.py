@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from stepformer import measured
+from stepformer import documents, measured
 from stepformer.catalogue import citations, preset_of
 from stepformer.config import ModelConfig
-from stepformer.files import read_json
 from stepformer.huggingface.card_results import markdown, section
 from stepformer.oracles import attentions, mlps
 from stepformer.references import BIBTEX
 from stepformer.schemes import splittings, templates
+from stepformer.training.metrics import read_metrics
 from stepformer.training.run import LoadedRun
-from stepformer.training.runs import read_metrics
 
 
 def validation(run: LoadedRun) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def training(run: LoadedRun) -> str:
         "config hash": config.hash,
     }
     path = run.folder.result
-    result = read_json(path, "result") if path.is_file() else {}
+    result = documents.read(path, documents.RESULT) if path.is_file() else {}
     if result.get("train_seconds"):
         facts["training time"] = f"{result['train_seconds']:,.0f} s on {result['ranks']} x {result['device']}"
     text = "## Training\n\n" + table(facts)
@@ -185,7 +184,7 @@ def environment(run: LoadedRun) -> str:
     path = run.folder.path / "environment.json"
     if not path.is_file() or run.record.get("imported"):
         return ""
-    known = read_json(path, "environment record")
+    known = documents.read(path, documents.ENVIRONMENT)
     facts = {**known.get("versions", {}), **known.get("device", {}), "platform": known.get("platform", "")}
     git = known.get("git") or {}
     if git.get("revision"):

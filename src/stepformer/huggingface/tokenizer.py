@@ -39,7 +39,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int | None = Non
     as_transformers_tokenizer(tokenizer, context).save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     # the name of the class that transformers 4 and 5 both know
-    files.write_json(path, {**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"})
+    files.write_json(path, {**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}, sealed=False)
 
 
 def as_tokenizers(tokenizer: Tokenizer) -> tokenizers.Tokenizer:

@@ -60,7 +60,7 @@ def _folder(path: Path) -> Found:
         inside = [p for p in (path / "ckpt.pt", path / "best.pt") if p.is_file()]
         hint = f" Did you mean '{inside[0]}'?" if inside else ""
         raise InputError(f"The folder '{path}' has no config.json, so it is no Hugging Face model.{hint}")
-    config = files.read_json(path / "config.json", "config")
+    config = files.read_json(path / "config.json", "config", sealed=False)
     facts = files.read_json(path / "stepformer.json", "record") if (path / "stepformer.json").is_file() else {}
     if not isinstance(config, dict) or not isinstance(facts, dict):
         raise InputError(f"The config.json or stepformer.json in '{path}' is damaged: it is not a table.")
@@ -84,7 +84,7 @@ def _weight_files(folder: Path) -> list[Path]:
         index = folder / f"{single}.index.json"
         if index.is_file():
             try:
-                names = sorted(set(files.read_json(index, "index of weights")["weight_map"].values()))
+                names = sorted(set(files.read_json(index, "index of weights", sealed=False)["weight_map"].values()))
             except (KeyError, TypeError, AttributeError):
                 raise InputError(f"'{index}' is damaged: it has no weight_map.") from None
             for name in names:

@@ -23,7 +23,7 @@ from stepformer.importing.vocabulary import choose_tokenizer
 from stepformer.training.checkpoints import Checkpoints, step_name
 from stepformer.training.config import RunConfig, TrainConfig
 from stepformer.training.parallel import World
-from stepformer.training.runs import RunFolder
+from stepformer.training.runs import RunFolder, new_id
 
 UNDERSTOOD = (
     "understood are folders of `stepformer export`, nanoGPT's ckpt.pt, best.pt of Momentum-Streams and Hugging Face "
@@ -85,13 +85,14 @@ def import_checkpoint(
         try:
             folder = RunFolder(temporary)
             temporary.mkdir(parents=True)
-            state = {"step": layout.step, "seconds": 0.0, "best": None, "config": config.to_dict()}
+            own = new_id()
+            state = {"step": layout.step, "seconds": 0.0, "best": None, "config": config.to_dict(), "run": own}
             Checkpoints(folder.checkpoints, World(0, 1, torch.device("cpu"))).save(
                 step_name(layout.step, "best"), {"model": weights}, state
             )
             with tempfile.TemporaryDirectory() as saved:
                 reader.save(Path(saved))
-                facts = {"label": config.title, "imported": record, "precision": "fp64" if fp64 else "fp32"}
+                facts = {"id": own, "label": config.title, "imported": record, "precision": "fp64" if fp64 else "fp32"}
                 folder.create(config, facts, Path(saved), _whole(plugins))
             if out.exists():
                 out.rmdir()

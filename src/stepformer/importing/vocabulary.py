@@ -51,7 +51,7 @@ def choose_tokenizer(given: str | None, source: Path, vocab_size: int, facts: Ma
 def has_foreign(folder: Path) -> bool:
     """Whether a folder holds a tokenizer in Hugging Face's form (ours is called tokenizer.json too)."""
     if (folder / "tokenizer.json").is_file():
-        content = files.read_json(folder / "tokenizer.json", "tokenizer")
+        content = files.read_json(folder / "tokenizer.json", "tokenizer", sealed=False)
         return isinstance(content, dict) and "model" in content
     return (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
 
@@ -62,9 +62,9 @@ def from_folder(folder: Path, known: Mapping[str, Any] | None = None) -> Tokeniz
     path = folder / "tokenizer.json"
     try:
         if path.is_file():
-            vocab, merges = _modern(files.read_json(path, "tokenizer"), where)
+            vocab, merges = _modern(files.read_json(path, "tokenizer", sealed=False), where)
         else:
-            vocab = files.read_json(folder / "vocab.json", "vocabulary")
+            vocab = files.read_json(folder / "vocab.json", "vocabulary", sealed=False)
             lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
             merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
         tokenizer = _byte_level(dict(vocab), merges, where, (known or {}).get("name"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +15,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from stepformer import measured
+from stepformer import documents, measured
 from stepformer.comparing import Facts, RunRecord
 from stepformer.data.tokenizers import valid
 from stepformer.errors import ChangedRuleError, InputError, StepformerError
 from stepformer.files import read_json
 from stepformer.training import RunConfig
 from stepformer.training.loggers import BY_LAYER
+from stepformer.training.metrics import Lines, read_lines
 from stepformer.training.runs import RunFolder
 
 KINDS = ("hessian", "jacobian", "depth", "perplexity", "tasks")
@@ -152,11 +152,11 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
     if RunFolder(path).exists:
         return [path]
     if study.is_file():
-        plan = read_json(study, "study")
+        plan = documents.read(study, documents.STUDY)
         found.studies.append(Facts.of_study(plan))
         found.baseline = found.baseline or found.studies[-1].baseline or None
         found.baseline = found.baseline or _baseline(path)  # of older studies
-        planned = [path / name for name in _planned(study, plan)]
+        planned = [path / name for name in _planned(plan)]
         begun = [folder for folder in planned if RunFolder(folder).exists]
         missing = [folder.name for folder in planned if folder not in begun]
         if missing:
@@ -184,11 +184,8 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
     raise InputError(f"'{path}' is neither a run (no run.json) nor a study (no {STUDY}).{hint}")
 
 
-def _planned(study: Path, plan: Any) -> list[str]:
-    try:
-        names = [f"{run['label']}-s{int(run['seed'])}" for run in plan["runs"]]
-    except (KeyError, TypeError, ValueError):
-        raise InputError(f"The study '{study}' is damaged: it does not list its runs.") from None
+def _planned(plan: Any) -> list[str]:
+    names = [f"{run['label']}-s{run['seed']}" for run in plan["runs"]]
     return [name for name in names if name == Path(name).name]
 
 
@@ -303,26 +300,28 @@ def read_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, dict[str, H
     layers: dict[str, dict[int, tuple[int, list[dict[str, Any]]]]] = {name: {} for name in BY_LAYER}
     damaged = 0
     try:
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    entry = json.loads(line)
-                    kind = entry["kind"]
-                    if kind not in rows:
-                        continue
-                    loss = float(entry["loss" if kind == "train" else "val_loss"])
-                    if math.isfinite(loss):
-                        seconds = float(entry.get("seconds", math.nan))
-                        rows[kind][int(entry["step"])] = (int(entry["tokens"]), seconds, loss)
-                    for name in layers.keys() & entry.keys():
-                        values = [_dict(value) for value in _list(entry[name])]
-                        layers[name][int(entry["step"])] = (int(entry["tokens"]), values)
-                except (ValueError, KeyError, TypeError):
-                    damaged += bool(line.endswith(b"\n"))  # a last line cut by a kill is nothing to report
-    except FileNotFoundError:
-        notes.append("It has no metrics.jsonl, so there are no curves.")
-    except OSError as error:
-        notes.append(f"Its metrics.jsonl cannot be read: {error.strerror}.")
+        lines = read_lines(path)
+    except InputError as error:
+        notes.append(f"There are no curves: {error}")
+        lines = Lines()
+    for entry in lines.entries:
+        kind = entry["kind"]
+        if kind not in rows:
+            continue
+        try:
+            loss = float(entry["loss" if kind == "train" else "val_loss"])
+            if math.isfinite(loss):
+                seconds = float(entry.get("seconds", math.nan))
+                rows[kind][entry["step"]] = (int(entry["tokens"]), seconds, loss)
+            for name in layers.keys() & entry.keys():
+                values = [_dict(value) for value in _list(entry[name])]
+                layers[name][entry["step"]] = (int(entry["tokens"]), values)
+        except (ValueError, KeyError, TypeError, OverflowError):
+            damaged += 1
+    if lines.faults:
+        notes.append(f"Its metrics.jsonl is damaged: {'; '.join(lines.faults[:3])}.")
+    if lines.unchecked:
+        notes.append("Lines of its metrics.jsonl have no checks, as in version 0.5.0.")
     if damaged:
         notes.append(f"{damaged:,} damaged lines of its metrics.jsonl are left out.")
     history = {name: [found[step] for step in sorted(found)] for name, found in layers.items() if found}

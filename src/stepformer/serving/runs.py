@@ -14,7 +14,6 @@ from torch import Tensor
 
 from stepformer.cli.runs import prompt_ids, readable
 from stepformer.data.corpus import TokenSplit
-from stepformer.data.tokenizers import load_tokenizer
 from stepformer.errors import InputError, StepformerError
 from stepformer.generation import Generation, stream
 from stepformer.serving.inspect import Reading, prediction_view, predictions, read, token_view
@@ -32,8 +31,8 @@ class ServedRun:
 
     def __init__(self, path: Path, which: str = "best", device: str = "auto") -> None:
         self.folder, self.which, self.device = RunFolder(path), which, device
-        _, self.config = self.folder.opened()
-        self.tokenizer = load_tokenizer(self.folder.tokenizer)
+        record, self.config = self.folder.opened()
+        self.tokenizer = self.folder.read_tokenizer(record)
         self.lock = threading.Lock()
         self.tail = Tail(self.folder.metrics)
         self.run: LoadedRun | None = None

@@ -83,6 +83,8 @@ class Tail:
     def _take(self, line: bytes) -> None:
         try:
             values = json.loads(line)
+            if values["kind"] == "saved":
+                return
             kind, loss = (self.train, "loss") if values["kind"] == "train" else (self.evals, "val_loss")
             point = Point(
                 int(values["step"]),

@@ -17,7 +17,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,31 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stepformer import files
+from stepformer import documents, files
+from stepformer.config import ModelConfig
 from stepformer.errors import InputError, StepformerError, StepformerWarning
+from stepformer.model import Model
 from stepformer.sharding import is_sharded, like, whole
 from stepformer.training.parallel import World
 
-FORMAT = 1
 MANIFEST = "manifest.json"
 Tensors = Mapping[str, Tensor]
+
+
+Owner = Callable[[Mapping[str, Any]], str]
+"""Why a checkpoint's state is not of the run that it lies in, or nothing."""
 
 
 class Checkpoints:
     """The checkpoints of one run folder."""
 
-    def __init__(self, folder: Path, world: World, *, keep: int = 2, stays: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, world: World, *, keep: int = 2, stays: int | None = None, owner: Owner | None = None
+    ) -> None:
         self.folder, self.world, self.keep = folder, world, keep
         self.stays = stays  # a step whose checkpoint is never superseded
+        self.owner = owner or (lambda state: "")
+        self.on_disk: Callable[[str], None] = lambda name: None  # told of every checkpoint that is
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -99,15 +108,17 @@ class Checkpoints:
             for part, tensors in parts.items():
                 save_file(dict(tensors), temporary / f"{part}.safetensors")
         listed = {}
-        for path in sorted(temporary.rglob("*.safetensors")):
+        for path in _weights(temporary):
             with path.open("rb+") as file:
                 files.sync(file)
             files.make_ordinary(path)
             listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
-        files.write_json(temporary / MANIFEST, {"format": FORMAT, "files": listed, "state": dict(state)})
+        manifest = {"format": documents.CHECKPOINT.format, "files": listed, "state": dict(state)}
+        files.write_json(temporary / MANIFEST, manifest)
         if final.exists():  # a damaged one that a resumed run has passed again
             self._set_aside(final.name)
         files.rename(temporary, final)
+        self.on_disk(final.name)
         self._tidy(final.name)
 
     def _tidy(self, newest: str) -> None:
@@ -143,6 +154,7 @@ class Checkpoints:
         for name in reversed(self.names(kind)):
             try:
                 state = verify(self.folder / name)
+                self._check_owner(name, state)
             except InputError as error:
                 problems.append(str(error))
                 continue
@@ -153,6 +165,24 @@ class Checkpoints:
             raise InputError(" ".join(problems))
         return None
 
+    def glance(self) -> Path | None:
+        """The newest checkpoint whose manifest is this run's, its files unread; None if there is none at all."""
+        problems = []
+        for name in reversed(self.names("step")):
+            try:
+                self._check_owner(name, documents.read(self.folder / name / MANIFEST, documents.CHECKPOINT)["state"])
+                return self.folder / name
+            except InputError as error:
+                problems.append(str(error))
+        if problems:
+            raise InputError(" ".join(problems))
+        return None
+
+    def _check_owner(self, name: str, state: Mapping[str, Any]) -> None:
+        fault = self.owner(state)
+        if fault:
+            raise InputError(f"The checkpoint '{self.folder / name}' is not of this run: {fault}.")
+
 
 def step_name(step: int, kind: str = "step") -> str:
     return f"{kind}-{step:08d}"
@@ -160,12 +190,7 @@ def step_name(step: int, kind: str = "step") -> str:
 
 def verify(folder: Path) -> dict[str, Any]:
     """Check a checkpoint's format, files and checksums; returns its state."""
-    manifest = files.read_json(folder / MANIFEST, "checkpoint manifest")
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if version != FORMAT:
-        newer = isinstance(version, int) and version > FORMAT
-        advice = "a newer stepformer wrote it: update this one" if newer else f"this stepformer reads format {FORMAT}"
-        raise InputError(f"The checkpoint '{folder}' has format {version}; {advice}.")
+    manifest = documents.read(folder / MANIFEST, documents.CHECKPOINT)
     for name, facts in manifest["files"].items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
@@ -177,13 +202,23 @@ def verify(folder: Path) -> dict[str, Any]:
             )
         if files.sha256(path) != facts["sha256"]:
             raise InputError(f"The checkpoint '{folder}' is damaged: the checksum of '{name}' does not match.")
+    unlisted = sorted({str(path.relative_to(folder)) for path in _weights(folder)} - manifest["files"].keys())
+    if unlisted:
+        raise InputError(f"The checkpoint '{folder}' is damaged: '{unlisted[0]}' is not in its manifest.")
     state: dict[str, Any] = manifest["state"]
+    told = re.search(r"-(\d+)$", folder.name)
+    if told and int(told[1]) != state["step"]:
+        raise InputError(f"The checkpoint '{folder}' is damaged: it says that it is of step {state['step']}.")
     return state
+
+
+def _weights(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
 
 
 def weights_of(folder: Path) -> str:
     """SHA-256 over the weights of a checkpoint, as its manifest tells them."""
-    manifest = files.read_json(folder / MANIFEST, "checkpoint manifest")
+    manifest = documents.read(folder / MANIFEST, documents.CHECKPOINT)
     found = sorted((name, facts["sha256"]) for name, facts in manifest["files"].items() if name.startswith("model"))
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:12]
 
@@ -195,14 +230,14 @@ def load(folder: Path, part: str, tensors: Tensors) -> None:
     if not single.is_file() and not shards.is_dir():
         raise InputError(f"The checkpoint '{folder}' holds no {part}.")
     if shards.is_dir():
-        _check_names(_stored_names(shards), tensors, folder)
+        _check_names(_stored_names(shards), tensors, f"The checkpoint '{folder}'")
         import torch.distributed.checkpoint as dcp
 
         reader = dcp.HuggingFaceStorageReader(str(shards))
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         return
     with safe_open(single, framework="pt") as file:
-        _check_names(set(file.keys()), tensors, folder)
+        _check_names(set(file.keys()), tensors, f"The checkpoint '{folder}'")
         for name, target in tensors.items():
             stored = file.get_tensor(name)
             if stored.shape != target.shape:
@@ -210,6 +245,27 @@ def load(folder: Path, part: str, tensors: Tensors) -> None:
                     f"'{name}' has shape {tuple(stored.shape)} in '{folder}', but {tuple(target.shape)} in this model."
                 )
             target.copy_(like(stored.to(target.device), target) if is_sharded(target) else stored)
+
+
+def check_fits(folder: Path, config: ModelConfig) -> None:
+    """Refuse weights that are not those of a model, by names and shapes, before anything is built."""
+    single = folder / "model.safetensors"
+    stored: dict[str, tuple[int, ...]] = {}
+    for path in [single] if single.is_file() else sorted((folder / "model").glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            stored |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    check_shapes(stored, config, f"The checkpoint '{folder}'")
+
+
+def check_shapes(stored: Mapping[str, tuple[int, ...]], config: ModelConfig, what: str) -> None:
+    layers = len({name.split(".")[1] for name in stored if name.startswith("blocks.")})
+    if layers != config.n_layer:  # first: a model of a billion layers takes long even without memory
+        raise InputError(f"{what} belongs to another model: it has {layers} layers, not {config.n_layer}.")
+    wanted = {name: tuple(p.shape) for name, p in Model(config, device="meta").named_parameters()}
+    _check_names({*stored}, wanted, what)
+    for name, shape in wanted.items():
+        if stored[name] != shape:
+            raise InputError(f"{what} belongs to another model: its '{name}' has shape {stored[name]}, not {shape}.")
 
 
 def weights_sha256(tensors: Tensors) -> str:
@@ -231,11 +287,11 @@ def _stored_names(folder: Path) -> set[str]:
     return names
 
 
-def _check_names(stored: set[str], wanted: Tensors, folder: Path) -> None:
+def _check_names(stored: set[str], wanted: Mapping[str, Any], where: str) -> None:
     missing, extra = sorted(wanted.keys() - stored), sorted(stored - wanted.keys())
     if missing or extra:
         what = f"lacks '{missing[0]}'" if missing else f"has '{extra[0]}', which this model does not"
-        raise InputError(f"The checkpoint '{folder}' belongs to another model: it {what}.")
+        raise InputError(f"{where} belongs to another model: it {what}.")
 
 
 def _on_cpu(tensors: Tensors) -> dict[str, Tensor]:

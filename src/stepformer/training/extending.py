@@ -7,7 +7,6 @@ are not what the new settings would have made.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -15,14 +14,15 @@ from typing import Any
 
 import torch
 
-from stepformer import files
+from stepformer import documents, files
 from stepformer.errors import ConfigError, InputError
 from stepformer.optim import Schedule
 from stepformer.training.checkpoints import MANIFEST, Checkpoints, step_name, verify
 from stepformer.training.config import RunConfig
+from stepformer.training.metrics import lines_until
 from stepformer.training.parallel import World, joined_world
-from stepformer.training.run import MAY_CHANGE, resume
-from stepformer.training.runs import RunFolder, read_metrics
+from stepformer.training.run import resume
+from stepformer.training.runs import MAY_CHANGE, RunFolder, new_id
 
 OF_THE_SCHEDULE = ("schedule", "decay_start", "floor", "sam", "rho")
 
@@ -114,7 +114,7 @@ def _begin(
 ) -> None:
     """The new folder: checkpoint and metrics of the old one up to the step, then run.json, which makes it a run."""
     name = step_name(parent["step"])
-    state = files.read_json(folder.checkpoints / name / MANIFEST, "checkpoint manifest")["state"]
+    state, own = documents.read(folder.checkpoints / name / MANIFEST, documents.CHECKPOINT)["state"], new_id()
     best = step_name(state["best"]["step"], "best") if state["best"] else ""
     known = (
         bool(best) and (folder.checkpoints / best / MANIFEST).is_file()
@@ -126,18 +126,19 @@ def _begin(
         with files.explained(target.path):
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.copytree(folder.checkpoints / part, temporary)
+            manifest = documents.read(temporary / MANIFEST, documents.CHECKPOINT)
+            manifest["state"] |= {"config": new.to_dict(), "run": own}
             if part == name and not known:
-                manifest = files.read_json(temporary / MANIFEST, "checkpoint manifest")
                 manifest["state"]["best"] = None
-                files.write_json(temporary / MANIFEST, manifest)
+            files.write_json(temporary / MANIFEST, manifest)
             shutil.rmtree(target.checkpoints / part, ignore_errors=True)
             files.rename(temporary, target.checkpoints / part)
-    lines = [line for line in read_metrics(folder.metrics) if line["step"] <= parent["step"]]
-    files.write_text(target.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    with files.writing(target.metrics) as file:
+        file.writelines(lines_until(folder.metrics, parent["step"]))
     facts: dict[str, Any] = {key: record[key] for key in ("corpus", "also", "precision", "init") if key in record}
-    facts |= {"label": label, "parent": parent}
+    facts |= {"label": label, "parent": parent, "id": own}
     path = folder.path / "environment.json"
-    trained = files.read_json(path, "environment of a run") if path.is_file() else None  # resuming adds today's to it
+    trained = documents.read(path, documents.ENVIRONMENT) if path.is_file() else None  # resuming adds today's to it
     if trained:
         trained["resumed"] = [spell for spell in trained.get("resumed", []) if spell["step"] < parent["step"]]
     target.create(new, facts, folder.tokenizer, record.get("plugins", []), trained)

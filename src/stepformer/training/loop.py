@@ -32,8 +32,9 @@ from stepformer.training.display import Display
 from stepformer.training.evaluation import Evaluation, autocasting, check_blocks, evaluate
 from stepformer.training.graphs import CapturedPass
 from stepformer.training.loggers import Loggers
+from stepformer.training.metrics import Metrics
 from stepformer.training.parallel import ParallelModel, World
-from stepformer.training.runs import Metrics, RunFolder
+from stepformer.training.runs import RunFolder
 from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import Stopped, Watch
 
@@ -91,6 +92,8 @@ class Trainer:
         # where the decay of wsd begins a run can go on in other ways (stepformer.training.extending)
         self.branches = self.optimizers.schedule.decay_start if config.optim.schedule == "wsd" else None
         self.checkpoints = stored.Checkpoints(folder.checkpoints, world, keep=train.keep, stays=self.branches)
+        self.metrics: Metrics | None = None  # of the main rank, while it trains
+        self.run_id = ""
         self.step = 0  # completed steps
         self.seconds = 0.0  # spent in them
         self.best: Best | None = None
@@ -128,8 +131,10 @@ class Trainer:
         train = self.config.train
         save_every = train.save_every or self.eval_every
         # a run that starts again drops all lines of its first attempt, the evaluation before the first step included
-        metrics = Metrics(self.folder.metrics, self.step or -1) if self.world.is_main else None
-        loggers = Loggers(self.config, self.folder.path, str(self.folder.read()["id"])) if self.world.is_main else None
+        metrics = self.metrics = Metrics(self.folder.metrics, self.step or -1) if self.world.is_main else None
+        self.run_id = str(self.folder.read().get("id", "")) if self.world.is_main else ""
+        loggers = Loggers(self.config, self.folder.path, self.run_id) if self.world.is_main else None
+        self.checkpoints.on_disk = self._note_saved
         self.display.begin(train.steps, self.step)
         separator, eot = self.config.model.document_separator, self.corpus.manifest["tokenizer"].get("eot")
         if separator is not None and eot is not None and separator != eot:
@@ -350,9 +355,20 @@ class Trainer:
 
     def _save_part(self, name: str, parts: dict[str, dict[str, Any]]) -> None:
         self.display.waiting("saving")
-        state = {"step": self.step, "seconds": self.seconds, "best": asdict(self.best) if self.best else None}
-        state["config"] = self.config.to_dict()
+        state: dict[str, Any] = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "best": asdict(self.best) if self.best else None,
+        }
+        state |= {"config": self.config.to_dict(), **({"run": self.run_id} if self.run_id else {})}
+        if self.metrics is not None:
+            self.metrics.sync()
         self.checkpoints.save(name, parts, state)
+
+    def _note_saved(self, name: str) -> None:
+        kind, _, step = name.partition("-")
+        if self.metrics is not None and kind == "step":
+            self.metrics.saved(int(step))
 
     def _fail(self, when: str, what: str, *, diagnose: bool = True) -> NoReturn:
         """Stop with a sentence and good weights: those before the update that would have spoilt them, if they are."""
@@ -434,6 +450,9 @@ class Trainer:
             "ranks": self.world.size,
             "status": "finished",
         }
+        if self.metrics is not None:
+            self.checkpoints.wait()  # its line is the last one
+            record["metrics"] = f"{self.metrics.check:08x}"
         if self.world.is_main:
             write_json(self.folder.result, record)
         return {**record, "folder": str(self.folder.path)}

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from stepformer import measured
+from stepformer import documents, measured
 from stepformer.data.corpus import Corpus
-from stepformer.data.tokenizers import Tokenizer, load_tokenizer
+from stepformer.data.tokenizers import Tokenizer
 from stepformer.errors import ConfigError, DivergedError, InputError, StepformerError
-from stepformer.files import read_json, write_text
+from stepformer.files import write_text
 from stepformer.model import Model
 from stepformer.plugins import lasting
 from stepformer.training import checkpoints as stored
+from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
 from stepformer.training.display import Display
 from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
 from stepformer.training.loop import Trainer, precision_of, streams_of
+from stepformer.training.metrics import read_lines
 from stepformer.training.parallel import World, choose_device, joined_world
-from stepformer.training.runs import DIVERGED, RunFolder, checkpoint_of
+from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of
 from stepformer.training.stopping import Watch
 from stepformer.training.warm_start import same_start, warm_start
 
@@ -67,8 +70,8 @@ def train(
             return _fit(trainer, watch or Watch(max_seconds))
 
 
+ALONE = World(0, 1, torch.device("cpu"))
 PIECES = ("micro_batch", "device", "parallel", "compile")  # what changes the result by rounding, and the time
-MAY_CHANGE = ("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile")
 
 
 def resume(
@@ -79,12 +82,14 @@ def resume(
     watch: Watch | None = None,
     corpus: str | Path | None = None,
     also: str | None = None,
+    restart: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
     """Continue a run from its last checkpoint, on any number of ranks, and return its result.
 
     `changes` are keys of [train] that change the result by rounding at most, such as micro_batch, device or keep; the
-    precision stays what it was. `corpus` and `also` say where the same corpora are now, if they were moved.
+    precision stays what it was. `corpus` and `also` say where the same corpora are now, if they were moved. If the
+    newest checkpoint that was saved is gone, it goes on from an earlier one only with `restart`.
     """
     folder = RunFolder(Path(path))
     record, config = folder.opened()
@@ -100,17 +105,22 @@ def resume(
         raise InputError(
             f"'{folder.path}' was imported and has no training to continue: begin a new run with init={folder.path}."
         )
-    if folder.result.is_file():  # nothing to do, and nothing to write again
-        return {**read_json(folder.result, "result of a finished run"), "folder": str(folder.path)}
-    asked = config.hash
+    check_saved(folder, restart)
+    if folder.result.is_file() and not restart:  # nothing to do, and nothing to write again
+        return {**documents.read(folder.result, documents.RESULT), "folder": str(folder.path)}
+    asked, told = config.hash, config
     kept = {"precision": record.get("precision", config.train.precision)}
     config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})
     with joined_world(config.train.device) as world, _held(folder, world):
+        own = folder.kept(world, record, told)
+        newest = own.glance()
+        if newest is not None:
+            stored.check_fits(newest, config.model)
         opened = _same_corpus(record["corpus"], folder, config, world, corpus)
         others = _same_also(record.get("also", {}), folder, opened, also)
         label = str(record.get("label", ""))
         trainer = Trainer(config, opened, folder, world, _display(config, label, world, quiet), label, others)
-        trainer.config_hash = asked
+        trainer.config_hash, trainer.checkpoints.owner = asked, own.owner
         if trainer.load_latest():
             trainer.display.note(f"{trainer.display.title}  continues after step {trainer.step}")
         else:
@@ -121,6 +131,20 @@ def resume(
         if world.is_main:
             folder.note_resumed(trainer.step, {k: v for k, v in changes.items() if k in PIECES})
         return _fit(trainer, watch or Watch(max_seconds))
+
+
+def check_saved(folder: RunFolder, restart: bool) -> None:
+    """Refuse to go on from an earlier checkpoint than the newest that was saved, unless that is asked for."""
+    saved = read_lines(folder.metrics).saved if folder.metrics.is_file() else None
+    if folder.result.is_file():
+        saved = max(saved or 0, documents.read(folder.result, documents.RESULT)["steps"])
+    there = [int(name.partition("-")[2]) for name in Checkpoints(folder.checkpoints, ALONE).names("step")]
+    if saved is not None and max(there, default=-1) < saved and not restart:
+        left = f"after step {max(there)}, its newest one left" if there else "at its beginning"
+        raise InputError(
+            f"The checkpoint of step {saved} of '{folder.path}' was saved and is gone: put it back, or let the run "
+            f"start again {left} with --restart."
+        )
 
 
 def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
@@ -242,17 +266,27 @@ class LoadedRun:
         return self.model.embed.tok_emb.weight.device
 
 
-def load_run(path: str | Path, which: str = "best", device: str = "auto") -> LoadedRun:
-    """The model of a run: its best weights, or its last ones (`which = "last"`)."""
+def load_run(path: str | Path, which: str = "best", device: str = "auto", *, allow_nan: bool = False) -> LoadedRun:
+    """The model of a run: its best weights, or its last ones (`which = "last"`); not finite ones only if asked for."""
     folder = RunFolder(Path(path))
     record, config = folder.opened()
     alone = World(0, 1, choose_device(device))
-    checkpoint, state = checkpoint_of(folder, which, alone)
+    checkpoint, state = checkpoint_of(folder, which, alone, (record, config))
+    stored.check_fits(checkpoint, config.model)
+    tokenizer = folder.read_tokenizer(record)
     dtype = torch.float64 if precision_of(config, alone.device) == "fp64" else torch.float32
     model = Model(config.model, seed=0, device=alone.device, dtype=dtype)
     model.stream_dtype = streams_of(config, alone.device)
     stored.load(checkpoint, "model", dict(model.named_parameters()))
-    return LoadedRun(model.eval(), load_tokenizer(folder.tokenizer), config, record, int(state["step"]), folder)
+    if not allow_nan:
+        refuse_nan(dict(model.named_parameters()), f"The checkpoint '{checkpoint}'")
+    return LoadedRun(model.eval(), tokenizer, config, record, int(state["step"]), folder)
+
+
+def refuse_nan(tensors: Mapping[str, Tensor], what: str) -> None:
+    bad = next((name for name, value in tensors.items() if not bool(value.isfinite().all())), None)
+    if bad is not None:
+        raise InputError(f"{what} has weights that are not finite numbers, the first in '{bad}'.")
 
 
 def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:

@@ -18,28 +18,29 @@ import secrets
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from stepformer import __version__, files, kernels
-from stepformer.errors import ChangedRuleError, InputError, StepformerError, StepformerWarning
+from stepformer import __version__, documents, files, kernels
+from stepformer.data.tokenizers import Tokenizer, load_tokenizer
+from stepformer.errors import ChangedRuleError, ConfigError, InputError, StepformerError, StepformerWarning
 from stepformer.plugins import (
+    files_at,
     identity,
-    load_plugin,
+    load_recorded,
     loaded,
     package_digest,
+    place_of,
     refuse_changed,
     sources_of,
-    unread_identity,
+    trust,
 )
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World
-
-FORMAT = 1
 
 
 class RunFolder:
@@ -87,8 +88,10 @@ class RunFolder:
             for name, source in sources.items():  # to be read; a run imports its plug-ins from where they are
                 copied = self.path / "plugins" / str(number) / f"{name}.txt"
                 files.write_text(copied, source.read_text(errors="replace"))
-        record = {"format": FORMAT, "stepformer": __version__, "id": secrets.token_hex(6), "config": config.to_dict()}
-        record |= {**facts, "plugins": plugins, "code": identity(plugins, config.model.components())}
+        record: dict[str, Any] = {"format": documents.RUN.format, "stepformer": __version__, "config": config.to_dict()}
+        record |= {"id": new_id(), "tokenizer": load_tokenizer(self.tokenizer).describe(), **facts}
+        record |= {"plugins": plugins, "code": identity(plugins, config.model.components())}
+        trust(file for plugin in plugins for file in files_at(place_of(plugin)))  # who trains with it may open the run
         files.write_json(self.path / "run.json", record)
 
     def read(self) -> dict[str, Any]:
@@ -104,14 +107,7 @@ class RunFolder:
             )
         if not self.exists:
             raise InputError(f"'{self.path}' is not a run: it has no run.json.")
-        record: dict[str, Any] = files.read_json(self.path / "run.json", "run record")
-        if not isinstance(record, dict):
-            raise InputError(f"The run record '{self.path / 'run.json'}' is damaged: it is not a JSON object.")
-        if record.get("format") != FORMAT:
-            raise InputError(
-                f"The run '{self.path}' has format {record.get('format')}; this stepformer reads format {FORMAT}."
-            )
-        return record
+        return documents.read(self.path / "run.json", documents.RUN)
 
     def config(self) -> RunConfig:
         return RunConfig.from_dict(self.read()["config"])
@@ -126,14 +122,26 @@ class RunFolder:
                 StepformerWarning,
                 stacklevel=2,
             )
-        refuse_changed(then, unread_identity(plugins, then), what)  # an edited file may not even load
-        for plugin in plugins:
-            load_plugin(plugin)
-        refuse_changed(then, identity(plugins, {}), what)
+        record["plugins"] = load_recorded(plugins, then, self.path)
         config = RunConfig.from_dict(record["config"])
         rules = config.model.components()
         refuse_changed(then, identity([], rules), what, rules)
         return record, config
+
+    def read_tokenizer(self, record: dict[str, Any]) -> Tokenizer:
+        """The run's tokenizer, which must be the one that its weights were trained with."""
+        found = load_tokenizer(self.tokenizer)
+        known = record.get("tokenizer") or record.get("corpus", {}).get("tokenizer")
+        if known is not None and known["fingerprint"] != found.fingerprint:
+            raise InputError(
+                f"The run '{self.path}' was made with the tokenizer {known['name']} of fingerprint "
+                f"{known['fingerprint']}, but the one in its folder is {found.name} of fingerprint {found.fingerprint}."
+            )
+        return found
+
+    def kept(self, world: World, record: dict[str, Any], config: RunConfig) -> Checkpoints:
+        """The run's checkpoints; those of other runs or settings are not taken for its own."""
+        return Checkpoints(self.checkpoints, world, owner=lambda state: _not_of(state, record, config))
 
     def check_code(self) -> None:
         """Refuse a run whose rules have been changed since. One whose rules are not here any more has its results."""
@@ -147,7 +155,7 @@ class RunFolder:
     def note_resumed(self, step: int, changes: dict[str, Any]) -> None:
         """Write down from which step on other code, another machine or other pieces trained this run."""
         path = self.path / "environment.json"
-        before, now = files.read_json(path, "environment of a run") if path.is_file() else {}, environment()
+        before, now = documents.read(path, documents.ENVIRONMENT) if path.is_file() else {}, environment()
         if step == 0:  # nothing is left of what trained before
             before = now
         spells = [spell for spell in before.get("resumed", []) if spell["step"] < step]
@@ -186,11 +194,40 @@ _OWN = {
 }
 
 
-def checkpoint_of(folder: RunFolder, which: str, world: World) -> tuple[Path, dict[str, Any]]:
-    """A run's best checkpoint (its last one while it has no best), or its last one, and the state with it."""
+MAY_CHANGE = ("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile")  # at a resume
+
+
+def new_id() -> str:
+    return secrets.token_hex(6)
+
+
+def _not_of(state: Mapping[str, Any], record: Mapping[str, Any], config: RunConfig) -> str:
+    """Why a checkpoint's state is not that of a run, or nothing. It may have been computed in other pieces."""
+    if "run" in state and state["run"] != record.get("id", ""):
+        return f"it is of the run {state['run']}, and this is {record.get('id', 'one without id')}"
+    try:
+        theirs = RunConfig.from_dict(state["config"]).to_dict()
+    except ConfigError as error:
+        return f"its config cannot be read: {error.problems[0].rstrip('.')}"
+    ours = config.to_dict()
+    for section, values in ours.items():
+        for key, value in values.items() if isinstance(values, dict) else {"": values}.items():
+            told = theirs[section].get(key) if key else theirs[section]
+            accepted = (value, record.get("precision")) if key == "precision" else (value,)
+            if told not in accepted and key not in MAY_CHANGE:
+                return f"its {f'{section}.{key}'.rstrip('.')} is {told}, and that of the run is {value}"
+    return ""
+
+
+def checkpoint_of(
+    folder: RunFolder, which: str, world: World, opened: tuple[dict[str, Any], RunConfig] | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """A run's best checkpoint (its last one while it has no best), or its last one, and the state with it; `opened`
+    is what `RunFolder.opened` has said already.
+    """
     if which not in ("best", "last"):
         raise InputError(f"'{which}' is not 'best' or 'last'.")
-    kept = Checkpoints(folder.checkpoints, world)
+    kept = folder.kept(world, *(opened or folder.opened()))
     found = kept.latest("best" if which == "best" else "step")
     if found is None and which == "best" and kept.names("step"):
         warnings.warn(
@@ -202,39 +239,6 @@ def checkpoint_of(folder: RunFolder, which: str, world: World) -> tuple[Path, di
             raise InputError(f"The run '{folder.path}' has no last checkpoint, only a best one: ask for that.")
         raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
     return found
-
-
-class Metrics:
-    """metrics.jsonl: one JSON object a line, appended; lines beyond a resumed step are dropped."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path = path
-        lines = list(read_metrics(path)) if path.exists() else []
-        kept = [line for line in lines if line["step"] <= step]
-        if path.exists():
-            files.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        with files.explained(path):
-            self._file: IO[str] = path.open("a")
-
-    def write(self, **values: Any) -> None:
-        with files.explained(self.path):
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut by a kill is left out."""
-    text = path.read_text(errors="replace")
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            if number < text.count("\n"):
-                raise InputError(f"Line {number} of '{path}' is damaged.") from None
 
 
 # Variables that change which kernels compute, and so the last digits of a result.

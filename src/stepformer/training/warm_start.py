@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepformer.data.tokenizers import load_tokenizer
 from stepformer.errors import InputError
-from stepformer.training.checkpoints import weights_of
+from stepformer.training.checkpoints import check_fits, weights_of
 from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World
 from stepformer.training.runs import RunFolder, checkpoint_of
@@ -34,7 +33,7 @@ def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world
     """
     folder = RunFolder(Path(init).expanduser())
     record, source = folder.opened()
-    known = load_tokenizer(folder.tokenizer)
+    known = folder.read_tokenizer(record)
     if known.fingerprint != tokenizer["fingerprint"]:
         raise InputError(
             f"init = '{folder.path}' reads tokens of {known.name} with fingerprint {known.fingerprint}, but the corpus "
@@ -49,7 +48,7 @@ def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world
             f"{theirs.get(differ[0], 'unset')}, this run's {ours.get(differ[0], 'unset')}"
             + (f" (also different: {', '.join(differ[1:4])})." if differ[1:] else ".")
         )
-    checkpoint, step, weights = world.on_main(lambda: _best(folder, world))
+    checkpoint, step, weights = world.on_main(lambda: _best(folder, world, (record, source)))
     facts = {
         "run": str(folder.path.resolve()),
         "id": record.get("id", ""),
@@ -61,8 +60,9 @@ def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world
     return WarmStart(checkpoint, facts)
 
 
-def _best(folder: RunFolder, world: World) -> tuple[Path, int, str]:
-    checkpoint, state = checkpoint_of(folder, "best", world)
+def _best(folder: RunFolder, world: World, opened: tuple[dict[str, Any], RunConfig]) -> tuple[Path, int, str]:
+    checkpoint, state = checkpoint_of(folder, "best", world, opened)
+    check_fits(checkpoint, opened[1].model)
     return checkpoint, int(state["step"]), weights_of(checkpoint)
 
 
