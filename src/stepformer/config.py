@@ -151,6 +151,7 @@ class ModelConfig:
 
 NOT_THE_FUNCTION = {"activation_checkpointing", "attention_backend", "real_vocab", "chunk", "query_chunk"}
 """Keys that say how an architecture is computed or sampled, not what it computes."""
+LARGEST = 1 << 24  # of every size: what is larger is a slip of the keyboard, or damage
 _SIZE_KEYS = ("n_layer", "n_head", "d_model", "context", "vocab_size")
 
 
@@ -225,8 +226,9 @@ def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
     problems = []
     for key in (*_SIZE_KEYS, "mlp_hidden"):
         value = getattr(config, key)
-        if key not in wrong and value is not None and value < 1:
-            problems.append(f"{key} = {value} should be at least 1.")
+        if key not in wrong and value is not None and not 1 <= value <= LARGEST:
+            limit = "at least 1" if value < 1 else f"at most {LARGEST:,}"
+            problems.append(f"{key} = {value} should be {limit}.")
             wrong = wrong | {key}
     for key in ("norm_eps", "aux_norm_gain", "logit_softcap"):
         value = getattr(config, key)

@@ -220,6 +220,7 @@ class Export(TypedDict):
     tokenizer: NotRequired[TokenizerFacts]
     corpus: NotRequired[dict[str, Any]]
     weights_sha256: NotRequired[Sha256]
+    files: NotRequired[dict[Inside, Sha256]]
 
 
 class Spell(TypedDict):

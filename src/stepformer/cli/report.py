@@ -77,8 +77,8 @@ def run_report(args: argparse.Namespace) -> int:
         count(1)
         written = write_paper(report, out, count)
     for run in report.runs:
-        if run.state:
-            print(f"note: {run.name}: {run.state}", file=sys.stderr)
+        for said in filter(None, (run.state, *run.notes)):
+            print(f"note: {run.name}: {said}", file=sys.stderr)
     if problem := no_pictures():
         print(f"note: {problem}", file=sys.stderr)
     print(report.verdict)

@@ -28,6 +28,7 @@ def add_export(commands: Any, common: argparse.ArgumentParser) -> None:
         default="stepformer",
         help="gpt2: a plain GPT as GPT2LMHeadModel, to be loaded without stepformer (stepformer)",
     )
+    sub.add_argument("--allow-nan", action="store_true", help="also weights that are not finite numbers")
     sub.set_defaults(run=run_export)
 
 
@@ -56,7 +57,9 @@ def add_import(commands: Any, common: argparse.ArgumentParser) -> None:
 def run_export(args: argparse.Namespace) -> int:
     from stepformer.huggingface import export_run
 
-    out = export_run(args.folder, args.out, args.checkpoint, dtype=args.dtype, form=args.format)
+    out = export_run(
+        args.folder, args.out, args.checkpoint, dtype=args.dtype, form=args.format, allow_nan=args.allow_nan
+    )
     print(f"written: {', '.join(sorted(path.name for path in out.iterdir()))}")
     where = json.dumps(str(out), ensure_ascii=False)
     print(f"load it with AutoModelForCausalLM.from_pretrained({where}); README.md says how, and wants a licence")

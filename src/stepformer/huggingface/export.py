@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from stepformer import __version__, files
+from stepformer import __version__, documents, files
 from stepformer.errors import InputError, StepformerError
 from stepformer.huggingface.card import model_card, validation
 from stepformer.huggingface.gpt2 import as_gpt2
@@ -32,6 +32,9 @@ OWN = re.compile(
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json"
 )
+VOUCHED = re.compile(
+    r"config\.json|model.*\.safetensors|model\.safetensors\.index\.json|tokenizer\.json|vocab\.json|merges\.txt"
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -42,6 +45,7 @@ def export_run(
     *,
     dtype: Literal["fp32", "bf16"] | None = None,
     form: Literal["stepformer", "gpt2"] = "stepformer",
+    allow_nan: bool = False,
 ) -> Path:
     """Write a run's best or last weights as a Hugging Face folder with tokenizer and model card; returns the folder.
 
@@ -54,7 +58,8 @@ def export_run(
         raise InputError(f"format '{form}' should be 'stepformer' or 'gpt2'.")
     out = Path(out)
     check_target(out)
-    loaded = load_run(run, which, device="cpu")
+    loaded = load_run(run, which, device="cpu", allow_nan=allow_nan)
+    _check_result(loaded)
     if dtype is not None:
         loaded.model.to(DTYPES[dtype])
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), loaded.tokenizer.eot)
@@ -68,8 +73,23 @@ def export_run(
         model.save_pretrained(folder)
         save_tokenizer(loaded.tokenizer, folder, loaded.config.model.context)
         files.write_text(folder / "README.md", model_card(loaded, gpt2=form == "gpt2"))
-        files.write_json(folder / FACTS, facts_of(loaded, form))
+        vouched = {p.name: files.sha256(p) for p in sorted(folder.iterdir()) if VOUCHED.fullmatch(p.name)}
+        files.write_json(folder / FACTS, {**facts_of(loaded, form), "files": vouched})
     return out
+
+
+def _check_result(run: LoadedRun) -> None:
+    """The weights after the last step must be those that the run ended with."""
+    path = run.folder.result
+    result = documents.read(path, documents.RESULT) if path.is_file() else {}
+    if (
+        result.get("steps") == run.step
+        and weights_sha256(dict(run.model.named_parameters())) != result["weights_sha256"]
+    ):
+        raise InputError(
+            f"The run '{run.folder.path}' ended with other weights (SHA-256 {result['weights_sha256'][:12]}) than its "
+            f"checkpoint of step {run.step} has."
+        )
 
 
 def facts_of(run: LoadedRun, form: str) -> dict[str, Any]:

@@ -91,9 +91,11 @@ def rows_of(tensors: Mapping[str, Tensor], name: str, where: str) -> tuple[int, 
 
 
 def count_layers(tensors: Mapping[str, Tensor], pattern: str) -> int:
-    """One more than the largest layer number in the names; `pattern` captures it."""
-    found = [int(match[1]) for name in tensors if (match := re.match(pattern, name))]
-    return max(found, default=-1) + 1
+    """How many layers the names have; `pattern` captures their numbers, which must have no gaps."""
+    found = {match[1] for name in tensors if (match := re.match(pattern, name))}
+    if found != {str(i) for i in range(len(found))}:
+        raise InputError(f"The layers of the weights are not numbered from 0 to {len(found) - 1}: some are missing.")
+    return len(found)
 
 
 def number(value: Any) -> float | None:

@@ -6,7 +6,7 @@ import dataclasses
 
 from stepformer.config import ModelConfig
 from stepformer.errors import ConfigError, InputError
-from stepformer.importing.layouts import Layout, Source, loss_notes, number, whole_number
+from stepformer.importing.layouts import Layout, Source, count_layers, loss_notes, number, whole_number
 from stepformer.importing.reading import Found
 from stepformer.model import Model
 
@@ -21,6 +21,9 @@ def exported(found: Found) -> Layout:
             f"'{found.path}' describes a model that cannot be built here: {error.problems[0]} Rules of its own have "
             "to be imported first (--plugin)."
         ) from None
+    layers = count_layers(found.tensors, r"model\.blocks\.(\d+)\.")
+    if layers != config.n_layer:
+        raise InputError(f"'{found.path}' says n_layer = {config.n_layer}, but its weights have {layers} layers.")
     names = [name for name, _ in Model(config, device="meta").named_parameters()]
     notes = loss_notes(found.facts) | {key: found.facts[key] for key in ("run", "corpus") if found.facts.get(key)}
     return Layout(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stepformer import files
-from stepformer.errors import InputError
+from stepformer import documents, files
+from stepformer.errors import InputError, StepformerWarning
 
 PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and of DistributedDataParallel
 
@@ -61,9 +62,9 @@ def _folder(path: Path) -> Found:
         hint = f" Did you mean '{inside[0]}'?" if inside else ""
         raise InputError(f"The folder '{path}' has no config.json, so it is no Hugging Face model.{hint}")
     config = files.read_json(path / "config.json", "config", sealed=False)
-    facts = files.read_json(path / "stepformer.json", "record") if (path / "stepformer.json").is_file() else {}
-    if not isinstance(config, dict) or not isinstance(facts, dict):
-        raise InputError(f"The config.json or stepformer.json in '{path}' is damaged: it is not a table.")
+    if not isinstance(config, dict):
+        raise InputError(f"The config.json in '{path}' is damaged: it is not a table.")
+    facts = _vouched(path)
     tensors: dict[str, Tensor] = {}
     checksums = {}
     for part in _weight_files(path):
@@ -74,6 +75,29 @@ def _folder(path: Path) -> Found:
         tensors |= read
         checksums[part.name] = files.sha256(part)
     return Found(path, _without_prefix(tensors), config=config, facts=facts, files=checksums)
+
+
+RECORD = "stepformer.json"
+
+
+def _vouched(path: Path) -> dict[str, Any]:
+    """What an export says about itself, once the files that it vouches for are what they were."""
+    if not (path / RECORD).exists():
+        warnings.warn(
+            f"'{path}' has no {RECORD}: nothing tells whether its files are what was written.",
+            StepformerWarning,
+            stacklevel=2,
+        )
+        return {}
+    facts = documents.read(path / RECORD, documents.EXPORT)
+    for name, content in facts.get("files", {}).items():
+        found = files.sha256(path / name) if (path / name).is_file() else "gone"
+        if found != content:
+            raise InputError(
+                f"'{path / name}' is not what was exported (SHA-256 {content[:12]}, now {found[:12]}): export it "
+                f"again; if you changed it yourself, delete {RECORD} to vouch for it."
+            )
+    return facts
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -106,6 +130,7 @@ def read_torch(path: Path) -> Any:
     """A PyTorch zip archive of tensors and plain values; whatever would have to be executed is refused."""
     if not zipfile.is_zipfile(path):
         raise InputError(f"'{path}' is no PyTorch zip archive, or only the beginning of one.")
+    _refuse_packed(path)
     damaged = _damaged_member(path)
     if damaged is not None:
         raise InputError(f"'{path}' is damaged: the checksum of '{damaged}' inside does not match.")
@@ -127,6 +152,26 @@ def _forbidden(message: str) -> str:
         if mark in message:
             return f"'{message.split(mark, 1)[1].split()[0].rstrip('.,:')}'"
     return "objects"
+
+
+def _refuse_packed(path: Path) -> None:
+    """torch.save stores its parts as they are; packed ones would be read as if they were numbers, and can be endless."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise InputError(f"'{path}' is damaged: {error}.") from None
+    seen = set[str]()
+    for info in members:
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise InputError(
+                f"'{path}' was packed again ('{info.filename}' is compressed): torch.save does not do that."
+            )
+        if info.filename in seen:
+            raise InputError(f"'{path}' is damaged: it has '{info.filename}' twice.")
+        seen.add(info.filename)
+    if sum(info.file_size for info in members) > path.stat().st_size:
+        raise InputError(f"'{path}' is damaged: its parts are larger than it is.")
 
 
 def _damaged_member(path: Path) -> str | None:

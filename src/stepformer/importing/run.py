@@ -23,6 +23,7 @@ from stepformer.importing.vocabulary import choose_tokenizer
 from stepformer.training.checkpoints import Checkpoints, step_name
 from stepformer.training.config import RunConfig, TrainConfig
 from stepformer.training.parallel import World
+from stepformer.training.run import refuse_nan
 from stepformer.training.runs import RunFolder, new_id
 
 UNDERSTOOD = (
@@ -64,6 +65,7 @@ def import_checkpoint(
     if heads not in (None, layout.config.n_head):
         raise InputError(f"'{source}' says that it has {layout.config.n_head} heads: leave out heads = {heads}.")
     weights = carry(layout, found.tensors, str(source))
+    refuse_nan(weights, f"'{source}'")
     reader = choose_tokenizer(tokenizer, found.path, layout.config.vocab_size, found.facts)
     real = reader.vocab_size if reader.vocab_size < layout.config.vocab_size else None
     fp64 = all(value.dtype == torch.float64 for value in weights.values())

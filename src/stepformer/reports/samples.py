@@ -124,7 +124,7 @@ def _ask(run: RunData, prompts: Sequence[str], samples: Samples | None, journal:
     def model() -> LoadedRun:
         if not loaded:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that there is only a last checkpoint is known here
+                warnings.filterwarnings("ignore", message=".*has no best checkpoint yet")  # that is known here
                 loaded.append(load_run(run.folder, device=device))
         return loaded[0]
 
