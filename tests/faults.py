@@ -379,7 +379,7 @@ def give(command: Command, house: Path) -> Answer:
 def plain(text: str) -> str:
     """Without times and rates of this process, which differ from one call to the next."""
     text = re.sub(r"[\d.,]+ ?(s|ms|min|tok/s|tokens/s)\b|\d{4}-\d\d-\d\d( \d\d:\d\d(:\d\d)?)?", "TIME", text)
-    return re.sub(r" +", " ", text)  # columns are as wide as what is in them
+    return re.sub(r"\s+", " ", text)  # columns are as wide as what is in them
 
 
 class Harness:
@@ -396,6 +396,15 @@ class Harness:
     def _in_copy(self, command: Command, damage: Callable[[Path], str] | None) -> tuple[Answer, str]:
         copy = self.root / "copy"
         shutil.rmtree(copy, ignore_errors=True)
+        self.copied(copy)
+        told = damage(copy) if damage else ""
+        return give(command, copy), told
+
+    def given(self, name: str, house: Path) -> Answer:
+        return give(next(command for command in COMMANDS if command.name == name), house)
+
+    def copied(self, copy: Path) -> Path:
+        """The house at another place."""
         shutil.copytree(self.house, copy)
         for path in copy.rglob("*.json"):  # a run knows where its corpus is
             text = path.read_text()
@@ -403,8 +412,7 @@ class Harness:
                 value = json.loads(text.replace(str(self.house), str(copy)))
                 path.unlink()
                 files.write_json(path, value)
-        told = damage(copy) if damage else ""
-        return give(command, copy), told
+        return copy
 
     def case(self, number: int) -> tuple[str, str, Answer]:
         """What becomes of case `number`: a class, what was done, and the answer."""

@@ -82,7 +82,7 @@ class Registry(Generic[T]):
 
     def canonical(self, word: str) -> str:
         """The registered name behind a name or alias."""
-        if word not in self._aliases:
+        if word not in self:
             raise UnknownNameError(
                 f"Unknown {self.kind} '{word}'.{suggestion(word, self._aliases)} Known: {', '.join(self._entries)}."
             )
@@ -92,7 +92,7 @@ class Registry(Generic[T]):
         return self._entries[self.canonical(word)]
 
     def __contains__(self, word: Any) -> bool:
-        return word in self._aliases
+        return isinstance(word, str) and word in self._aliases
 
     def __iter__(self) -> Iterator[Entry[T]]:
         return iter(self._entries.values())

@@ -155,7 +155,7 @@ def _forbidden(message: str) -> str:
 
 
 def _refuse_packed(path: Path) -> None:
-    """torch.save stores its parts as they are; packed ones would be read as if they were numbers, and can be endless."""
+    """torch.save stores its parts as they are; packed ones would be read as if they were numbers, or be endless."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()

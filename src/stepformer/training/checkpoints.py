@@ -165,18 +165,18 @@ class Checkpoints:
             raise InputError(" ".join(problems))
         return None
 
-    def glance(self) -> Path | None:
-        """The newest checkpoint whose manifest is this run's, its files unread; None if there is none at all."""
+    def check(self, config: ModelConfig) -> None:
+        """Refuse a run none of whose checkpoints is its own and of its model; their content is not read yet."""
         problems = []
         for name in reversed(self.names("step")):
             try:
                 self._check_owner(name, documents.read(self.folder / name / MANIFEST, documents.CHECKPOINT)["state"])
-                return self.folder / name
+                check_fits(self.folder / name, config)
+                return
             except InputError as error:
                 problems.append(str(error))
         if problems:
             raise InputError(" ".join(problems))
-        return None
 
     def _check_owner(self, name: str, state: Mapping[str, Any]) -> None:
         fault = self.owner(state)
@@ -252,8 +252,11 @@ def check_fits(folder: Path, config: ModelConfig) -> None:
     single = folder / "model.safetensors"
     stored: dict[str, tuple[int, ...]] = {}
     for path in [single] if single.is_file() else sorted((folder / "model").glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            stored |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(path, framework="pt") as file:
+                stored |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"The checkpoint '{folder}' is damaged: '{path.name}' cannot be read ({error}).") from None
     check_shapes(stored, config, f"The checkpoint '{folder}'")
 
 

@@ -113,9 +113,7 @@ def resume(
     config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})
     with joined_world(config.train.device) as world, _held(folder, world):
         own = folder.kept(world, record, told)
-        newest = own.glance()
-        if newest is not None:
-            stored.check_fits(newest, config.model)
+        own.check(config.model)
         opened = _same_corpus(record["corpus"], folder, config, world, corpus)
         others = _same_also(record.get("also", {}), folder, opened, also)
         label = str(record.get("label", ""))
