@@ -133,9 +133,11 @@ class Checkpoints:
 
     def remove_after(self, step: int) -> None:
         """Forget checkpoints beyond a step: a run that continues from an earlier one writes them again."""
-        for name in (*self.names("step"), *self.names("best")):
-            if int(name.partition("-")[2]) > step:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+        with files.explained(self.folder):
+            for name in (*self.names("step"), *self.names("best")):
+                if int(name.partition("-")[2]) > step:
+                    self._set_aside(name)
+        files.remove_unfinished(self.folder)
 
     def latest(self, kind: str = "step") -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint that is undamaged, and its state; None if there is none at all."""
@@ -143,7 +145,9 @@ class Checkpoints:
         for name in reversed(self.names(kind)):
             try:
                 state = verify(self.folder / name)
-            except InputError as error:
+            except (InputError, OSError) as error:
+                if not (self.folder / name / MANIFEST).is_file():  # an older one in its place would be no remedy
+                    raise InputError(f"The checkpoint '{self.folder / name}' was removed while it was read.") from None
                 problems.append(str(error))
                 continue
             for problem in problems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from stepformer import measured
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer
-from stepformer.errors import ConfigError, DivergedError, InputError, StepformerError
+from stepformer.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
 from stepformer.files import read_json, write_text
 from stepformer.model import Model
 from stepformer.plugins import lasting
@@ -98,7 +99,8 @@ def resume(
         )
     if not record.get("corpus"):
         raise InputError(
-            f"'{folder.path}' was imported and has no training to continue: begin a new run with init={folder.path}."
+            f"'{folder.path}' was imported and has no training to continue: begin a new run with "
+            f"{shlex.quote(f'init={folder.path}')}."
         )
     if folder.result.is_file():  # nothing to do, and nothing to write again
         return {**read_json(folder.result, "result of a finished run"), "folder": str(folder.path)}
@@ -158,7 +160,7 @@ def _taken(folder: RunFolder, config: RunConfig) -> str:
     if differ:
         return f"'{folder.path}' already holds a run with another {', '.join(differ[:4])}: choose another --out."
     return (
-        f"'{folder.path}' already holds a run: continue it with `stepformer resume {folder.path}`, "
+        f"'{folder.path}' already holds a run: continue it with `{command_line('resume', folder.path)}`, "
         "or choose another --out."
     )
 
@@ -242,9 +244,34 @@ class LoadedRun:
         return self.model.embed.tok_emb.weight.device
 
 
+ATTEMPTS = 20  # at reading a checkpoint before the next one takes its place
+
+
 def load_run(path: str | Path, which: str = "best", device: str = "auto") -> LoadedRun:
-    """The model of a run: its best weights, or its last ones (`which = "last"`)."""
+    """The model of a run: its best weights, or its last ones (`which = "last"`).
+
+    A training may take a checkpoint away while it is read: then the one that it has now is read.
+    """
     folder = RunFolder(Path(path))
+    for _ in range(ATTEMPTS):
+        before = _checkpoints_of(folder)
+        try:
+            return _loaded(folder, which, device)
+        except BaseException as error:  # those of torch.distributed.checkpoint are no Exceptions
+            if isinstance(error, KeyboardInterrupt) or _checkpoints_of(folder) == before:
+                raise
+    raise StepformerError(
+        f"'{folder.path}' replaces its checkpoints faster than they can be read: try again, or train with a larger "
+        "save_every or keep."
+    )
+
+
+def _checkpoints_of(folder: RunFolder) -> list[str]:
+    kept = stored.Checkpoints(folder.checkpoints, World(0, 1, torch.device("cpu")))
+    return [*kept.names("step"), *kept.names("best")]
+
+
+def _loaded(folder: RunFolder, which: str, device: str) -> LoadedRun:
     record, config = folder.opened()
     alone = World(0, 1, choose_device(device))
     checkpoint, state = checkpoint_of(folder, which, alone)
