@@ -199,7 +199,7 @@ def test_the_card_shows_tasks_and_perplexities(run: Path, tmp_path: Path) -> Non
     results = {"tasks": {"tasks": {"arc_easy@0": entry}}, "perplexity": {"texts": texts}}
     card = card_with(run, tmp_path / "m", results, {"tasks": {"lm_eval": "0.4.13", "weights": "abcd"}})
     assert "`stepformer eval RUN --tasks arc_easy --shots 0`, weights of step 8. ± is one standard error." in card
-    assert "| arc_easy | 0 | 200 of 2,376 | 25.00 ± 3.06 | 26.00 ± 3.10 |" in card
+    assert "| arc\\_easy | 0 | 200 of 2,376 | 25.00 ± 3.06 | 26.00 ± 3.10 |" in card
     assert "| t1 | blocks | 2.0000 | 8.5 | 1.5 | 4,096 | `0000000000000001` |" in card
     assert "2 more are in the run's own file." in card
     assert "| t8 |" not in card

@@ -636,6 +636,27 @@ def test_bad_input_of_the_command(folder: Path, capsys: pytest.CaptureFixture[st
             assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "chosen", "token"),
+    [([], None, None), ([], "", None), ([], "0123456789abcdef", "0123456789abcdef"), (["--no-token"], "0123", "")],
+)
+def test_the_command_asks_for_a_token_unless_told_not_to(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], chosen: str | None, token: str | None
+) -> None:
+    given: list[Any] = []
+
+    def server(runs: Any, port: int, token: str | None) -> None:
+        given.append(token)
+        raise StepformerError("Enough.")
+
+    monkeypatch.setattr("stepformer.serving.PageServer", server)
+    monkeypatch.delenv("STEPFORMER_SERVE_TOKEN", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("STEPFORMER_SERVE_TOKEN", chosen)
+    assert main(["serve", str(folder / "begun"), "--no-browser", *words]) == 2
+    assert given == [token]
+
+
 def test_a_folder_may_have_an_at_sign(tmp_path: Path) -> None:
     (tmp_path / "run@last").mkdir()
     assert place(str(tmp_path / "run@last"), "best") == (tmp_path / "run@last", "best")
