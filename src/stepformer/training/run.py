@@ -258,7 +258,7 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto") -> Loa
         try:
             return _loaded(folder, which, device)
         except BaseException as error:  # those of torch.distributed.checkpoint are no Exceptions
-            if isinstance(error, KeyboardInterrupt) or _checkpoints_of(folder) == before:
+            if isinstance(error, KeyboardInterrupt | SystemExit) or _checkpoints_of(folder) == before:
                 raise
     raise StepformerError(
         f"'{folder.path}' replaces its checkpoints faster than they can be read: try again, or train with a larger "
