@@ -152,7 +152,7 @@ def test_a_reader_beside_a_training_that_saves_all_the_time(run: Path) -> None:
     writer = threading.Thread(target=save)
     writer.start()
     try:
-        found = [load_run(run, which, "cpu") for _ in range(15) for which in ("best", "last")]
+        found = [load_run(run, which, "cpu") for _ in range(8) for which in ("best", "last")]
     finally:
         done.set()
         writer.join()
