@@ -31,12 +31,12 @@ def make_runs(base: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serving(*runs: ServedRun) -> Iterator[PageServer]:
+def serving(*runs: ServedRun, token: str | None = None) -> Iterator[PageServer]:
     """A server of these runs in a thread, with all weights that there are."""
     for run in runs:
         if run.newest():
             run.load()
-    server = PageServer(list(runs))
+    server = PageServer(list(runs), token=token)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -59,7 +59,8 @@ def ask(server: PageServer, path: str, body: Any = None, **headers: str) -> tupl
     """Status and JSON of a GET, or of a POST when there is a body."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    sent = {"Content-Type": "application/json", "Authorization": f"Bearer {server.token}"}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
     try:
         if body is None:
             connection.request("GET", path, headers=sent)

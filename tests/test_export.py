@@ -199,7 +199,7 @@ def test_the_card_shows_tasks_and_perplexities(run: Path, tmp_path: Path) -> Non
     results = {"tasks": {"tasks": {"arc_easy@0": entry}}, "perplexity": {"texts": texts}}
     card = card_with(run, tmp_path / "m", results, {"tasks": {"lm_eval": "0.4.13", "weights": "abcd"}})
     assert "`stepformer eval RUN --tasks arc_easy --shots 0`, weights of step 8. ± is one standard error." in card
-    assert "| arc_easy | 0 | 200 of 2,376 | 25.00 ± 3.06 | 26.00 ± 3.10 |" in card
+    assert "| arc\\_easy | 0 | 200 of 2,376 | 25.00 ± 3.06 | 26.00 ± 3.10 |" in card
     assert "| t1 | blocks | 2.0000 | 8.5 | 1.5 | 4,096 | `0000000000000001` |" in card
     assert "2 more are in the run's own file." in card
     assert "| t8 |" not in card
@@ -362,7 +362,11 @@ def test_a_run_in_gpt2_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"validation loss \d\.\d{4} as recorded, on [\d,]+ tokens\n", said)
     model.transformer.ln_f.bias.data[0] = 1.0
     model.save_pretrained(out)
-    assert import_checkpoint(out, tmp_path / "other").record["biases"] == "kept"
+    with pytest.raises(sf.InputError, match=r"model\.safetensors' is not what was exported"):
+        import_checkpoint(out, tmp_path / "other")
+    (out / "stepformer.json").unlink()
+    with pytest.warns(UserWarning, match=r"has no stepformer\.json"):
+        assert import_checkpoint(out, tmp_path / "other").record["biases"] == "kept"
 
 
 def awkward(count: int = 150) -> list[str]:

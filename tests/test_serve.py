@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
@@ -32,6 +33,7 @@ from stepformer.generation import Generation, stream
 from stepformer.schemes import templates
 from stepformer.serving import PageServer, ServedRun
 from stepformer.serving import inspect as inspected
+from stepformer.serving import server as serving_module
 from stepformer.serving.runs import document, place
 from stepformer.serving.server import LARGEST_BODY, MOST_TOKENS
 from stepformer.serving.watching import Point, Tail, pace, thinned
@@ -47,6 +49,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[PageServer]:
     with serving_two(folder) as found:
         yield found
+
+
+def connected(server: PageServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+
+
+def post(client: socket.socket, server: PageServer, body: Any) -> None:
+    """Ask for text without waiting for it."""
+    content = json.dumps(body).encode()
+    head = "POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {server.token}\r\nContent-Length: {len(content)}\r\n\r\n"
+    client.sendall(head.encode() + content)
 
 
 # what the page shows
@@ -298,10 +312,8 @@ def test_hanging_up_stops_the_work(server: PageServer, monkeypatch: pytest.Monke
             yield event
 
     monkeypatch.setattr(run, "generate", counted)
-    body = json.dumps({"prompt": "One", "tokens": 4000, "temperature": 3.0, "top_k": 5, "seed": 1}).encode()
-    head = "POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as client:
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    with connected(server) as client:
+        post(client, server, {"prompt": "One", "tokens": 4000, "temperature": 3.0, "top_k": 5, "seed": 1})
         received = b""
         while received.count(b'{"token"') < 3:
             received += client.recv(4096)
@@ -382,6 +394,130 @@ def test_others_are_refused(server: PageServer) -> None:
     assert ask(server, "/api/generate", body, Origin=f"http://127.0.0.1:{port}")[0] == 200
 
 
+# the token, and clients that take what they can
+
+
+def visited(server: PageServer, path: str, **headers: str) -> tuple[int, str | None]:
+    """Status and cookie of a GET without any token but the one given."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status, answer.headers["Set-Cookie"]
+
+
+@pytest.mark.parametrize("path", ["/", "/page.js", "/api/state", "/api/watch", "/nothing"])
+@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer x", "Basic {}", "Bearer {}x", "Bearer \xe9", "bearer"])
+def test_without_the_token_nothing_is_answered(server: PageServer, path: str, given: str) -> None:
+    status, lines = ask(server, path, Authorization=given.format(server.token))
+    sentence = "This needs the token of the server: open the link that `stepformer serve` printed."
+    assert (status, lines) == (401, [{"error": sentence}])
+
+
+@pytest.mark.parametrize("action", ["generate", "compare", "sample", "load"])
+def test_without_the_token_no_model_works(server: PageServer, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in server.runs:
+        monkeypatch.setattr(run, "ready", lambda: pytest.fail("asked"))
+    for path in (f"/api/{action}", f"/api/{action}?token=wrong"):
+        assert ask(server, path, {}, Authorization="")[0] == 401
+
+
+def test_the_token_is_taken_in_three_places(server: PageServer) -> None:
+    path, port = f"/?token={server.token}", server.server_port
+    assert server.url == f"http://127.0.0.1:{port}{path}"
+    status, cookie = visited(server, path)
+    assert status == 200
+    assert cookie == f"stepformer-{port}={server.token}; Path=/; HttpOnly; SameSite=Strict"
+    assert visited(server, "/page.js", Cookie=f"other=1; stepformer-{port}={server.token}") == (200, None)
+    assert visited(server, "/page.js", Cookie=f"stepformer-{port + 1}={server.token}")[0] == 401, "of another server"
+    assert visited(server, "/page.js", Authorization=f"Bearer {server.token}") == (200, None)
+    status, cookie = visited(server, path, Host="localhost:9000")  # through a tunnel
+    assert (status, cookie is not None and cookie.startswith("stepformer-9000=")) == (200, True)
+    assert visited(server, path, Host="evil.example")[0] == 403, "whoever has it, by another name"
+    assert visited(server, "/?token=&token=x&x=%ff")[0] == 401
+    sentence = ask(server, "/", Host="evil.example")[1][0]["error"]
+    assert server.token not in sentence
+
+
+def test_a_token_for_one_visit(server: PageServer) -> None:
+    """Its address stands in a command line that others can read, and so it is worth nothing afterwards."""
+    address = server.url_for_one_visit()
+    path = address.removeprefix(f"http://127.0.0.1:{server.server_port}")
+    assert server.token not in address
+    status, cookie = visited(server, path)
+    assert (status, cookie is not None and f"={server.token};" in cookie) == (200, True)
+    assert visited(server, path) == (401, None)
+
+
+def test_tokens_differ_and_may_be_chosen_or_left_out(folder: Path) -> None:
+    runs = [ServedRun(folder / "begun")]
+    servers = [
+        PageServer(runs),
+        PageServer(runs),
+        PageServer(runs, token="0123456789abcdef"),
+        PageServer(runs, token=""),
+    ]
+    assert len({found.token for found in servers}) == 4
+    assert servers[2].url.endswith("/?token=0123456789abcdef")
+    assert servers[3].url == servers[3].url_for_one_visit() == servers[3].address
+    for found in servers:
+        found.server_close()
+    for bad in ("short", "0123456789 abcdef", "0123456789;abcdef", "0123456789\r\nabcdef"):
+        with pytest.raises(InputError, match="16 characters or more"):
+            PageServer(runs, token=bad)
+
+
+def test_without_tokens_everybody_here_is_answered(folder: Path) -> None:
+    with serving(ServedRun(folder / "begun"), token="") as found:
+        assert visited(found, "/") == (200, None)
+        assert visited(found, "/", Host="evil.example")[0] == 403
+
+
+def test_clients_that_are_too_many_are_told_so(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "MOST_CLIENTS", 2)
+    with connected(server), connected(server), connected(server) as third:
+        head, _, content = b"".join(iter(lambda: third.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.0 503 ")
+        assert json.loads(content) == {"error": "2 others are being answered: try again in a moment."}
+    for thread in server.answering:
+        thread.join(20)
+    assert ask(server, "/api/state")[0] == 200
+
+
+def test_a_byte_now_and_then_does_not_keep_a_place(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, the request never does: of its head, or of a body that was announced."""
+    monkeypatch.setattr(serving_module, "SENDING", 0.5)
+    head = f"POST /api/sample HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.token}\r\n"
+    for begin in (head, f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n"):
+        with connected(server) as client:
+            client.sendall(begin.encode())
+            end = time.monotonic() + 20  # of patience with a busy machine
+            with contextlib.suppress(OSError):  # nobody is there any more
+                while time.monotonic() < end:
+                    client.sendall(b"x")
+                    client.settimeout(0.1)
+                    with contextlib.suppress(TimeoutError):
+                        if client.recv(1) == b"":
+                            break
+            assert time.monotonic() < end
+
+
+def test_a_slow_reader_does_not_hold_the_model(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a little often enough that no single piece waits long; all of them together do."""
+    monkeypatch.setattr(serving_module, "READING", 1.0)
+    run = server.runs[0]
+    monkeypatch.setattr(run, "generate", lambda prompt, **settings: ({"token": "x" * 10**6} for _ in range(10**6)))
+    end = time.monotonic() + 20  # of patience with a busy machine
+    with connected(server) as client:
+        post(client, server, {"prompt": "One"})
+        client.recv(1)
+        assert run.lock.locked()
+        while run.lock.locked() and time.monotonic() < end:
+            client.recv(20_000)
+            time.sleep(0.02)
+    assert time.monotonic() < end
+
+
 def test_unknown_paths_and_methods(server: PageServer) -> None:
     for path in ("/x", "/page.py", "/../server.py", "/page/../../server.py", "/%2e%2e/runs.py", "//etc/passwd", "//["):
         assert ask(server, path)[0] == 404, path
@@ -399,7 +535,7 @@ def test_files_of_the_page(server: PageServer) -> None:
     names |= {path.name: "text/javascript" for path in page.glob("*.js")}
     for name, kind in names.items():
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-        connection.request("GET", f"/{name}")
+        connection.request("GET", f"/{name}", headers={"Authorization": f"Bearer {server.token}"})
         answer = connection.getresponse()
         assert (answer.status, answer.headers.get_content_type()) == (200, kind)
         assert answer.read() == (page / (name or "page.html")).read_bytes()
@@ -504,6 +640,27 @@ def test_bad_input_of_the_command(folder: Path, capsys: pytest.CaptureFixture[st
             assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "chosen", "token"),
+    [([], None, None), ([], "", None), ([], "0123456789abcdef", "0123456789abcdef"), (["--no-token"], "0123", "")],
+)
+def test_the_command_asks_for_a_token_unless_told_not_to(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], chosen: str | None, token: str | None
+) -> None:
+    given: list[Any] = []
+
+    def server(runs: Any, port: int, token: str | None) -> None:
+        given.append(token)
+        raise StepformerError("Enough.")
+
+    monkeypatch.setattr("stepformer.serving.PageServer", server)
+    monkeypatch.delenv("STEPFORMER_SERVE_TOKEN", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("STEPFORMER_SERVE_TOKEN", chosen)
+    assert main(["serve", str(folder / "begun"), "--no-browser", *words]) == 2
+    assert given == [token]
+
+
 def test_a_folder_may_have_an_at_sign(tmp_path: Path) -> None:
     (tmp_path / "run@last").mkdir()
     assert place(str(tmp_path / "run@last"), "best") == (tmp_path / "run@last", "best")
@@ -529,10 +686,11 @@ def test_ctrl_c_ends_the_command_at_once(folder: Path) -> None:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
         assert lines[0].startswith(f"{words[0]}: yurii, best weights, step ")
-        found = re.match(r"http://127\.0\.0\.1:(\d+)/ ", lines[2])
+        found = re.match(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{32}) ", lines[2])
         assert found, lines
         body = json.dumps({"tokens": MOST_TOKENS, "temperature": 0}).encode()
         head = "POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {found[2]}\r\n"
         with socket.create_connection(("127.0.0.1", int(found[1])), timeout=20) as client:
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             assert b" 200 " in client.recv(100)

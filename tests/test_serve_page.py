@@ -80,6 +80,26 @@ def test_page_generates(server: PageServer, page: Any) -> None:
     assert page.locator("#generate aside").inner_text() != before
 
 
+def test_the_link_lets_a_browser_in_and_leaves_the_token_in_no_address(server: PageServer, browser: Any) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(f"{server.address}#compare")
+        page.get_by_text("This needs the token of the server").wait_for()
+        page.goto(f"{server.url}#compare")
+        page.locator("#ask:enabled").wait_for()
+        assert page.url == f"{server.address}#compare"
+        (cookie,) = context.cookies()
+        assert (cookie["value"], cookie["httpOnly"], cookie["sameSite"]) == (server.token, True, "Strict")
+        assert page.evaluate("() => document.cookie") == ""
+        page.reload()
+        page.locator("#ask:enabled").wait_for()
+    with browser.new_context() as context:  # as a link on another site
+        page = context.new_page()
+        page.goto("data:text/html,<a href='" + server.url_for_one_visit() + "'>a</a>")
+        page.click("a")
+        page.locator("#start:enabled").wait_for()
+
+
 def test_page_stops(server: PageServer, page: Any) -> None:
     page.goto(server.url)
     page.fill("#max", "4096")

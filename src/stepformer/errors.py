@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 
 
@@ -46,3 +47,8 @@ def suggestion(word: object, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean '{by_lower[near[0]]}'?" if near else ""
+
+
+def command_line(*words: object) -> str:
+    """A command of ours to be copied from a message: a shell takes every word for what it is, blanks and all."""
+    return shlex.join(["stepformer", *map(str, words)])

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -167,3 +168,34 @@ def remove_unfinished(folder: Path) -> None:
     """Delete what earlier, killed processes left half-written directly in `folder`."""
     for path in folder.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def clear_left(path: Path) -> None:
+    """Delete what killed processes left beside `path` that was to take its name. What they had set aside to make room
+    gets the name back if they died before anything else had it. What a living process writes is left alone.
+    """
+    name = re.compile(rf"{re.escape(TEMPORARY)}(old-)?([0-9]+)-{re.escape(path.name)}")
+    found = [(match, left) for left in path.parent.glob(f"{TEMPORARY}*") if (match := name.fullmatch(left.name))]
+    dead = {left: bool(match[1]) for match, left in found if not _lives(int(match[2]))}
+    for left in sorted(dead, key=dead.__getitem__, reverse=True):  # those set aside first
+        if dead[left] and not os.path.lexists(path):
+            with explained(path):
+                rename(left, path)
+        elif left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                left.unlink(missing_ok=True)
+
+
+def _lives(number: int) -> bool:
+    """Is there another process of this number? What has our own was left by one before us."""
+    if number == os.getpid():
+        return False
+    try:
+        os.kill(number, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

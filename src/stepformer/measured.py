@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from stepformer import __version__, files
-from stepformer.errors import InputError
+from stepformer.errors import InputError, command_line
 
 FOLDER = "measured"
 FORMAT = 1
@@ -109,7 +109,7 @@ def journal(run: Path, kind: str, about: Mapping[str, Any], *, quiet: bool = Tru
 def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
     """Keep a measurement beside its run; `settings` is everything that decides the numbers, `step` the checkpoint's."""
     path = run / FOLDER / f"{kind}.json"
-    command = " ".join(["stepformer", *sys.argv[1:]]) if Path(sys.argv[0]).name.startswith("stepformer") else ""
+    command = command_line(*sys.argv[1:]) if Path(sys.argv[0]).name.startswith("stepformer") else ""
     about = {"format": FORMAT, "stepformer": __version__, "kind": kind, "step": step, "command": command}
     files.write_json(path, {**about, "settings": dict(settings), "result": dict(result)})
     return path

@@ -24,6 +24,7 @@ NAMED = 5  # names that a sentence gives before it counts
 GAP = 2  # between columns
 PROSE = 24  # width of a column of words, after which they fold
 LONG = 44  # characters after which a page breaks a cell into lines
+CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # nothing to see, and no space either
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Table:
     def markdown(self) -> str:
         """A GitHub table, padded so that it also reads well as text, with its notes below."""
         lines = [[_markdown(column.title) for column in self.columns]]
-        lines += [[f"`{_typed(c.text)}`" if c.code else _markdown(c.text) for c in row] for row in self.rows]
+        lines += [[markdown_cell(cell) for cell in row] for row in self.rows]
         # at least two: a delimiter such as "-:" needs its hyphen
         widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
         rule = ["-" * (w - 1) + (":" if c.numeric else "-") for c, w in zip(self.columns, widths, strict=True)]
@@ -182,7 +183,9 @@ class Table:
         layout = "".join("r" if self.columns[c].numeric else "l" for c in chosen)
         head = " & ".join(latex_text(self.columns[c].title) for c in chosen)
         rows = [" & ".join(latex_text(row[c].text) for c in chosen) + r" \\" for row in self.rows]
-        notes = [f"% {' '.join(note.split())}" for note in self.notes]
+        # there LaTeX would take a bracket or an asterisk for an option of the line above
+        rows = ["{}" * row.startswith(("[", "(", "*")) + row for row in rows]
+        notes = [f"% {on_one_line(note)}" for note in self.notes]
         lines = [
             "% needs \\usepackage{booktabs}",
             *notes,
@@ -237,21 +240,44 @@ def listed(names: Sequence[str], most: int = NAMED) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def markdown_text(words: str) -> str:
-    """Words that Markdown shows as they are, on one line."""
-    words = " ".join(words.split())
-    link = "[" if any(sign in words for sign in ("](", "]:", "][")) else ""  # an interval stays as it is
-    for character in f"\\`*_<{link}":
-        words = words.replace(character, f"\\{character}")
-    return f"\\{words}" if words.startswith("#") else words
+def on_one_line(words: object) -> str:
+    return " ".join(CONTROL.sub("", str(words)).split())
+
+
+def markdown_text(words: object) -> str:
+    """Words that Markdown shows as they are, on one line, wherever it begins: no tag, link, formula, list or fence."""
+    words = on_one_line(words)
+    special = "\\`*_<"
+    special += "[" if any(sign in words for sign in ("](", "]:", "][")) else ""  # an interval stays as it is
+    special += "$" if words.count("$") > 1 else ""  # and so does a price
+    special += "~" if "~~" in words else ""
+    words = "".join(f"\\{character}" if character in special else character for character in words)
+    words = re.sub(r"&(?=#?\w+;)", r"\\&", words)
+    words = re.sub(r"^(?=[#>]|[-+](?:[ -]|$))", r"\\", words)
+    return re.sub(r"^([0-9]+)(?=[.)](?: |$))", r"\1\\", words)
+
+
+def markdown_code(words: object) -> str:
+    """Words as they are typed, on one line."""
+    words = on_one_line(words)
+    return markdown_text(words) if "`" in words else f"`{words}`"
+
+
+def markdown_block(text: str, kind: str = "text") -> str:
+    """A code block whose fence is longer than any in the text."""
+    longest = max((len(found) for found in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{kind}\n{text}\n{fence}"
+
+
+def markdown_cell(cell: Cell) -> str:
+    """What stands in a table; code in which a backslash would undo that of a bar is written as words."""
+    typed = cell.code and not ("|" in cell.text and "\\" in cell.text)
+    return (markdown_code(cell.text) if typed else markdown_text(cell.text)).replace("|", "\\|")
 
 
 def _markdown(words: str) -> str:
     return markdown_text(words).replace("|", "\\|")
-
-
-def _typed(words: str) -> str:
-    return " ".join(words.split()).replace("`", "'").replace("|", "\\|")
 
 
 def _padded(line: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> list[str]:
@@ -325,4 +351,4 @@ LATEX = {
 
 
 def latex_text(words: str) -> str:
-    return "".join(LATEX.get(character, character) for character in " ".join(words.split()))
+    return "".join(LATEX.get(character, character) for character in on_one_line(words))

@@ -18,7 +18,7 @@ from stepformer.comparing.matching import AMOUNTS
 from stepformer.comparing.statistics import seed_words
 from stepformer.comparing.studies import Study, check_tuning, compared, resolved, swept
 from stepformer.comparing.study import Planned, Report, carry_out, plan, seeds_of, submit, words_of
-from stepformer.errors import InputError, StepformerError
+from stepformer.errors import InputError, StepformerError, command_line
 from stepformer.files import write_text
 from stepformer.model import Model
 from stepformer.recipes import load_recipe
@@ -323,5 +323,5 @@ def run_demo(args: argparse.Namespace) -> int:
             f"\nyurii's validation loss {record.val_loss:.4f} nats/token; the unigram entropy of the corpus is "
             f"{record.unigram_entropy:.4f}"
         )
-    print(f"\ngo on: stepformer generate {out / 'yurii-s42'} 'The old' ; stepformer compare --help")
+    print(f"\ngo on: {command_line('generate', out / 'yurii-s42', 'The old')} ; stepformer compare --help")
     return status

@@ -19,6 +19,7 @@ from stepformer.data.pieces import Progress
 from stepformer.data.prepare import prepare
 from stepformer.data.readers import DOCUMENT_RULES
 from stepformer.data.sources import TALES_COUNT, open_source
+from stepformer.errors import command_line
 from stepformer.tables import of_texts
 
 DESCRIPTION = """\
@@ -166,4 +167,5 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     if not corpus.manifest["splits"]["val"]["tokens"]:
         out.print("There is no validation text: training on this corpus cannot be evaluated.", soft_wrap=True)
     out.print(f"folder: {corpus.folder}", soft_wrap=True, markup=False)
-    out.print(f"train on it: stepformer train yurii corpus={corpus.folder}", soft_wrap=True, markup=False)
+    words = command_line("train", "yurii", f"corpus={corpus.folder}")
+    out.print(f"train on it: {words}", soft_wrap=True, markup=False)

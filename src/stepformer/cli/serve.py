@@ -24,6 +24,8 @@ def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
         "  stepformer serve runs/yurii-tales-s42\n"
         "  stepformer serve runs/demo/vanilla-s42 runs/demo/yurii-s42     two architectures, side by side\n"
         "  stepformer serve runs/yurii-tales-s42 runs/yurii-tales-s42@last    best against last\n\n"
+        "The page asks for a token, which is in the printed link. A script may choose it (STEPFORMER_SERVE_TOKEN in\n"
+        "the environment); there is no option for it, since everybody on the machine can read a command line.\n\n"
         "docs/serve.md explains the page.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -33,6 +35,7 @@ def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--port", type=int, default=8765, metavar="N", help="0: any free one (8765)")
     sub.add_argument("--no-browser", action="store_true", help="print the address only")
+    sub.add_argument("--no-token", action="store_true", help="answer everybody who has an account on this machine")
     sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     sub.set_defaults(run=run_serve)
 
@@ -44,7 +47,8 @@ def run_serve(args: argparse.Namespace) -> int:
     if len(args.names) > 2:
         raise InputError(f"The page shows one run or two, not {len(args.names)}.")
     runs = [ServedRun(*place(word, args.checkpoint), args.device) for word in args.names]
-    server = PageServer(runs, args.port)  # before the weights are read: a taken port shows at once
+    token = "" if args.no_token else os.environ.get("STEPFORMER_SERVE_TOKEN") or None
+    server = PageServer(runs, args.port, token)  # before the weights are read: a taken port shows at once
     with server:
         for run in runs:
             _load(run)
@@ -52,7 +56,7 @@ def run_serve(args: argparse.Namespace) -> int:
             print(f"note: {server.apart}", file=sys.stderr)
         print(f"{server.url}  (for this machine alone; Ctrl-C ends it)", flush=True)
         if not args.no_browser and _has_screen():
-            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=(server.url_for_one_visit(),), daemon=True).start()
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:

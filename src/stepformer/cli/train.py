@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from stepformer.cli.show import console
-from stepformer.errors import InputError
+from stepformer.errors import InputError, command_line
 from stepformer.memory import estimate_memory
 from stepformer.model import Model
 from stepformer.optim import OptimConfig
@@ -198,8 +199,8 @@ def print_result(result: dict[str, Any]) -> None:
         f"{result['tokens_per_second']:,.0f} tokens/s",
     )
     table.add_row("weights", f"sha256 {result['weights_sha256'][:16]}")
-    table.add_row("folder", result["folder"])
-    table.add_row("try", f"stepformer generate {result['folder']} 'Once upon a time'")
+    table.add_row("folder", escape(result["folder"]))
+    table.add_row("try", escape(command_line("generate", result["folder"], "Once upon a time")))
     console().print(table)
 
 

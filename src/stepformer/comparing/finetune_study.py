@@ -25,7 +25,7 @@ from stepformer.data.corpus import MANIFEST, TOKENIZER, Corpus
 from stepformer.data.prepare import shared_tokenizer
 from stepformer.data.sources import TALES_COUNT, open_source
 from stepformer.data.tokenizers import tokenizer_kind
-from stepformer.errors import InputError
+from stepformer.errors import InputError, command_line
 from stepformer.training.config import DataConfig, RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_corpus
 from stepformer.training.finetuning import FinetuneConfig, finetune_config
@@ -67,7 +67,8 @@ def open_pretrained(path: str | Path, source: str | None = None, *, quiet: bool 
     step = int(checkpoint_of(folder, "best", ALONE)[1]["step"])
     if record.get("corpus") and not folder.result.is_file() and step < config.train.steps:
         raise InputError(
-            f"The run '{folder.path}' is not finished: `stepformer resume {folder.path}` continues it, then fine-tune."
+            f"The run '{folder.path}' is not finished: `{command_line('resume', folder.path)}` continues it, then "
+            "fine-tune."
         )
     return Pretrained(folder, record, config, corpus)
 

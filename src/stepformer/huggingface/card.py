@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from stepformer import documents, measured
 from stepformer.catalogue import citations, preset_of
 from stepformer.config import ModelConfig
+from stepformer.data.tokenizers import valid
 from stepformer.huggingface.card_results import markdown, section
 from stepformer.oracles import attentions, mlps
 from stepformer.references import BIBTEX
 from stepformer.schemes import splittings, templates
+from stepformer.tables import markdown_block, markdown_code, markdown_text, on_one_line
 from stepformer.training.metrics import read_metrics
 from stepformer.training.run import LoadedRun
 
@@ -32,12 +36,16 @@ def validation(run: LoadedRun) -> dict[str, Any]:
 
 
 def model_card(run: LoadedRun, *, gpt2: bool = False) -> str:
-    """The whole card in Markdown with its YAML header; the licence is for the user to fill in."""
+    """The whole card in Markdown with its YAML header; the licence is for the user to fill in.
+
+    A run's folder may come from anybody: its words are shown as words, whatever they are made of.
+    """
     config = run.config.model
     title = run.config.title
     sections = [
         header(config, gpt2),
-        f"# {title}\n\nA language model made with stepformer, in which a layer is one step of an optimizer. "
+        f"# {markdown_text(title)}\n\n"
+        "A language model made with stepformer, in which a layer is one step of an optimizer. "
         f"These are the weights after step {run.step:,}.",
         architecture(config, run.model.num_parameters(), run.model.num_parameters("non-embedding")),
         loading(title, run.tokenizer.name, gpt2),
@@ -46,7 +54,7 @@ def model_card(run: LoadedRun, *, gpt2: bool = False) -> str:
         environment(run),
         cite(config),
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    return valid("\n\n".join(section for section in sections if section) + "\n")
 
 
 def header(config: ModelConfig, gpt2: bool) -> str:
@@ -58,7 +66,8 @@ def header(config: ModelConfig, gpt2: bool) -> str:
         "pipeline_tag: text-generation",
         "# license: fill in, e.g. apache-2.0, after looking at the licence of the training data",
         "tags:",
-        *(f"- {tag}" for tag in dict.fromkeys(tags)),
+        # between quotation marks the end of a line is \n: no line of a name can end the header
+        yaml.safe_dump(list(dict.fromkeys(tags)), default_style='"', width=math.inf, allow_unicode=True).rstrip(),
         "---",
     ]
     return "\n".join(lines)
@@ -78,23 +87,20 @@ def architecture(config: ModelConfig, parameters: int, without_tables: int) -> s
     lines = [
         "## Architecture",
         "",
-        f"Preset `{row.name}`." if row else "Not a named preset: a combination of its own.",
+        f"Preset {markdown_code(row.name)}." if row else "Not a named preset: a combination of its own.",
         "",
-        "```text",
-        *(f"{name}: {equation}" for name, equation in equations.items() if equation),
-        "```",
+        markdown_block("\n".join(f"{name}: {equation}" for name, equation in equations.items() if equation)),
         "",
         f"{parameters:,} parameters, {without_tables:,} without token and position tables. Config `{config.hash}`:",
         "",
-        "```json",
-        json.dumps(settings, indent=2),
-        "```",
+        markdown_block(json.dumps(settings, indent=2), "json"),
     ]
     return "\n".join(lines)
 
 
 def loading(title: str, tokenizer: str, gpt2: bool) -> str:
-    run = shlex.quote(f"runs/{title}")
+    run = shlex.quote(f"runs/{on_one_line(title)}")
+    commands = f'stepformer import FOLDER --out {run}\nstepformer generate {run} "Once upon a time"'
     needs = "transformers" if gpt2 else "'stepformer[hub]'"
     imports = "" if gpt2 else "import stepformer.huggingface  # or pass trust_remote_code=True below\n"
     return f"""\
@@ -113,12 +119,9 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))
 
 With stepformer, as a run to generate from, evaluate, diagnose and train on:
 
-```bash
-stepformer import FOLDER --out {run}
-stepformer generate {run} "Once upon a time"
-```
+{markdown_block(commands, "bash")}
 
-The tokenizer is `{tokenizer}`; documents are separated by its end-of-text token."""
+The tokenizer is {markdown_code(tokenizer)}; documents are separated by its end-of-text token."""
 
 
 def training(run: LoadedRun) -> str:
@@ -149,7 +152,7 @@ def training(run: LoadedRun) -> str:
         facts["training time"] = f"{result['train_seconds']:,.0f} s on {result['ranks']} x {result['device']}"
     text = "## Training\n\n" + table(facts)
     if run.record.get("plugins"):
-        names = ", ".join(f"`{Path(plugin).name}`" for plugin in run.record["plugins"])
+        names = ", ".join(markdown_code(Path(plugin).name) for plugin in run.record["plugins"])
         text += f"\n\nThe architecture has rules of its own, from {names}: import that before loading the model."
     return text
 
@@ -160,7 +163,7 @@ def results(run: LoadedRun) -> str:
     if "val_loss" in found:
         where = ""
         if "val_tokens" in found:
-            where = f" on {found['val_tokens']:,} tokens of the split `{found['val_hash']}`"
+            where = f" on {found['val_tokens']:,} tokens of the split {markdown_code(found['val_hash'])}"
         lines.append(
             f"Validation loss {found['val_loss']:.4f} nats per token{where}. Only losses on the same tokens may be "
             "compared."
@@ -176,7 +179,7 @@ def results(run: LoadedRun) -> str:
             lines += ["", shown] if shown else []
             others += [] if shown else [path.stem]
     if others:
-        lines += ["", f"Also measured, in the run's own files: {', '.join(others)}."]
+        lines += ["", f"Also measured, in the run's own files: {markdown_text(', '.join(others))}."]
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
@@ -185,11 +188,15 @@ def environment(run: LoadedRun) -> str:
     if not path.is_file() or run.record.get("imported"):
         return ""
     known = documents.read(path, documents.ENVIRONMENT)
-    facts = {**known.get("versions", {}), **known.get("device", {}), "platform": known.get("platform", "")}
-    git = known.get("git") or {}
+    versions, device, git = (known.get(key) or {} for key in ("versions", "device", "git"))
+    facts = {**versions, **device, "platform": known.get("platform", "")}
     if git.get("revision"):
-        facts["revision of stepformer"] = git["revision"] + (" with changes" if git.get("changed") else "")
+        facts["revision of stepformer"] = f"{git['revision']}{' with changes' if git.get('changed') else ''}"
     return "## Environment\n\n" + table(facts)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def cite(config: ModelConfig) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.evaluation.harness import other_metrics, with_error
+from stepformer.tables import Cell, markdown_cell, markdown_code, markdown_text
 
 MOST_ROWS = 8  # of a table with a line for each text or task
 MODULES = {"hessian": "curvature", "jacobian": "jacobian", "depth": "depth"}
@@ -27,13 +28,14 @@ def section(kind: str, measurement: Values) -> str:
     title, read = KINDS[kind]
     try:
         titles, rows, command, notes = read(kind, measurement["settings"], measurement["result"])
+        step = f"{measurement['step']:,}"
     except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or written by hand
         return ""
     if not rows:
         return ""
     if len(rows) > MOST_ROWS:
         notes = [*notes, f"{len(rows) - MOST_ROWS} more are in the run's own file."]
-    made = f"`{command}`, weights of step {measurement['step']:,}. {' '.join(notes)}".rstrip()
+    made = f"{markdown_code(command)}, weights of step {step}. {markdown_text(' '.join(notes))}".rstrip()
     return "\n".join([f"### {title}", "", made, "", markdown(titles, rows[:MOST_ROWS])])
 
 
@@ -111,7 +113,7 @@ def perplexity(kind: str, settings: Values, result: Values) -> Read:
     for entry in result["texts"]:
         mode = entry["mode"] if entry["stride"] is None else f"{entry['mode']} {entry['stride']}"
         numbers = (f"{entry['nats']:.4f}", digits(entry["perplexity"]), digits(entry["bits_per_byte"]))
-        rows.append((entry["name"], mode, *numbers, f"{entry['tokens']:,}", f"`{entry['hash']}`"))
+        rows.append((entry["name"], mode, *numbers, f"{entry['tokens']:,}", Cell(str(entry["hash"]), code=True)))
     notes = ["Only numbers with the same tokens and hash may be compared."]
     command = "stepformer eval RUN --on TEXT"
     if "mean_perplexity" in result:
@@ -154,9 +156,10 @@ def plus_minus(value: float | None, error: float | None) -> str:
 
 
 def markdown(titles: Row, rows: Sequence[Row]) -> str:
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join("| " + " | ".join(cell(value) for value in line) + " |" for line in lines)
+    lines = [[cell(value) for value in line] for line in (titles, *rows)]
+    lines.insert(1, ["---"] * len(titles))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return markdown_cell(value if isinstance(value, Cell) else Cell(str(value)))

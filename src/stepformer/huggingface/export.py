@@ -50,13 +50,15 @@ def export_run(
     """Write a run's best or last weights as a Hugging Face folder with tokenizer and model card; returns the folder.
 
     `form = "gpt2"` writes a GPT2LMHeadModel, which needs no stepformer to load; only the plain GPT has that form. The
-    folder appears whole or not at all; an earlier export in its place is replaced, anything else is not.
+    folder appears whole or not at all; an earlier export in its place is replaced, anything else is not. What a killed
+    export left beside it is cleared away, and what that one had already moved is put back first.
     """
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"dtype = '{dtype}' should be 'fp32' or 'bf16'.")
     if form not in ("stepformer", "gpt2"):
         raise InputError(f"format '{form}' should be 'stepformer' or 'gpt2'.")
     out = Path(out)
+    files.clear_left(out.resolve())
     check_target(out)
     loaded = load_run(run, which, device="cpu", allow_nan=allow_nan)
     _check_result(loaded)

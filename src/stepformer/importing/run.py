@@ -58,6 +58,7 @@ def import_checkpoint(
     out = Path(out)
     if heads is not None and heads < 1:
         raise InputError(f"heads = {heads} should be at least 1.")
+    files.clear_left(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"'{out}' is there already and not empty: choose another --out.")
     found = open_source(Path(source))

@@ -6,6 +6,7 @@ sentence that says so; only a folder that is no run at all is refused.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import math
@@ -258,7 +259,7 @@ def _record(folder: RunFolder, facts: dict[str, Any], *curves: Curve) -> tuple[R
     done = max((curve.step[-1] for curve in curves if len(curve)), default=0)
     planned = _dict(_dict(facts.get("config")).get("train")).get("steps")
     of = f" of {planned:,}" if isinstance(planned, int) else ""
-    if folder.failure.is_file():
+    with contextlib.suppress(OSError):  # there is none, or a run that goes on has just removed it
         why = " ".join(folder.failure.read_text(errors="replace").split())
         return None, f"Failed after step {done:,}{of}: {why}"
     return None, f"Unfinished: step {done:,}{of}."

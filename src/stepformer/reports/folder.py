@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepformer.errors import InputError
-from stepformer.files import read_json, write_json
+from stepformer.files import clear_left, read_json, write_json
 from stepformer.reports.paper import FIRST_LINE
 
 SIGNS = {"index.html": '<meta name="generator" content="stepformer ', "report.md": FIRST_LINE}
@@ -39,8 +39,12 @@ def hold(out: Path) -> None:
 
 
 def claim(out: Path, names: Sequence[str]) -> None:
-    """Note the files that will be written, before they are: a report that is interrupted knows its own."""
+    """Note the files that will be written, before they are: a report that is interrupted knows its own. What a killed
+    one left half-written is cleared away.
+    """
     refuse_foreign(out, names)
+    for name in (*names, str(LIST), str(LIST.with_name("models.jsonl"))):
+        clear_left(out / name)
     write_json(out / LIST, sorted({*names, *(_listed(out) or [])}))
 
 

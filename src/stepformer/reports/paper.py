@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from stepformer.reports.collect import Curve, mean_curve
 from stepformer.reports.contents import Report
 from stepformer.reports.page import PARTS
 from stepformer.reports.samples import Samples
-from stepformer.tables import Table, markdown_text
+from stepformer.tables import Table, markdown_block, markdown_text
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
@@ -116,7 +115,7 @@ def markdown_report(report: Report, pictures: dict[str, tuple[str, Path]], notes
         out += _tables("Settings that differ", [shown["differing"]])
     out += _tables("Environment", [shown["environment"]])
     commands = [*report.commands, *(command for _, command, _ in report.again)]
-    out += ["## Commands", _block("\n".join(commands))]
+    out += ["## Commands", markdown_block("\n".join(commands))]
     remarks = [*report.notes, *notes, *(f"{what} (`{command}`)." for what, command in report.missing)]
     if remarks:
         out += ["## Notes", "\n".join(f"- {words(remark)}" for remark in remarks)]
@@ -138,15 +137,8 @@ def _samples(samples: Samples, labels: Sequence[str]) -> list[str]:
         for label in labels:
             found = samples.texts.get(prompt, {}).get(label)
             if found is not None:
-                out += [f"{markdown_text(label)}:", _block(prompt + found)]
+                out += [f"{markdown_text(label)}:", markdown_block(prompt + found)]
     return out
-
-
-def _block(text: str) -> str:
-    """A code block whose fence is longer than any in the text."""
-    longest = max((len(found) for found in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text}\n{fence}"
 
 
 def look(index: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -56,21 +55,15 @@ class ServedRun:
         return None
 
     def load(self) -> None:
-        """Take the newest weights. A training may delete a checkpoint while it is read: then the next one is taken."""
-        for attempt in range(3):
-            newest = self.newest()
-            if newest is None:
-                raise InputError(f"The run '{self.folder.path}' has no checkpoint yet.")
-            try:
-                self.run = load_run(self.folder.path, newest[0], self.device)
-                self.loaded = (newest[0], self.run.step)
-                return
-            except (OSError, SafetensorError, InputError) as error:
-                if attempt == 2 or self.newest() == newest:
-                    if isinstance(error, InputError):
-                        raise
-                    raise StepformerError(f"The checkpoint of '{self.folder.path}' cannot be read: {error}.") from None
-                time.sleep(0.2)
+        """Take the newest weights."""
+        newest = self.newest()
+        if newest is None:
+            raise InputError(f"The run '{self.folder.path}' has no checkpoint yet.")
+        try:
+            self.run = load_run(self.folder.path, newest[0], self.device)
+        except (OSError, SafetensorError) as error:
+            raise StepformerError(f"The checkpoint of '{self.folder.path}' cannot be read: {error}.") from None
+        self.loaded = (newest[0], self.run.step)
 
     def ready(self) -> LoadedRun:
         if self.run is None:

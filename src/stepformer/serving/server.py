@@ -1,16 +1,23 @@
-"""The page over HTTP, for this machine alone.
+"""The page over HTTP, for this machine alone, and on it for who has the token.
 
 Only 127.0.0.1 is listened to. A page elsewhere on the web must not reach it through the visitor's browser either: the
 Host header has to name this machine (a foreign name that was pointed here does not), a POST has to come from the page
 itself and to be JSON, and no answer may be read, framed or extended by others. Nothing a client sends names a file.
+
+Others with an account on this machine reach the port too: every request has to bring the token, in its address, as
+`Authorization: Bearer` or in the cookie that the first page comes with. So many are answered at once, and who sends or
+reads too slowly is left, so that nobody holds a place or a model for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
+import io
 import json
 import re
+import secrets
 import select
 import socket
 import socketserver
@@ -21,6 +28,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
+from urllib.parse import parse_qs
 
 from stepformer.data.tokenizers import valid
 from stepformer.errors import InputError, StepformerError
@@ -32,6 +40,10 @@ OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE) 
 LARGEST_BODY = 1 << 20
 MOST_TOKENS = 4096  # in one request
 PATIENCE = 1.0  # seconds that a stop waits for a running call of a model
+MOST_CLIENTS = 64  # answered at once: a page of two runs asks for less than ten
+SENDING = 30.0  # seconds that a client has to send its whole request
+READING = 30.0  # seconds that an answer waits for a client that does not read, all its pieces together
+TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # what addresses, headers and cookies hold as it is
 
 FILES = {
     "/": ("page.html", "text/html"),
@@ -64,12 +76,19 @@ class RefusedError(Exception):
 
 
 class PageServer(ThreadingHTTPServer):
-    """The server of one or two runs; `serve_forever` answers until `stop`."""
+    """The server of one or two runs; `serve_forever` answers until `stop`.
+
+    Without a token of the caller's one is drawn; with an empty one nobody is asked for it.
+    """
 
     daemon_threads = True
     request_queue_size = 32
 
-    def __init__(self, runs: list[ServedRun], port: int = 0) -> None:
+    def __init__(self, runs: list[ServedRun], port: int = 0, token: str | None = None) -> None:
+        if token and not TOKEN.fullmatch(token):
+            raise InputError("The token should have 16 characters or more, of letters, digits, '.', '_', '~' and '-'.")
+        self.token = secrets.token_urlsafe(24) if token is None else token
+        self.once: list[str] = []  # tokens that are good for one visit
         self.runs = runs
         self.apart = why_apart(runs)
         self.stopping = threading.Event()
@@ -91,8 +110,30 @@ class PageServer(ThreadingHTTPServer):
         self.server_name, self.server_port = HOST, self.server_address[1]
 
     @property
-    def url(self) -> str:
+    def address(self) -> str:
         return f"http://{HOST}:{self.server_port}/"
+
+    @property
+    def url(self) -> str:
+        """The address with the token: whoever has it may ask."""
+        return f"{self.address}?token={self.token}" if self.token else self.address
+
+    def url_for_one_visit(self) -> str:
+        """For the command line of a browser, which everybody on this machine can read: it is good once."""
+        if not self.token:
+            return self.address
+        self.once.append(secrets.token_urlsafe(24))
+        return f"{self.address}?token={self.once[-1]}"
+
+    def admits(self, given: str) -> bool:
+        """Is this the token, or one for a first visit? That is used up then."""
+        word = given.encode(errors="replace")
+        for known in list(self.once):
+            if hmac.compare_digest(word, known.encode()):
+                with contextlib.suppress(ValueError):  # another thread was faster
+                    self.once.remove(known)
+                    return True
+        return hmac.compare_digest(word, self.token.encode())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up is no error; anything else is one line."""
@@ -101,10 +142,25 @@ class PageServer(ThreadingHTTPServer):
             print(f"stepformer: a request failed: {type(error).__name__}: {error}", file=sys.stderr)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, which is remembered."""
+        """Answer in a thread of its own, which is remembered; whoever is one too many is told so."""
+        self.answering = [known for known in self.answering if known.is_alive()]
+        if len(self.answering) >= MOST_CLIENTS:
+            self._turn_away(request)
+            return
         thread = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
-        self.answering = [known for known in self.answering if known.is_alive()] + [thread]
+        self.answering.append(thread)
         thread.start()
+
+    def _turn_away(self, request: socket.socket) -> None:
+        """A sentence without reading the request: new clients must not wait for one that sends nothing."""
+        content = json.dumps({"error": f"{MOST_CLIENTS} others are being answered: try again in a moment."}).encode()
+        head = "HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        with contextlib.suppress(OSError):
+            request.setblocking(False)
+            request.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            request.shutdown(socket.SHUT_WR)
+            request.recv(1 << 16)  # what is left unread would reset the connection before the answer is read
+        self.shutdown_request(request)
 
     def stop(self) -> bool:
         """End what runs, with a moment's patience for calls of a model. False if a request is still being answered: its
@@ -121,10 +177,18 @@ class Handler(BaseHTTPRequestHandler):
     """One request: who asks is checked first, then the small functions below answer with values or lines."""
 
     server: PageServer
-    timeout = 30  # seconds for a client to send its request or to take its answer
     disable_nagle_algorithm = True  # tokens are small and should not wait for each other
     server_version = "stepformer"
     sys_version = ""
+    query = ""
+    begun = False
+    by_address = False  # the token is in the address: the answer brings a cookie
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Hurried(self.connection, SENDING))
+        self.left = READING
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -134,9 +198,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, answer: Callable[[str], None]) -> None:
         """Every failure is a sentence."""
-        self.begun = False
+        path, _, self.query = self.path.partition("?")
         try:
-            answer(self.path.partition("?")[0])
+            answer(path)
         except (GoneError, OSError):  # nobody reads what would be said
             self.close_connection = True
         except RefusedError as error:
@@ -144,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
         except StepformerError as error:
             self._fail(400, str(error))
         except Exception as error:
-            print(f"stepformer: {self.path} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"stepformer: {path} failed: {type(error).__name__}: {error}", file=sys.stderr)
             self._fail(500, f"The server could not do this: {type(error).__name__}: {error}")
 
     def _fail(self, status: int, sentence: str) -> None:
@@ -170,7 +234,28 @@ class Handler(BaseHTTPRequestHandler):
 
     def _check_host(self) -> None:
         if not OWN_NAME.fullmatch(self.headers.get("Host", "")):
-            raise RefusedError(403, f"This page is served to this machine alone: ask for {self.server.url}.")
+            raise RefusedError(403, f"This page is served to this machine alone: ask for {self.server.address}.")
+
+    @property
+    def _cookie(self) -> str:
+        """The name of our cookie. Cookies are a host's, whatever the port: servers side by side must not share one."""
+        return f"stepformer-{self.headers.get('Host', '').partition(':')[2] or '80'}"
+
+    def _check_token(self) -> None:
+        """The token in one of the places where it may be."""
+        if not self.server.token:
+            return
+        scheme, _, word = self.headers.get("Authorization", "").partition(" ")
+        cookies = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
+        given = [word.strip()] if scheme.lower() == "bearer" else []
+        given += [value for name, _, value in cookies if name == self._cookie]
+        if any(map(self.server.admits, given)):
+            return
+        self.by_address = any(map(self.server.admits, parse_qs(self.query).get("token", [])))
+        if not self.by_address:
+            raise RefusedError(
+                401, "This needs the token of the server: open the link that `stepformer serve` printed."
+            )
 
     def _check_origin(self) -> None:
         origin = self.headers.get("Origin")
@@ -189,6 +274,7 @@ class Handler(BaseHTTPRequestHandler):
         while left > 0 and (ignored := self.rfile.read(min(left, LARGEST_BODY))):
             left -= len(ignored)
         self._check_host()
+        self._check_token()
         self._check_origin()
         if self.headers.get_content_type() != "application/json":
             raise RefusedError(415, "The request should be JSON, with Content-Type: application/json.")
@@ -206,6 +292,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _get(self, path: str) -> None:
         self._check_host()
+        self._check_token()
         if path in FILES:
             name, kind = FILES[path]
             content = resources.files("stepformer.serving").joinpath("page", name).read_bytes()
@@ -294,21 +381,49 @@ class Handler(BaseHTTPRequestHandler):
         self._send(status, "application/json; charset=utf-8", json.dumps(value, allow_nan=False).encode())
 
     def _line(self, value: Any) -> None:
-        self.wfile.write(json.dumps(value, allow_nan=False).encode() + b"\n")
+        self._write(json.dumps(value, allow_nan=False).encode() + b"\n")
 
     def _send(self, status: int, kind: str, content: bytes) -> None:
         self._start(status, kind, len(content))
         if self.command != "HEAD":
-            self.wfile.write(content)
+            self._write(content)
+
+    def _write(self, content: bytes) -> None:
+        """Send a piece; a client that lets all pieces wait for longer than an answer may is left."""
+        begin = time.monotonic()
+        self.connection.settimeout(max(0.01, self.left))
+        self.wfile.write(content)
+        self.left -= time.monotonic() - begin
 
     def _start(self, status: int, kind: str, length: int | None = None) -> None:
         self.begun = True
         self.send_response(status)
         for name, value in {"Content-Type": kind, **HEADERS}.items():
             self.send_header(name, value)
+        if self.by_address:
+            self.send_header("Set-Cookie", f"{self._cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict")
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
         if length is not None:
             self.send_header("Content-Length", str(length))
         self.end_headers()
+
+
+class _Hurried(io.RawIOBase):
+    """What a client sends, within a time for all of it: a byte now and then does not keep a connection."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._until = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
 
 
 def _distinct(runs: list[ServedRun]) -> list[ServedRun]:

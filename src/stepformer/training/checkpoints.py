@@ -144,9 +144,11 @@ class Checkpoints:
 
     def remove_after(self, step: int) -> None:
         """Forget checkpoints beyond a step: a run that continues from an earlier one writes them again."""
-        for name in (*self.names("step"), *self.names("best")):
-            if int(name.partition("-")[2]) > step:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+        with files.explained(self.folder):
+            for name in (*self.names("step"), *self.names("best")):
+                if int(name.partition("-")[2]) > step:
+                    self._set_aside(name)
+        files.remove_unfinished(self.folder)
 
     def latest(self, kind: str = "step") -> tuple[Path, dict[str, Any]] | None:
         """The newest checkpoint that is undamaged, and its state; None if there is none at all."""
@@ -155,7 +157,9 @@ class Checkpoints:
             try:
                 state = verify(self.folder / name)
                 self._check_owner(name, state)
-            except InputError as error:
+            except (InputError, OSError) as error:
+                if not (self.folder / name / MANIFEST).is_file():  # an older one in its place would be no remedy
+                    raise InputError(f"The checkpoint '{self.folder / name}' was removed while it was read.") from None
                 problems.append(str(error))
                 continue
             for problem in problems:
@@ -312,8 +316,8 @@ def _explained(path: Path) -> Iterator[None]:
         if "No space left" in str(error) or "os error 28" in str(error):
             raise StepformerError(f"The disk is full: '{path}' could not be written; older files are whole.") from None
         raise StepformerError(f"'{path}' could not be written: {error}.") from None
-    except Exception as error:
-        # torch.distributed.checkpoint's own, by its name: importing it here would cost every command half a second
+    except BaseException as error:
+        # of torch.distributed.checkpoint, and no Exception; by its name: to import it would cost commands half a second
         if type(error).__name__ != "CheckpointException":
             raise
         failures = error.failures  # type: ignore[attr-defined]

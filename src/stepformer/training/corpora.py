@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
 
 from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder
 from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
-from stepformer.errors import ConfigError, InputError
+from stepformer.errors import ConfigError, InputError, command_line
 from stepformer.training.config import DataConfig
 from stepformer.training.parallel import World
 
@@ -35,7 +36,7 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     if not is_tales and not (folder / MANIFEST).is_file():
         raise InputError(
             f"The corpus '{config.corpus}' is not prepared (no '{folder / MANIFEST}'): "
-            f"run `stepformer prepare {config.corpus} --tokenizer {tokenizer}` first."
+            f"run `{command_line('prepare', config.corpus, '--tokenizer', tokenizer)}` first."
         )
     if not is_tales:
         corpus = Corpus(folder)
@@ -43,7 +44,7 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
         if made_of.get("kind") != source.description.get("kind"):
             raise InputError(
                 f"'{folder}' was not made from '{config.corpus}' but from {made_of.get('kind', 'other data')} "
-                f"'{corpus.name}': if you mean it, say corpus={folder}."
+                f"'{corpus.name}': if you mean it, say {shlex.quote(f'corpus={folder}')}."
             )
         return checked(corpus, config.tokenizer)
     if world.is_main:
@@ -74,7 +75,7 @@ def check_tokenizers(corpus: Corpus, beside: Corpus) -> None:
         raise InputError(
             f"The tokens of '{corpus.folder}' were made by another tokenizer ({one['name']}, fingerprint "
             f"{one['fingerprint']}) than those of '{beside.folder}' ({two['name']}, {two['fingerprint']}): prepare it "
-            f"again with `stepformer prepare SOURCE --tokenizer {beside.folder}`."
+            f"again with `{command_line('prepare', 'SOURCE', '--tokenizer', beside.folder)}`."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from stepformer import documents, measured
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer
-from stepformer.errors import ConfigError, DivergedError, InputError, StepformerError
+from stepformer.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
 from stepformer.files import write_text
 from stepformer.model import Model
 from stepformer.plugins import lasting
@@ -103,7 +104,8 @@ def resume(
         )
     if not record.get("corpus"):
         raise InputError(
-            f"'{folder.path}' was imported and has no training to continue: begin a new run with init={folder.path}."
+            f"'{folder.path}' was imported and has no training to continue: begin a new run with "
+            f"{shlex.quote(f'init={folder.path}')}."
         )
     check_saved(folder, restart)
     if folder.result.is_file() and not restart:  # nothing to do, and nothing to write again
@@ -180,7 +182,7 @@ def _taken(folder: RunFolder, config: RunConfig) -> str:
     if differ:
         return f"'{folder.path}' already holds a run with another {', '.join(differ[:4])}: choose another --out."
     return (
-        f"'{folder.path}' already holds a run: continue it with `stepformer resume {folder.path}`, "
+        f"'{folder.path}' already holds a run: continue it with `{command_line('resume', folder.path)}`, "
         "or choose another --out."
     )
 
@@ -264,9 +266,34 @@ class LoadedRun:
         return self.model.embed.tok_emb.weight.device
 
 
+ATTEMPTS = 20  # at reading a checkpoint before the next one takes its place
+
+
 def load_run(path: str | Path, which: str = "best", device: str = "auto", *, allow_nan: bool = False) -> LoadedRun:
-    """The model of a run: its best weights, or its last ones (`which = "last"`); not finite ones only if asked for."""
+    """The model of a run: its best weights, or its last ones (`which = "last"`); not finite ones only if asked for.
+
+    A training may take a checkpoint away while it is read: then the one that it has now is read.
+    """
     folder = RunFolder(Path(path))
+    for _ in range(ATTEMPTS):
+        before = _checkpoints_of(folder)
+        try:
+            return _loaded(folder, which, device, allow_nan)
+        except BaseException as error:  # those of torch.distributed.checkpoint are no Exceptions
+            if isinstance(error, KeyboardInterrupt | SystemExit) or _checkpoints_of(folder) == before:
+                raise
+    raise StepformerError(
+        f"'{folder.path}' replaces its checkpoints faster than they can be read: try again, or train with a larger "
+        "save_every or keep."
+    )
+
+
+def _checkpoints_of(folder: RunFolder) -> list[str]:
+    kept = Checkpoints(folder.checkpoints, ALONE)
+    return [*kept.names("step"), *kept.names("best")]
+
+
+def _loaded(folder: RunFolder, which: str, device: str, allow_nan: bool) -> LoadedRun:
     record, config = folder.opened()
     alone = World(0, 1, choose_device(device))
     checkpoint, state = checkpoint_of(folder, which, alone, (record, config))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepformer.errors import InputError
+from stepformer.errors import InputError, command_line
 from stepformer.training.checkpoints import check_fits, weights_of
 from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World
@@ -38,7 +38,7 @@ def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world
         raise InputError(
             f"init = '{folder.path}' reads tokens of {known.name} with fingerprint {known.fingerprint}, but the corpus "
             f"has those of {tokenizer['name']} with fingerprint {tokenizer['fingerprint']}: prepare it with "
-            f"`stepformer prepare SOURCE --tokenizer {folder.path}`."
+            f"`{command_line('prepare', 'SOURCE', '--tokenizer', folder.path)}`."
         )
     if source.model.hash != config.model.hash:
         ours, theirs = config.model.to_dict(), source.model.to_dict()

@@ -20,7 +20,7 @@ function open(name) {
   }
   if (name === "watch") watch.start();
   else watch.stop();
-  history.replaceState(null, "", `#${name}`);
+  history.replaceState(null, "", `${location.pathname}#${name}`); // without the token: the cookie has it now
 }
 
 function problem(sentence) {
