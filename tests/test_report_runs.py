@@ -129,7 +129,7 @@ def test_unfinished_failed_and_damaged_runs_are_taken_with_a_sentence(study: Pat
     assert "yurii s42: Its model could not be asked: the run has no checkpoint." in notes
     assert "tmm s42: Failed after step 12 of 12: Training stopped in step 13: the loss is 99." in notes
     assert "is damaged: it is not valid JSON" in notes
-    assert "has format 99; this stepformer reads format 1" in notes
+    assert "has format 99; a newer stepformer wrote it" in notes
     states = {row[0].text + row[1].text: row[2] for row in report.tables["runs"].rows}
     assert {name: cell.text for name, cell in states.items()} == {
         "vanilla42": "finished",

@@ -275,6 +275,31 @@ class Study(TypedDict):
     facts: NotRequired[dict[str, Any]]
 
 
+class MatchedBaseline(TypedDict):
+    what: Literal["parameters", "flops", "time"]
+    candidate: str
+    label: str
+    config: Config
+    wanted: float
+    found: float
+
+
+class Matches(TypedDict):
+    """matches.json of a study"""
+
+    of: dict[str, str]
+    baseline: str
+    matches: list[MatchedBaseline]
+
+
+class Preparation(TypedDict):
+    """job.json of a corpus that is being prepared"""
+
+    job: Hex
+    rule: str
+    pinned: Any
+
+
 class TrustedFile(TypedDict):
     name: str
     since: str
@@ -304,6 +329,9 @@ RESULT = Kind("result of a finished run", Result)
 EXPORT = Kind("record of an export", Export)
 ENVIRONMENT = Kind("environment of a run", Environment, None)
 STUDY = Kind("study", Study)
+MEASUREMENT = Kind("measurement", Measurement)
+MATCHES = Kind("record of matched baselines", Matches, None)
+PREPARATION = Kind("state of the preparation", Preparation, None)
 TRUSTED = Kind("list of trusted plug-ins", Trusted)
 
 

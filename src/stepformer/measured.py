@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from stepformer import __version__, files
-from stepformer.errors import InputError, command_line
+from stepformer import __version__, documents, files
+from stepformer.errors import command_line
 
 FOLDER = "measured"
 FORMAT = 1
@@ -127,11 +127,4 @@ def load(run: Path, kind: str) -> dict[str, Any] | None:
     path = run / FOLDER / f"{kind}.json"
     if not path.is_file():
         return None
-    found: dict[str, Any] = files.read_json(path, f"{kind} measurement")
-    if not isinstance(found, dict):
-        raise InputError(f"The {kind} measurement '{path}' is damaged: it is not a JSON object.")
-    if found.get("format") != FORMAT:
-        raise InputError(f"'{path}' has format {found.get('format')}; this stepformer reads format {FORMAT}.")
-    if not all(isinstance(found.get(key), dict) for key in ("settings", "result")):
-        raise InputError(f"The {kind} measurement '{path}' is damaged: it has no settings or no result.")
-    return found
+    return documents.read(path, documents.MEASUREMENT)

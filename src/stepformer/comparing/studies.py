@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stepformer import __version__, files
+from stepformer import __version__, documents, files
 from stepformer.comparing.comparison import Comparison, Facts
 from stepformer.comparing.comparison import compare as compare_records
 from stepformer.comparing.differences import differences, fair, recorded, what_was_read
@@ -224,8 +224,8 @@ def _measured_before(variants: Mapping[str, RunConfig], baseline: str, what: str
     """What an earlier call of the same study measured; None if there was none."""
     if what != "time" or not (out / MATCHES).is_file():
         return None
-    stored = files.read_json(out / MATCHES, "record of matched baselines")
-    if stored.get("of") != _hashes(variants) or stored.get("baseline") != baseline:
+    stored = documents.read(out / MATCHES, documents.MATCHES)
+    if stored["of"] != _hashes(variants) or stored["baseline"] != baseline:
         return None
     return [Match(**{**match, "config": RunConfig.from_dict(match["config"])}) for match in stored["matches"]]
 

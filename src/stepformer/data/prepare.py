@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepformer import files
+from stepformer import documents, files
 from stepformer.data.corpus import FORMAT, MANIFEST, SPLITS, TOKENIZER, Corpus, read_manifest
 from stepformer.data.pieces import (
     PIECE_CHARACTERS,
@@ -188,7 +188,7 @@ class Job:
     def begin(self) -> None:
         """Take up the parts of this job, or clear those of another; then settle the split rule and the tokenizer."""
         state_file, saved = self.parts / "job.json", self.parts / TOKENIZER
-        state = files.read_json(state_file, "state of the preparation") if state_file.exists() else {}
+        state = documents.read(state_file, documents.PREPARATION) if state_file.exists() else {}
         begun = state.get("job") == self.fingerprint
         self.pinned = self.source.pin(state["pinned"] if begun else {})
         self.rule = state["rule"] if begun else self.choose_rule()

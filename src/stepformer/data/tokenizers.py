@@ -214,7 +214,7 @@ def make_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) 
     """The tokenizer of a spec; `bpe:N` is trained on `texts()`."""
     kind, argument = tokenizer_kind(spec)
     if kind == "folder":
-        return load_tokenizer(argument)
+        return _of_its_run(load_tokenizer(argument), Path(argument).parent / "run.json")
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "gpt2":
@@ -222,6 +222,18 @@ def make_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) 
     if texts is None:
         raise InputError(f"The tokenizer {spec} is trained on a corpus; without one, use bytes or gpt2.")
     return train_bpe(int(argument), texts())
+
+
+def _of_its_run(tokenizer: Tokenizer, record: Path) -> Tokenizer:
+    """The tokenizer of a folder; if that is a run it must be the one that its weights were trained with."""
+    known = documents.read(record, documents.RUN).get("tokenizer") if record.is_file() else None
+    if known is not None and known["fingerprint"] != tokenizer.fingerprint:
+        raise InputError(
+            f"The run '{record.parent}' was made with the tokenizer {known['name']} of fingerprint "
+            f"{known['fingerprint']}, but the one in its folder is {tokenizer.name} of fingerprint "
+            f"{tokenizer.fingerprint}."
+        )
+    return tokenizer
 
 
 def gpt2_tokenizer(path: str = "") -> Tokenizer:
