@@ -358,7 +358,7 @@ def test_forgetting_is_shown_as_it_is_found(study: Path, tmp_path: Path) -> None
         "steps": [0, 5, 9],
         "source_loss": [2.0, 2.1, None],
     }
-    write_json(tmp_path / "forgetting.json", {"rows": rows, "runs": [curves, {"folder": "unknown"}, 3]})
+    (tmp_path / "forgetting.json").write_text(json.dumps({"rows": rows, "runs": [curves, {"folder": "unknown"}, 3]}))
     report = report_of(tmp_path)
     (table,), (chart,) = report.forgetting, report.charts["forgetting"].charts
     assert [(line.label, line.x, line.y, line.choice) for line in chart.lines] == [
