@@ -28,7 +28,7 @@ def weight_of(layer: nn.Module, why: str) -> Tensor:
     if not is_adapted(layer) or hasattr(wrapper, "modules_to_save"):
         return wrapper.weight
     if not hasattr(wrapper, "base_layer"):
-        raise refusal(why, f"'{type(layer).__name__}' is none")
+        raise refusal(why, f"'{type(layer).__name__}' is not")
     if wrapper.merged and wrapper.disable_adapters:
         wrapper.unmerge()  # as a call would
     weight = weight_of(wrapper.base_layer, why)
@@ -45,22 +45,22 @@ def weight_of(layer: nn.Module, why: str) -> Tensor:
 
 
 def adapter_problem(wrapper: Any, name: str) -> str | None:
-    """Why an adapter is more than a matrix that is added to the weight; None if it is not."""
+    """Why an adapter is more than a matrix that is added to the weight, and what would help; None if it is not."""
     if not hasattr(wrapper, "lora_A"):
-        return f"'{type(wrapper).__module__}.{type(wrapper).__name__}' is none"
+        return f"'{type(wrapper).__module__}' is not"
     if name in getattr(wrapper, "lora_variant", ()) or wrapper.use_dora.get(name):
-        return "DoRA and other variants are none"
+        return "DoRA and other variants are not"
     if name in wrapper.lora_A and not isinstance(wrapper.lora_dropout[name], nn.Identity):  # tables have no dropout
-        return "this one has dropout, so set lora_dropout=0"
+        return "this one has dropout (set lora_dropout=0)"
     if getattr(wrapper, "lora_bias", {}).get(name):
-        return "this one adds a bias, so set lora_bias=False"
+        return "this one has a bias (set lora_bias=False)"
     if wrapper._forward_pre_hooks:
-        return "a hook changes what this one gets, as adapter_names does"
+        return "adapter_names, or another hook, gives each row its own"
     return None
 
 
 def refusal(why: str, problem: str) -> InputError:
     return InputError(
-        f"{why}, so its adapter must be plain LoRA, a matrix that is added: {problem}, or leave it out of the adapter's "
-        "target modules."
+        f"{why}, so its adapter must be plain LoRA, a matrix that is added, and {problem}: change that, or leave it out "
+        "of the adapter's target modules."
     )
