@@ -248,7 +248,10 @@ def test_what_else_is_refused() -> None:
 @pytest.mark.parametrize("settings", [{}, {"template": "ab2", "attention": "linear-hamiltonian"}], ids=str)
 def test_maps_that_are_called_take_any_adapter(settings: dict[str, Any]) -> None:
     names = maps(settings)
-    for adapter in (lora(use_dora=True, lora_dropout=0.1), peft.IA3Config(target_modules=names, feedforward_modules=[])):
+    for adapter in (
+        lora(use_dora=True, lora_dropout=0.1),
+        peft.IA3Config(target_modules=names, feedforward_modules=[]),
+    ):
         model = adapted(**settings, adapter=adapter)
         assert distance(model, merged(model)) <= MERGED
         assert logits(model.train()).isfinite().all()

@@ -227,7 +227,7 @@ def test_all_problems_of_a_run_are_reported_at_once(tmp_path: Path) -> None:
         "[optim] sam = 'decay' needs schedule = 'wsd'",
         "[optim] radius = 3 belongs to name = 'scion'",
         "[train] keep = 0 should be at least 1",
-        "[train] micro_batch = 2 does not divide batch = 5",
+        "[train] micro_batch = 2 does not divide the 5 sequences of a step (batch)",
         "[train] stream_norms = true needs the whole model on a rank",
         "[optim] warmup = 500 is longer than the run of 10 steps",
         "[model] Unknown preset 'yuri'",
@@ -255,7 +255,7 @@ def test_a_name_that_nobody_knows_hides_no_other_problem(tmp_path: Path) -> None
         "[model] n_layer = 0 should be at least 1",
     ]
     for words in ([], ["preset=yurii"]):
-        with pytest.raises(sf.StepformerError, match="Did you mean 'yurii'.* No recipe has that name either"):
+        with pytest.raises(sf.StepformerError, match=r"Did you mean 'yurii'.* No recipe has that name either"):
             sf.run_config("yuri", words)
 
 

@@ -180,7 +180,9 @@ def test_the_harness_s_own_command_gives_the_numbers_of_ours(
     train(small_run(tmp_path / "tales", context=256, steps=30, precision="fp32", lr=0.1), tmp_path / "run", quiet=True)
     export_run(tmp_path / "run", tmp_path / "exported")
     words = ["fox", "queen", "robot", "river", "mill", "girl", "boat", "owl", "cart", "moon", "bell", "king"]
-    rows = [{"q": f"Once upon a time a {a}", "c": [" was", f" {a}", " and the"], "g": i % 3} for i, a in enumerate(words)]
+    rows = [
+        {"q": f"Once upon a time a {a}", "c": [" was", f" {a}", " and the"], "g": i % 3} for i, a in enumerate(words)
+    ]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[8:]))
     files = {"data_files": {split: f"{split}.jsonl" for split in ("train", "test")}}

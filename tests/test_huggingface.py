@@ -310,7 +310,7 @@ def test_a_config_is_checked_as_everywhere() -> None:
     assert config.model_config() == sf.ModelConfig.from_dict(
         {"template": "nesterov", "splitting": "imex", "k": 2, "d_model": 24, "n_head": 3}
     )
-    with pytest.raises(sf.ConfigError, match="Unknown template 'nestrov'.*\n.*n_head = 5 does not divide d_model"):
+    with pytest.raises(sf.ConfigError, match=r"Unknown template 'nestrov'.*\n.*n_head = 5 does not divide d_model"):
         StepformerConfig(n_head=5, template="nestrov")
     again = StepformerConfig.from_dict(json.loads(config.to_json_string(use_diff=False)))
     assert again.model_config() == config.model_config()

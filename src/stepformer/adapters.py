@@ -61,6 +61,6 @@ def adapter_problem(wrapper: Any, name: str) -> str | None:
 
 def refusal(why: str, problem: str) -> InputError:
     return InputError(
-        f"{why}, so its adapter must be plain LoRA, a matrix that is added, and {problem}: change that, or leave it out "
-        "of the adapter's target modules."
+        f"{why}, so its adapter must be plain LoRA, a matrix that is added, and {problem}: change that, or leave it "
+        "out of the adapter's target modules."
     )

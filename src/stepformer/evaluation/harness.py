@@ -89,9 +89,8 @@ def set_shots(task: OpenedTask, shots: int | None) -> None:
                 continue
             known = len(leaf.sampler.df) - (leaf.fewshot_cfg.split == leaf.config.test_split)  # never the item itself
             if known < shots:
-                raise InputError(
-                    f"The task '{leaf.task_name}' has {known:,} examples to show, not {shots:,}: ask for fewer (--shots)."
-                )
+                few = f"The task '{leaf.task_name}' has {known:,} examples to show, not {shots:,}"
+                raise InputError(f"{few}: ask for fewer (--shots).")
 
 
 def score_task(harness: Any, model: Any, task: OpenedTask, shots: int | None, limit: int | None) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         # the whole text so far, or only its new part: a chunk of a long prompt, say, never longer than what is seen
         whole = width > seen if attention_mask is None else attention_mask.shape[1] == width
         input_ids = input_ids[:, seen:] if whole else input_ids
-        # `generate` adds words of its own to what it was given; those that any model might take are for `forward` to judge
+        # `generate` adds words of its own; what any model might have been asked for is passed on, to be refused
         given = {key: value for key, value in kwargs.items() if key in TransformersKwargs.__optional_keys__}
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
         return {**given, **inputs, "use_cache": use_cache, "next_token": True}

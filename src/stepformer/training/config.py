@@ -82,7 +82,9 @@ class TrainConfig(Settings):
     def problems(self) -> list[str]:
         problems = []
         if self.micro_batch is not None and self.batch % self.micro_batch:
-            problems.append(f"micro_batch = {self.micro_batch} does not divide batch = {self.batch}.")
+            problems.append(
+                f"micro_batch = {self.micro_batch} does not divide the {self.batch} sequences of a step (batch)."
+            )
         if self.stream_norms and self.parallel == "fsdp":
             problems.append("stream_norms = true needs the whole model on a rank: parallel = 'ddp', not 'fsdp'.")
         return problems
@@ -273,7 +275,7 @@ def _place(word: str) -> tuple[str, str]:
 
 
 def _built(sections: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """The sections besides the model's, and what is wrong with each of them, and with what is right of them together."""
+    """The sections besides the model's, what is wrong with each, and what is wrong between the rest of them."""
     built: dict[str, Any] = {}
     problems: list[str] = []
     wrong: set[str] = set()
