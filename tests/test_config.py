@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 import stepformer as sf
 from helpers import TINY
 from stepformer.config import parse_override
+from stepformer.training import RunConfig
 
 
 def test_all_problems_are_reported_at_once() -> None:
@@ -123,6 +126,147 @@ def test_problems_of_different_kinds_are_reported_together() -> None:
     with pytest.raises(sf.ConfigError) as caught:
         sf.ModelConfig.from_dict({"template": "nestorov", "n_head": 7, "n_layer": "two", "foo": 3})
     assert len(caught.value.problems) == 4
+
+
+def problems_of(call: Callable[[], object]) -> list[str]:
+    """The beginnings of all sentences of a ConfigError, up to the first colon, full stop or question."""
+    with pytest.raises(sf.ConfigError) as caught:
+        call()
+    assert str(caught.value).splitlines() == list(caught.value.problems)
+    return [re.split(r"[:;?]|\. |\.$", problem)[0] for problem in caught.value.problems]
+
+
+def test_what_components_refuse_is_reported_beside_wrong_types() -> None:
+    config = {"attention": "linear", "positions": "rotary", "bias": True, "n_layer": "two", "foo": 3, "norm_eps": -1.0}
+    assert problems_of(lambda: sf.ModelConfig.from_dict({**config, "options": 5})) == [
+        "options = 5 should be a table",
+        "n_layer = 'two' should be of type int",
+        "norm_eps = -1.0 should be above 0 and finite",
+        "Unknown key 'foo'",
+        "Attention 'linear' has nothing that rotary positions could rotate",
+        "Attention 'linear' is made of bilinear forms, which a bias would break",
+    ]
+
+
+def test_every_refusal_of_one_component_is_reported() -> None:
+    hamiltonian = {"attention": "hamiltonian", "force": "full", "kernel": "per-head", "metric": "derived", "bias": True}
+    assert problems_of(lambda: sf.ModelConfig.from_dict({**hamiltonian, "template": "nesterov", "n_head": 7})) == [
+        "n_head = 7 does not divide d_model = 768",
+        "Attention 'hamiltonian' is made of bilinear forms, which a bias would break",
+        "Attention 'hamiltonian' moves x and a momentum by its own two fields, and template 'nesterov' does not "
+        "integrate them",
+        "force = 'full', the whole gradient of the masked energy, hears from later tokens and reads the future "
+        "(docs/reading-the-future.md)",
+        "metric = 'derived' inverts A, which has low rank for kernel = 'per-head'",
+    ]
+    alone = {"template": "ab2", "splitting": "strang", "aux_init": "zero", "n_layer": 1, "mlp_step": "A"}
+    assert problems_of(lambda: sf.ModelConfig.from_dict(alone)) == [
+        "Template 'ab2' integrates the two fields of a Hamiltonian attention, and attention 'softmax' has none",
+        "Template 'ab2' brings its own integrator, which splitting 'strang' cannot divide",
+        "In a single layer a momentum that starts at zero moves nothing, unless the MLP follows it",
+    ]
+
+
+def test_what_only_follows_from_another_problem_is_not_reported() -> None:
+    """A template that nobody knows has no opinion about the attention, and an unknown size no width."""
+    assert problems_of(lambda: sf.model_config("yurii", template="nestrov", attention="hamiltonian")) == [
+        "Unknown template 'nestrov'"
+    ]
+    assert problems_of(lambda: sf.model_config("yurii", splitting=["a"], k=2)) == [
+        "Unknown splitting '['a']'",
+        "k = 2 has no meaning here",
+    ]
+    assert problems_of(lambda: sf.model_config("yuri", size="tinny", k=2, n_head=5, n_layer=0, foo=3)) == [
+        "Unknown size 'tinny'",
+        "Unknown preset 'yuri'",
+        "n_layer = 0 should be at least 1",
+        "Unknown key 'foo'",
+    ]
+
+
+BROKEN_RUN = """
+steps = 5
+[modle]
+n_layer = 3
+[model]
+preset = "yuri"
+n_layer = "two"
+norm_eps = -1.0
+learning_rate = 3
+[data]
+corpus = "tinystories"
+count = 7
+tokenzier = "bytes"
+[optim]
+lr = "fast"
+sam = "decay"
+beta1 = 1.5
+warmup = 500
+[train]
+steps = 10
+batch = 5
+micro_batch = 2
+keep = 0
+"""
+
+
+def test_all_problems_of_a_run_are_reported_at_once(tmp_path: Path) -> None:
+    """Outside sections, in every section, between sections, and in the words of the command line."""
+    path = tmp_path / "run.toml"
+    path.write_text(BROKEN_RUN)
+    words = ["junk", "optim.radius=3", "=4", "stream_norms=true", "train.parallel=fsdp"]
+    assert problems_of(lambda: sf.run_config(path, words)) == [
+        f"'steps' in {path} stands outside a section",
+        f"Unknown section '[modle]' in {path}",
+        "'junk' is not of the form key=value",
+        "'=4' is not of the form key=value",
+        "[data] Unknown key 'tokenzier'",
+        "[data] dialect and count belong to corpus = 'tales'",
+        "[optim] lr = 'fast' should be of type float or nothing",
+        "[optim] beta1 = 1.5 should be below 1",
+        "[optim] sam = 'decay' needs schedule = 'wsd'",
+        "[optim] radius = 3 belongs to name = 'scion'",
+        "[train] keep = 0 should be at least 1",
+        "[train] micro_batch = 2 does not divide the 5 sequences of a step (batch)",
+        "[train] stream_norms = true needs the whole model on a rank",
+        "[optim] warmup = 500 is longer than the run of 10 steps",
+        "[model] Unknown preset 'yuri'",
+        "[model] n_layer = 'two' should be of type int",
+        "[model] norm_eps = -1.0 should be above 0 and finite",
+        "Unknown key 'learning_rate'",
+    ]
+    assert problems_of(lambda: sf.load_config(path, ["n_head=0", "junk"])) == [
+        f"'steps' in {path} stands outside a section",
+        f"Unknown section '[modle]' in {path}",
+        "'junk' is not of the form key=value",
+        "Unknown preset 'yuri'",
+        "n_layer = 'two' should be of type int",
+        "n_head = 0 should be at least 1",
+        "norm_eps = -1.0 should be above 0 and finite",
+        "Unknown key 'learning_rate'",
+    ]
+
+
+def test_a_name_that_nobody_knows_hides_no_other_problem(tmp_path: Path) -> None:
+    assert problems_of(lambda: sf.run_config("yuri", ["steps=0", "warmup=2000", "lr=fast", "n_layer=0"])) == [
+        "Unknown preset 'yuri'",
+        "[optim] lr = 'fast' should be of type float or nothing",
+        "[train] steps = 0 should be at least 1",
+        "[model] n_layer = 0 should be at least 1",
+    ]
+    for words in ([], ["preset=yurii"]):
+        with pytest.raises(sf.StepformerError, match=r"Did you mean 'yurii'.* No recipe has that name either"):
+            sf.run_config("yuri", words)
+
+
+def test_the_sections_of_a_kept_run_are_checked_together() -> None:
+    values = sf.run_config("yurii").to_dict()
+    values["model"]["n_layer"], values["optim"]["floor"], values["train"]["steps"] = 0, 2.0, "many"
+    assert problems_of(lambda: RunConfig.from_dict(values)) == [
+        "[optim] floor = 2.0 should be at most 1",
+        "[train] steps = 'many' should be of type int",
+        "[model] n_layer = 0 should be at least 1",
+    ]
 
 
 def test_words_that_are_not_words() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +20,7 @@ from helpers import shake
 from real_data import GPT2
 from runs import make_corpus, small_run
 from scoring_loop import REAL_TASKS, naive, needs_tasks
+from stepformer.cli import main
 from stepformer.data.tokenizers import ByteTokenizer, gpt2_tokenizer
 from stepformer.evaluation import tasks
 from stepformer.evaluation.adapter import Generating, adapter
@@ -159,6 +165,52 @@ def test_items_score_alike_in_the_run_and_its_export(
 ) -> None:
     """Prompts with ten shots are longer than the context: both cut them at the same place."""
     agree(*shared_run, name, shots, items)
+
+
+@pytest.mark.slow
+def test_the_harness_s_own_command_gives_the_numbers_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`lm_eval` on an exported folder, which it loads as remote code, and `stepformer eval` on the run."""
+    pytest.importorskip("transformers")
+    from stepformer.huggingface import export_run
+
+    monkeypatch.chdir(tmp_path)
+    make_corpus(tmp_path / "tales")
+    train(small_run(tmp_path / "tales", context=256, steps=30, precision="fp32", lr=0.1), tmp_path / "run", quiet=True)
+    export_run(tmp_path / "run", tmp_path / "exported")
+    words = ["fox", "queen", "robot", "river", "mill", "girl", "boat", "owl", "cart", "moon", "bell", "king"]
+    rows = [
+        {"q": f"Once upon a time a {a}", "c": [" was", f" {a}", " and the"], "g": i % 3} for i, a in enumerate(words)
+    ]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[8:]))
+    files = {"data_files": {split: f"{split}.jsonl" for split in ("train", "test")}}
+    common: dict[str, Any] = {"dataset_path": "json", "dataset_kwargs": files, "doc_to_text": "{{q}}"}
+    common |= {"training_split": "train", "test_split": "test"}
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "c", "doc_to_target": "{{g}}"}
+    choice |= {"metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
+    word = {"output_type": "loglikelihood", "doc_to_target": "{{c[g]}}", "metric_list": [{"metric": "perplexity"}]}
+    for name, kind in (("choice", choice), ("word", word)):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **kind}))
+    assert main(["eval", "run", "--tasks", "choice.yaml,word.yaml", "--shots", "0,2", "--json"]) == 0
+    ours = json.loads(capsys.readouterr().out)["tasks"]["tasks"]
+    source = str(Path(sf.__file__).resolve().parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    for shots in (0, 2):
+        command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", "choice.yaml,word.yaml"]
+        command += ["--model_args", "pretrained=exported,dtype=float32,trust_remote_code=True", "--device", "cpu"]
+        command += ["--num_fewshot", str(shots), "--batch_size", "4", "--output_path", f"out-{shots}.json"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (path,) = tmp_path.glob(f"out-{shots}*.json")
+        theirs = json.loads(path.read_text())["results"]
+        for metric in ("acc", "acc_norm"):
+            assert theirs["choice"][f"{metric},none"] == ours[f"choice@{shots}"][metric]
+        # the exponential of a mean of log-likelihoods of a few tokens in fp32, each to 1e-5 or better
+        found, expected = ours[f"word@{shots}"]["perplexity"], theirs["word"]["perplexity,none"]
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert ours["word@0"]["perplexity"] != pytest.approx(ours["word@2"]["perplexity"], rel=1e-3)
 
 
 # against a token-by-token loop

@@ -310,8 +310,8 @@ def test_a_config_is_checked_as_everywhere() -> None:
     assert config.model_config() == sf.ModelConfig.from_dict(
         {"template": "nesterov", "splitting": "imex", "k": 2, "d_model": 24, "n_head": 3}
     )
-    with pytest.raises(sf.ConfigError, match="n_head = 5 does not divide d_model"):
-        StepformerConfig(n_head=5)
+    with pytest.raises(sf.ConfigError, match=r"Unknown template 'nestrov'.*\n.*n_head = 5 does not divide d_model"):
+        StepformerConfig(n_head=5, template="nestrov")
     again = StepformerConfig.from_dict(json.loads(config.to_json_string(use_diff=False)))
     assert again.model_config() == config.model_config()
 
@@ -357,6 +357,39 @@ def test_what_else_is_refused() -> None:
         model.generate(tokens(), **GREEDY, max_new_tokens=2, typo_of_an_argument=1)
 
 
+IGNORED: list[tuple[dict[str, Any], str]] = [
+    ({"output_attentions": True}, "does not take `output_attentions`: `model.model.observe"),
+    ({"output_hidden_states": True}, "does not take `output_hidden_states`: "),
+    ({"position_ids": tokens()}, "does not take `position_ids`: positions are counted"),
+    ({"is_causal": True}, "does not take `is_causal`"),
+]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(("words", "sentence"), IGNORED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_generate_would_ignore_is_refused(words: dict[str, Any], sentence: str, use_cache: bool) -> None:
+    model = wrapped()
+    for more in ({"num_beams": 2}, {"return_dict_in_generate": True}):
+        with pytest.raises(sf.InputError, match=sentence):
+            model.generate(tokens(), **GREEDY, max_new_tokens=2, use_cache=use_cache, **more, **words)
+    with pytest.raises(sf.InputError, match=sentence):
+        model(tokens(), **words)
+
+
+@pytest.mark.parametrize("key", ["output_attentions", "output_hidden_states"])
+def test_what_a_config_asks_for_is_not_ignored_either(key: str) -> None:
+    model = wrapped()
+    setattr(model.config, key, True)
+    for words in ({}, {key: None}):
+        with pytest.raises(sf.InputError, match=f"does not take `{key}`"):
+            model(tokens(), **words)
+    assert model(tokens(), **{key: False}).logits.shape == (2, 8, 11)
+    setattr(model.config, key, False)
+    given = GenerationConfig(max_new_tokens=2, do_sample=False, return_dict_in_generate=True, **{key: True})
+    with pytest.raises(sf.InputError, match=f"does not take `{key}`"):
+        model.generate(tokens(), generation_config=given)
+
+
 def test_a_generation_config_of_ones_own_keeps_everything() -> None:
     model = wrapped(real_vocab=9)
     given = GenerationConfig(max_new_tokens=4, do_sample=False)
@@ -364,31 +397,76 @@ def test_a_generation_config_of_ones_own_keeps_everything() -> None:
     assert made[:, 8:].tolist() == model.model.generate(tokens(vocab=9), temperature=0, max_new_tokens=4).tokens
 
 
-def test_trainer_trains(tmp_path: Path) -> None:
+ROWS = [{"input_ids": row, "labels": row} for row in tokens(16, 8, seed=1)]
+
+
+def trainer_of(model: Any, folder: Path, **changes: Any) -> transformers.Trainer:
+    """A Trainer that learns sixteen fixed rows by heart."""
     pytest.importorskip("accelerate")
+    settings: dict[str, Any] = {
+        **{"output_dir": str(folder), "max_steps": 30, "per_device_train_batch_size": 8, "save_strategy": "no"},
+        **{"learning_rate": 1e-2, "lr_scheduler_type": "constant", "disable_tqdm": True, "report_to": []},
+    }
+    arguments = transformers.TrainingArguments(use_cpu=True, **{**settings, **changes})
+    return transformers.Trainer(model=model, args=arguments, train_dataset=ROWS)
+
+
+@torch.no_grad()
+def loss_of_rows(model: Any) -> float:
+    return float(model(**{key: torch.stack([row[key] for row in ROWS]) for key in ("input_ids", "labels")}).loss)
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+SMOOTHED = {"label_smoothing_factor": 0.1}
+WAYS = [ACCUMULATED, SMOOTHED, pytest.param({**ACCUMULATED, **SMOOTHED, "bf16": True}, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("changes", WAYS, ids=lambda x: "-".join(x))
+def test_trainer_trains(changes: dict[str, Any], tmp_path: Path) -> None:
     model = StepformerForCausalLM.of(tiny("yurii", context=8, dtype=torch.float32))
-    rows = [{"input_ids": row, "labels": row} for row in tokens(16, 8, seed=1)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=30,
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        gradient_checkpointing=True,
-    )
-    batch = {key: torch.stack([row[key] for row in rows]) for key in ("input_ids", "labels")}
-    with torch.no_grad():
-        before = float(model(**batch).loss)
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
-    trainer.train()
-    with torch.no_grad():
-        after = float(model(**batch).loss)
-    assert after < before - 0.5, (before, after)  # sixteen fixed rows are being learnt by heart
+    before = loss_of_rows(model)
+    trainer_of(model, tmp_path, **changes).train()
+    assert model.is_gradient_checkpointing == ("gradient_checkpointing" in changes)
+    assert loss_of_rows(model) < before - 0.5, before
+
+
+def smoothed(model: Any, epsilon: float, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """(1 - e) (-ln p of the label) + e (mean over the vocabulary of -ln p), of every label given what stands before."""
+    found = []
+    for row, wanted in zip(model(ids).logits, labels, strict=True):
+        for place, label in enumerate(wanted[1:].tolist()):
+            if label != -100:
+                p = -torch.log_softmax(row[place], dim=-1)
+                found.append((1 - epsilon) * p[label] + epsilon * p.mean())
+    return torch.stack(found).mean()
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["model", "adapter"])
+def test_trainer_smooths_the_labels_of_next_tokens(adapter: bool, tmp_path: Path) -> None:
+    model: Any = wrapped()
+    if adapter:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    labels = tokens().clone()
+    labels[0, 2:4] = -100
+    trainer = trainer_of(model, tmp_path, label_smoothing_factor=0.2)
+    found = trainer.compute_loss(model, {"input_ids": tokens(), "labels": labels})
+    expected = smoothed(model, 0.2, tokens(), labels)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)  # Trainer sums over the vocabulary in fp32
+
+
+@pytest.mark.parametrize("name", ["yurii", pytest.param("symp-ab2", marks=pytest.mark.slow)])
+def test_a_resumed_trainer_ends_with_the_weights_of_one_that_never_stopped(name: str, tmp_path: Path) -> None:
+    changes = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "label_smoothing_factor": 0.1}
+    ended = []
+    for start in (None, str(tmp_path / "checkpoint-3")):
+        model = StepformerForCausalLM.of(tiny(name, context=8, dtype=torch.float32, seed=0 if start is None else 1))
+        trainer_of(model, tmp_path, **changes).train(resume_from_checkpoint=start)
+        ended.append(model.state_dict())
+    assert ended[0].keys() == ended[1].keys()
+    assert all(torch.equal(ended[0][key], ended[1][key]) for key in ended[0])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
+    assert torch.equal(loaded(tokens()).logits, StepformerForCausalLM.eval(model)(tokens()).logits)
 
 
 def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -416,6 +494,8 @@ def test_loading_without_importing_us_first(tmp_path: Path) -> None:
         "model = AutoModelForCausalLM.from_pretrained('folder', trust_remote_code=True)\n"
         "assert torch.equal(model(torch.load('tokens.pt')).logits, torch.load('logits.pt'))\n"
         "model.save_pretrained('again')\n"
+        "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal\n"
+        "assert model._get_name() in causal.values()\n"
     )
     done = run(code, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -280,6 +280,44 @@ def test_groups_and_tags(run: LoadedRun, tmp_path: Path, monkeypatch: pytest.Mon
     assert list(measure_tasks(run, ["ours"], quiet=True)["tasks"]) == ["one@0", "two@0"]
 
 
+def test_shots_that_are_asked_for_win_over_those_of_a_task_file(
+    run: LoadedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also over a 0, which the harness by itself keeps whatever is asked."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.chdir(tmp_path)
+    rows = [{"q": f"{i} is", "c": [" odd", " even"], "g": (i + 1) % 2} for i in range(6)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common: dict[str, Any] = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "d.jsonl"}}}
+    common |= {"test_split": "test", "fewshot_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{q}}"}
+    common |= {"doc_to_choice": "c", "doc_to_target": "{{g}}", "metric_list": [{"metric": "acc"}]}
+    (tmp_path / "y").mkdir()
+    for name, own in (("none", {}), ("zero", {"num_fewshot": 0}), ("three", {"num_fewshot": 3})):
+        (tmp_path / "y" / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **own}))
+    mean = {"aggregate_metric_list": [{"metric": "acc", "aggregation": "mean"}]}
+    (tmp_path / "y" / "all.yaml").write_text(json.dumps({"group": "all", "task": ["none", "zero", "three"], **mean}))
+    files = ["y/none.yaml", "y/zero.yaml", "y/three.yaml"]
+    assert list(measure_tasks(run, files, quiet=True)["tasks"]) == ["none@0", "zero@0", "three@3"]
+    prompts: list[str] = []
+    score = Scorer.score
+
+    def watching(self: Scorer, parts: Any) -> Any:
+        prompts.extend(run.tokenizer.decode(list(part.row)) for part in parts)
+        return score(self, parts)
+
+    monkeypatch.setattr(Scorer, "score", watching)
+    assert list(measure_tasks(run, files, shots=[2], quiet=True)["tasks"]) == ["none@2", "zero@2", "three@2"]
+    assert {prompt.count("\n\n") for prompt in prompts} == {2}
+    few = TaskManager(include_path=str(tmp_path / "y"), include_defaults=False)
+    monkeypatch.setattr(tasks, "all_tasks", lambda: few)
+    found = measure_tasks(run, ["all"], shots=[0, 1], quiet=True)["tasks"]
+    assert set(found) == {f"{name}@{n}" for name in ("none", "zero", "three", "all") for n in (0, 1)}
+    assert main(["eval", str(run.folder.path), "--tasks", "y/zero.yaml", "--shots", "6"]) == 2
+    said = capsys.readouterr().err
+    assert said == "stepformer: The task 'zero' has 5 examples to show, not 6: ask for fewer (--shots).\n"
+
+
 def test_metrics_are_renamed() -> None:
     given = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": 1, "ppl,none": float("nan")}
     given |= {"by_class,none": {"a": 1}}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepformer import architectures
 from stepformer.config import NOT_THE_FUNCTION, ModelConfig, declared_options, merge, read_toml
-from stepformer.errors import ConfigError, StepformerError, UnknownNameError, suggestion
+from stepformer.errors import ConfigError, StepformerError, UnknownNameError, independent, suggestion
 from stepformer.oracles import attentions, mlps
 from stepformer.schemes import splittings, templates
 
@@ -149,18 +149,21 @@ def model_config(name: str, /, *, size: str = "small", **overrides: Any) -> Mode
     """The config of a preset at a size, with overrides: `model_config("yurii", size="tiny", n_layer=2)`."""
     problems: list[str] = []
     settings: dict[str, Any] = {}
+    unknown: set[str] = set()  # complaints about these would mislead
     try:
         settings.update(size_settings(size))
     except UnknownNameError as error:
         problems.append(str(error))
+        unknown |= SIZES["small"].keys() - overrides.keys()
     try:
         settings.update(preset(name).settings)
     except UnknownNameError as error:
-        raise ConfigError([*problems, str(error)]) from None  # without it, other complaints would mislead
+        problems.append(str(error))
+        unknown |= {"template", "splitting", "attention", "mlp"}
     try:
         config = ModelConfig.from_dict(settings).replace(**overrides)
     except ConfigError as error:
-        problems += error.problems
+        problems += independent(error.problems, unknown)
     if problems:
         raise ConfigError(problems)
     return config
@@ -179,12 +182,17 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
         for key, value in document.items()
         if key not in ("model", *OTHER_SECTIONS) or not isinstance(value, dict)
     ]
-    if not problems and not (isinstance(document.get("model"), dict) and document["model"]):
+    given = document.get("model")
+    if not problems and not (isinstance(given, dict) and given):
         problems = [f"{path} has no [model] table, or an empty one; a line such as preset = 'yurii' belongs there."]
+    values = merge(given if isinstance(given, dict) else {}, overrides, "model", problems)
+    try:
+        config = model_config(str(values.pop("preset", "vanilla")), size=str(values.pop("size", "small")), **values)
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
-    values = merge(document["model"], overrides, "model")
-    return model_config(values.pop("preset", "vanilla"), size=values.pop("size", "small"), **values)
+    return config
 
 
 def build(

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from stepformer.errors import ConfigError, InputError, UnknownNameError, suggestion
+from stepformer.errors import ConfigError, InputError, UnknownNameError, independent, suggestion
 from stepformer.options import Option
 from stepformer.oracles import attentions, mlps
 from stepformer.registry import Registry
@@ -76,14 +76,21 @@ class ModelConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """From flat keys, component options among them; unknown keys are errors with a suggestion."""
         values = dict(values)
-        options = values.pop("options", {})
-        if not isinstance(options, Mapping):
-            raise ConfigError([f"options = {options!r} should be a table; options are also accepted as plain keys."])
-        options = dict(options)
+        given = values.pop("options", {})
+        options = dict(given) if isinstance(given, Mapping) else {}
         own = {f.name for f in dataclasses.fields(cls)} - {"options"}
         for key in [k for k in values if k not in own]:
             options[key] = values.pop(key)
-        return cls(**values, options=options)
+        problems: tuple[str, ...] = ()
+        if not isinstance(given, Mapping):
+            problems = (f"options = {given!r} should be a table; options are also accepted as plain keys.",)
+        try:
+            config = cls(**values, options=options)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        return config
 
     def replace(self, **changes: Any) -> ModelConfig:
         """The same config with some keys (or options) changed; options of components left behind are dropped."""
@@ -172,13 +179,13 @@ def _canonicalise(config: ModelConfig) -> None:
     settle("options", kept)
 
 
-def declared_options(config: ModelConfig) -> dict[str, tuple[str, Option]]:
-    """Options that the selected components declare: name -> (component kind, option)."""
+def declared_options(config: ModelConfig | Mapping[str, Any]) -> dict[str, tuple[str, Option]]:
+    """Options that the selected components declare: name -> (component kind, option); unknown components have none."""
     declared: dict[str, tuple[str, Option]] = {}
     for kind, registry in _COMPONENTS.items():
-        name = getattr(config, kind)
-        if name in registry:
-            options = registry[name].component.options
+        own = config.get(kind, getattr(ModelConfig, kind)) if isinstance(config, Mapping) else getattr(config, kind)
+        if str(own) in registry:
+            options = registry[str(own)].component.options
             declared.update({key: (kind, option) for key, option in options.items()})
     return declared
 
@@ -186,15 +193,16 @@ def declared_options(config: ModelConfig) -> dict[str, tuple[str, Option]]:
 def _problems(config: ModelConfig) -> list[str]:
     """Every reason why this config cannot be built, all at once."""
     problems = []
+    wrong: set[str] = set()  # keys of the wrong type: arithmetic with them would only add noise
     for kind, registry in _COMPONENTS.items():
+        object.__setattr__(config, kind, str(getattr(config, kind)))
         try:
             object.__setattr__(config, kind, registry.canonical(getattr(config, kind)))
         except UnknownNameError as error:
             problems.append(str(error))
-    unknown_component = bool(problems)
+            wrong.add(kind)
 
     hints = type_hints(ModelConfig)
-    wrong: set[str] = set()  # keys of the wrong type: arithmetic with them would only add noise
     for f in dataclasses.fields(config):
         if f.name != "options" and f.name not in _COMPONENTS:
             problem = type_problem(f.name, getattr(config, f.name), hints[f.name])
@@ -202,12 +210,22 @@ def _problems(config: ModelConfig) -> list[str]:
                 problems.append(problem)
                 wrong.add(f.name)
     problems += _value_problems(config, wrong)
+    clashes = _clashes(config)
     option_problems = _option_problems(config)
-    problems += option_problems
-    if not (unknown_component or option_problems or wrong):
-        refusals = [registry[getattr(config, kind)].component.refusal(config) for kind, registry in _COMPONENTS.items()]
-        problems += [sentence for sentence in refusals if sentence]
-        problems += _extra_problems(config)
+    problems += [*clashes, *option_problems.values()]
+    if clashes:  # of a component itself: no setting would help
+        return problems
+    if not (wrong or option_problems):
+        for kind, registry in _COMPONENTS.items():
+            problems += registry[getattr(config, kind)].component.refusals(config)
+        return problems + _extra_problems(config)
+    wrong |= option_problems.keys()
+    right = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in wrong}
+    right["options"] = {key: value for key, value in config.options.items() if key not in wrong}
+    try:
+        ModelConfig(**right)
+    except ConfigError as error:
+        problems += [p for p in independent(error.problems, wrong) if p not in problems]
     return problems
 
 
@@ -259,7 +277,8 @@ def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
     return problems
 
 
-def _option_problems(config: ModelConfig) -> list[str]:
+def _clashes(config: ModelConfig) -> list[str]:
+    """Options that a component calls like a config key, or like an option of another component."""
     declared = declared_options(config)
     problems = []
     fields = {f.name for f in dataclasses.fields(config)}
@@ -269,10 +288,18 @@ def _option_problems(config: ModelConfig) -> list[str]:
                 if key in fields or declared[key][0] != kind:
                     other = "a config key" if key in fields else f"an option of the {declared[key][0]}"
                     problems.append(f"The {kind} '{getattr(config, kind)}' names an option '{key}', which is {other}.")
+    return problems
+
+
+def _option_problems(config: ModelConfig) -> dict[str, str]:
+    """What is wrong with the options, by name."""
+    declared = declared_options(config)
+    problems = {}
     for key, value in config.options.items():
         if key in declared:
             problem = declared[key][1].problem(key, value)
-            problems += [problem] if problem else []
+            if problem:
+                problems[key] = problem
             continue
         owners = [
             f"{kind} = '{entry.name}'"
@@ -283,14 +310,14 @@ def _option_problems(config: ModelConfig) -> list[str]:
         if owners:
             kinds = {owner.split(" ")[0] for owner in owners}
             here = " and ".join(f"{kind} = '{getattr(config, kind)}'" for kind in sorted(kinds))
-            problems.append(
+            problems[key] = (
                 f"{key} = {value!r} has no meaning here: it is an option of {' or '.join(owners)}; "
                 f"this model has {here}."
             )
         else:
             known = [f.name for f in dataclasses.fields(config) if f.name != "options"] + list(declared)
             hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
-            problems.append(f"Unknown key '{key}'.{hint}")
+            problems[key] = f"Unknown key '{key}'.{hint}"
     return problems
 
 
@@ -321,10 +348,24 @@ def parse_override(word: str) -> tuple[str, Any]:
         return key, text
 
 
-def merge(base: Mapping[str, Any], overrides: Iterable[str], section: str) -> dict[str, Any]:
+def parse_overrides(words: Iterable[str], problems: list[str] | None = None) -> list[tuple[str, Any]]:
+    """All words; those that are not of the form key=value go to `problems`, or are refused together."""
+    found, bad = [], []
+    for word in words:
+        try:
+            found.append(parse_override(word))
+        except InputError as error:
+            bad.append(str(error))
+    if problems is not None:
+        problems += bad
+    elif bad:
+        raise InputError("\n".join(bad))
+    return found
+
+
+def merge(
+    base: Mapping[str, Any], overrides: Iterable[str], section: str, problems: list[str] | None = None
+) -> dict[str, Any]:
     """Apply `key=value` or `section.key=value` words to one section's values."""
-    merged = dict(base)
-    for word in overrides:
-        key, value = parse_override(word)
-        merged[key.removeprefix(f"{section}.")] = value
-    return merged
+    given = parse_overrides(overrides, problems)
+    return {**base, **{key.removeprefix(f"{section}."): value for key, value in given}}

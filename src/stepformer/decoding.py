@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stepformer import decoding_rows, kernels
+from stepformer.adapters import is_adapted
 from stepformer.decoding_rows import Numbers
 from stepformer.errors import StepformerError
 from stepformer.generation import NOT_FINITE, probabilities
@@ -75,6 +76,8 @@ def refusal(model: Model, max_new_tokens: int) -> str | None:
         return "the weights are not plain tensors (sharded or quantised)"
     if not kernels.may_replace(*model.modules()):
         return "a hook wants to see every step"
+    if any(map(is_adapted, model.modules())):
+        return "its adapters may be switched between two texts"
     nowhere = torch.device("meta")
     slots = [block.attn.new_slot(1, 1, nowhere, weight.dtype) for block in model.blocks]
     strange = {type(slot).__name__ for slot in slots if type(slot) not in (TokenSlot, StateSlot)}

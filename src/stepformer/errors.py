@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class StepformerError(Exception):
@@ -29,6 +30,13 @@ class ConfigError(StepformerError, ValueError):
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+def independent(problems: Iterable[str], wrong: Collection[str]) -> list[str]:
+    """Problems that name none of these keys: while those are wrong, what names them may be a consequence only."""
+    names = re.compile(rf"\b({'|'.join(map(re.escape, wrong))})\b", re.IGNORECASE) if wrong else None
+    # what is suggested does not count
+    return [p for p in problems if names is None or not names.search(re.split(" Known keys: | Did you mean ", p)[0])]
 
 
 class UnknownNameError(StepformerError, KeyError):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stepformer import kernels
+from stepformer.adapters import is_adapted, weight_of
 from stepformer.block import Block
 from stepformer.config import ModelConfig
 from stepformer.errors import InputError, StepformerError, suggestion
@@ -245,6 +246,8 @@ class Model(nn.Module):
         tables = [parameter for module in (self.embed, self.aux_embed) for parameter in module.parameters()]
         if not kernels.usable(*tables) or any(is_sharded(table) for table in tables):
             return None
+        if any(is_adapted(module) for module in (*self.embed.modules(), *self.aux_embed.modules())):
+            return None
         from stepformer.kernels.embedding import token_order
 
         return token_order(tokens, self.config.vocab_size, train=any(table.requires_grad for table in tables))
@@ -256,8 +259,12 @@ class Model(nn.Module):
         """Logits (B, T, V) from the last x: final norm, the token table and, if there is one, the soft cap."""
         return self._logits(self.final_norm(x))
 
+    def table(self) -> Tensor:
+        """The token table as the head has it, adapters included."""
+        return weight_of(self.embed.tok_emb, "The token table is also the head")
+
     def _logits(self, h: Tensor) -> Tensor:
-        logits = F.linear(h, self.embed.tok_emb.weight)
+        logits = F.linear(h, self.table())
         cap = self.config.logit_softcap
         if cap is None:
             return logits
@@ -266,7 +273,7 @@ class Model(nn.Module):
 
     def _loss(self, h: Tensor, targets: Tensor) -> Tensor:
         """The loss from the normalised last x; where kernels may run, from some rows of logits at a time."""
-        table = self.embed.tok_emb.weight
+        table = self.table()
         kind = h.device.type
         if torch.is_autocast_enabled(kind):
             h = h.to(torch.get_autocast_dtype(kind))  # as F.linear would
@@ -339,13 +346,15 @@ class Model(nn.Module):
         if not checkpointing and self._fuses(start, call):
             banks = [block.coefficients for block in self.blocks]
             s = Moving.begin(start, weights_of([block.template for block in self.blocks], banks))
+        # no layer draws random numbers, but an adapter's dropout does
+        draws = checkpointing and any(map(is_adapted, self.blocks.modules()))
         with contextlib.nullcontext() if checkpointing else rounded_maps(self.blocks):
             for i, block in enumerate(self.blocks):
                 if cache is not None:
                     call = replace(call, slots=cache.slots[i])
                 plain = i in self.plain_layers
-                if checkpointing:  # no layer draws random numbers
-                    s = checkpoint(block, s, call, plain, use_reentrant=False, preserve_rng_state=False)
+                if checkpointing:
+                    s = checkpoint(block, s, call, plain, use_reentrant=False, preserve_rng_state=draws)
                 else:
                     s = block(s, call, plain)
         if cache is not None:

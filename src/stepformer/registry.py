@@ -27,6 +27,12 @@ class Component:
         """Why a config that selects this component has no meaning, in a sentence that says what would; or None."""
         return None
 
+    @classmethod
+    def refusals(cls, config: ModelConfig) -> list[str]:
+        """All such reasons, for a component that knows of several. Each names the keys that it comes from."""
+        found = cls.refusal(config)
+        return [found] if found else []
+
 
 T = TypeVar("T", bound=Component)
 

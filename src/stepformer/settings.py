@@ -7,11 +7,11 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
-from stepformer.errors import ConfigError, suggestion
+from stepformer.errors import ConfigError, independent, suggestion
 
 
 def setting(default: Any, help: str, *, least: float | None = None, above: float | None = None) -> Any:
@@ -26,16 +26,26 @@ class Settings:
     section: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        problems = field_problems(self) or self.problems()
+        wrong = field_problems(self)
+        problems = list(wrong.values()) if wrong else self.problems()
         if problems:
-            raise ConfigError([f"[{self.section}] {problem}" for problem in problems])
+            own = [f"[{self.section}] {problem}" for problem in problems]
+            raise ConfigError(own + (independent(self._others(wrong), wrong) if wrong else []))
         for f in dataclasses.fields(self):
             if isinstance(f.default, float):
                 object.__setattr__(self, f.name, float(getattr(self, f.name)))
 
     def problems(self) -> list[str]:
-        """What is wrong with values that each have the right type and range."""
+        """What is wrong with values that each have the right type and range; a sentence names all keys it is about."""
         return []
+
+    def _others(self, wrong: Collection[str]) -> tuple[str, ...]:
+        """What would be wrong without the keys that have a wrong type or range."""
+        try:
+            type(self)(**{key: value for key, value in self.to_dict().items() if key not in wrong})
+        except ConfigError as error:
+            return error.problems
+        return ()
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
@@ -73,13 +83,11 @@ def type_hints(kind: type) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(kind))
 
 
-def field_problems(settings: Any, names: Iterable[str] | None = None) -> list[str]:
-    """Fields of a dataclass that have the wrong type or lie outside the limits of their `setting`."""
+def field_problems(settings: Any) -> dict[str, str]:
+    """Fields of a dataclass that have the wrong type or lie outside the limits of their `setting`, with a sentence."""
     hints = type_hints(settings.__class__)
-    problems = []
+    problems = {}
     for f in dataclasses.fields(settings):
-        if names is not None and f.name not in names:
-            continue
         value = getattr(settings, f.name)
         problem = type_problem(f.name, value, hints[f.name])
         if problem is None and isinstance(value, int | float) and not isinstance(value, bool):
@@ -91,7 +99,7 @@ def field_problems(settings: Any, names: Iterable[str] | None = None) -> list[st
             elif above is not None and value <= above:
                 problem = f"{f.name} = {value} should be above {above:g}."
         if problem:
-            problems.append(problem)
+            problems[f.name] = problem
     return problems
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from stepformer import measured
 from stepformer.cli.show import console
-from stepformer.config import parse_override
+from stepformer.config import parse_overrides
 from stepformer.errors import ConfigError, InputError, StepformerError, suggestion
 from stepformer.settings import Settings
 from stepformer.training import load_run
@@ -74,8 +74,8 @@ def _module(kind: str) -> Any:
 def _settings(kinds: list[str], words: list[str]) -> dict[str, Settings]:
     """The settings of every kind asked for; a word without a kind goes to all kinds that know its key."""
     values: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
-    problems = []
-    for key, value in map(parse_override, words):
+    problems: list[str] = []
+    for key, value in parse_overrides(words, problems):
         kind, dot, name = key.partition(".")
         owners = [kind] if dot else [k for k in kinds if key in _module(k).SETTINGS.field_names()]
         if not owners or owners[0] not in kinds:

@@ -151,18 +151,18 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def run_resume(args: argparse.Namespace) -> int:
-    from stepformer.config import parse_override
+    from stepformer.config import parse_overrides
 
-    changes = {key.removeprefix("train."): value for key, value in map(parse_override, args.overrides)}
+    changes = {key.removeprefix("train."): value for key, value in parse_overrides(args.overrides)}
     limit = None if args.max_time is None else seconds(args.max_time)
     return _supervised(lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes))
 
 
 def run_extend(args: argparse.Namespace) -> int:
-    from stepformer.config import parse_override
+    from stepformer.config import parse_overrides
     from stepformer.training.extending import extend
 
-    changes = dict(map(parse_override, args.overrides))
+    changes = dict(parse_overrides(args.overrides))
     return _supervised(lambda: extend(args.name, args.out, at=args.at, label=args.label, quiet=args.quiet, **changes))
 
 

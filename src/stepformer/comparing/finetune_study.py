@@ -20,7 +20,7 @@ import torch
 
 from stepformer import files
 from stepformer.comparing.study import Planned, plan_runs
-from stepformer.config import parse_override
+from stepformer.config import parse_override, parse_overrides
 from stepformer.data.corpus import MANIFEST, TOKENIZER, Corpus
 from stepformer.data.prepare import shared_tokenizer
 from stepformer.data.sources import TALES_COUNT, open_source
@@ -213,5 +213,5 @@ def divided_words(words: Sequence[str]) -> tuple[list[str], dict[str, Any], list
 
 def finetune_settings(words: Sequence[str], *, native: bool) -> FinetuneConfig:
     """Settings from `finetune.key=value` or `key=value` words."""
-    values = {key.removeprefix("finetune."): value for key, value in map(parse_override, words)}
+    values = {key.removeprefix("finetune."): value for key, value in parse_overrides(words)}
     return FinetuneConfig.from_dict({**values, **({"native": True} if native else {})})

@@ -61,6 +61,8 @@ def measure_tasks(
             asked += [(name, n) for n in dict.fromkeys(shots)] if shots else [(name, default_shots(name))]
         # all are opened before the first is scored, so that a typing error does not wait for hours
         opened = [(stack.enter_context(open_task(name, data, quiet=quiet)), n) for name, n in asked]
+        for task, n in opened:
+            set_shots(task, n)
         journal = measured.journal(run.folder.path, KIND, settings)
         model = adapter()(scorer_of(run, micro_batch), run.tokenizer, journal, quiet=quiet)
         for task, n in opened:
@@ -74,6 +76,21 @@ def measure_tasks(
 def default_shots(name: str) -> int | None:
     """The papers' number of examples for their tasks; None leaves it to the task."""
     return LOCAL[name].shots if name in LOCAL else None
+
+
+def set_shots(task: OpenedTask, shots: int | None) -> None:
+    """Let a number that was asked for win over the task's own: the harness would keep a 0 in a task's file."""
+    if shots is None:
+        return
+    for each in task.objects:
+        for leaf in each.get_all_tasks() if hasattr(each, "get_all_tasks") else [each]:
+            leaf.set_config("num_fewshot", shots)
+            if not shots or not hasattr(leaf, "sampler"):
+                continue
+            known = len(leaf.sampler.df) - (leaf.fewshot_cfg.split == leaf.config.test_split)  # never the item itself
+            if known < shots:
+                few = f"The task '{leaf.task_name}' has {known:,} examples to show, not {shots:,}"
+                raise InputError(f"{few}: ask for fewer (--shots).")
 
 
 def score_task(harness: Any, model: Any, task: OpenedTask, shots: int | None, limit: int | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from stepformer.errors import StepformerError
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ImportError:
     raise StepformerError(
         "Sharing with Hugging Face needs the package transformers: pip install 'stepformer[hub]'."
@@ -23,6 +24,8 @@ from stepformer.huggingface.tokenizer import as_transformers_tokenizer
 
 AutoConfig.register(StepformerConfig.model_type, StepformerConfig, exist_ok=True)
 AutoModelForCausalLM.register(StepformerConfig, StepformerForCausalLM, exist_ok=True)
+# By this list, which `register` does not touch, Trainer decides whether it has to shift labels that it smooths.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[StepformerConfig.model_type] = StepformerForCausalLM.__name__
 
 __all__ = [
     "StepformerCache",

@@ -42,8 +42,7 @@ class StepformerConfig(PretrainedConfig):
                 kwargs[ours] = kwargs.pop(theirs)
         given = {key: kwargs.pop(key) for key in FIELDS if key in kwargs}
         options = dict(given.pop("options", {}))
-        components = {key: given[key] for key in ("template", "splitting", "attention", "mlp") if key in given}
-        for key in declared_options(ModelConfig(**components)):
+        for key in declared_options(given):
             if key in kwargs:
                 options[key] = kwargs.pop(key)
         config = ModelConfig(**given, options=options)

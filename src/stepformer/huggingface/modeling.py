@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import TransformersKwargs
 
 from stepformer import files
 from stepformer.errors import InputError
@@ -20,6 +21,12 @@ from stepformer.huggingface.padding import packed
 from stepformer.model import IGNORE, Model
 
 logger = logging.getLogger(__name__)
+# What others take and we do not, with what there is instead.
+INSTEAD = {
+    "position_ids": "positions are counted over the real tokens of `attention_mask`",
+    "output_attentions": "`model.model.observe(input_ids)` reports about its attention",
+    "output_hidden_states": "`stepformer diagnose` follows its streams through the layers",
+}
 
 
 class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -123,9 +130,7 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if input_ids is None:
             raise InputError("A stepformer model reads `input_ids`: auxiliary streams have token tables of their own.")
-        given = sorted(key for key, value in kwargs.items() if value is not None and value is not False)
-        if given:
-            raise InputError(f"A stepformer model does not take `{given[0]}`.")
+        self._refuse(kwargs)
         if past_key_values is None and use_cache and not self.training:
             past_key_values = StepformerCache()
         cache = None
@@ -145,6 +150,15 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         as_tuple = return_dict is False or (return_dict is None and not getattr(self.config, "return_dict", True))
         return output.to_tuple() if as_tuple else output
+
+    def _refuse(self, given: dict[str, Any]) -> None:
+        """Say so if something is asked for, in a call or in the config, that would be ignored."""
+        flags = {key: getattr(self.config, key, None) for key in ("output_attentions", "output_hidden_states")}
+        asked = {**flags, **{key: value for key, value in given.items() if value is not None}}
+        for key, value in sorted(asked.items()):
+            if value is not None and value is not False:
+                instead = f": {INSTEAD[key]}" if key in INSTEAD else ""
+                raise InputError(f"A stepformer model does not take `{key}`{instead}.")
 
     def _only_real_ids(self, logits: Tensor) -> Tensor:
         real = self.config.real_vocab
@@ -166,8 +180,10 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         # the whole text so far, or only its new part: a chunk of a long prompt, say, never longer than what is seen
         whole = width > seen if attention_mask is None else attention_mask.shape[1] == width
         input_ids = input_ids[:, seen:] if whole else input_ids
+        # `generate` adds words of its own; what any model might have been asked for is passed on, to be refused
+        given = {key: value for key, value in kwargs.items() if key in TransformersKwargs.__optional_keys__}
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
-        return {**inputs, "use_cache": use_cache, "next_token": True}
+        return {**given, **inputs, "use_cache": use_cache, "next_token": True}
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -53,12 +53,17 @@ class Attention(Component, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no fields: define fields().")
 
     @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
+    def refusals(cls, config: ModelConfig) -> list[str]:
+        found = super().refusals(config)
         if config.positions == "rotary" and not cls.can_rotate:
-            return f"Attention '{cls.name}' has nothing that rotary positions could rotate: use positions = 'learned'."
+            found.append(
+                f"Attention '{cls.name}' has nothing that rotary positions could rotate: use positions = 'learned'."
+            )
         if config.bias and not cls.can_bias:
-            return f"Attention '{cls.name}' is made of bilinear forms, which a bias would break: use bias = false."
-        return None
+            found.append(
+                f"Attention '{cls.name}' is made of bilinear forms, which a bias would break: use bias = false."
+            )
+        return found
 
     # for Hamiltonian attentions: which parameters do nothing in special places
 

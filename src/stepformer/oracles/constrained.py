@@ -68,7 +68,7 @@ class ConstrainedAttention(MultiHeadAttention):
     def refusal(cls, config: ModelConfig) -> str | None:
         if not 0 < config.option("ratio") < 1:
             return f"ratio = {config.option('ratio'):g} should lie strictly between 0 and 1."
-        return super().refusal(config)
+        return None
 
     def ratios(self, u: Tensor) -> Tensor | float:
         """r: a number, (H, 1) or (B, H, T)."""

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepformer import kernels
+from stepformer.adapters import weight_of
 from stepformer.options import Option, choice, flag, integer
 from stepformer.oracles.attention import (
     Attention,
@@ -111,17 +112,22 @@ class HamiltonianAttention(Attention):
             nn.init.eye_(self.root.weight)
 
     @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
+    def refusals(cls, config: ModelConfig) -> list[str]:
+        found = [*super().refusals(config), *needs_integrator(config)]
         if config.option("force") == "full":
-            return (
+            found.append(
                 "force = 'full', the whole gradient of the masked energy, hears from later tokens and reads the future "
                 "(docs/reading-the-future.md): use force = 'row' or 'query'. `stepformer flow` has it without a mask."
             )
         if config.option("kernel") == "per-head" and config.option("metric") == "derived":
-            return "metric = 'derived' inverts A, which has low rank for kernel = 'per-head': use metric = 'learned'."
+            found.append(
+                "metric = 'derived' inverts A, which has low rank for kernel = 'per-head': use metric = 'learned'."
+            )
         if config.option("learned_kappa") and config.option("kappa") == 0:
-            return "learned_kappa = true starts at kappa = 0, which a positive coefficient cannot: give kappa > 0."
-        return super().refusal(config) or needs_integrator(config)
+            found.append(
+                "learned_kappa = true starts at kappa = 0, which a positive coefficient cannot: give kappa > 0."
+            )
+        return found
 
     @classmethod
     def forces_at_rest(cls, config: ModelConfig) -> bool:
@@ -146,21 +152,26 @@ class HamiltonianAttention(Attention):
             a=(1, 1, wide),
         )
 
+    def weight(self, name: str) -> Tensor:
+        """The weight of a map, adapters included: calling the map would not do, since weights are multiplied."""
+        return weight_of(getattr(self, name), f"Hamiltonian attention multiplies the weight of '{name}' by others")
+
     def lower(self, y: Tensor) -> Tensor:
         """B y."""
         if self.metric == "learned":
-            root = self.root.weight.to(y.dtype)
+            root = self.weight("root").to(y.dtype)
             return F.linear(F.linear(y, root.mT), root) + RIDGE * y
         return y @ self.metric_matrix().to(y.dtype)
 
     def metric_matrix(self) -> Tensor:
         """B. Many tokens times B cost half of what C and C^T cost; the products behind it are of weights alone."""
         if self.metric == "learned":
-            b = self.root.weight @ self.root.weight.mT
+            root = self.weight("root")
+            b = root @ root.mT
             return b + RIDGE * torch.eye(self.d_model, dtype=b.dtype, device=b.device)
-        with torch.autocast(self.query.weight.device.type, enabled=False):
-            wq, wv = at_least_fp32(self.query.weight, self.value.weight)
-            wk = wq if self.key is None else at_least_fp32(self.key.weight)[0]
+        wq, wv = at_least_fp32(self.weight("query"), self.weight("value"))
+        with torch.autocast(wq.device.type, enabled=False):
+            wk = wq if self.key is None else at_least_fp32(self.weight("key"))[0]
             a = self.tau * wq.mT @ wk
             ridge = RIDGE * torch.eye(self.d_model, dtype=a.dtype, device=a.device)
             b = torch.linalg.solve(a + ridge, wv, left=False)  # W_V (A + ridge)^-1
@@ -188,7 +199,7 @@ class HamiltonianAttention(Attention):
         """W_Q^T of sums of keys (B, kernels, T, width), as A u_j = tau W_Q^T k_j."""
         if self.rotary:
             total = rotate(total, -call.positions)
-        return linear_map(total.transpose(1, 2).flatten(-2).to(dtype), self.query.weight.mT)
+        return linear_map(total.transpose(1, 2).flatten(-2).to(dtype), self.weight("query").mT)
 
     def scores(self, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
         """S between some queries and all keys, bounded, -inf where not visible."""

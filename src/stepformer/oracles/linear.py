@@ -158,8 +158,8 @@ class LinearHamiltonian(BilinearAttention):
     has_fields = True
 
     @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
-        return super().refusal(config) or needs_integrator(config)
+    def refusals(cls, config: ModelConfig) -> list[str]:
+        return [*super().refusals(config), *needs_integrator(config)]
 
     @classmethod
     def idle_at_rest(cls, config: ModelConfig) -> tuple[str, ...]:
@@ -282,14 +282,14 @@ class FusedLinearFields:
         return self.force_from(causal_sum(self.momenta, self.momenta, self.u, segment=self.segment))
 
 
-def needs_integrator(config: ModelConfig) -> str | None:
-    """Why a Hamiltonian attention cannot go with this template, or None."""
+def needs_integrator(config: ModelConfig) -> list[str]:
+    """Why a Hamiltonian attention cannot go with this template, if it cannot."""
     from stepformer.schemes import templates
 
     able = [entry.name for entry in templates if entry.component.integrates]
     if config.template in able:
-        return None
-    return (
+        return []
+    return [
         f"Attention '{config.attention}' moves x and a momentum by its own two fields, and template "
         f"'{config.template}' does not integrate them: use template = {', '.join(map(repr, able))}."
-    )
+    ]

@@ -82,33 +82,34 @@ class HamiltonianStep(Template):
         self.normalises = {"A": None, "B": "y", "C": "v"}[self.mlp_step]  # in the MLP's turn
 
     @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
+    def refusals(cls, config: ModelConfig) -> list[str]:
         from stepformer.oracles import attentions
 
+        found = super().refusals(config)
         able = [e.name for e in attentions if e.component.has_fields]
         if config.attention not in able:
-            return (
+            found.append(
                 f"Template '{config.template}' integrates the two fields of a Hamiltonian attention, and attention "
                 f"'{config.attention}' has none: use attention = {' or '.join(map(repr, able))}."
             )
         if config.splitting != "lie-trotter":
-            return (
+            found.append(
                 f"Template '{config.template}' brings its own integrator, which splitting '{config.splitting}' cannot "
                 "divide: use splitting = 'lie-trotter'."
             )
         still = config.aux_init == "zero" and config.option("mlp_step") != "B"
         if still and config.n_layer == 1 and not cls.moves_with_new_momentum:
-            return (
+            found.append(
                 "In a single layer a momentum that starts at zero moves nothing, unless the MLP follows it: "
                 "use n_layer > 1, aux_init = 'embed' or mlp_step = 'B'."
             )
         if still and not attentions[config.attention].component.forces_at_rest(config):
-            return (
+            found.append(
                 "With no potential (kappa = 0), momentum starting at zero and an MLP that leaves it alone "
                 f"(mlp_step = '{config.option('mlp_step')}'), y stays zero and the attention does nothing: "
                 "use mlp_step = 'B', aux_init = 'embed' or kappa > 0."
             )
-        return None
+        return found
 
     def coefficients_of(self, turn: str) -> Mapping[str, Coefficient]:
         if turn == "mlp":

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from stepformer.catalogue import closest_preset, preset, size_settings
-from stepformer.config import ModelConfig, parse_override
+from stepformer.catalogue import closest_preset, model_config, preset
+from stepformer.config import ModelConfig, parse_overrides
 from stepformer.data.sources import TALES_COUNT
-from stepformer.errors import ConfigError, UnknownNameError, suggestion
+from stepformer.errors import ConfigError, UnknownNameError, independent, suggestion
 from stepformer.optim import OptimConfig, Schedule
 from stepformer.settings import Settings, setting
 
@@ -35,6 +35,11 @@ class DataConfig(Settings):
     also: str | None = setting(
         None, "folders of other prepared corpora, with commas between: every evaluation measures their loss too"
     )
+
+    def problems(self) -> list[str]:
+        if self.corpus != "tales" and (self.dialect is not None or self.count != TALES_COUNT):
+            return [f"dialect and count belong to corpus = 'tales'; this is '{self.corpus}'."]
+        return []
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,16 @@ class TrainConfig(Settings):
     stream_norms: bool = setting(False, "at evaluations also write the root mean square of every stream by layer")
     tensorboard: bool = setting(False, "also write TensorBoard files (extra: tensorboard)")
     wandb: str | None = setting(None, "also log to this Weights & Biases project (extra: wandb)")
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.micro_batch is not None and self.batch % self.micro_batch:
+            problems.append(
+                f"micro_batch = {self.micro_batch} does not divide the {self.batch} sequences of a step (batch)."
+            )
+        if self.stream_norms and self.parallel == "fsdp":
+            problems.append("stream_norms = true needs the whole model on a rank: parallel = 'ddp', not 'fsdp'.")
+        return problems
 
 
 SECTIONS: dict[str, type[Settings]] = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
@@ -114,8 +129,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "optim", self.optim.for_run(**self._shape))
         Schedule(self.optim, self.train.steps)  # refuses schedules that do not fit the length
-        if self.train.stream_norms and self.train.parallel == "fsdp":
-            raise ConfigError(["stream_norms = true needs the whole model on a rank: parallel = 'ddp', not 'fsdp'."])
 
     @property
     def _shape(self) -> dict[str, int]:
@@ -135,12 +148,15 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The inverse of `to_dict`."""
-        sections: dict[str, Any] = {name: kind.from_dict(values[name]) for name, kind in SECTIONS.items()}
+        built, problems = _built(values)
+        try:
+            built["model"] = ModelConfig.from_dict(values["model"])
+        except ConfigError as error:
+            problems += [f"[model] {problem}" for problem in error.problems]
+        if problems:
+            raise ConfigError(problems)
         return cls(
-            model=ModelConfig.from_dict(values["model"]),
-            own_vocabulary=bool(values.get("own_vocabulary", True)),
-            recipe=str(values.get("recipe", "")),
-            **sections,
+            own_vocabulary=bool(values.get("own_vocabulary", True)), recipe=str(values.get("recipe", "")), **built
         )
 
     def for_vocabulary(self, real: int) -> RunConfig:
@@ -205,6 +221,8 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
     from stepformer.recipes import load_recipe, read_recipe, recipe_names
 
     name = str(what)
+    problems: list[str] = []
+    unknown = ""
     if name.endswith(".toml"):
         read = read_recipe(Path(name))
         origin = str(read.about.get("name", ""))
@@ -212,32 +230,39 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
     elif name in recipe_names():
         document, recipe = load_recipe(name).document, name
     else:
+        document, recipe = {"model": {"preset": name, "size": "tiny"}}, ""
         try:
             preset(name)
         except UnknownNameError as error:
-            hint = suggestion(name, recipe_names())
-            raise UnknownNameError(f"{error} No recipe has that name either.{hint}") from None
-        document, recipe = {"model": {"preset": name, "size": "tiny"}}, ""
-    sections = _sections(document, name)
-    for key, value in [*map(parse_override, overrides), *more.items()]:
+            unknown = str(error)
+    sections = _sections(document, name, problems)
+    for key, value in [*parse_overrides(overrides, problems), *more.items()]:
         section, key = _place(key)
         sections[section][key] = value
-    return _assemble(sections, recipe)
+    try:
+        config = _assemble(sections, recipe)
+    except ConfigError as error:
+        problems += [problem for problem in error.problems if problem != f"[model] {unknown}"]
+    if unknown:
+        unknown += f" No recipe has that name either.{suggestion(name, recipe_names())}"
+        raise ConfigError([unknown, *problems]) if problems else UnknownNameError(unknown)
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
-def _sections(document: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    """The four sections of a document; what is no section of ours is an error."""
+def _sections(document: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, dict[str, Any]]:
+    """The four sections of a document; what is no section of ours is a problem."""
     known = ["model", *SECTIONS]
-    problems = [
+    problems += [
         f"'{key}' in {where} stands outside a section: put it under one of [{'], ['.join(known)}]."
         if not isinstance(value, dict)
         else f"Unknown section '[{key}]' in {where}.{suggestion(key, known)} Known: [{'], ['.join(known)}]."
         for key, value in document.items()
         if key not in known or not isinstance(value, dict)
     ]
-    if problems:
-        raise ConfigError(problems)
-    return {key: dict(document.get(key, {})) for key in known}
+    found = {key: document.get(key) for key in known}
+    return {key: dict(values) if isinstance(values, dict) else {} for key, values in found.items()}
 
 
 def _place(word: str) -> tuple[str, str]:
@@ -249,21 +274,37 @@ def _place(word: str) -> tuple[str, str]:
     return (owners[0], word) if owners else ("model", word)
 
 
-def _assemble(sections: Mapping[str, Mapping[str, Any]], recipe: str) -> RunConfig:
-    problems: list[str] = []
+def _built(sections: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """The sections besides the model's, what is wrong with each, and what is wrong between the rest of them."""
     built: dict[str, Any] = {}
+    problems: list[str] = []
+    wrong: set[str] = set()
     for name, kind in SECTIONS.items():
         try:
             built[name] = kind.from_dict(sections[name])
         except ConfigError as error:
             problems += error.problems
-    values = dict(sections["model"])
+            bad = {key for key in sections[name] if independent(error.problems, [key]) != [*error.problems]}
+            built[name] = kind.from_dict({key: value for key, value in sections[name].items() if key not in bad})
+            wrong |= bad
+    return built, problems + independent(schedule_problems(built["optim"], built["train"].steps), wrong)
+
+
+def schedule_problems(optim: OptimConfig, steps: int) -> tuple[str, ...]:
+    """Why a schedule does not fit the length of a run."""
     try:
-        settings = dict(size_settings(str(values.pop("size", "small"))))
-        settings.update(preset(str(values.pop("preset", "vanilla"))).settings)
-        built["model"] = ModelConfig.from_dict(settings).replace(**values)
-    except UnknownNameError as error:
-        problems.append(f"[model] {error}")
+        Schedule(optim, steps)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _assemble(sections: Mapping[str, Mapping[str, Any]], recipe: str) -> RunConfig:
+    built, problems = _built(sections)
+    values = dict(sections["model"])
+    name, size = str(values.pop("preset", "vanilla")), str(values.pop("size", "small"))
+    try:
+        built["model"] = model_config(name, size=size, **values)
     except ConfigError as error:
         known = [key for kind in SECTIONS.values() for key in kind.field_names()]
         problems += [_elsewhere(problem, known) for problem in error.problems]

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder
 from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
-from stepformer.errors import ConfigError, InputError, command_line
+from stepformer.errors import InputError, command_line
 from stepformer.training.config import DataConfig
 from stepformer.training.parallel import World
 
@@ -22,8 +22,6 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     from stepformer.data.sources import open_source
 
     is_tales = config.corpus == "tales"
-    if not is_tales and (config.dialect is not None or config.count != DataConfig().count):
-        raise ConfigError([f"[data] dialect and count belong to corpus = 'tales'; this is '{config.corpus}'."])
     given = Path(config.corpus).expanduser()
     tokenizer = config.tokenizer or ("bpe:1024" if is_tales else "gpt2")
     if (given / MANIFEST).is_file():

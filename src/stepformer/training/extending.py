@@ -73,9 +73,13 @@ def _changed(old: RunConfig, changes: dict[str, Any]) -> RunConfig:
                 f"A run cannot change '{key}' when it goes on: train a new one. It may change "
                 f"{', '.join((*OF_THE_SCHEDULE, *allowed))}."
             )
+    try:
+        new = RunConfig.from_dict(settings)
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return RunConfig.from_dict(settings)
+    return new
 
 
 def _agreed(folder: RunFolder, old: RunConfig, new: RunConfig, at: int | None) -> int:

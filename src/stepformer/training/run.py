@@ -97,10 +97,9 @@ def resume(
     refused = sorted(set(changes) - set(MAY_CHANGE))
     if refused:
         raise ConfigError(
-            [
-                f"A run cannot change '{refused[0]}' when it is resumed: train a new one. It may change "
-                f"{', '.join(MAY_CHANGE)}, and corpus and also, the places of the same ones."
-            ]
+            f"A run cannot change '{key}' when it is resumed: train a new one. It may change "
+            f"{', '.join(MAY_CHANGE)}, and corpus and also, the places of the same ones."
+            for key in refused
         )
     if not record.get("corpus"):
         raise InputError(
