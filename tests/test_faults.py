@@ -87,7 +87,7 @@ def said(capsys: pytest.CaptureFixture[str], words: list[str], status: int = 2) 
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [("optim", "lr", 0.5), ("train", "seed", 9), ("model", "n_head", 4), ("train", "steps", 9), ("data", "count", 5)],
+    [("optim", "lr", 0.5), ("train", "seed", 9), ("model", "n_head", 4), ("train", "steps", 9), ("optim", "clip", 2.0)],
 )
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_resume_compares_its_settings_with_the_checkpoint(
