@@ -48,7 +48,10 @@ class Checkpoints:
         self._pending: Future[None] | None = None
 
     def save(self, name: str, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
-        """Write a checkpoint. On CUDA this returns once the tensors are copied; `wait` says when they are on disk."""
+        """Write a checkpoint, on all ranks at once; what goes wrong on the main one is raised on all.
+
+        On CUDA this returns once the tensors are copied; `wait` says when they are on disk.
+        """
         self.wait()
         temporary, final = self.folder / f"{files.TEMPORARY}{name}", self.folder / name
         sharded = any(is_sharded(t) for tensors in parts.values() for t in tensors.values())
@@ -56,33 +59,44 @@ class Checkpoints:
             self._save_sharded(temporary, parts)
         if self.world.is_main:
             copies = {} if sharded else {part: _on_cpu(tensors) for part, tensors in parts.items()}
-            work = self._writer.submit(self._finish, temporary, final, copies, state)
-            if self.world.device.type == "cuda" and not sharded:
-                self._pending = work
-            else:
-                work.result()
-        if sharded:
-            self.world.barrier()
+            self._pending = self._writer.submit(self._finish, temporary, final, copies, state)
+        if self.world.device.type != "cuda" or sharded:
+            self.wait()
 
     def wait(self) -> None:
-        """Until the last checkpoint is on disk; raises what went wrong with it."""
+        """Until the last checkpoint is on disk, on every rank; raises what went wrong with it on all of them."""
+        self.world.on_main(self.settle)
+
+    def settle(self) -> None:
+        """The same for the main rank alone, where the others do not wait."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
+    def abandon(self) -> None:
+        """Until what is being written is on disk, for a thread that ends this process."""
+        self._writer.shutdown()
+
     def _save_sharded(self, temporary: Path, parts: Mapping[str, Tensors]) -> None:
         import torch.distributed.checkpoint as dcp
 
-        if self.world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
+        def begin() -> None:
             with files.explained(temporary):
+                self._begin(temporary)
                 for part in parts:
-                    (temporary / part).mkdir(parents=True)
-        self.world.barrier()
+                    (temporary / part).mkdir()
+
+        self.world.on_main(begin)
         for part, tensors in parts.items():
             writer = dcp.HuggingFaceStorageWriter(str(temporary / part), save_distributed=True)
             with _explained(temporary):
                 dcp.save(dict(tensors), storage_writer=writer)
+
+    def _begin(self, temporary: Path) -> None:
+        """An empty folder. That of the run must be there: one that was moved is not made again in its old place."""
+        shutil.rmtree(temporary, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)
+        temporary.mkdir()
 
     def _finish(self, temporary: Path, final: Path, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
         try:
@@ -94,8 +108,7 @@ class Checkpoints:
 
     def _write(self, temporary: Path, final: Path, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
         if parts:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            self._begin(temporary)
             for part, tensors in parts.items():
                 save_file(dict(tensors), temporary / f"{part}.safetensors")
         listed = {}
@@ -104,6 +117,7 @@ class Checkpoints:
                 files.sync(file)
             files.make_ordinary(path)
             listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+        temporary.stat()  # the folder of the run may have been moved meanwhile
         files.write_json(temporary / MANIFEST, {"format": FORMAT, "files": listed, "state": dict(state)})
         if final.exists():  # a damaged one that a resumed run has passed again
             self._set_aside(final.name)

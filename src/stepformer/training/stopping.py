@@ -27,19 +27,22 @@ class Stopped(Exception):  # noqa: N818  (it is no error: the run was asked to s
     @property
     def command(self) -> str:
         """What continues the run, on as many ranks as now."""
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
-        start = "stepformer"
-        if ranks > 1:
-            nodes = (
-                f"--nnodes {ranks // local} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if ranks > local else ""
-            )
-            start = f"torchrun {nodes}--nproc-per-node {local} -m stepformer"
-        return f"{start} resume {shlex.quote(str(self.folder))}"
+        return resume_command(self.folder)
 
     @property
     def status(self) -> int:
         return 128 + self.number
+
+
+def resume_command(folder: Path) -> str:
+    """What continues a run, on as many ranks as now."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    start = "stepformer"
+    if ranks > 1:
+        nodes = f"--nnodes {ranks // local} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if ranks > local else ""
+        start = f"torchrun {nodes}--nproc-per-node {local} -m stepformer"
+    return f"{start} resume {shlex.quote(str(folder))}"
 
 
 class Watch:
