@@ -83,7 +83,8 @@ def dying(self, t):
         os.kill(os.getpid(), 9)
 Optimizers.step = dying
 """
-PATIENT = "loop.SLOW_SAVE = 0.1\n"
+SLOWER = SLOW.replace('target.name == "step-0000000" + sys.argv[1]', 'target.name > "step-00000004"')
+SLOWER += "loop.SLOW_SAVE = 0.1"
 PROGRAM = """
 import math, os, sys, time
 import torch
@@ -230,12 +231,8 @@ def test_a_killed_rank_ends_the_other_within_seconds(corpus: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_a_save_that_takes_longer_than_torchrun_waits(corpus: Path, tmp_path: Path) -> None:
     """torchrun is told to end: the checkpoint before stands, and the note says how to give it more time."""
-    whole = train(small_run(corpus, **{**SETTINGS, "steps": 60, "save_every": 2}), tmp_path / "whole", quiet=True)
-    slow = SLOW.replace(
-        '"step-0000000" + sys.argv[1]',
-        "target.name if target.name not in ('step-00000002', 'step-00000004') and target.name[:5] == 'step-' else ''",
-    )
-    pair = Pair(corpus, tmp_path / "run", slow + PATIENT, steps=60, save_every=2)
+    whole = train(small_run(corpus, **{**SETTINGS, "steps": 60}), tmp_path / "whole", quiet=True)
+    pair = Pair(corpus, tmp_path / "run", SLOWER, steps=60)
     after(pair, 4)
     assert pair.agent.terminate() == [-signal.SIGKILL, -signal.SIGKILL]
     first, second = pair.said()

@@ -23,7 +23,6 @@ from stepformer.errors import DivergedError, StepformerError
 from stepformer.training.stopping import Stopped
 
 GRACE = 5.0  # seconds in which a rank may come to its own end: what is wrong with a setting, all of them find
-LOST = 10.0  # seconds that a rank which has lost another one waits for the main rank, which may be the lost one
 EVERY = 0.5  # seconds between looks into the store
 
 
@@ -78,7 +77,8 @@ class Ending:
                 first = reason
                 if not isinstance(error, Stopped | DivergedError):  # which all ranks raise together
                     first = Reason(**json.loads(self.store.compare_set("failed", "", json.dumps(asdict(reason)))))
-                told = self._until(lambda: self._found("ended") is not None, LOST if lost else self.patience)
+                # which may be the one that is lost
+                told = self._until(lambda: self._found("ended") is not None, GRACE if lost else self.patience)
                 told = told or first.rank != self.rank
                 self.store.add("left", 1)
         if isinstance(error, StepformerError):

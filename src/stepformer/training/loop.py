@@ -397,7 +397,11 @@ class Trainer:
         self.display.waiting("saving")
         state = {"step": self.step, "seconds": self.seconds, "best": asdict(self.best) if self.best else None}
         state["config"] = self.config.to_dict()
-        self.checkpoints.save(name, parts, state)
+        try:
+            self.checkpoints.save(name, parts, state)
+        except StepformerError:
+            self._check_folder()  # if it was moved, that is the reason
+            raise
 
     def _fail(self, when: str, what: str, *, diagnose: bool = True, overflow: bool = False) -> NoReturn:
         """Stop with a sentence and good weights: those before the update that would have spoilt them, if they are.

@@ -24,6 +24,9 @@ T = TypeVar("T")
 TIMEOUT = 1800  # seconds that a rank waits for the others, if `collective_timeout` does not say
 _joined: list[Ending] = []  # of the ranks that this process is one of, as long as it is
 _times = 0  # that it has joined others: each time they speak under another name
+# The last group, kept beyond its end: if DDP were the last to hold it, gloo's threads would be waited for with Python's
+# lock held, which such a thread may want to let go of a tensor; then the process never ends.
+_kept: Any = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ def joined_world(choice: str, timeout: int | None = None) -> Iterator[World]:
     # gloo beside nccl: flags and objects travel through CPU memory without a device having to wait
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout or TIMEOUT))
+    global _kept
+    _kept = dist.group.WORLD
     try:
         with _ending_together(device, timeout or TIMEOUT) as world:
             yield world

@@ -33,67 +33,69 @@ def explained(config: RunConfig, world: World, folder: Path) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
-        room = memory_of(world.device)
-        traceback.clear_frames(error.__traceback__)  # the tensors of the failed step: finding the sentence needs room
-        raise StepformerError(sentence(config, world, folder, room)) from None
+        traceback.clear_frames(error.__traceback__)  # what the failed step held is free again
+        raise StepformerError(sentence(config, world, folder)) from None
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether memory ran out: on the CPU torch says so in words only."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """Whether memory ran out; on the CPU, and inside some libraries of CUDA, torch says so in words only."""
+    words = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
-def sentence(config: RunConfig, world: World, folder: Path, room: float) -> str:
+def sentence(config: RunConfig, world: World, folder: Path) -> str:
     micro_batch = micro_batch_of(config, world)
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "this machine"
-    begin = f"Out of memory: {micro_batch} sequences in one pass (micro_batch) do not fit"
+    begin = f"Out of memory: {micro_batch} sequences in one pass (micro_batch)"
     show = f"`stepformer show {shlex.quote(str(folder / 'config.toml'))} --batch N` says what N sequences need"
     try:
-        needed = _needed(config, world, micro_batch)
+        needed, weights = _needed(config, world, micro_batch)
+        room = free_memory(world.device) + weights
         less = [n for n in range(1, micro_batch) if micro_batch % n == 0]
-        fitting = (n for n in reversed(less) if _needed(config, world, n) <= SPARE * min(room, needed))
+        fitting = (n for n in reversed(less) if _needed(config, world, n)[0] <= SPARE * min(room, needed))
         best = next(fitting, None)
     except Exception:  # a rule of one's own need not run on tensors without data
-        return f"{begin}. Try a smaller micro_batch; {show}."
-    begin += f": they need about {needed / GIB:.2f} GiB, and {where} has {room / GIB:.2f} GiB for them"
+        return f"{begin} do not fit: try a smaller micro_batch; {show}."
+    begin += f" need about {needed / GIB:.2f} GiB, and {where} has {room / GIB:.2f} GiB for them"
     if best is None:
         return (
-            f"{begin}, too little for fewer of them, too. Train with activation_checkpointing=true, a shorter context "
+            f"{begin}, too little for fewer of them, too: train with activation_checkpointing=true, a shorter context "
             f"or a smaller model{', or on several ranks with parallel=fsdp' if world.size == 1 else ''}; {show}."
         )
-    about = _needed(config, world, best) / GIB
+    about = _needed(config, world, best)[0] / GIB
     return (
-        f"{begin}. micro_batch={best}, which computes the same, needs about {about:.2f} GiB: "
+        f"{begin}; micro_batch={best} needs about {about:.2f} GiB and changes the result by rounding only: "
         f"`{resume_command(folder)} micro_batch={best}`; {show}."
     )
 
 
-def _needed(config: RunConfig, world: World, micro_batch: int) -> float:
-    """Bytes on each rank, by estimate."""
+def _needed(config: RunConfig, world: World, micro_batch: int) -> tuple[float, float]:
+    """Bytes on each rank, by estimate; and how many of them the weights take with what belongs to them."""
     from stepformer.memory import estimate_memory  # slow to load
 
     precision = precision_of(config, world.device)
     copies = optimizer_copies(Model(config.model, device="meta"), config.optim)
     autocast = torch.bfloat16 if precision == "bf16" else None
     found = estimate_memory(config.model, micro_batch, autocast=autocast, optimizer_copies=copies)
-    shards = world.size if config.train.parallel == "fsdp" else 1
-    constant = found.parameters + found.gradients + found.optimizer
-    return (found.training - constant + constant / shards) * (2 if precision == "fp64" else 1)
+    factor, shards = 2 if precision == "fp64" else 1, world.size if config.train.parallel == "fsdp" else 1
+    weights = found.parameters + found.gradients + found.optimizer
+    return factor * (found.training - weights + weights / shards), factor * weights / shards
 
 
-def memory_of(device: torch.device) -> float:
-    """Bytes that this process has and could still get."""
+def free_memory(device: torch.device) -> float:
+    """Bytes that this process could still get."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+        torch.cuda.empty_cache()
+        return float(torch.cuda.mem_get_info(device)[0])
     page = os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        size, held = (page * int(word) for word in Path("/proc/self/statm").read_text().split()[:2])
+        size = page * int(Path("/proc/self/statm").read_text().split()[0])
     except (OSError, ValueError):
         return float(page * os.sysconf("SC_PHYS_PAGES"))
     free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return float(held + (free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - size))))
+    return float(free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - size)))
 
 
 def optimizer_copies(model: Model, config: OptimConfig) -> float:
