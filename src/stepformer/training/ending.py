@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepformer.errors import DivergedError, StepformerError
-from stepformer.training.stopping import Stopped
+from stepformer.training.stopping import Stopped, when_leaving
 
 GRACE = 5.0  # seconds in which a rank may come to its own end: what is wrong with a setting, all of them find
 EVERY = 0.5  # seconds between looks into the store
@@ -47,7 +47,8 @@ class Reason:
             return cls(rank, str(error), 2, lasting=not isinstance(error, LostRankError))
         if isinstance(error, KeyboardInterrupt):
             return cls(rank, "interrupted", 130)
-        return cls(rank, f"Rank {rank} failed with {type(error).__name__}: {error}", 1)
+        words = (str(error).strip().splitlines() or [""])[0]  # the rank itself shows all of it
+        return cls(rank, f"Rank {rank} failed with {type(error).__name__}: {words}", 1)
 
 
 class Ending:
@@ -66,8 +67,8 @@ class Ending:
     def leave(self, error: BaseException) -> None:
         """This rank ends with an error: tell the others, and wait for the main rank, which goes last."""
         self._leaving.set()
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun signals those who leave a moment later
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, when_leaving(signal.SIGTERM, signal.getsignal(signal.SIGTERM)))
         told, lost = False, isinstance(error, LostRankError)
         with contextlib.suppress(RuntimeError):  # the store is gone with the rank that held it
             reason = Reason.of(error, self.rank)

@@ -93,10 +93,12 @@ def choose_device(choice: str) -> torch.device:
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= count:
-        raise InputError(
+        error = InputError(
             f"This machine has {count} GPU{'s' if count > 1 else ''}, but torchrun started local rank {local}: "
             f"use --nproc_per_node {count} or fewer. A checkpoint resumes on any number of ranks."
         )
+        error.told = local > count  # by the first rank that has no GPU: those before it know of nothing
+        raise error
     return torch.device("cuda", local)
 
 
@@ -108,19 +110,14 @@ def joined_world(choice: str, timeout: int | None = None) -> Iterator[World]:
     """
     # cuBLAS reads this when it starts; without it deterministic runs are refused by torch
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        device = choose_device(choice)
-    except InputError as error:
-        error.told = False  # the others may have a device, and this one cannot reach them yet
-        raise
+    device = choose_device(choice)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
         with _ending_together(device, timeout or TIMEOUT) as world:
             yield world
         return
-    if size == 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield World(0, 1, device)
         return
     # gloo beside nccl: flags and objects travel through CPU memory without a device having to wait
