@@ -38,7 +38,7 @@ Trainer._gradients = poisoned
 SLOW = """
 rename = files.rename
 def slowly(source, target):
-    time.sleep(4 if target.name == "step-0000000" + sys.argv[1] else 0)
+    time.sleep(2.5 if target.name == "step-0000000" + sys.argv[1] else 0)
     rename(source, target)
 files.rename = slowly
 """
@@ -168,7 +168,7 @@ def after(pair: Pair, step: int) -> None:
 def test_no_rank_leaves_before_the_last_save_is_on_disk(
     corpus: Path, tmp_path: Path, fault: str, slow: int, more: list[str], statuses: list[int], sentence: str
 ) -> None:
-    """The save takes 4 s; who is left 1 s after the first has gone is killed (torchrun: 30 s)."""
+    """The save takes 2.5 s; who is left 1 s after the first has gone is killed (torchrun: 30 s)."""
     pair = Pair(corpus, tmp_path / "run", SLOW + fault, slow, *more)
     assert pair.agent.wait() == statuses
     assert pair.steps()[-1] == f"step-{slow:08d}"
