@@ -36,12 +36,20 @@ class Running:
         self._process.start()
 
     @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        return self._process.exitcode
+
+    @property
     def running(self) -> bool:
         return self._process.is_alive()
 
     def send_signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, seconds: float = 300) -> subprocess.CompletedProcess[str]:
         self._process.join(seconds)
@@ -65,7 +73,12 @@ def start(*words: str, cwd: Path | None = None, env: dict[str, str] | None = Non
 
 def python(code: str, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> Any:
     """What `python -c CODE` returns and prints."""
-    return Running(_program, code, cwd, env).wait()
+    return begin(code, cwd=cwd, env=env).wait()
+
+
+def begin(code: str, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> Running:
+    """`python -c CODE`, begun."""
+    return Running(_program, code, cwd, env)
 
 
 def two_ranks(worker: Any, arguments: tuple[Any, ...], folder: Path) -> None:

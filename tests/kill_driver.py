@@ -1,12 +1,14 @@
 """Kills training runs at chosen calls and continues them; started by test_kill.py as a program of its own.
 
 It imports the package once and forks for every run, so that a fault point costs a fraction of a second. A child that is
-told to die wraps one function and sends itself SIGKILL before or after the n-th call.
+told to die wraps one function and sends itself SIGKILL before or after the n-th call. Two ranks are forked under an
+agent that does what torchrun does, and are killed once they have written so many lines of metrics.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -19,10 +21,12 @@ from typing import Any
 import torch
 import torch._dynamo  # the first optimizer of a process loads it, a second or more: once here, not in every child
 
+from agent import Agent
 from runs import small_run
 from stepformer import files
+from stepformer.errors import StepformerError
 from stepformer.optim import Optimizers
-from stepformer.training import RunConfig, checkpoints, resume, train
+from stepformer.training import RunConfig, Stopped, checkpoints, resume, train
 from stepformer.training.loop import Trainer
 from stepformer.training.metrics import Metrics
 from stepformer.training.runs import RunFolder
@@ -113,6 +117,56 @@ def counted(config: RunConfig, folder: Path) -> tuple[dict[str, int], tuple[floa
     return found["counts"], (found["first"], found["end"])
 
 
+class Forked:
+    """One rank; its exit status is that of the command line."""
+
+    def __init__(self, work: Callable[[], None], env: dict[str, str]) -> None:
+        self._status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.environ.update(env)
+            faulthandler.dump_traceback_later(100)  # in case they wait for each other
+            status = 1
+            try:
+                work()
+                status = 0
+            except Stopped as stopped:
+                status = stopped.status
+            except StepformerError:
+                status = 2
+            finally:
+                os._exit(status)
+
+    @property
+    def status(self) -> int | None:
+        if self._status is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if ended else None
+        return self._status
+
+
+def disturbed(config: RunConfig, folder: Path, kind: str, lines: int, delay: float) -> tuple[list[int], bool]:
+    """Two ranks that are killed in one of torchrun's ways; their exit statuses, and whether a stop lost steps."""
+    agent = Agent(lambda rank, env: Forked(lambda: go_on(config, folder), env))
+    path, begun = folder / "metrics.jsonl", time.monotonic()
+    while not path.exists() or len(path.read_text().splitlines()) < lines:
+        if time.monotonic() > begun + 120:
+            raise TimeoutError(f"{folder.name}: no {lines} lines of metrics")
+        if any(rank.status is not None for rank in agent.ranks):
+            break
+        time.sleep(0.002)
+    time.sleep(delay)
+    if kind == "torchrun":
+        statuses = agent.terminate()
+    else:
+        number = signal.SIGKILL if kind.startswith("kill") else signal.SIGTERM
+        agent.signal(number, int(kind[-1]) if kind[-1].isdigit() else None)
+        statuses = agent.wait()
+    stopped = statuses == [128 + signal.SIGTERM] * 2
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1:]
+    return statuses, stopped and [f"step-{metrics(folder)[-1][1]:08d}"] != [path.name for path in newest]
+
+
 def weights(folder: Path) -> str:
     return str(json.loads((folder / "result.json").read_text())["weights_sha256"])
 
@@ -124,11 +178,30 @@ def metrics(folder: Path, whole: bool = True) -> list[Any]:
     return [[line["kind"], line["step"], line.get("loss", line.get("val_loss"))] for line in lines]
 
 
+def pairs(job: dict[str, Any], config: RunConfig, base: Path) -> list[Any]:
+    """Runs of two ranks, each disturbed several times and then finished, against one that was left alone."""
+
+    def finish(folder: Path) -> bool:
+        return Agent(lambda rank, env: Forked(lambda: go_on(config, folder), env)).wait() == [0, 0]
+
+    assert finish(base / "whole")
+    reference, lines, results = weights(base / "whole"), metrics(base / "whole"), []
+    for name, kills in job["pairs"]:
+        folder = base / name
+        found = [[kind, *disturbed(config, folder, kind, *when)] for kind, *when in kills]
+        finished = finish(folder)
+        results.append([name, found, finished and weights(folder) == reference and metrics(folder) == lines])
+    return results
+
+
 def main() -> None:
     torch.set_num_threads(1)
     job = json.loads(sys.argv[1])
     base = Path(job["folder"])
     config = small_run(Path(job["corpus"]), **job["settings"])
+    if "pairs" in job:
+        print(json.dumps({"results": pairs(job, config, base)}))
+        return
     counts, (first, end) = counted(config, base / "whole")
     reference, lines = weights(base / "whole"), metrics(base / "whole")
     results = []

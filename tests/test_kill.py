@@ -24,7 +24,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drive(corpus: Path, folder: Path, points: list[Any], moments: list[Any], **settings: Any) -> dict[str, Any]:
-    job = {"corpus": str(corpus), "folder": str(folder), "settings": settings, "points": points, "random": moments}
+    return driven(corpus, folder, settings, points=points, random=moments)
+
+
+def driven(corpus: Path, folder: Path, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+    job = {"corpus": str(corpus), "folder": str(folder), "settings": settings, **more}
     done = subprocess.run(
         [sys.executable, str(HERE / "kill_driver.py"), json.dumps(job)],
         capture_output=True,
@@ -87,6 +91,35 @@ def test_killed_at_random_moments(corpus: Path, tmp_path: Path) -> None:
     ]  # some are early, by chance or load
     wrong = [name for name, _, finished, same in found["results"] if finished or not same]
     assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "runs"), [("ddp", 8), ("fsdp", 4)])
+def test_two_ranks_killed(corpus: Path, tmp_path: Path, kind: str, runs: int) -> None:
+    """Two kills each of one rank, of all, or of torchrun, at lines of metrics drawn with a fixed seed.
+
+    Whoever is asked to stop has saved what was done; all ranks end with one status, but those that were killed.
+    """
+    generator = random.Random(shifted(len(kind)))
+    ways = ["kill 0", "kill 1", "torchrun", "stop all", "stop 0", "stop 1"]
+    settings = {"steps": 24, "eval_every": 8, "save_every": 5, "parallel": kind}
+    pairs = []
+    for i in range(runs):
+        moments = [(generator.randrange(1, 10), generator.uniform(0, 0.03)) for _ in range(2)]
+        kills = [[ways[(2 * i + j) % len(ways)], 10 * j + lines, delay] for j, (lines, delay) in enumerate(moments)]
+        pairs.append([f"pair-{i}", kills])
+    found = driven(corpus, tmp_path, settings, pairs=pairs)["results"]
+    disturbed = [kill for _, kills, _ in found for kill in kills]
+    print({way: [statuses for what, statuses, _ in disturbed if what == way] for way in ways})
+    assert len(disturbed) == 2 * runs
+    for way, statuses, lost in disturbed:
+        assert not lost, (way, statuses)
+        if way.startswith("kill"):
+            killed = int(way[-1])
+            assert (statuses[killed], statuses[1 - killed]) == (-9, 2)
+        else:
+            assert statuses == [143, 143], way
+    assert [name for name, _, same in found if not same] == []
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,8 @@ def on_two_ranks(jobs: list[dict[str, Any]], folder: Path) -> None:
 
 
 def numbers(folder: Path) -> list[float]:
-    return [line.get("loss", line.get("val_loss")) for line in read_metrics(folder / "metrics.jsonl")]
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["kind"] != "saved"]
+    return [line.get("loss", line.get("val_loss")) for line in lines]
 
 
 def norms(folder: Path) -> list[float]:

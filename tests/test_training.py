@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import json
 import math
+import re
+import shutil
 import signal
 import sys
 import time
@@ -23,13 +25,15 @@ import stepformer as sf
 from runs import make_corpus, small_run, stop_after
 from stepformer import files
 from stepformer.data.corpus import Corpus
+from stepformer.errors import DivergedError
 from stepformer.files import write_json
+from stepformer.memory import estimate_memory
 from stepformer.optim import Optimizers
-from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, resume, run_config, train
+from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, resume, run_config, shortage, train
 from stepformer.training.evaluation import evaluate
 from stepformer.training.loop import Trainer
 from stepformer.training.metrics import read_metrics
-from stepformer.training.parallel import World
+from stepformer.training.parallel import ParallelModel, World
 from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import seconds
 
@@ -233,6 +237,128 @@ def test_nan_stops_before_it_spoils_the_weights(
     # without the poison the run goes on as if nothing had happened
     assert resume(tmp_path / "bad", quiet=True)["weights_sha256"] == whole["weights_sha256"]
     assert not (tmp_path / "bad" / "failed.txt").exists()
+
+
+def test_a_norm_that_overflows_is_called_that(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of 1e25 are finite in fp32, their squares are not: no tensor and no loss is to blame."""
+    original = Trainer._gradients
+
+    def steep(self: Trainer, t: int) -> torch.Tensor:
+        loss = original(self, t)
+        gradient = self.model.blocks[0].attn.qkv.weight.grad
+        assert gradient is not None
+        if t == 4:
+            gradient.fill_(1e25)
+        return loss
+
+    monkeypatch.setattr(Trainer, "_gradients", steep)
+    with pytest.raises(
+        DivergedError, match="in step 5: every gradient is finite, but their norm is too large"
+    ) as found:
+        go(corpus, tmp_path / "run", precision="fp32")
+    assert re.search(
+        r"for fp32 \(loss \d\.\d+, gradient norm inf\)\. The weights from before it are in", str(found.value)
+    )
+
+
+OF_CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+OF_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you")
+
+
+@pytest.mark.parametrize(
+    ("error", "room"),
+    [
+        pytest.param(OF_CPU, 0.03, id="cpu"),
+        pytest.param(OF_CUDA, 0.03, id="cuda", marks=pytest.mark.slow),
+        pytest.param(OF_CPU, 0.001, id="too little", marks=pytest.mark.slow),
+    ],
+)
+def test_out_of_memory_says_what_would_fit(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, room: float
+) -> None:
+    def short(self: ParallelModel, *args: Any) -> torch.Tensor:
+        raise error
+
+    config = small_run(corpus, steps=1, batch=64, micro_batch=64, d_model=64, context=64, precision="fp32")
+    with monkeypatch.context() as patch:
+        patch.setattr(ParallelModel, "loss", short)
+        patch.setattr(shortage, "free_memory", lambda device: room * 2**30)
+        with pytest.raises(sf.StepformerError, match=r"^Out of memory: 64 sequences in one pass") as found:
+            train(config, tmp_path / "run", quiet=True)
+    said = str(found.value)
+    assert f"`stepformer show {tmp_path}/run/config.toml --batch N`" in said
+    assert (tmp_path / "run" / "failed.txt").read_text() == f"{said}\n"
+    if room < 0.01:
+        assert "too little for fewer of them, too: train with activation_checkpointing=true" in said
+        return
+    suggested = re.search(r"resume (\S+) micro_batch=(\d+)`", said)
+    assert suggested is not None
+    fits, less = int(suggested[2]), small_run(corpus, d_model=64, context=64).for_vocabulary(257)
+    needed = [estimate_memory(less.model, n, optimizer_copies=2).training / 2**30 for n in (fits, 2 * fits)]
+    assert needed[0] < room < needed[1] / 0.9  # the largest that fits, a tenth left free
+    assert resume(suggested[1], quiet=True, micro_batch=fits)["steps"] == 1
+
+
+@pytest.mark.slow
+def test_what_is_said_to_fit_does(corpus: Path, tmp_path: Path) -> None:
+    """A process may have 600 MiB more than it has now: a micro-batch of 1024 does not fit, the suggested one does."""
+    words = [f"corpus={corpus}", "n_layer=2", "n_head=2", "d_model=64", "context=64", "steps=1", "eval_tokens=512"]
+    words += ["batch=1024", "micro_batch=1024", "device=cpu", "--out", str(tmp_path / "run"), "--quiet"]
+    code = f"""
+import re, resource, sys
+from pathlib import Path
+import stepformer.memory
+from stepformer.cli.main import main
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 600 * 2**20,) * 2)
+assert main(["train", "yurii", *{words!r}]) == 2
+fits = re.search(r"micro_batch=(\\d+)`", Path({str(tmp_path)!r}, "run", "failed.txt").read_text())[1]
+sys.exit(main(["resume", {str(tmp_path / "run")!r}, "micro_batch=" + fits, "--quiet"]))
+"""
+    done = forked.python(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "stepformer: Out of memory: 1024 sequences in one pass" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "change", ["moved", *(pytest.param(x, marks=pytest.mark.slow) for x in ("deleted", "replaced"))]
+)
+def test_a_folder_that_goes_away_is_not_made_again(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    original, run = Optimizers.step, tmp_path / "run"
+    whole = go(corpus, tmp_path / "whole")
+
+    def moving(self: Optimizers, t: int) -> None:
+        original(self, t)
+        if t == 4 and change == "deleted":
+            shutil.rmtree(run)
+        elif t == 4:
+            run.rename(tmp_path / "elsewhere")
+            if change == "replaced":
+                run.mkdir()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizers, "step", moving)
+        with pytest.raises(sf.StepformerError, match="/run' was moved or deleted while the run trained"):
+            go(corpus, run)
+    assert not run.exists() or list(run.iterdir()) == []
+    if change != "deleted":
+        assert resume(tmp_path / "elsewhere", quiet=True)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_folder_that_goes_away_during_a_save(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checkpoints.save_file
+
+    def moving(tensors: Any, path: Path) -> None:
+        original(tensors, path)
+        if "step-00000006" in str(path):
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+
+    monkeypatch.setattr(checkpoints, "save_file", moving)
+    with pytest.raises(sf.StepformerError, match="/run' was moved or deleted while the run trained"):
+        go(corpus, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_nan_in_coefficients_that_are_not_clipped_is_seen(

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 class StepformerError(Exception):
     """Base of all errors meant for users; the command line prints it without a traceback."""
 
+    told: bool | None = None  # on one of several ranks: whether another one prints it; None: not known
+
 
 class InputError(StepformerError, ValueError):
     """Tokens, prompts or arguments that a built model cannot take."""

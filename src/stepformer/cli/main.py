@@ -123,12 +123,10 @@ def _run(argv: Sequence[str] | None) -> int:
         status: int = args.run(args)
         sys.stdout.flush()
         return status
-    except ConfigError as error:
-        for problem in error.problems:
-            print(f"stepformer: {problem}", file=sys.stderr)
-        return 2
     except StepformerError as error:
-        print(f"stepformer: {error}", file=sys.stderr)
+        for problem in error.problems if isinstance(error, ConfigError) else [error]:
+            if not _told_elsewhere(error):
+                print(f"stepformer: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stepformer: interrupted", file=sys.stderr)
@@ -136,6 +134,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:  # `stepformer list | head`: the reader has gone; keep the interpreter's last flush quiet
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _told_elsewhere(error: StepformerError) -> bool:
+    """Whether another rank prints this error; before the ranks have met, the first one of a machine does."""
+    return int(os.environ.get("LOCAL_RANK", "0")) > 0 if error.told is None else error.told
 
 
 def _note(

@@ -19,9 +19,7 @@ from stepformer.cli.show import console
 from stepformer.errors import InputError, command_line
 from stepformer.memory import estimate_memory
 from stepformer.model import Model
-from stepformer.optim import OptimConfig
 from stepformer.recipes import load_recipe, recipe_names
-from stepformer.roles import Role, named_roles
 from stepformer.settings import type_hints
 from stepformer.tables import of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
@@ -30,6 +28,7 @@ from stepformer.training.corpora import open_corpus
 from stepformer.training.forecast import forecast
 from stepformer.training.loop import micro_batch_of, precision_of
 from stepformer.training.parallel import World, choose_device
+from stepformer.training.shortage import optimizer_copies
 from stepformer.training.stopping import seconds
 
 
@@ -268,15 +267,6 @@ def dry_run(config: RunConfig) -> int:
     for note in notes:
         print(f"note: {note}")
     return 0
-
-
-def optimizer_copies(model: Model, config: OptimConfig) -> float:
-    """Numbers the optimizer keeps per parameter, on average: one of momentum, two moments of AdamW, SAM's way back."""
-    kept = 0
-    for _, p, role in named_roles(model):
-        steepest = config.name == "scion" or (role is Role.MATRIX and config.name != "adamw")
-        kept += p.numel() * (1 if steepest else 2)
-    return kept / model.num_parameters() + (config.sam != "off")
 
 
 def run_recipes(args: argparse.Namespace) -> int:

@@ -57,7 +57,10 @@ class Checkpoints:
         self._pending: Future[None] | None = None
 
     def save(self, name: str, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
-        """Write a checkpoint. On CUDA this returns once the tensors are copied; `wait` says when they are on disk."""
+        """Write a checkpoint, on all ranks at once; what goes wrong on the main one is raised on all.
+
+        On CUDA this returns once the tensors are copied; `wait` says when they are on disk.
+        """
         self.wait()
         temporary, final = self.folder / f"{files.TEMPORARY}{name}", self.folder / name
         sharded = any(is_sharded(t) for tensors in parts.values() for t in tensors.values())
@@ -65,33 +68,44 @@ class Checkpoints:
             self._save_sharded(temporary, parts)
         if self.world.is_main:
             copies = {} if sharded else {part: _on_cpu(tensors) for part, tensors in parts.items()}
-            work = self._writer.submit(self._finish, temporary, final, copies, state)
-            if self.world.device.type == "cuda" and not sharded:
-                self._pending = work
-            else:
-                work.result()
-        if sharded:
-            self.world.barrier()
+            self._pending = self._writer.submit(self._finish, temporary, final, copies, state)
+        if self.world.device.type != "cuda" or sharded:
+            self.wait()
 
     def wait(self) -> None:
-        """Until the last checkpoint is on disk; raises what went wrong with it."""
+        """Until the last checkpoint is on disk, on every rank; raises what went wrong with it on all of them."""
+        self.world.on_main(self.settle)
+
+    def settle(self) -> None:
+        """The same for the main rank alone, where the others do not wait."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
+    def abandon(self) -> None:
+        """Until what is being written is on disk, for a thread that ends this process."""
+        self._writer.shutdown()
+
     def _save_sharded(self, temporary: Path, parts: Mapping[str, Tensors]) -> None:
         import torch.distributed.checkpoint as dcp
 
-        if self.world.is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
+        def begin() -> None:
             with files.explained(temporary):
+                self._begin(temporary)
                 for part in parts:
-                    (temporary / part).mkdir(parents=True)
-        self.world.barrier()
+                    (temporary / part).mkdir()
+
+        self.world.on_main(begin)
         for part, tensors in parts.items():
             writer = dcp.HuggingFaceStorageWriter(str(temporary / part), save_distributed=True)
             with _explained(temporary):
                 dcp.save(dict(tensors), storage_writer=writer)
+
+    def _begin(self, temporary: Path) -> None:
+        """An empty folder. That of the run must be there: one that was moved is not made again in its old place."""
+        shutil.rmtree(temporary, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)
+        temporary.mkdir()
 
     def _finish(self, temporary: Path, final: Path, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
         try:
@@ -103,8 +117,7 @@ class Checkpoints:
 
     def _write(self, temporary: Path, final: Path, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
         if parts:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            self._begin(temporary)
             for part, tensors in parts.items():
                 save_file(dict(tensors), temporary / f"{part}.safetensors")
         listed = {}
@@ -113,6 +126,7 @@ class Checkpoints:
                 files.sync(file)
             files.make_ordinary(path)
             listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+        temporary.stat()  # the folder of the run may have been moved meanwhile
         manifest = {"format": documents.CHECKPOINT.format, "files": listed, "state": dict(state)}
         files.write_json(temporary / MANIFEST, manifest)
         if final.exists():  # a damaged one that a resumed run has passed again
@@ -258,7 +272,10 @@ def check_fits(folder: Path, config: ModelConfig) -> None:
     for path in [single] if single.is_file() else sorted((folder / "model").glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                stored |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                for name in file.keys():  # noqa: SIM118  # it is not a dictionary
+                    shape = tuple(file.get_slice(name).get_shape())
+                    rows = stored[name][0] if name in stored else 0  # ranks share a tensor by its rows
+                    stored[name] = (rows + shape[0], *shape[1:]) if rows else shape
         except (SafetensorError, OSError) as error:
             raise InputError(f"The checkpoint '{folder}' is damaged: '{path.name}' cannot be read ({error}).") from None
     check_shapes(stored, config, f"The checkpoint '{folder}'")

@@ -73,6 +73,9 @@ class TrainConfig(Settings):
     compile: bool = setting(False, "torch.compile the training step")
     graph: bool = setting(True, "on one GPU: replay the training step as a CUDA graph")
     parallel: Literal["ddp", "fsdp"] = setting("ddp", "on several ranks: replicate the model, or shard it")
+    collective_timeout: int | None = setting(
+        None, "on several ranks: seconds that one waits for the others, longer than any save (unset: 1800)", least=1
+    )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "CUDA when it is there")
     max_loss: float | None = setting(None, "a training loss above it stops the run (unset: ln V + 4)", above=0)
     stream_norms: bool = setting(False, "at evaluations also write the root mean square of every stream by layer")
@@ -111,7 +114,7 @@ OLDEST: dict[str, Sequence[str]] = {
 }
 NOT_HASHED = (
     *("micro_batch", "device", "log_every", "save_every", "keep", "stream_norms", "tensorboard", "wandb"),
-    *("parallel", "graph"),
+    *("parallel", "graph", "collective_timeout"),
 )
 
 

@@ -50,7 +50,7 @@ def extend(
         raise InputError(f"'{target.path}' already holds another run: choose another --out.")
     step = _agreed(folder, old, new, at)
     parent = {"run": str(folder.path.resolve()), "id": record.get("id", ""), "config_hash": old.hash, "step": step}
-    with joined_world(new.train.device) as world:
+    with joined_world(new.train.device, new.train.collective_timeout) as world:
         if world.is_main:
             _begin(folder, target, record, new, parent, label or target.path.name)
         world.barrier()

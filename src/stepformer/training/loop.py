@@ -7,7 +7,11 @@ from it, and no random numbers are drawn. That is why a resumed run ends with th
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
 import time
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,7 +26,7 @@ from stepformer import kernels
 from stepformer.catalogue import preset_of
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus, TokenSplit
-from stepformer.errors import ConfigError, DivergedError, InputError
+from stepformer.errors import ConfigError, DivergedError, InputError, StepformerError, StepformerWarning
 from stepformer.files import remove_unfinished, write_json
 from stepformer.model import Model
 from stepformer.optim import Optimizers, scion_init
@@ -38,6 +42,7 @@ from stepformer.training.runs import RunFolder
 from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import Stopped, Watch
 
+SLOW_SAVE = 5.0  # seconds after which somebody who waits for a stop is told about torchrun's patience
 NORM_WINDOWS = 8  # of the validation split, that norms of streams are taken on
 
 
@@ -96,6 +101,7 @@ class Trainer:
         self.run_id = ""
         self.step = 0  # completed steps
         self.seconds = 0.0  # spent in them
+        self._home: tuple[int, int] | None = None  # what the folder is, beside its name
         self.best: Best | None = None
         self.last: Evaluation | None = None
         self.last_also: dict[str, Evaluation] = {}
@@ -135,6 +141,7 @@ class Trainer:
         self.run_id = str(self.folder.read().get("id", "")) if self.world.is_main else ""
         loggers = Loggers(self.config, self.folder.path, self.run_id) if self.world.is_main else None
         self.checkpoints.on_disk = self._note_saved
+        self._home = _identity(self.folder.path)
         self.display.begin(train.steps, self.step)
         separator, eot = self.config.model.document_separator, self.corpus.manifest["tokenizer"].get("eot")
         if separator is not None and eot is not None and separator != eot:
@@ -149,22 +156,59 @@ class Trainer:
                 self._train_step(metrics, loggers)
                 if self.step % self.eval_every == 0 or self.step == train.steps:
                     self._evaluate(metrics, loggers)
+                self._check_folder()
                 asked = self.world.largest(watch.asked()) if self.step < train.steps else 0
-                if self.step % save_every == 0 or self.step in (train.steps, self.branches) or asked:
-                    self.save()
                 if asked:
-                    raise Stopped(asked, self.step, self.folder.path)
+                    self._stop(asked)
+                if self.step % save_every == 0 or self.step in (train.steps, self.branches):
+                    self.save()
             if self.last is None:
                 self.display.note(f"{self.display.title}  was finished already; it is evaluated once more")
                 self._evaluate(None, None)
+            self.checkpoints.wait()
             return self._result()
         finally:
             self.display.close()
             self._loader.shutdown(wait=False, cancel_futures=True)
-            self.checkpoints.wait()
+            self.checkpoints.settle()
             if metrics is not None and loggers is not None:
                 metrics.close()
                 loggers.close()
+
+    def _stop(self, asked: int) -> NoReturn:
+        """Save and stop; no rank leaves before the save is on disk, for torchrun then kills the others."""
+        late = threading.Timer(SLOW_SAVE, self._warn_of_torchrun)
+        if self.world.is_main and "TORCHELASTIC_RUN_ID" in os.environ and asked != signal.SIGALRM:
+            late.start()
+        try:
+            self.save()
+            self.checkpoints.wait()
+        finally:
+            late.cancel()
+        raise Stopped(asked, self.step, self.folder.path)
+
+    def _warn_of_torchrun(self) -> None:
+        patience = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+        warnings.warn(
+            f"Saving step {self.step} takes long. If torchrun was told to end, it kills its ranks {patience} s later, "
+            "and the run goes on from the checkpoint before: `torchrun --shutdown-timeout SECONDS` (torch 2.12 or "
+            "later) gives them more time, and so does a signal to a rank instead of to torchrun.",
+            StepformerWarning,
+            stacklevel=1,
+        )
+
+    def _check_folder(self) -> None:
+        """Notice a folder that was moved or deleted: nothing must be written where it was."""
+        if self.world.is_main and not self.in_place:
+            raise StepformerError(
+                f"The run folder '{self.folder.path}' was moved or deleted while the run trained, so nothing more can "
+                "be saved: `stepformer resume` continues it from its last checkpoint where it is now."
+            )
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the run's folder is still the one that training began in."""
+        return self._home is None or self._home == _identity(self.folder.path)
 
     def _train_step(self, metrics: Metrics | None, loggers: Loggers | None) -> None:
         begin = time.perf_counter()
@@ -201,7 +245,8 @@ class Trainer:
         loss_now, norm_now, all_now = torch.stack([loss.double(), norm.double(), everything.double()]).tolist()
         limit = max_loss_of(self.config)
         if not (math.isfinite(loss_now) and math.isfinite(all_now)):
-            self._fail(f"in step {self.step + 1}", f"(loss {loss_now:g}, gradient norm {all_now:g})")
+            numbers = f"(loss {loss_now:g}, gradient norm {all_now:g})"
+            self._fail(f"in step {self.step + 1}", numbers, overflow=math.isfinite(loss_now))
         if loss_now > limit:
             what = f"the loss is {loss_now:.2f}, above max_loss = {limit:.2f}: the run has diverged"
             self._fail(f"in step {self.step + 1}", what, diagnose=False)
@@ -363,34 +408,45 @@ class Trainer:
         state |= {"config": self.config.to_dict(), **({"run": self.run_id} if self.run_id else {})}
         if self.metrics is not None:
             self.metrics.sync()
-        self.checkpoints.save(name, parts, state)
+        try:
+            self.checkpoints.save(name, parts, state)
+        except StepformerError:
+            self._check_folder()  # if it was moved, that is the reason
+            raise
 
     def _note_saved(self, name: str) -> None:
         kind, _, step = name.partition("-")
         if self.metrics is not None and kind == "step":
             self.metrics.saved(int(step))
 
-    def _fail(self, when: str, what: str, *, diagnose: bool = True) -> NoReturn:
-        """Stop with a sentence and good weights: those before the update that would have spoilt them, if they are."""
+    def _fail(self, when: str, what: str, *, diagnose: bool = True, overflow: bool = False) -> NoReturn:
+        """Stop with a sentence and good weights: those before the update that would have spoilt them, if they are.
+
+        overflow: if no tensor is bad, the norm of the gradients is too large a number.
+        """
         culprit, good = self._first_bad() if diagnose else ("", True)
         name = stored.step_name(self.step)
-        if good and name not in self.checkpoints.names("step"):
+        self.checkpoints.wait()
+        whole = self.world.on_main(lambda: self.checkpoints.names("step"))
+        if good and name not in whole:
             self.save()
             self.checkpoints.wait()
-        whole = self.checkpoints.names("step")
         if good:
             where = f"The weights from before it are in '{self.folder.checkpoints / name}'"
         elif whole:
             where = f"The last whole checkpoint is '{self.folder.checkpoints / whole[-1]}'"
         else:
             where = "There was no checkpoint yet"
-        why = f"{culprit} is not finite {what}" if diagnose else what
+        why = f"{culprit or 'the loss'} is not finite {what}" if diagnose else what
+        if overflow and not culprit:
+            dtype = "fp64" if self.precision == "fp64" else "fp32"
+            why = f"every gradient is finite, but their norm is too large a number for {dtype} {what}"
         raise DivergedError(
             f"Training stopped {when}: {why}. {where}; try a lower rate, a longer warm-up or more frequent checkpoints."
         )
 
     def _first_bad(self) -> tuple[str, bool]:
-        """The first tensor, in the order of the computation, that is not finite; and whether the weights are.
+        """The first tensor, in the order of the computation, that is not finite, if any; and whether the weights are.
 
         Ranks look at their own shards and micro-batches and agree on the earliest find after each stage, so that none
         of them waits for another that has gone on.
@@ -413,7 +469,7 @@ class Trainer:
         gradients = [p.grad for p in self.model.parameters()]
         bad = [i for i, g in enumerate(gradients) if g is not None and not bool(_local(g).isfinite().all())]
         first = self._earliest(bad)
-        return ("the loss" if first is None else f"the gradient of '{names[first]}'"), True
+        return ("" if first is None else f"the gradient of '{names[first]}'"), True
 
     def _earliest(self, found: list[int]) -> int | None:
         """The smallest index any rank has found."""
@@ -451,8 +507,8 @@ class Trainer:
             "status": "finished",
         }
         if self.metrics is not None:
-            self.checkpoints.wait()  # its line is the last one
             record["metrics"] = f"{self.metrics.check:08x}"
+        self._check_folder()
         if self.world.is_main:
             write_json(self.folder.result, record)
         return {**record, "folder": str(self.folder.path)}
@@ -535,6 +591,15 @@ def first_bad_output(model: nn.Module, inputs: Tensor, targets: Tensor, autocast
         for hook in hooks:
             hook.remove()
     return found[0] if found else None
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """What a folder is, whatever it is called; None if there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _local(tensor: Tensor) -> Tensor:

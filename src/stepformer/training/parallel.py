@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -17,8 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from stepformer import kernels
 from stepformer.errors import InputError, StepformerError
 from stepformer.model import Model
+from stepformer.training.ending import Ending, LostRankError
 
 T = TypeVar("T")
+TIMEOUT = 1800  # seconds that a rank waits for the others, if `collective_timeout` does not say
+_joined: list[Ending] = []  # of the ranks that this process is one of, as long as it is
+_times = 0  # that it has joined others: each time they speak under another name
+# The last group, kept beyond its end: if DDP were the last to hold it, gloo's threads would be waited for with Python's
+# lock held, which such a thread may want to let go of a tensor; then the process never ends.
+_kept: Any = None
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    ending: Ending | None = field(default=None, compare=False)  # how several ranks end together
 
     @property
     def is_main(self) -> bool:
@@ -84,33 +93,83 @@ def choose_device(choice: str) -> torch.device:
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= count:
-        raise InputError(
+        error = InputError(
             f"This machine has {count} GPU{'s' if count > 1 else ''}, but torchrun started local rank {local}: "
             f"use --nproc_per_node {count} or fewer. A checkpoint resumes on any number of ranks."
         )
+        error.told = local > count  # by the first rank that has no GPU: those before it know of nothing
+        raise error
     return torch.device("cuda", local)
 
 
 @contextlib.contextmanager
-def joined_world(choice: str) -> Iterator[World]:
-    """This process's place among the ranks that torchrun started, or alone."""
+def joined_world(choice: str, timeout: int | None = None) -> Iterator[World]:
+    """This process's place among the ranks that torchrun started, or alone.
+
+    An error that ends one of several ranks ends all of them, by force where one does not hear of it otherwise.
+    """
     # cuBLAS reads this when it starts; without it deterministic runs are refused by torch
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = choose_device(choice)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or dist.is_initialized():
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        yield World(rank, dist.get_world_size() if dist.is_initialized() else 1, device)
+    if dist.is_initialized():
+        with _ending_together(device, timeout or TIMEOUT) as world:
+            yield world
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield World(0, 1, device)
         return
     # gloo beside nccl: flags and objects travel through CPU memory without a device having to wait
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout or TIMEOUT))
+    global _kept
+    _kept = dist.group.WORLD
     try:
-        yield World(dist.get_rank(), size, device)
+        with _ending_together(device, timeout or TIMEOUT) as world:
+            yield world
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _ending_together(device: torch.device, timeout: int) -> Iterator[World]:
+    global _times
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if _joined or size == 1:  # a run that another one is extended to is in its world already
+        yield World(rank, size, device, _joined[-1] if _joined else None)
+        return
+    _times += 1
+    store = dist.PrefixStore(f"stepformer/{_times}", dist.distributed_c10d._get_default_store())
+    ending = Ending(rank, size, store, timeout)
+    _joined.append(ending)
+    try:
+        yield World(rank, size, device, ending)
+    except BaseException as error:
+        found = lost_rank(error, timeout)
+        ending.leave(found or error)
+        if found is not None:
+            raise found from None
+        raise
+    finally:
+        ending.close()
+        _joined.pop()
+
+
+def lost_rank(error: BaseException, timeout: int) -> LostRankError | None:
+    """A sentence for the error of a collective that another rank did not take part in; None for other errors."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not re.search("gloo|nccl|TCPStore", text, re.IGNORECASE):
+        return None
+    if re.search("timed? ?out", text, re.IGNORECASE):
+        return LostRankError(
+            f"Another rank did not answer for {timeout} s: it hangs or is much slower than this one; if it only needs "
+            "more time, say collective_timeout=SECONDS."
+        )
+    return LostRankError(
+        "Another rank was lost (killed, or its machine is gone), so this one ends too; the last checkpoint stands, and "
+        "`resume` continues from it."
+    )
 
 
 def prepare_compiler(model: Model, device: torch.device) -> None:

@@ -20,10 +20,12 @@ from stepformer.files import write_text
 from stepformer.model import Model
 from stepformer.plugins import lasting
 from stepformer.training import checkpoints as stored
+from stepformer.training import shortage
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
 from stepformer.training.display import Display
+from stepformer.training.ending import Reason
 from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
 from stepformer.training.loop import Trainer, precision_of, streams_of
 from stepformer.training.metrics import read_lines
@@ -48,7 +50,7 @@ def train(
     Under torchrun every rank calls it. Raises `Stopped` when a signal or the time limit ends it early, after saving;
     `watch` is one that several runs share.
     """
-    with joined_world(config.train.device) as world:
+    with joined_world(config.train.device, config.train.collective_timeout) as world:
         corpus = open_corpus(config.data, world, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)
         also = open_also(config.data.also, corpus)
@@ -58,7 +60,9 @@ def train(
         with _held(folder, world):
             if world.from_main(folder.exists):
                 raise InputError(_taken(folder, config))
-            trainer = Trainer(config, corpus, folder, world, _display(config, label, world, quiet), label, also)
+            display = _display(config, label, world, quiet)
+            with shortage.explained(config, world, folder.path):
+                trainer = Trainer(config, corpus, folder, world, display, label, also)
             if start is not None:
                 trainer.begin_with(start.checkpoint)
             if world.is_main:
@@ -112,13 +116,15 @@ def resume(
     asked, told = config.hash, config
     kept = {"precision": record.get("precision", config.train.precision)}
     config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})
-    with joined_world(config.train.device) as world, _held(folder, world):
+    with joined_world(config.train.device, config.train.collective_timeout) as world, _held(folder, world):
         own = folder.kept(world, record, told)
         own.check(config.model)
         opened = _same_corpus(record["corpus"], folder, config, world, corpus)
         others = _same_also(record.get("also", {}), folder, opened, also)
         label = str(record.get("label", ""))
-        trainer = Trainer(config, opened, folder, world, _display(config, label, world, quiet), label, others)
+        display = _display(config, label, world, quiet)
+        with shortage.explained(config, world, folder.path):
+            trainer = Trainer(config, opened, folder, world, display, label, others)
         trainer.config_hash, trainer.checkpoints.owner = asked, own.owner
         if trainer.load_latest():
             trainer.display.note(f"{trainer.display.title}  continues after step {trainer.step}")
@@ -148,20 +154,36 @@ def check_saved(folder: RunFolder, restart: bool) -> None:
 
 def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
     """Train; a run that cannot go on leaves a note, so that a script does not start it again and again."""
-    failure = trainer.folder.failure
-    if trainer.world.is_main:
-        failure.unlink(missing_ok=True)
+    world, folder = trainer.world, trainer.folder
+    if world.is_main:
+        folder.failure.unlink(missing_ok=True)
+    if world.ending is not None:
+        world.ending.before = lambda reason: _end_for_another(trainer, reason)
     try:
-        with watch:
+        with watch, shortage.explained(trainer.config, world, folder.path):
             result = trainer.fit(watch)
-        trainer.world.barrier()  # what comes next on another rank may read this run
+            world.barrier()  # what comes next on another rank may read this run
         return result
     except StepformerError as error:
-        kind = DIVERGED if isinstance(error, DivergedError) else ""
-        if trainer.world.is_main:
-            with contextlib.suppress(StepformerError):  # a full disk, say: the error itself matters more
-                write_text(failure, f"{kind}{error}\n")
+        _note_failure(trainer, f"{DIVERGED if isinstance(error, DivergedError) else ''}{error}")
         raise
+    finally:
+        if world.ending is not None:
+            world.ending.before = None
+
+
+def _end_for_another(trainer: Trainer, reason: Reason) -> None:
+    """What the main rank does before it ends because of another one, while its own thread waits for that one."""
+    trainer.display.close()
+    trainer.checkpoints.abandon()
+    if reason.lasting:
+        _note_failure(trainer, reason.sentence)
+
+
+def _note_failure(trainer: Trainer, text: str) -> None:
+    if trainer.world.is_main and trainer.in_place:
+        with contextlib.suppress(StepformerError):  # a full disk, say: the error itself matters more
+            write_text(trainer.folder.failure, f"{text}\n")
 
 
 def _display(config: RunConfig, label: str, world: World, quiet: bool) -> Display:

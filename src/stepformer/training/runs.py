@@ -194,7 +194,10 @@ _OWN = {
 }
 
 
-MAY_CHANGE = ("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile")  # at a resume
+MAY_CHANGE = (  # at a resume
+    *("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile"),
+    "collective_timeout",
+)
 
 
 def new_id() -> str:

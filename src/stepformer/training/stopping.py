@@ -27,19 +27,22 @@ class Stopped(Exception):  # noqa: N818  (it is no error: the run was asked to s
     @property
     def command(self) -> str:
         """What continues the run, on as many ranks as now."""
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
-        start = "stepformer"
-        if ranks > 1:
-            nodes = (
-                f"--nnodes {ranks // local} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if ranks > local else ""
-            )
-            start = f"torchrun {nodes}--nproc-per-node {local} -m stepformer"
-        return f"{start} resume {shlex.quote(str(self.folder))}"
+        return resume_command(self.folder)
 
     @property
     def status(self) -> int:
         return 128 + self.number
+
+
+def resume_command(folder: Path) -> str:
+    """What continues a run, on as many ranks as now."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    start = "stepformer"
+    if ranks > 1:
+        nodes = f"--nnodes {ranks // local} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if ranks > local else ""
+        start = f"torchrun {nodes}--nproc-per-node {local} -m stepformer"
+    return f"{start} resume {shlex.quote(str(folder))}"
 
 
 class Watch:
@@ -67,7 +70,7 @@ class Watch:
         self._depth -= 1
         if self._depth == 0:
             for number, handler in self._before.items():
-                signal.signal(number, handler)
+                signal.signal(number, handler if kind is None else when_leaving(number, handler))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.number == signal.SIGINT == number:
@@ -79,6 +82,15 @@ class Watch:
         if not self.number and self.deadline is not None and time.monotonic() >= self.deadline:
             return int(signal.SIGALRM)
         return int(self.number)
+
+
+def when_leaving(number: int, handler: Any) -> Any:
+    """What one of several ranks does on a signal while it ends with an error, instead of `handler`.
+
+    torchrun sends SIGTERM to the ranks that leave a moment after the first one; they are not to die of it.
+    """
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return signal.SIG_IGN if several and (number, handler) == (signal.SIGTERM, signal.SIG_DFL) else handler
 
 
 def seconds(text: str) -> float:
