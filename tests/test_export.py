@@ -238,7 +238,7 @@ def test_python_in_the_docs_runs(
 ) -> None:
     page = (Path(__file__).resolve().parents[1] / "docs" / "share.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     (tmp_path / "yurii-tales").symlink_to(exported)
     monkeypatch.chdir(tmp_path)
     for block in blocks:

@@ -217,7 +217,7 @@ def _problems(config: ModelConfig) -> list[str]:
         return problems
     if not (wrong or option_problems):
         for kind, registry in _COMPONENTS.items():
-            problems += registry[getattr(config, kind)].component.refusals(config)
+            problems += registry[getattr(config, kind)].component.reasons(config)
         return problems + _extra_problems(config)
     wrong |= option_problems.keys()
     right = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in wrong}

@@ -33,6 +33,15 @@ class Component:
         found = cls.refusal(config)
         return [found] if found else []
 
+    @classmethod
+    def reasons(cls, config: ModelConfig) -> list[str]:
+        """`refusals`, or what a class's own `refusal` says instead of all that it inherits."""
+        own = next(part for part in cls.__mro__ if not {"refusal", "refusals"}.isdisjoint(vars(part)))
+        if "refusals" in vars(own):
+            return cls.refusals(config)
+        found = cls.refusal(config)
+        return [found] if found else []
+
 
 T = TypeVar("T", bound=Component)
 

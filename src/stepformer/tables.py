@@ -253,7 +253,7 @@ def markdown_text(words: object) -> str:
     special += "~" if "~~" in words else ""
     words = "".join(f"\\{character}" if character in special else character for character in words)
     words = re.sub(r"&(?=#?\w+;)", r"\\&", words)
-    words = re.sub(r"^(?=[#>]|[-+](?:[ -]|$))", r"\\", words)
+    words = re.sub(r"^(?=#|>(?!=)|[-+](?:[ -]|$))", r"\\", words)
     return re.sub(r"^([0-9]+)(?=[.)](?: |$))", r"\1\\", words)
 
 

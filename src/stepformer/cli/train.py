@@ -199,8 +199,8 @@ def print_result(result: dict[str, Any]) -> None:
     )
     table.add_row("weights", f"sha256 {result['weights_sha256'][:16]}")
     table.add_row("folder", escape(result["folder"]))
-    table.add_row("try", escape(command_line("generate", result["folder"], "Once upon a time")))
     console().print(table)
+    print(f"{'try':<17}{command_line('generate', result['folder'], 'Once upon a time')}")  # on one line, to be copied
 
 
 def duration(took: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stepformer import documents, files
-from stepformer.errors import InputError, StepformerWarning
+from stepformer.errors import InputError
 
 PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and of DistributedDataParallel
 
@@ -83,11 +82,6 @@ RECORD = "stepformer.json"
 def _vouched(path: Path) -> dict[str, Any]:
     """What an export says about itself, once the files that it vouches for are what they were."""
     if not (path / RECORD).exists():
-        warnings.warn(
-            f"'{path}' has no {RECORD}: nothing tells whether its files are what was written.",
-            StepformerWarning,
-            stacklevel=2,
-        )
         return {}
     facts = documents.read(path / RECORD, documents.EXPORT)
     for name, content in facts.get("files", {}).items():

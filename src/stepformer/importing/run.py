@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 
 from stepformer import files
-from stepformer.errors import InputError
+from stepformer.errors import InputError, StepformerWarning
 from stepformer.importing.gpt2 import huggingface, is_nanogpt, nanogpt
 from stepformer.importing.layouts import Layout, carry
 from stepformer.importing.momentum_streams import is_momentum_streams, momentum_streams
 from stepformer.importing.own import exported
-from stepformer.importing.reading import Found, open_source
+from stepformer.importing.reading import RECORD, Found, open_source
 from stepformer.importing.vocabulary import choose_tokenizer
 from stepformer.training.checkpoints import Checkpoints, step_name
 from stepformer.training.config import RunConfig, TrainConfig
@@ -66,6 +67,12 @@ def import_checkpoint(
     if heads not in (None, layout.config.n_head):
         raise InputError(f"'{source}' says that it has {layout.config.n_head} heads: leave out heads = {heads}.")
     weights = carry(layout, found.tensors, str(source))
+    if found.path.is_dir() and not found.facts:
+        warnings.warn(
+            f"'{found.path}' has no {RECORD}: nothing tells whether its files are what was written.",
+            StepformerWarning,
+            stacklevel=2,
+        )
     refuse_nan(weights, f"'{source}'")
     reader = choose_tokenizer(tokenizer, found.path, layout.config.vocab_size, found.facts)
     real = reader.vocab_size if reader.vocab_size < layout.config.vocab_size else None
