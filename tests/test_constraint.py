@@ -131,7 +131,7 @@ def solved(name: str, dtype: torch.dtype, prior: bool, lengths: Sequence[int] = 
 # Accuracy.
 
 
-@pytest.mark.parametrize("prior", [False, True])
+@pytest.mark.parametrize("prior", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_accuracy_of_eight_evaluations(prior: bool) -> None:
     everything, total = [], 0
     for name in FAMILIES:
@@ -155,7 +155,7 @@ def test_accuracy_of_eight_evaluations(prior: bool) -> None:
 
 
 @pytest.mark.parametrize("longest", [32, pytest.param(1024, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("prior", [False, True])
+@pytest.mark.parametrize("prior", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_fp64_path_is_solved_to_rounding(prior: bool, longest: int) -> None:
     for name in FAMILIES:
         rows = solved(name, torch.float64, prior, [t for t in LENGTHS if t <= longest])

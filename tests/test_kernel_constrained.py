@@ -243,7 +243,7 @@ def test_a_nan_target_shows() -> None:
     assert weights.isnan().all()
 
 
-@pytest.mark.parametrize("name", ["entropy-token", "entropy-floor"])
+@pytest.mark.parametrize("name", ["entropy-token", pytest.param("entropy-floor", marks=pytest.mark.slow)])
 def test_models_use_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and the gradients of all parameters, learned targets included, as without kernels."""
     torch.use_deterministic_algorithms(False)  # the embedding's backward

@@ -114,7 +114,7 @@ def compare(arguments: list[Tensor], bound: float, *, packed: bool, detach: bool
     [
         (1, 1, 32, 0.1, {}),
         (1, 2, 32, 0.1, {"last": True}),
-        (2, 21, 32, 0.1, {"last": True}),
+        pytest.param(2, 21, 32, 0.1, {"last": True}, marks=pytest.mark.slow),
         pytest.param(1, 32, 64, 0.1, {}, marks=pytest.mark.slow),
         pytest.param(1, 17, 128, 0.02, {}, marks=pytest.mark.slow),
         (1, 20, 32, 0.1, {"detach": True}),
@@ -226,7 +226,8 @@ def test_hard_priors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.5 < reached.double().mean() < 0.95
 
 
-@pytest.mark.parametrize("preset", [pytest.param("kl-previous", marks=pytest.mark.slow), "kl-carried"])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["kl-previous", "kl-carried"])
 def test_models_use_the_kernels(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and the gradients of all parameters, keep included, as without kernels, up to the rounding of ln a."""
     torch.use_deterministic_algorithms(False)  # the embedding's backward

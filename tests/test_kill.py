@@ -125,7 +125,7 @@ def test_two_ranks_killed(corpus: Path, tmp_path: Path, kind: str, runs: int) ->
 @pytest.mark.parametrize(
     ("settings", "every_so_many"),
     [
-        pytest.param({"sam": "always"}, 5, id="sam, some"),
+        pytest.param({"sam": "always"}, 5, id="sam, some", marks=pytest.mark.slow),
         pytest.param({"sam": "always"}, 1, id="sam", marks=pytest.mark.slow),
         pytest.param({"optim.name": "adamw", "batch": 16, "micro_batch": 4}, 1, id="adamw", marks=pytest.mark.slow),
         pytest.param(

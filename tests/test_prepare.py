@@ -405,6 +405,7 @@ def test_control_c_in_the_terminal(tmp_path: Path) -> None:
     assert list((tmp_path / "out" / ".parts").glob("[0-9]*.part"))
 
 
+@pytest.mark.slow
 @needs_gpt2
 @needs_tinystories
 def test_tinystories_with_gpt2(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_the_audit_sees_it(steps: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("steps", [120, pytest.param(300, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("force", ["row", "query"])
+@pytest.mark.parametrize("force", ["row", pytest.param("query", marks=pytest.mark.slow)])
 def test_the_causal_forces_stay_at_chance(force: str, steps: int) -> None:
     result = audit(sf.model_config("symp-plain-euler", force=force), steps=steps)
     assert failures(result) == {}

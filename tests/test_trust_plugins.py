@@ -200,6 +200,7 @@ def test_a_helper_of_another_plugin_is_not_taken(tmp_path: Path) -> None:
         load_plugin(str(tmp_path / "two" / "own.py"))
 
 
+@pytest.mark.slow
 def test_bytecode_of_another_file_is_not_taken(tmp_path: Path) -> None:
     """Same size, same second: Python itself would take the old one."""
     path = rule(tmp_path / "own.py", "of-bytecode", "K", "from helper_of_bytecode import K")
