@@ -56,7 +56,7 @@ class House:
             config = small_run(root / "corpus", what, seed=seed, **small)
             label = Path(name).name.rpartition("-")[0] or name
             with contextlib.suppress(Stopped):
-                watch = _StopAfter(4) if name == "stopped" else None
+                watch = StopAfter(4) if name == "stopped" else None
                 train(config, root / name, quiet=True, label=label, watch=watch)
         runs = [{"label": "plain", "seed": 1}, {"label": "moving", "seed": 1}]
         files.write_json(root / "study/study.json", {"format": 1, "runs": runs, "facts": {}})
@@ -80,7 +80,7 @@ def nanogpt() -> dict[str, Any]:
     return {"model": weights, "model_args": settings, "iter_num": 3, "best_val_loss": 5.0, "config": {}}
 
 
-class _StopAfter(Watch):
+class StopAfter(Watch):
     def __init__(self, step: int) -> None:
         super().__init__()
         self.left = step
@@ -386,48 +386,29 @@ class Harness:
     """Houses to damage, and what each command says in an untouched one."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.house = House(root / "house").root
-        self.usual = {command.name: self._in_copy(command, None)[0] for command in COMMANDS}
+        self.house, self.pristine = House(root / "house").root, root / "pristine"
+        shutil.copytree(self.house, self.pristine)
+        self.usual = {command.name: give(command, self.fresh()) for command in COMMANDS}
         for name, answer in self.usual.items():
             assert answer.status == 0, (name, answer)
             assert not answer.fault, (name, answer)
 
-    def _in_copy(self, command: Command, damage: Callable[[Path], str] | None) -> tuple[Answer, str]:
-        copy = self.root / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        self.copied(copy)
-        told = damage(copy) if damage else ""
-        return give(command, copy), told
+    def fresh(self) -> Path:
+        """The house as it was, at the place where it was built: runs know where their corpus is."""
+        shutil.rmtree(self.house)
+        return Path(shutil.copytree(self.pristine, self.house))
 
-    def given(self, name: str, house: Path) -> Answer:
-        return give(next(command for command in COMMANDS if command.name == name), house)
-
-    def copied(self, copy: Path) -> Path:
-        """The house at another place."""
-        shutil.copytree(self.house, copy)
-        for path in copy.rglob("*.json"):  # a run knows where its corpus is
-            text = path.read_text()
-            if str(self.house) in text:
-                value = json.loads(text.replace(str(self.house), str(copy)))
-                path.unlink()
-                files.write_json(path, value)
-        return copy
+    def given(self, name: str) -> Answer:
+        return give(next(command for command in COMMANDS if command.name == name), self.house)
 
     def case(self, number: int) -> tuple[str, str, Answer]:
         """What becomes of case `number`: a class, what was done, and the answer."""
         draw = random.Random(number)
-        command = COMMANDS[number % len(COMMANDS)]
-        done = [""]
-
-        def damage(copy: Path) -> str:
-            found = [p for p in sorted(copy.rglob("*")) if p.is_file() and p.name != "run.lock"]
-            read = [p for p in found if str(p.relative_to(copy)).startswith(command.reads)]
-            path = draw.choice(read)
-            done[0] = f"{command.name}: {path.relative_to(copy)}: "
-            return mutation(path)(path, draw)
-
-        answer, told = self._in_copy(command, damage)
+        command, house = COMMANDS[number % len(COMMANDS)], self.fresh()
+        found = [p for p in sorted(house.rglob("*")) if p.is_file() and p.name != "run.lock"]
+        path = draw.choice([p for p in found if str(p.relative_to(house)).startswith(command.reads)])
+        done = f"{command.name}: {path.relative_to(house)}: {mutation(path)(path, draw)}"
+        answer = give(command, house)
         usual = self.usual[command.name]
         if answer.fault:
             verdict = answer.fault
@@ -438,7 +419,7 @@ class Harness:
             verdict = "noted"
         else:
             verdict = "same" if answer.result == usual.result else "silent"
-        return verdict, done[0] + told, answer
+        return verdict, done, answer
 
 
 def count(first: int, last: int) -> tuple[Counter[str], list[str]]:

@@ -36,7 +36,7 @@ from stepformer.files import write_json
 from stepformer.training import run_config
 
 BUDGET, EVALUATIONS = 8000, 8
-RECORDED = run_config("vanilla").to_dict()
+RECORDED, HASH = run_config("vanilla").to_dict(), run_config("vanilla").hash
 
 
 def write_run(root: Path, label: str, number: int, final: float, *, start: float = 4.0, **changes: Any) -> Path:
@@ -49,7 +49,7 @@ def write_run(root: Path, label: str, number: int, final: float, *, start: float
         "preset": "",
         "label": label,
         "seed": number,
-        "config_hash": "c0ffee",
+        "config_hash": HASH,
         "pairing": "pair",
         "steps": 80,
         "tokens": BUDGET,
@@ -392,6 +392,13 @@ def test_damaged_metrics(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(InputError, match="There is no metrics file"):
         RunRecord.load(folder)
+
+
+def test_what_oracles_say_about_themselves_is_no_damage(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "a", 1, 2.0)
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"kind": "eval"', '"kind": "eval", "capped_rows": 0.25, "of_a_plugin": 3'))
+    assert RunRecord.load(folder).val_loss == 2.0
 
 
 def test_a_resumed_run_counts_its_later_evaluations(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from faults import BAD, COMMANDS, Harness
+from faults import BAD, COMMANDS, Harness, StopAfter
 from stepformer import files
 from stepformer.cli import main
+from stepformer.errors import InputError
+from stepformer.training import Stopped, resume
+from stepformer.training.metrics import Metrics, read_lines, read_metrics
 
 SAMPLE = 78  # cases in the fast set: six of every command
 MANY = 2000
@@ -27,9 +30,9 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
 
 
 @pytest.fixture
-def house(harness: Harness, tmp_path: Path) -> Path:
-    """A house of one's own to damage."""
-    return harness.copied(tmp_path / "house")
+def house(harness: Harness) -> Path:
+    """A house to damage."""
+    return harness.fresh()
 
 
 def judged(harness: Harness, numbers: range) -> None:
@@ -248,7 +251,112 @@ def test_a_large_file_is_not_read(house: Path, capsys: pytest.CaptureFixture[str
     assert "it has more than 64 MiB" in said(capsys, ["eval", str(house / "stopped")])
 
 
+def test_a_setting_that_run_json_has_lost_is_missed(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model's defaults are not written, so what is gone looks like one."""
+    run = house / "study/moving-s1"
+    for path in run.glob("checkpoints/*/manifest.json"):
+        edited(path, lambda manifest: setting("model", "norm_eps", 1e-3)(manifest["state"]), sealed=True)
+    assert "its model.norm_eps is 0.001, and that of the run is None" in said(capsys, ["eval", str(run)])
+
+
+def test_extending_asks_whose_checkpoint_it_is(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edited(house / "stopped/run.json", setting("optim", "clip", 2.0), sealed=True)
+    words = ["extend", str(house / "stopped"), "keep=3", "--out", str(house / "out"), "--quiet"]
+    assert "is not of this run: its optim.clip is 1.0" in said(capsys, words)
+
+
+def test_a_result_of_other_settings_is_not_compared(harness: Harness, house: Path) -> None:
+    edited(house / "study/moving-s1/run.json", setting("optim", "lr", 0.5), sealed=True)
+    answer = harness.given("compare")
+    assert answer.status == 2
+    assert "is of other settings than its run.json has" in answer.said
+
+
+def test_the_weights_of_an_older_export_are_compared(
+    house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which lists no files, but knows its weights."""
+    edited(house / "export/stepformer.json", lambda facts: facts.pop("files"))
+    weights = house / "export/model.safetensors"
+    tensors = load_file(weights)
+    next(iter(tensors.values())).mul_(1.5)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    errors = said(capsys, ["import", str(house / "export"), "--out", str(tmp_path / "run")])
+    assert "are not those that were exported" in errors
+
+
+def test_weights_beside_those_that_were_exported(
+    house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forget(facts: dict[str, Any]) -> None:
+        facts["files"].pop("model.safetensors")
+
+    edited(house / "export/stepformer.json", forget, sealed=True)
+    assert "was not exported with the rest" in said(
+        capsys, ["import", str(house / "export"), "--out", str(tmp_path / "run")]
+    )
+
+
+def test_an_optimizer_that_cannot_be_read(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for checkpoint in (house / "stopped/checkpoints").glob("step-*"):
+        path = checkpoint / "optimizer.safetensors"
+        path.write_bytes(b"no tensors")
+        facts = {path.name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)}}
+        edited(checkpoint / "manifest.json", lambda manifest, new=facts: manifest["files"].update(new), sealed=True)
+    assert "optimizer.safetensors' is damaged: it cannot be read" in said(
+        capsys, ["resume", str(house / "stopped"), "--quiet"]
+    )
+
+
+def test_an_archive_of_another_version(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = bytearray((house / "ckpt.pt").read_bytes())
+    content[content.rindex(b"PK\x01\x02") + 6] = 200  # "version needed"
+    (tmp_path / "odd.pt").write_bytes(content)
+    errors = said(capsys, ["import", str(tmp_path / "odd.pt"), "--out", str(tmp_path / "run"), "--tokenizer", "bytes"])
+    assert "is damaged" in errors
+
+
 # Metrics
+
+
+def test_lines_of_saves_in_the_background_are_chained_again(tmp_path: Path) -> None:
+    """On CUDA the line of a checkpoint comes after later steps; a resume drops these and keeps that."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, -1)
+    for step in (1, 2, 3):
+        metrics.write(kind="train", step=step, loss=1.0)
+    metrics.saved(2)
+    metrics.close()
+    for step in (2, 2):
+        resumed = Metrics(path, step)
+        assert [(line["kind"], line["step"]) for line in read_metrics(path)][-1] == ("saved", 2)
+        resumed.write(kind="train", step=3, loss=1.0)
+        resumed.close()
+    assert read_lines(path).faults == []
+
+
+def test_damage_after_the_last_checkpoint_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, -1)
+    metrics.write(kind="train", step=1, loss=1.0)
+    metrics.saved(1)
+    metrics.close()
+    with path.open("ab") as file:
+        file.write(bytes(100) + b"\n")  # as a power cut leaves it
+    Metrics(path, 1).close()
+    assert read_lines(path).faults == []
+    path.write_bytes(bytes(10) + b"\n" + path.read_bytes())
+    with pytest.raises(InputError, match="line 1 is damaged"):
+        Metrics(path, 1)
+
+
+def test_a_restarted_run_forgets_its_result(house: Path) -> None:
+    run = house / "study/moving-s1"
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    with pytest.raises(Stopped):
+        resume(run, quiet=True, restart=True, watch=StopAfter(1))
+    assert not (run / "result.json").exists()
+    assert main(["resume", str(run), "--quiet"]) == 0
 
 
 def test_a_saved_checkpoint_that_is_gone_is_missed(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +384,7 @@ def test_gaps_are_noticed(harness: Harness, house: Path, kind: str) -> None:
     path.write_text("".join(changes[kind]))
     sentence = "does not end as it did" if kind == "cut" else "was changed, or does not follow the line before it"
     for name, status in (("compare", 2), ("report", 0)):
-        answer = harness.given(name, house)
+        answer = harness.given(name)
         assert (answer.status, answer.fault) == (status, "")
         assert sentence in answer.said
         shutil.rmtree(house / "out", ignore_errors=True)
@@ -305,8 +413,8 @@ def aged(house: Path) -> Iterator[Path]:
 def test_folders_of_an_older_version_are_taken_with_a_note(harness: Harness, house: Path) -> None:
     assert list(aged(house))
     for name in ("eval", "generate", "resume", "resume finished", "compare", "warm start"):
-        answer = harness.given(name, house)
+        answer = harness.given(name)
         assert answer.status == 0, answer.said
-        assert "has no checksum, as in version 0.5.0" in answer.said
+        assert "without a checksum, as in version 0.5.0" in answer.said
         assert answer.result == harness.usual[name].result
         shutil.rmtree(house / "out", ignore_errors=True)

@@ -55,6 +55,16 @@ def test_half_a_line_is_dropped(tmp_path: Path) -> None:
     assert measured.journal(tmp_path, "x", {}).pieces == {"a": [1.0], "b": 7}
 
 
+def test_a_journal_whose_lines_were_changed_is_not_believed(tmp_path: Path) -> None:
+    book = measured.journal(tmp_path, "x", {})
+    for name in ("a", "b", "c"):
+        book.get(name, lambda: 1.25)
+    path = tmp_path / "measured" / "x.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], lines[2].replace("1.25", "1.35"), *lines[3:]]))
+    assert measured.journal(tmp_path, "x", {}).pieces == {"a": 1.25}
+
+
 def test_results_are_kept_and_read(tmp_path: Path) -> None:
     assert measured.load(tmp_path, "depth") is None
     path = measured.save(tmp_path, "depth", step=7, settings={"tokens": 9}, result={"layers": []})

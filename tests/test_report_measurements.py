@@ -366,8 +366,11 @@ def test_forgetting_is_shown_as_it_is_found(study: Path, tmp_path: Path) -> None
     ]
     assert [column.title for column in table.columns] == ["label", "before", "after", "gap"]
     assert [cell.text for cell in table.rows[0][:3]] == ["yurii", "2.5000", "2.7500"]
-    (tmp_path / "forgetting.json").write_text('["something else"]')
+    (tmp_path / "forgetting.json").write_text('{"something": "else"}')
     assert report_of(tmp_path).forgetting == []
+    (tmp_path / "forgetting.json").write_text('["something else"]')
+    with pytest.raises(InputError, match=r"table of forgetting .* is damaged"):
+        report_of(tmp_path)
 
 
 @pytest.mark.slow

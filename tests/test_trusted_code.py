@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -204,6 +205,39 @@ def test_a_helper_is_part_of_what_is_trusted(corpus: Path, tmp_path: Path) -> No
     assert names == {"own_helped.py", "helper_of_mine.py"}
     trusting._NAMED.clear()
     assert load_run(tmp_path / "run").step  # who has trained with it need not name it again
+
+
+def test_bytecode_beside_a_helper_is_not_run(tmp_path: Path) -> None:
+    """Not even that of one that is imported while the rule is used."""
+    import importlib._bootstrap_external as external
+
+    lazy = "def late():\n    import helper_lazy\n    return helper_lazy.K\n"
+    (tmp_path / "own_lazy.py").write_text(RULE.format(name="lazy", more=lazy))
+    helper = tmp_path / "helper_lazy.py"
+    helper.write_text("K = 1\n")
+    cached = Path(importlib.util.cache_from_source(str(helper)))
+    cached.parent.mkdir()
+    other = compile("K = 2\n", str(helper), "exec")
+    cached.write_bytes(external._code_to_hash_pyc(other, bytes(8), False))  # Python would not even look at the source
+    assert load_plugin(str(tmp_path / "own_lazy.py")).late() == 1
+
+
+def test_a_damaged_list_stops_nobody_who_needs_it_not(corpus: Path, tmp_path: Path) -> None:
+    trusting.place_of_list().write_text("{")
+    train(small_run(corpus, **SMALL), tmp_path / "run", quiet=True)
+    assert load_run(tmp_path / "run").step
+    (tmp_path / "own_more.py").write_text(RULE.format(name="more", more=""))
+    load_plugin(str(tmp_path / "own_more.py"))
+    with pytest.warns(UserWarning, match="Plug-ins have to be named with --plugin again"):
+        train(small_run(corpus, "more", **SMALL), tmp_path / "own", quiet=True, plugins=[str(tmp_path / "own_more.py")])
+
+
+def test_a_user_may_take_a_file_off_the_list(stranger: Path) -> None:
+    assert main(["trust", str(stranger / "run")]) == 0
+    path = trusting.place_of_list()
+    write_json(path, {**json.loads(path.read_text()), "files": {}}, sealed=False)
+    with pytest.raises(UntrustedError):
+        load_run(stranger / "run")
 
 
 def test_python_users_are_told_the_same(stranger: Path) -> None:

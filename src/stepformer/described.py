@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired, get_args, get_origin
 
-LONGEST = 4096  # letters of a text, unless its limits say otherwise
+LONGEST = 1 << 20  # letters of a text, unless its limits say otherwise
 FEW = 40  # letters of a value that a sentence shows
 
 

@@ -250,7 +250,7 @@ class Environment(Spell):
 
 
 class Measurement(TypedDict):
-    """One of measurements/*.json"""
+    """One of measured/*.json"""
 
     format: int
     stepformer: str
@@ -319,6 +319,7 @@ class Kind:
     called: str
     described: Any
     format: int | None = 1
+    sealed: bool = True
 
 
 RUN = Kind("run record", Run)
@@ -327,12 +328,14 @@ CORPUS = Kind("manifest", Corpus)
 TOKENIZER = Kind("tokenizer", TokenizerFile)
 RESULT = Kind("result of a finished run", Result)
 EXPORT = Kind("record of an export", Export)
-ENVIRONMENT = Kind("environment of a run", Environment, None)
+ENVIRONMENT = Kind("record of an environment", Environment, None)
 STUDY = Kind("study", Study)
 MEASUREMENT = Kind("measurement", Measurement)
 MATCHES = Kind("record of matched baselines", Matches, None)
 PREPARATION = Kind("state of the preparation", Preparation, None)
-TRUSTED = Kind("list of trusted plug-ins", Trusted)
+TRUSTED = Kind("list of trusted plug-ins", Trusted, sealed=False)
+FORGETTING = Kind("table of forgetting", dict[str, Any], None)
+CORPORA = Kind("record of the corpora", dict[str, Any], None)
 
 
 def read(path: Path, kind: Kind) -> dict[str, Any]:
@@ -350,10 +353,10 @@ def read(path: Path, kind: Kind) -> dict[str, Any]:
     fault = problem(value, kind.described)
     if fault:
         raise InputError(f"The {kind.called} '{path}' is damaged: {fault}.")
-    if not sealed:
+    if kind.sealed and not sealed:
         # without its name, so that of a hundred old runs one note is printed
         warnings.warn(
-            f"A {kind.called} has no checksum, as in version 0.5.0: a change to it would not be noticed.",
+            f"There is a {kind.called} without a checksum, as in version 0.5.0: a change would not be noticed.",
             StepformerWarning,
             stacklevel=1,
         )

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import stat
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO, NoReturn
 from stepformer.errors import InputError, StepformerError
 
 CHECKSUM = "checksum"
+_CHECKED = re.compile(rb'(.*), "check": "([0-9a-f]{8})"\}', re.DOTALL)
 LARGEST = 64 << 20  # bytes of a JSON file
 TEMPORARY = ".tmp-"  # names that begin so are unfinished; whoever finds them may delete them
 
@@ -149,6 +151,24 @@ def loads(text: str, damaged: str) -> Any:
 
 def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number of JSON")
+
+
+# Lines of JSON with a check of each and of all before it.
+
+
+def chained(body: bytes, check: int) -> int:
+    """The check of a line, from that of the line before."""
+    return zlib.crc32(body, check)
+
+
+def checked_line(body: bytes, check: int) -> bytes:
+    return body[:-1] + f', "check": "{check:08x}"}}\n'.encode()
+
+
+def parted(line: bytes) -> tuple[bytes, int | None]:
+    """A line without its check, and the check."""
+    found = _CHECKED.fullmatch(line)
+    return (found[1] + b"}", int(found[2], 16)) if found else (line, None)
 
 
 def sha256(path: Path, progress: Callable[[int], None] | None = None, also: Any = None) -> str:

@@ -65,27 +65,37 @@ class Journal:
         self.pieces: dict[str, Any] = {}
         self.used: set[str] = set()  # names that were asked for
         self.head = json.dumps({"about": about}, sort_keys=True)
-        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        if lines and lines[0] == self.head:
+        self.check = 0
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+        if lines and lines[0] == self.head.encode():
             for line in lines[1:]:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    piece = json.loads(line)
-                    self.pieces[piece["name"]] = piece["value"]
+                body, told = files.parted(line)
+                self.check = files.chained(body, self.check)
+                if told != self.check:
+                    break  # what follows is computed again
+                piece = json.loads(body)
+                self.pieces[piece["name"]] = piece["value"]
         self.kept = len(self.pieces)  # from an interrupted measurement
         self._write()
 
     def _write(self) -> None:
-        kept = [json.dumps({"name": name, "value": value}) for name, value in self.pieces.items()]
-        files.write_text(self.path, "\n".join([self.head, *kept]) + "\n")
+        self.check = 0
+        with files.writing(self.path) as file:
+            file.write(self.head.encode() + b"\n")
+            file.writelines(self._line(name, value) for name, value in self.pieces.items())
+
+    def _line(self, name: str, value: Any) -> bytes:
+        body = json.dumps({"name": name, "value": value}).encode()
+        self.check = files.chained(body, self.check)
+        return files.checked_line(body, self.check)
 
     def get(self, name: str, compute: Callable[[], Any]) -> Any:
         """The piece of this name: as it was found before, or computed now and kept. Pieces are JSON values."""
         self.used.add(name)
         if name not in self.pieces:
             value = compute()
-            with files.explained(self.path), self.path.open("a") as file:
-                file.write(json.dumps({"name": name, "value": value}) + "\n")
-                file.flush()
+            with files.explained(self.path), self.path.open("ab") as file:
+                file.write(self._line(name, value))
             self.pieces[name] = value
         return self.pieces[name]
 

@@ -138,7 +138,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _told_elsewhere(error: StepformerError) -> bool:
     """Whether another rank prints this error; before the ranks have met, the first one of a machine does."""
-    return int(os.environ.get("LOCAL_RANK", "0")) > 0 if error.told is None else error.told
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return several and int(os.environ.get("LOCAL_RANK", "0")) > 0 if error.told is None else error.told
 
 
 def _note(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stepformer import files
+from stepformer import documents, files
 from stepformer.comparing.study import Planned, plan_runs
 from stepformer.config import parse_override, parse_overrides
 from stepformer.data.corpus import MANIFEST, TOKENIZER, Corpus
@@ -161,7 +161,7 @@ def _shared(words: Sequence[str], spec: str, count: int, out: Path) -> str:
     sources = [open_source("tales", dialect=_dialect(w), count=count) if _tales(w) else open_source(w) for w in words]
     about = {"tokenizer": spec, "sources": [source.description for source in sources]}
     folder, told = out / TOKENIZER, out / "corpora.json"
-    if told.is_file() and files.read_json(told, "record of the corpora") != about:
+    if told.is_file() and documents.read(told, documents.CORPORA) != about:
         raise InputError(f"'{out}' was begun with other corpora or another tokenizer: choose another --out.")
     if not told.is_file():
         shared_tokenizer(sources, spec, folder)

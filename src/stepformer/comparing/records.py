@@ -12,8 +12,9 @@ from stepformer import documents
 from stepformer.comparing.differences import recorded
 from stepformer.described import problem
 from stepformer.documents import Evaluation
-from stepformer.errors import InputError
+from stepformer.errors import InputError, StepformerError
 from stepformer.training.metrics import read_lines, warn_unchecked
+from stepformer.training.runs import RunFolder
 
 SAME_LOSS = 1e-4  # a log may round; two evaluations of one model on one split do not differ by more
 
@@ -54,8 +55,19 @@ class RunRecord:
         known = {f.name for f in dataclasses.fields(cls)} - {"folder", "curve", "settings"}
         fields = {"unigram_entropy": None, **{key: value for key, value in result.items() if key in known}}
         fields["label"] = fields["label"] or fields["title"]
-        curve = _read_curve(folder / "metrics.jsonl", result)
-        return cls(folder=folder, curve=curve, settings=recorded(folder), **fields)
+        curve, settings = _read_curve(folder / "metrics.jsonl", result), recorded(folder)
+        _check_settings(folder, result)
+        return cls(folder=folder, curve=curve, settings=settings, **fields)
+
+
+def _check_settings(folder: Path, result: Mapping[str, Any]) -> None:
+    """Refuse a result of other settings than run.json has; rules that are not here any more cannot be asked."""
+    try:
+        config = RunFolder(folder).config()
+    except StepformerError:
+        return
+    if config.hash != result["config_hash"]:
+        raise InputError(f"The result in '{folder}' is of other settings than its run.json has.")
 
 
 def load_records(folders: Iterable[str | Path]) -> list[RunRecord]:
@@ -73,7 +85,8 @@ def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float
     evaluations: dict[int, tuple[int, float]] = {}
     for number, entry in enumerate(lines.entries, 1):
         if entry["kind"] == "eval":
-            fault = problem(entry, Evaluation)
+            known = {key: entry[key] for key in Evaluation.__annotations__ if key in entry}  # oracles add their own
+            fault = problem(known, Evaluation)
             if fault:
                 raise InputError(f"The metrics file '{path}' is damaged in line {number}: {fault}.")
             # a resumed run repeats the evaluations after its checkpoint: the later line is of the weights that stayed

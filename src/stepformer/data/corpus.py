@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,8 @@ class Corpus:
         """What does not add up in the manifest: numbers of tokens, their width, each shard in the split it is named
         after and nowhere else.
         """
-        names = [shard["file"] for shard in self._shards()]
-        yield from (f"'{name}' is listed twice" for name in names if names.count(name) > 1)
+        names = Counter(shard["file"] for shard in self._shards())
+        yield from (f"'{name}' is listed twice" for name, times in names.items() if times > 1)
         for name in SPLITS:
             if name not in self.manifest["splits"]:
                 yield f"it has no {name} split"

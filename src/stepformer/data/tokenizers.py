@@ -10,7 +10,6 @@ import base64
 import functools
 import hashlib
 import itertools
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,9 +148,11 @@ class TrainedTokenizer(RankTokenizer):
     def __init__(self, name: str, trained: str, where: str) -> None:
         self._trained = trained
         try:
-            model = json.loads(trained)["model"]
+            model = files.loads(trained, "")["model"]
             letters = byte_of_letter()
             ranks = {bytes(letters[letter] for letter in word): rank for word, rank in model["vocab"].items()}
+            if any(type(rank) is not int for rank in ranks.values()):
+                raise ValueError
             if sorted(ranks.values()) != list(range(len(ranks))) or not ranks.keys() >= {
                 bytes([i]) for i in range(256)
             }:
@@ -340,7 +341,7 @@ def _load(kind: str, name: str, folder: Path) -> Tokenizer:
     try:
         if kind == "gpt2":
             return Gpt2Tokenizer(_read_ranks(path), f"'{path}'")
-        return TrainedTokenizer(name, path.read_text(), f"The tokenizer '{path}'")
+        return TrainedTokenizer(name, files.read_text(path, "tokenizer"), f"The tokenizer '{path}'")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise InputError(f"The tokenizer '{path}' cannot be read: {reason}.") from None

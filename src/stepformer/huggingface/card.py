@@ -149,7 +149,9 @@ def training(run: LoadedRun) -> str:
     path = run.folder.result
     result = documents.read(path, documents.RESULT) if path.is_file() else {}
     if result.get("train_seconds"):
-        facts["training time"] = f"{result['train_seconds']:,.0f} s on {result['ranks']} x {result['device']}"
+        facts["training time"] = (
+            f"{result['train_seconds']:,.0f} s on {result.get('ranks', 1)} x {result.get('device', 'cpu')}"
+        )
     text = "## Training\n\n" + table(facts)
     if run.record.get("plugins"):
         names = ", ".join(markdown_code(Path(plugin).name) for plugin in run.record["plugins"])
@@ -193,10 +195,6 @@ def environment(run: LoadedRun) -> str:
     if git.get("revision"):
         facts["revision of stepformer"] = f"{git['revision']}{' with changes' if git.get('changed') else ''}"
     return "## Environment\n\n" + table(facts)
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def cite(config: ModelConfig) -> str:

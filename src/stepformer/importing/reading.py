@@ -73,6 +73,8 @@ def _folder(path: Path) -> Found:
             raise InputError(f"'{twice[0]}' is in two of the weight files of '{path}'.")
         tensors |= read
         checksums[part.name] = files.sha256(part)
+        if part.name not in facts.get("files", checksums):
+            raise InputError(f"'{part}' was not exported with the rest: '{path / RECORD}' does not list it.")
     return Found(path, _without_prefix(tensors), config=config, facts=facts, files=checksums)
 
 
@@ -153,7 +155,7 @@ def _refuse_packed(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
         raise InputError(f"'{path}' is damaged: {error}.") from None
     seen = set[str]()
     for info in members:

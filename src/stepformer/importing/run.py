@@ -21,7 +21,8 @@ from stepformer.importing.momentum_streams import is_momentum_streams, momentum_
 from stepformer.importing.own import exported
 from stepformer.importing.reading import RECORD, Found, open_source
 from stepformer.importing.vocabulary import choose_tokenizer
-from stepformer.training.checkpoints import Checkpoints, step_name
+from stepformer.plugins import lasting
+from stepformer.training.checkpoints import Checkpoints, step_name, weights_sha256
 from stepformer.training.config import RunConfig, TrainConfig
 from stepformer.training.parallel import World
 from stepformer.training.run import refuse_nan
@@ -74,6 +75,13 @@ def import_checkpoint(
             stacklevel=2,
         )
     refuse_nan(weights, f"'{source}'")
+    told = found.facts.get("weights_sha256")
+    if told is not None and found.config.get("model_type") == "stepformer":
+        stored = {ours: found.tensors[where.name] for ours, where in layout.sources.items()}
+        if weights_sha256(stored) != told:
+            raise InputError(
+                f"The weights of '{source}' are not those that were exported: their checksum is another one."
+            )
     reader = choose_tokenizer(tokenizer, found.path, layout.config.vocab_size, found.facts)
     real = reader.vocab_size if reader.vocab_size < layout.config.vocab_size else None
     fp64 = all(value.dtype == torch.float64 for value in weights.values())
@@ -103,7 +111,7 @@ def import_checkpoint(
             with tempfile.TemporaryDirectory() as saved:
                 reader.save(Path(saved))
                 facts = {"id": own, "label": config.title, "imported": record, "precision": "fp64" if fp64 else "fp32"}
-                folder.create(config, facts, Path(saved), _whole(plugins))
+                folder.create(config, facts, Path(saved), lasting(plugins))
             if out.exists():
                 out.rmdir()
             files.rename(temporary, out)
@@ -127,7 +135,3 @@ def recognise(found: Found, heads: int | None = None) -> Layout:
         return momentum_streams(found, heads)
     first = ", ".join(f"'{name}'" for name in sorted(found.tensors)[:3])
     raise InputError(f"'{found.path}' holds weights of an unknown kind ({first}, ...); {UNDERSTOOD}.")
-
-
-def _whole(plugins: Sequence[str]) -> list[str]:
-    return [str(Path(plugin).resolve()) if Path(plugin).is_file() else plugin for plugin in plugins]

@@ -7,12 +7,11 @@ import hashlib
 import importlib
 import importlib.abc
 import importlib.util
-import os
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Container, Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from stepformer.errors import ChangedRuleError, InputError, StepformerError
 from stepformer.plugins.sources import (
@@ -21,7 +20,7 @@ from stepformer.plugins.sources import (
     files_of,
     hashed,
     imports,
-    located,
+    modules_at,
     named,
     place_of,
     sha256,
@@ -43,9 +42,9 @@ def _load(where: str, place: Place) -> ModuleType:
     if where.endswith(".py"):
         module = import_file(Path(where))
     else:
+        BESIDE.add(place)
         try:
-            with _from_source():
-                module = importlib.import_module(where)
+            module = importlib.import_module(where)
         except Exception as error:
             raise InputError(f"The plug-in module '{where}' cannot be imported: {str(error).rstrip('.')}.") from error
     refuse_edited(module)
@@ -100,42 +99,38 @@ def loaded() -> dict[str, dict[str, str]]:
     return found
 
 
-@contextlib.contextmanager
-def _from_source() -> Iterator[None]:
-    """Import files as they are: Python takes bytecode for theirs if their size and their time in seconds agree."""
-    before = sys.dont_write_bytecode, sys.pycache_prefix
-    sys.dont_write_bytecode, sys.pycache_prefix = True, os.devnull
-    try:
-        yield
-    finally:
-        sys.dont_write_bytecode, sys.pycache_prefix = before
+class _Source(SourceFileLoader):
+    """Runs a file as it is: Python takes bytecode for its own if that says so, whoever wrote it."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
 
 
 class _Beside(importlib.abc.MetaPathFinder):
-    """Finds modules that lie beside a plug-in and that its files name, after everything else: a folder on Python's
-    path would also give away what nobody asked it for, a missing package of this program's say.
+    """Finds the modules that plug-ins consist of, whenever they are imported. Their folders are not on Python's path:
+    that would also give away what nobody asked them for, a missing package of this program's say.
     """
 
     def __init__(self) -> None:
-        self.folders: dict[str, Path] = {}
+        self.files: dict[str, Path] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        folder = self.folders.get(name)
-        return PathFinder.find_spec(name, [str(folder)]) if folder is not None and path is None else None
+        file = self.files.get(name)
+        return None if file is None else spec_of(name, file)
 
     def add(self, place: Place) -> None:
         if self not in sys.meta_path:
-            sys.meta_path.append(self)
-        files = files_at(place)
-        first = {n.partition(".")[0] for f in files if f.suffix == ".py" for n in imports(f, _name_of(f, place))}
-        for name in first - sys.stdlib_module_names | {place.name.partition(".")[0]}:
-            found = located(name, place.top)
-            if found is not None and found.resolve() in files:
-                self.folders.setdefault(name, place.top)
+            sys.meta_path.insert(0, self)
+        for path, name in modules_at(place).items():
+            if path.suffix == ".py" and name not in sys.stdlib_module_names:
+                self.files.setdefault(name, path)
 
 
-def _name_of(path: Path, place: Place) -> str:
-    return place.name if path == place.path else ""
+def spec_of(name: str, path: Path) -> ModuleSpec | None:
+    inside = [str(path.parent)] if path.name == "__init__.py" else None
+    loader = _Source(name, str(path))
+    return importlib.util.spec_from_file_location(name, path, loader=loader, submodule_search_locations=inside)
 
 
 BESIDE = _Beside()
@@ -185,18 +180,17 @@ def import_file(path: Path) -> ModuleType:
     name = f"stepformer_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}" if alone else place.name
     try:
         BESIDE.add(place)
-        with _from_source():
-            if not alone:
-                module = importlib.import_module(name)
-                found = Path(str(module.__file__)).resolve()
-                if found != path:
-                    raise InputError(f"another '{name}' comes first on Python's path, '{found}'")
-                return module
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
+        if not alone:
+            module = importlib.import_module(name)
+            found = Path(str(module.__file__)).resolve()
+            if found != path:
+                raise InputError(f"another '{name}' comes first on Python's path, '{found}'")
+            return module
+        spec = spec_of(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
         if path.stem not in sys.stdlib_module_names:
             sys.modules.setdefault(path.stem, sys.modules[name])  # for another plug-in of its folder
         return sys.modules[name]

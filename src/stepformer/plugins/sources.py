@@ -48,10 +48,12 @@ def place_of(where: str) -> Place:
     return Place(where, found.resolve(), found.resolve().parents[levels])
 
 
-def files_at(place: Place) -> list[Path]:
-    """A plug-in's file and those it imports, directly or not; installed packages are not part of it, save its own."""
+def modules_at(place: Place) -> dict[Path, str]:
+    """A plug-in's file and those it imports, directly or not, with their modules' names; installed packages are not
+    part of it, save its own.
+    """
     own = place.name.partition(".")[0]
-    waiting, found = [(place.name, place.path)], dict[Path, None]()
+    waiting, found = [(place.name, place.path)], dict[Path, str]()
     for depth in range(1, place.name.count(".") + 1):  # a module's packages are run before it
         called = place.name.rsplit(".", depth)[0]
         above = located(called, place.top)
@@ -61,12 +63,17 @@ def files_at(place: Place) -> list[Path]:
         path = path.resolve()
         if path in found or (installed(path) and called.partition(".")[0] != own):
             continue
-        found[path] = None
+        found[path] = called
         if path.suffix != ".py":  # a compiled helper
             continue
         names = imports(path, called)
         waiting += [(name, there) for name in names if (there := located(name, place.top)) is not None]
-    return sorted(found)
+    return found
+
+
+def files_at(place: Place) -> list[Path]:
+    """The files of a plug-in."""
+    return sorted(modules_at(place))
 
 
 def files_of(module: ModuleType) -> list[Path]:

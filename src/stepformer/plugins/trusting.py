@@ -46,15 +46,16 @@ def trusted() -> dict[str, dict[str, Any]]:
 def trust(paths: Iterable[Path]) -> None:
     """Add files to the list; a note if that cannot be written."""
     new = {sha256(path): {"name": str(path), "since": date.today().isoformat()} for path in paths}
-    if not new.keys() - trusted().keys():
-        return
     path = place_of_list()
     try:
+        if not new or not new.keys() - trusted().keys():
+            return
         with files.explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with (path.parent / "trusted.lock").open("a") as lock:  # jobs of a study write at the same time
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                files.write_json(path, {"format": documents.TRUSTED.format, "files": {**new, **trusted()}})
+                whole = {"format": documents.TRUSTED.format, "files": {**new, **trusted()}}
+                files.write_json(path, whole, sealed=False)  # the user's own, who may take something out
     except StepformerError as error:
         warnings.warn(f"{error} Plug-ins have to be named with --plugin again.", StepformerWarning, stacklevel=2)
 

@@ -20,7 +20,6 @@ from stepformer import documents, measured
 from stepformer.comparing import Facts, RunRecord
 from stepformer.data.tokenizers import valid
 from stepformer.errors import ChangedRuleError, InputError, StepformerError
-from stepformer.files import read_json
 from stepformer.training import RunConfig
 from stepformer.training.loggers import BY_LAYER
 from stepformer.training.metrics import Lines, read_lines
@@ -149,7 +148,7 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
         raise InputError(f"There is no run or study folder '{path}'.")
     study = path / STUDY
     forgetting = [path / name for name in (FORGETTING, NATIVE) if (path / name).is_file()]
-    found.forgetting += [(path, read_json(file, "table of forgetting")) for file in forgetting]
+    found.forgetting += [(path, documents.read(file, documents.FORGETTING)) for file in forgetting]
     if RunFolder(path).exists:
         return [path]
     if study.is_file():
@@ -221,7 +220,7 @@ def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
         record=record,
         facts=facts,
         config=config,
-        environment=_dict(_optional(path / "environment.json", "environment", notes)),
+        environment=_optional(path / "environment.json", documents.ENVIRONMENT, notes) or {},
         training=smoothed(training, points),
         evaluation=thinned(evaluation, points),
         measured=_measurements(path, record, notes),
@@ -283,11 +282,11 @@ def _measurements(path: Path, record: RunRecord | None, notes: list[str]) -> dic
     return found
 
 
-def _optional(path: Path, what: str, notes: list[str]) -> Any:
+def _optional(path: Path, kind: documents.Kind, notes: list[str]) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return read_json(path, what)
+        return documents.read(path, kind)
     except InputError as error:
         notes.append(str(error))
         return None

@@ -169,8 +169,7 @@ class Checkpoints:
         problems = []
         for name in reversed(self.names(kind)):
             try:
-                state = verify(self.folder / name)
-                self._check_owner(name, state)
+                state = self.verified(name)
             except (InputError, OSError) as error:
                 if not (self.folder / name / MANIFEST).is_file():  # an older one in its place would be no remedy
                     raise InputError(f"The checkpoint '{self.folder / name}' was removed while it was read.") from None
@@ -195,6 +194,12 @@ class Checkpoints:
                 problems.append(str(error))
         if problems:
             raise InputError(" ".join(problems))
+
+    def verified(self, name: str) -> dict[str, Any]:
+        """The state of a checkpoint, once its files are whole and it is of this run."""
+        state = verify(self.folder / name)
+        self._check_owner(name, state)
+        return state
 
     def _check_owner(self, name: str, state: Mapping[str, Any]) -> None:
         fault = self.owner(state)
@@ -254,7 +259,7 @@ def load(folder: Path, part: str, tensors: Tensors) -> None:
         reader = dcp.HuggingFaceStorageReader(str(shards))
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         return
-    with safe_open(single, framework="pt") as file:
+    with _readable(single) as file:
         _check_names(set(file.keys()), tensors, f"The checkpoint '{folder}'")
         for name, target in tensors.items():
             stored = file.get_tensor(name)
@@ -265,19 +270,25 @@ def load(folder: Path, part: str, tensors: Tensors) -> None:
             target.copy_(like(stored.to(target.device), target) if is_sharded(target) else stored)
 
 
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"'{path}' is damaged: it cannot be read ({error}).") from None
+
+
 def check_fits(folder: Path, config: ModelConfig) -> None:
     """Refuse weights that are not those of a model, by names and shapes, before anything is built."""
     single = folder / "model.safetensors"
     stored: dict[str, tuple[int, ...]] = {}
     for path in [single] if single.is_file() else sorted((folder / "model").glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  # it is not a dictionary
-                    shape = tuple(file.get_slice(name).get_shape())
-                    rows = stored[name][0] if name in stored else 0  # ranks share a tensor by its rows
-                    stored[name] = (rows + shape[0], *shape[1:]) if rows else shape
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"The checkpoint '{folder}' is damaged: '{path.name}' cannot be read ({error}).") from None
+        with _readable(path) as file:
+            for name in file.keys():  # noqa: SIM118  # it is not a dictionary
+                shape = tuple(file.get_slice(name).get_shape())
+                rows = stored[name][0] if stored.get(name) else 0  # ranks share a tensor by its rows
+                stored[name] = (rows + shape[0], *shape[1:]) if rows and shape else shape
     check_shapes(stored, config, f"The checkpoint '{folder}'")
 
 
@@ -306,7 +317,7 @@ def weights_sha256(tensors: Tensors) -> str:
 def _stored_names(folder: Path) -> set[str]:
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
+        with _readable(path) as file:
             names |= set(file.keys())
     return names
 

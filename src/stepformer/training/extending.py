@@ -12,16 +12,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stepformer import documents, files
 from stepformer.errors import ConfigError, InputError
 from stepformer.optim import Schedule
-from stepformer.training.checkpoints import MANIFEST, Checkpoints, step_name, verify
+from stepformer.training.checkpoints import MANIFEST, Checkpoints, step_name
 from stepformer.training.config import RunConfig
-from stepformer.training.metrics import lines_until
-from stepformer.training.parallel import World, joined_world
-from stepformer.training.run import resume
+from stepformer.training.metrics import copy_until
+from stepformer.training.parallel import joined_world
+from stepformer.training.run import ALONE, resume
 from stepformer.training.runs import MAY_CHANGE, RunFolder, new_id
 
 OF_THE_SCHEDULE = ("schedule", "decay_start", "floor", "sam", "rho")
@@ -52,7 +50,7 @@ def extend(
     parent = {"run": str(folder.path.resolve()), "id": record.get("id", ""), "config_hash": old.hash, "step": step}
     with joined_world(new.train.device, new.train.collective_timeout) as world:
         if world.is_main:
-            _begin(folder, target, record, new, parent, label or target.path.name)
+            _begin(folder, target, record, old, new, parent, label or target.path.name)
         world.barrier()
         return resume(target.path, quiet=quiet)
 
@@ -110,11 +108,14 @@ def _rates(schedule: Schedule, t: int) -> tuple[float, float, float]:
     return schedule.factor(t), schedule.momentum(t), schedule.config.rho if schedule.perturbs(t) else 0.0
 
 
-ALONE = World(0, 1, torch.device("cpu"))
-
-
 def _begin(
-    folder: RunFolder, target: RunFolder, record: dict[str, Any], new: RunConfig, parent: dict[str, Any], label: str
+    folder: RunFolder,
+    target: RunFolder,
+    record: dict[str, Any],
+    old: RunConfig,
+    new: RunConfig,
+    parent: dict[str, Any],
+    label: str,
 ) -> None:
     """The new folder: checkpoint and metrics of the old one up to the step, then run.json, which makes it a run."""
     name = step_name(parent["step"])
@@ -125,7 +126,7 @@ def _begin(
     )  # an older best is gone once there is a newer
     target.checkpoints.mkdir(parents=True, exist_ok=True)
     for part in (name, *([best] if known else [])):
-        verify(folder.checkpoints / part)
+        folder.kept(ALONE, record, old).verified(part)
         temporary = target.checkpoints / f"{files.TEMPORARY}{os.getpid()}-{part}"
         with files.explained(target.path):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -137,8 +138,7 @@ def _begin(
             files.write_json(temporary / MANIFEST, manifest)
             shutil.rmtree(target.checkpoints / part, ignore_errors=True)
             files.rename(temporary, target.checkpoints / part)
-    with files.writing(target.metrics) as file:
-        file.writelines(lines_until(folder.metrics, parent["step"]))
+    copy_until(folder.metrics, target.metrics, parent["step"])
     facts: dict[str, Any] = {key: record[key] for key in ("corpus", "also", "precision", "init") if key in record}
     facts |= {"label": label, "parent": parent, "id": own}
     path = folder.path / "environment.json"

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import threading
 import warnings
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,62 +19,40 @@ from typing import Any
 from stepformer import files
 from stepformer.errors import InputError, StepformerWarning
 
-_CHECKED = re.compile(rb'(.*), "check": "([0-9a-f]{8})"\}', re.DOTALL)
+KINDS = ("train", "eval", "saved")
 LONGEST = 1 << 24  # bytes of a line: coefficients of every layer are in some
 
 
-@dataclass
-class Lines:
-    """What a metrics file holds: its entries, the lines as they stand there, and sentences about what is wrong."""
+@dataclass(frozen=True)
+class Line:
+    """A line as it stands there, its entry if it has one, and what is wrong with it."""
 
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    raw: list[bytes] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    check: int = 0  # of the last line
-    unchecked: int = 0  # lines of version 0.5.0
-
-    @property
-    def saved(self) -> int | None:
-        """The newest step that a checkpoint was written of."""
-        return max((entry["step"] for entry in self.entries if entry["kind"] == "saved"), default=None)
+    body: bytes  # without its check
+    checked: bool
+    entry: dict[str, Any] | None
+    fault: str
+    check: int  # of all lines so far
 
 
-def read_lines(path: Path) -> Lines:
-    """Every line of a metrics file; a last one cut by a kill is left out."""
-    found, started = Lines(), False
+def _lines(path: Path) -> Iterator[Line]:
+    """Every line of a metrics file in turn; a last one cut by a kill is left out."""
+    check, started = 0, False
     for number, line in enumerate(_split(path), 1):
-        whole = line.endswith(b"\n")
-        body, told = _parted(line.rstrip(b"\n"))
-        try:
-            entry = files.loads(body.decode(), "")
-            if not isinstance(entry, dict) or entry.get("kind") not in KINDS or not _whole(entry.get("step")):
-                raise ValueError
-        except (InputError, ValueError):
-            if whole:
-                found.faults.append(f"line {number} is damaged")
-                found.check = zlib.crc32(body, found.check)
+        if not line.endswith(b"\n"):
+            if len(line) == LONGEST:
+                yield Line(line, False, None, f"line {number} has no end", check)
             continue
-        if not whole:
-            continue
-        found.check = zlib.crc32(body, found.check)
-        if told is None:
-            found.unchecked += 1
-            if started:
-                found.faults.append(f"line {number} has no check")
-        elif told != found.check:
-            found.faults.append(f"line {number} was changed, or does not follow the line before it")
-            found.check = told  # what comes after it may be whole
+        body, told = files.parted(line[:-1])
+        entry, fault = _entry(body), ""
+        check = files.chained(body, check)
+        if entry is None:
+            fault = f"line {number} is damaged"
+        elif told is None and started:
+            fault = f"line {number} has no check"
+        elif told is not None and told != check:
+            fault, check = f"line {number} was changed, or does not follow the line before it", told
         started = started or told is not None
-        found.entries.append(entry)
-        found.raw.append(line)
-    return found
-
-
-KINDS = ("train", "eval", "saved")
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+        yield Line(body, told is not None, entry, fault, check)
 
 
 def _split(path: Path) -> Iterator[bytes]:
@@ -90,10 +66,35 @@ def _split(path: Path) -> Iterator[bytes]:
         raise InputError(f"The metrics file '{path}' cannot be read: {error.strerror}.") from None
 
 
-def _parted(line: bytes) -> tuple[bytes, int | None]:
-    """A line without its check, and the check."""
-    found = _CHECKED.fullmatch(line)
-    return (found[1] + b"}", int(found[2], 16)) if found else (line, None)
+def _entry(body: bytes) -> dict[str, Any] | None:
+    try:
+        entry = files.loads(body.decode(), "")
+    except (InputError, UnicodeDecodeError):
+        return None
+    if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
+        return None
+    step = entry.get("step")
+    return entry if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 53 else None
+
+
+@dataclass
+class Lines:
+    """What a metrics file holds: its entries, and sentences about what is wrong."""
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    check: int = 0  # of the last line
+    unchecked: bool = False  # as in version 0.5.0
+
+
+def read_lines(path: Path) -> Lines:
+    found = Lines()
+    for line in _lines(path):
+        found.entries += [line.entry] if line.entry is not None else []
+        found.faults += [line.fault] if line.fault else []
+        found.unchecked = found.unchecked or not line.checked
+        found.check = line.check
+    return found
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -114,16 +115,39 @@ def warn_unchecked(lines: Lines) -> None:
         )
 
 
+def last_saved(path: Path) -> int | None:
+    """The newest step that a checkpoint was written of."""
+    entries = (line.entry for line in _lines(path)) if path.is_file() else ()
+    return max((entry["step"] for entry in entries if entry is not None and entry["kind"] == "saved"), default=None)
+
+
+def copy_until(path: Path, target: Path, step: int) -> int:
+    """Write the lines up to a step, and return their check. What is damaged after the last of them does not matter.
+
+    They are chained anew: a checkpoint that was written in the background has its line after later steps.
+    """
+    kept, fault, found = list[Line](), "", ""
+    for line in _lines(path):
+        fault = fault or line.fault
+        if line.entry is not None and line.entry["step"] <= step:
+            kept.append(line)
+            found = fault
+    if found:
+        raise InputError(f"The metrics file '{path}' is damaged: {found}.")
+    check = 0
+    with files.writing(target) as file:
+        for line in kept:
+            check = files.chained(line.body, check)
+            file.write(files.checked_line(line.body, check) if line.checked else line.body + b"\n")
+    return check
+
+
 class Metrics:
     """The file of a run that trains, opened for more; lines beyond a resumed step are dropped."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        kept = lines_until(path, step) if path.exists() else []
-        if path.exists():
-            with files.writing(path) as file:
-                file.writelines(kept)
-        self.check = read_lines(path).check if path.exists() else 0
+        self.check = copy_until(path, path, step) if path.exists() else 0
         self._lock = threading.Lock()  # a checkpoint is written by another thread
         with files.explained(path):
             self._file = path.open("ab")
@@ -131,8 +155,8 @@ class Metrics:
     def write(self, **values: Any) -> None:
         body = json.dumps(values).encode()
         with files.explained(self.path), self._lock:
-            self.check = zlib.crc32(body, self.check)
-            self._file.write(body[:-1] + f', "check": "{self.check:08x}"}}\n'.encode())
+            self.check = files.chained(body, self.check)
+            self._file.write(files.checked_line(body, self.check))
             self._file.flush()
 
     def sync(self) -> None:
@@ -148,12 +172,3 @@ class Metrics:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
-
-
-def lines_until(path: Path, step: int) -> list[bytes]:
-    """The lines of a metrics file up to a step, as they stand there; none may be damaged."""
-    lines = read_lines(path)
-    kept = [i for i, entry in enumerate(lines.entries) if entry["step"] <= step]
-    if lines.faults and kept:
-        raise InputError(f"The metrics file '{path}' is damaged: {lines.faults[0]}.")
-    return [lines.raw[i] for i in kept]

@@ -140,7 +140,7 @@ def _ending_together(device: torch.device, timeout: int) -> Iterator[World]:
         yield World(rank, size, device, _joined[-1] if _joined else None)
         return
     _times += 1
-    store = dist.PrefixStore(f"stepformer/{_times}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"stepformer/{_times}", _own_store())
     ending = Ending(rank, size, store, timeout)
     _joined.append(ending)
     try:
@@ -156,6 +156,15 @@ def _ending_together(device: torch.device, timeout: int) -> Iterator[World]:
         _joined.pop()
 
 
+LOST = "connection (was )?(closed|reset|refused)|got 0 bytes|remote process|broken pipe|socket|peer|abort"
+
+
+def _own_store() -> dist.Store:
+    """The store in which the ranks met, through a connection that nobody else waits on."""
+    store = dist.distributed_c10d._get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
+
+
 def lost_rank(error: BaseException, timeout: int) -> LostRankError | None:
     """A sentence for the error of a collective that another rank did not take part in; None for other errors."""
     text = str(error)
@@ -166,6 +175,8 @@ def lost_rank(error: BaseException, timeout: int) -> LostRankError | None:
             f"Another rank did not answer for {timeout} s: it hangs or is much slower than this one; if it only needs "
             "more time, say collective_timeout=SECONDS."
         )
+    if not re.search(LOST, text, re.IGNORECASE):
+        return None
     return LostRankError(
         "Another rank was lost (killed, or its machine is gone), so this one ends too; the last checkpoint stands, and "
         "`resume` continues from it."

@@ -28,7 +28,7 @@ from stepformer.training.display import Display
 from stepformer.training.ending import Reason
 from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
 from stepformer.training.loop import Trainer, precision_of, streams_of
-from stepformer.training.metrics import read_lines
+from stepformer.training.metrics import last_saved
 from stepformer.training.parallel import World, choose_device, joined_world
 from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of
 from stepformer.training.stopping import Watch
@@ -126,7 +126,10 @@ def resume(
         with shortage.explained(config, world, folder.path):
             trainer = Trainer(config, opened, folder, world, display, label, others)
         trainer.config_hash, trainer.checkpoints.owner = asked, own.owner
-        if trainer.load_latest():
+        begun = trainer.load_latest()
+        if restart and world.is_main and trainer.step < config.train.steps:
+            folder.result.unlink(missing_ok=True)  # it tells of what is gone
+        if begun:
             trainer.display.note(f"{trainer.display.title}  continues after step {trainer.step}")
         else:
             if "init" in record:
@@ -140,7 +143,7 @@ def resume(
 
 def check_saved(folder: RunFolder, restart: bool) -> None:
     """Refuse to go on from an earlier checkpoint than the newest that was saved, unless that is asked for."""
-    saved = read_lines(folder.metrics).saved if folder.metrics.is_file() else None
+    saved = last_saved(folder.metrics)
     if folder.result.is_file():
         saved = max(saved or 0, documents.read(folder.result, documents.RESULT)["steps"])
     there = [int(name.partition("-")[2]) for name in Checkpoints(folder.checkpoints, ALONE).names("step")]

@@ -212,14 +212,18 @@ def _not_of(state: Mapping[str, Any], record: Mapping[str, Any], config: RunConf
         theirs = RunConfig.from_dict(state["config"]).to_dict()
     except ConfigError as error:
         return f"its config cannot be read: {error.problems[0].rstrip('.')}"
-    ours = config.to_dict()
-    for section, values in ours.items():
-        for key, value in values.items() if isinstance(values, dict) else {"": values}.items():
-            told = theirs[section].get(key) if key else theirs[section]
-            accepted = (value, record.get("precision")) if key == "precision" else (value,)
-            if told not in accepted and key not in MAY_CHANGE:
-                return f"its {f'{section}.{key}'.rstrip('.')} is {told}, and that of the run is {value}"
+    ours, theirs = _flat(config.to_dict()), _flat(theirs)
+    for key in dict.fromkeys((*ours, *theirs)):
+        accepted = (ours.get(key), record.get("precision") if key == "train.precision" else ours.get(key))
+        if theirs.get(key) not in accepted and key.rpartition(".")[2] not in MAY_CHANGE:
+            return f"its {key} is {theirs.get(key)}, and that of the run is {ours.get(key)}"
     return ""
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """One key for every setting; defaults of a model are not among them."""
+    parts = ((name, part if isinstance(part, dict) else {"": part}) for name, part in config.items())
+    return {f"{name}.{key}".rstrip("."): value for name, part in parts for key, value in part.items()}
 
 
 def checkpoint_of(

@@ -63,10 +63,9 @@ def sentence(config: RunConfig, world: World, folder: Path) -> str:
             f"or a smaller model{', or on several ranks with parallel=fsdp' if world.size == 1 else ''}; {show}."
         )
     about = _needed(config, world, best)[0] / GIB
-    return (
-        f"{begin}; micro_batch={best} needs about {about:.2f} GiB and changes the result by rounding only: "
-        f"`{resume_command(folder)} micro_batch={best}`; {show}."
-    )
+    begun = (folder / "run.json").is_file()
+    again = f"`{resume_command(folder)} micro_batch={best}`; {show}" if begun else "add it to the command"
+    return f"{begin}; micro_batch={best} needs about {about:.2f} GiB and changes the result by rounding only: {again}."
 
 
 def _needed(config: RunConfig, world: World, micro_batch: int) -> tuple[float, float]:
