@@ -149,7 +149,7 @@ def disturbed(config: RunConfig, folder: Path, kind: str, lines: int, delay: flo
     """Two ranks that are killed in one of torchrun's ways; their exit statuses, and whether a stop lost steps."""
     agent = Agent(lambda rank, env: Forked(lambda: go_on(config, folder), env))
     path, begun = folder / "metrics.jsonl", time.monotonic()
-    while not path.exists() or len(path.read_text().splitlines()) < lines:
+    while not path.exists() or len(metrics(folder, whole=False)) < lines:
         if time.monotonic() > begun + 120:
             raise TimeoutError(f"{folder.name}: no {lines} lines of metrics")
         if any(rank.status is not None for rank in agent.ranks):
@@ -172,9 +172,12 @@ def weights(folder: Path) -> str:
 
 
 def metrics(folder: Path, whole: bool = True) -> list[Any]:
-    """Kinds, steps and losses of all lines: what does not depend on time. A killed run's last line may be cut."""
+    """Kinds, steps and losses of all lines: what does not depend on time. A killed run's last line may be cut, and one
+    that was killed right after a save does not have the line that tells of it.
+    """
     text = (folder / "metrics.jsonl").read_text().splitlines()
     lines = [json.loads(line) for line in (text if whole else text[:-1])]
+    lines = [line for line in lines if line["kind"] != "saved"]
     return [[line["kind"], line["step"], line.get("loss", line.get("val_loss"))] for line in lines]
 
 
