@@ -35,8 +35,9 @@ ATTENTIONS: list[dict[str, Any]] = [
 # fp32: the adapter adds B A u where the merged weight has (W + B A) u, sums of 12 terms in another order, 1e-7 of
 # activations of order one, through four to twelve oracle calls
 MERGED = 1e-5
-# the polynomial that makes a matrix orthogonal multiplies what is small in it, rounding included, by up to 500
-SPECTRAL = {"ortho": 1e-4, "muon": 1e-4}
+# The polynomial that makes a matrix orthogonal multiplies what is small in it, rounding included, by up to 500; and
+# near the largest entropy that a row can have, a rounding of it moves the temperature far.
+AMPLIFIED = {name: 1e-4 for name in sf.presets() if name in ("ortho", "muon") or name.startswith("entropy")}
 
 
 def adapted(name: str = "vanilla", *, dtype: torch.dtype = torch.float32, adapter: Any = None, **settings: Any) -> Any:
@@ -84,7 +85,7 @@ def distance(model: Any, other: Any) -> float:
 def assert_is_merged(model: Any, bound: float) -> None:
     with model.disable_adapter():
         base = logits(model)
-    assert (logits(model) - base).abs().max() > 0.05, "the adapter should matter"
+    assert (logits(model) - base).abs().max() > 0.01, "the adapter should matter"
     assert distance(model, merged(model)) <= bound
 
 
@@ -96,7 +97,7 @@ def test_an_adapter_of_every_attention_is_its_merged_weights(settings: dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sf.presets())
 def test_an_adapter_of_every_preset_is_its_merged_weights(name: str) -> None:
-    assert_is_merged(adapted(name), SPECTRAL.get(name, MERGED))
+    assert_is_merged(adapted(name), AMPLIFIED.get(name, MERGED))
     assert_is_merged(adapted(name, dtype=torch.float64), 1e-10)
 
 
@@ -194,7 +195,7 @@ def test_adapters_are_switched_merged_and_added() -> None:
     alone = logits(model)
     model.base_model.set_adapter(["default", "second"])
     both = logits(model)
-    assert (both - alone).abs().max() > 0.05
+    assert (both - alone).abs().max() > 0.01
     assert (both - logits(merged(model))).abs().max() <= MERGED
 
 
