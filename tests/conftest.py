@@ -40,6 +40,9 @@ def _no_global_changes() -> Iterator[None]:
     yield
     assert torch.get_default_dtype() == torch.float32
     assert torch.is_grad_enabled()
+    if torch.cuda.is_initialized():  # what a failed capture of a CUDA graph leaves behind
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        torch.rand(1, device="cuda")
 
 
 @pytest.fixture(scope="session")

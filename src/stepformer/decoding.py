@@ -26,6 +26,7 @@ from stepformer.adapters import is_adapted
 from stepformer.decoding_rows import Numbers
 from stepformer.errors import StepformerError
 from stepformer.generation import NOT_FINITE, probabilities
+from stepformer.kernels.graphs import capture
 from stepformer.model import Model
 from stepformer.oracles.caches import Cache, Call, StateSlot, TokenSlot, within_documents
 from stepformer.schemes.coefficients import Coefficient, CoefficientBank
@@ -174,13 +175,7 @@ class Decoder:
             for _ in range(2):
                 advance()
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        if self.sampling.temperature:
-            graph.register_generator_state(self.generator)
-        # other threads may go on using the device meanwhile
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            advance()
-        return graph.replay
+        return capture(advance, generator=self.generator if self.sampling.temperature else None)[0].replay
 
     @contextlib.contextmanager
     def _constants(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepformer import kernels
+from stepformer.kernels.graphs import capture
 from stepformer.sharding import is_sharded
 
 MOST = 16  # recordings; where memory moves more often than that, recording it would cost more than it saves
@@ -68,14 +69,13 @@ class Recordings:
         self.count += 1
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         try:
-            # other threads may go on reading and pinning batches meanwhile
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                work()
-        except RuntimeError:
-            return None  # memory is short, or another thread records: nothing has run, and the work is done plainly
-        return graph
+            return capture(work, self.pool)[0]
+        except (
+            RuntimeError
+        ):  # memory is short, or another thread records: nothing has run, and the work is done plainly
+            self.pool = None
+            return None
 
 
 def recordable(tensor: Tensor) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepformer.kernels.graphs import capture
+
 WARM_UP = 2  # ordinary passes before the recording: libraries choose their algorithms, Triton compiles
 
 
@@ -82,15 +84,12 @@ class CapturedPass:
 
     def _record(self, first: bool) -> None:
         """Record the pass that writes gradients (`first`), or the one that adds to what that one wrote."""
-        graph = torch.cuda.CUDAGraph()
         if first:
             self._clear()
         else:
             for p, gradient in zip(self.parameters, self.gradients, strict=True):
                 p.grad = gradient
-        # other threads may go on reading and pinning batches meanwhile
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            loss = self._pass()
+        graph, loss = capture(self._pass, self.pool)
         if first:
             self.pool = graph.pool()
             self.gradients = [p.grad for p in self.parameters]
