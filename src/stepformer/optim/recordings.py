@@ -71,9 +71,7 @@ class Recordings:
             self.pool = torch.cuda.graph_pool_handle()
         try:
             return capture(work, self.pool)[0]
-        except (
-            RuntimeError
-        ):  # memory is short, or another thread records: nothing has run, and the work is done plainly
+        except RuntimeError:  # memory is short, or another thread captures: nothing has run; it is done plainly
             self.pool = None
             return None
 
