@@ -9,8 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
-# GPU tests spend their time compiling, on CPU cores.
-GPU_WORKERS ?= 8
+# GPU tests spend their time compiling, on CPU cores; each worker holds a part of the GPU's memory.
+GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n > 14 ? 14 : n)))
 # The tests use tiny matrices: one thread per worker beats several fighting over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

@@ -115,6 +115,19 @@ def test_aot_eager_equals_eager_for_one_pair() -> None:
     compare_compiled({"template": "nesterov", "splitting": "lie-trotter"}, "aot_eager", 1e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["vanilla", *(pytest.param(n, marks=pytest.mark.slow) for n in sf.presets() if n != "vanilla")]
+)
+def test_other_lengths_compile(name: str) -> None:
+    """Lengths that vary are symbols under torch.compile, which not every operator takes; the same sums, in fp32."""
+    torch._dynamo.reset()
+    model = tiny(name, dtype=torch.float32)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for length in (5, 7, 8):
+        x = tokens(2, length)
+        assert torch.allclose(compiled(x).logits, model(x).logits, atol=1e-5)
+
+
 def test_options_survive_only_with_their_component() -> None:
     config = sf.model_config("imex-k2-mam", **TINY)
     assert config.replace(velocity_norm="every").option("k") == 2

@@ -33,8 +33,12 @@ def capture(
                 cause = error
                 raise
     except BaseException as error:
-        del graph
-        _recover(stream, pool, generator)
+        with contextlib.suppress(RuntimeError):  # a device that is lost says so again at its next use
+            # PyTorch tells a graph's generators their seed on the capture's stream: what is not finished when the
+            # graph goes would be written into memory that belongs to somebody else by then
+            torch.cuda.synchronize()
+            del graph
+            _recover(stream, pool, generator)
         raise (cause or error) from None
 
 
@@ -53,5 +57,6 @@ def _recover(stream: torch.cuda.Stream, pool: Any, generator: torch.Generator | 
     if generator is not None:
         graph.register_generator_state(generator)
     nothing = torch.empty(1, device=stream.device)
-    with contextlib.suppress(RuntimeError), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         nothing.zero_()
+    torch.cuda.synchronize()

@@ -87,7 +87,9 @@ class SoftmaxAttention(MultiHeadAttention):
         if call.observe is not None and call.rows:
             self.report_rows(q, k, call)
         # Only a single new token that sees every stored key may do without causal masking.
-        causal = call.mask is None and (q.shape[2] == k.shape[2])
+        causal = call.mask is None
+        if q.shape[2] != k.shape[2]:  # a branch: under torch.compile the comparison is a symbol, which SDPA refuses
+            causal = False
         if causal and self.backend == "sdpa" and kernels.usable(q):
             from stepformer.kernels import attention
 
