@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -249,6 +250,26 @@ def test_a_large_file_is_not_read(house: Path, capsys: pytest.CaptureFixture[str
     with (house / "stopped/run.json").open("ab") as file:
         file.truncate(70 << 20)
     assert "it has more than 64 MiB" in said(capsys, ["eval", str(house / "stopped")])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["show", "{}"], "x.toml"),
+        (["prepare", "{}", "--tokenizer", "bytes", "--out", "out"], "x.txt"),
+        (["prepare", "{}", "--tokenizer", "bytes", "--out", "out"], "x.jsonl.gz"),
+        (["import", "{}", "--tokenizer", "bytes", "--out", "out"], "x.pt"),
+    ],
+    ids=["config", "text", "packed", "checkpoint"],
+)
+def test_nobody_waits_for_a_pipe_or_reads_a_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, words: list[str], name: str
+) -> None:
+    path = tmp_path / name
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    found = said(capsys, [word.format(path) if word == "{}" else word for word in words])
+    assert f"{name}' cannot be read: it is a pipe or a device, not an ordinary file." in found
 
 
 def test_a_setting_that_run_json_has_lost_is_missed(house: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from stepformer import files
 from stepformer.errors import ConfigError, InputError, UnknownNameError, independent, suggestion
 from stepformer.options import Option
 from stepformer.oracles import attentions, mlps
@@ -325,14 +326,14 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file as nested dictionaries, with a sentence instead of a traceback when that fails."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             return tomllib.load(file)
     except FileNotFoundError:
         raise InputError(f"There is no config file '{path}'.") from None
     except IsADirectoryError:
         raise InputError(f"'{path}' is a folder, not a config file.") from None
-    except PermissionError:
-        raise InputError(f"The config file '{path}' may not be read.") from None
+    except OSError as error:
+        raise InputError(f"The config file '{path}' cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"'{path}' is not valid TOML: {error}.") from None
 

@@ -118,10 +118,22 @@ def unsealed(value: dict[str, Any], path: Path, what: str) -> dict[str, Any]:
     return {key: part for key, part in value.items() if key != CHECKSUM}
 
 
+def opened(path: Path) -> BinaryIO:
+    """An ordinary file to read; a pipe or a device, which may never end, is an OSError."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for its writer
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is a pipe or a device, not an ordinary file", str(path))
+
+
 def read_text(path: Path, what: str) -> str:
     """A text file of ours that is small by nature; a larger one is not read."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
             raise InputError(f"The {what} '{path}' is damaged: it has more than {LARGEST >> 20} MiB.")
@@ -174,7 +186,7 @@ def parted(line: bytes) -> tuple[bytes, int | None]:
 def sha256(path: Path, progress: Callable[[int], None] | None = None, also: Any = None) -> str:
     """The checksum of a file, in hex; `also` is a hash of several files that reads this one, too."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with opened(path) as file:
         while block := file.read(1 << 22):
             digest.update(block)
             if also is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
+from stepformer import files
 from stepformer.data.tokenizers import END_OF_TEXT, valid
 from stepformer.errors import InputError, StepformerError, suggestion
 
@@ -124,15 +125,16 @@ def _sentence(error: Exception) -> str:
 
 def opened(path: Path) -> BinaryIO:
     """The unpacked bytes of a file. A truncated one raises instead of ending early."""
-    packing = extensions(path)[1]
+    packing, file = extensions(path)[1], files.opened(path)
+    if not packing:
+        return file
+    file.close()
     if packing == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if packing == ".xz":
         return cast(BinaryIO, lzma.open(path, "rb"))
-    if packing == ".zst":  # zstandard's own reader takes a truncated file for a short one; pyarrow's does not
-        arrow = need("pyarrow")
-        return cast(BinaryIO, io.BufferedReader(arrow.input_stream(str(path), compression="zstd")))
-    return path.open("rb")
+    arrow = need("pyarrow")  # zstandard's own reader takes a truncated file for a short one
+    return cast(BinaryIO, io.BufferedReader(arrow.input_stream(str(path), compression="zstd")))
 
 
 def read_documents(path: Path, layout: Layout) -> Iterator[Document]:

@@ -124,6 +124,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def read_torch(path: Path) -> Any:
     """A PyTorch zip archive of tensors and plain values; whatever would have to be executed is refused."""
+    files.opened(path).close()  # a pipe would be waited for
     if not zipfile.is_zipfile(path):
         raise InputError(f"'{path}' is no PyTorch zip archive, or only the beginning of one.")
     _refuse_packed(path)

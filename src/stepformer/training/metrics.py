@@ -57,7 +57,7 @@ def _lines(path: Path) -> Iterator[Line]:
 
 def _split(path: Path) -> Iterator[bytes]:
     try:
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             while line := file.readline(LONGEST):
                 yield line
     except FileNotFoundError:
