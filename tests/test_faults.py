@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -129,6 +131,7 @@ def test_sizes_are_compared_with_the_tensors_before_anything_is_built(
 ) -> None:
     run = house / "study/moving-s1"
     edited(run / "run.json", setting("model", key, value), sealed=True)
+    (run / "result.json").unlink()  # it names the settings, too
     for path in run.glob("checkpoints/*/manifest.json"):
         edited(path, lambda manifest: setting("model", key, value)(manifest["state"]), sealed=True)
     assert "belongs to another model" in said(capsys, ["eval", str(run)])
@@ -439,3 +442,104 @@ def test_folders_of_an_older_version_are_taken_with_a_note(harness: Harness, hou
         assert "without a checksum, as in version 0.5.0" in answer.said
         assert answer.result == harness.usual[name].result
         shutil.rmtree(house / "out", ignore_errors=True)
+
+
+# What somebody with the documentation alone has found.
+
+
+def test_an_older_checkpoint_is_not_the_best(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = house / "study/moving-s1/checkpoints"
+    (best,) = kept.glob("best-*")
+    first, *_ = sorted(kept.glob("step-*"))
+    last = sorted(kept.glob("step-*"))[-1]
+    shutil.rmtree(last)
+    run = str(house / "study/moving-s1")
+    assert "The last checkpoint of" in said(capsys, ["eval", run, "--checkpoint", "last"])
+    shutil.rmtree(best)
+    assert "and it is gone: put it back" in said(capsys, ["eval", run])
+    if first != last:
+        shutil.copytree(first, kept / first.name.replace("step", "best"))
+        assert "The best checkpoint of" in said(capsys, ["eval", run])
+
+
+def test_a_finished_run_tells_its_own_result(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other = house / "study/moving-s1", house / "study/plain-s1"
+    for name in ("result.json", "metrics.jsonl"):
+        shutil.copy(other / name, mine / name)
+    assert "is of another run, " in said(capsys, ["resume", str(mine), "--quiet"])
+
+
+def test_measurements_are_of_their_run(house: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine, other, text = house / "study/moving-s1", house / "study/plain-s1", tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a fox. " * 40)
+    assert main(["eval", str(other), "--on", str(text), "--quiet"]) == 0
+    (mine / "measured").mkdir(exist_ok=True)
+    shutil.copy(other / "measured/perplexity.json", mine / "measured/perplexity.json")
+    assert "is of other weights than those of its run" in said(
+        capsys, ["export", str(mine), "--out", str(tmp_path / "export")]
+    )
+    assert main(["report", str(mine), "--out", str(tmp_path / "page"), "--no-samples", "--quiet"]) == 0
+    assert "is of other weights than those of its run" in (tmp_path / "page/report.md").read_text()
+    shutil.rmtree(mine / "measured")
+    (mine / "measured").symlink_to(other / "measured")
+    assert "is a link to another place" in said(capsys, ["eval", str(mine), "--on", str(text), "--quiet"])
+
+
+def test_lines_cut_from_the_end_of_the_metrics(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = house / "stopped/metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    words = ["resume", str(house / "stopped"), "--quiet"]
+    assert "lines with losses, and 2 are left. Put it back" in said(capsys, words)
+    path.unlink()
+    assert "There is no metrics file" in said(capsys, words)
+
+
+def test_a_lock_that_is_a_pipe(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (house / "stopped/run.lock").unlink(missing_ok=True)
+    os.mkfifo(house / "stopped/run.lock")
+    assert "it is a pipe or a device" in said(capsys, ["resume", str(house / "stopped"), "--quiet"])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (f"a={'[' * 1000}{']' * 1000}", "nested too deeply"),
+        (f"n_layer={'9' * 5000}", "is not valid TOML"),
+        (b"\xff", "it is not text"),
+    ],
+    ids=["deep", "long number", "bytes"],
+)
+def test_hostile_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes, sentence: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    assert sentence in said(capsys, ["show", str(path)])
+    with path.open("ab") as file:
+        file.truncate(70 << 20)
+    assert "it has more than 64 MiB" in said(capsys, ["show", str(path)])
+
+
+def test_names_that_no_disk_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["eval", "x" * 300], ["report", "x" * 300], ["prepare", f"{'x' * 300}.txt", "--out", "out"]):
+        assert "File name too long" in said(capsys, words)
+
+
+@pytest.mark.parametrize("output", ["/dev/full", "closed"])
+def test_output_that_cannot_be_written(output: str) -> None:
+    target = ">&-" if output == "closed" else f"> {output}"
+    command = f"{sys.executable} -m stepformer list {target}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr
+    assert (done.returncode, "The output could not be written" in done.stderr) == (
+        (0, False) if output == "closed" else (2, True)
+    )
+
+
+def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    for name in ("pickle", "multiprocessing", "signal", "copyreg"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    words = ["prepare", "tales", "--count", "400", "--tokenizer", "bytes", "--workers", "2", "--out", "made"]
+    program = "import sys; from stepformer.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, (tmp_path / "ran").exists()) == (0, False), done.stderr

@@ -20,6 +20,7 @@ from stepformer.comparing.study import STEPFORMER, SlurmRun
 from stepformer.errors import InputError
 from stepformer.files import write_json
 from stepformer.plugins import UntrustedError, load_plugin, trusting
+from stepformer.plugins.sources import files_at, place_of
 from stepformer.schemes import templates
 from stepformer.training import load_run, train
 
@@ -220,6 +221,33 @@ def test_bytecode_beside_a_helper_is_not_run(tmp_path: Path) -> None:
     other = compile("K = 2\n", str(helper), "exec")
     cached.write_bytes(external._code_to_hash_pyc(other, bytes(8), False))  # Python would not even look at the source
     assert load_plugin(str(tmp_path / "own_lazy.py")).late() == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "line"),
+    [
+        ('__all__ = ["inner"]', "from pkg import *"),
+        ("", 'import importlib\ninner = importlib.import_module(".inner", "pkg")'),
+        ('import importlib\ninner = importlib.import_module(".inner", __name__)', "from pkg import inner"),
+    ],
+    ids=["star", "two names", "own name"],
+)
+def test_modules_that_are_named_otherwise_are_part_of_a_plugin(tmp_path: Path, first: str, line: str) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/__init__.py").write_text(f"{first}\n")
+    (tmp_path / "pkg/inner.py").write_text("GAIN = 1.0\n")
+    (tmp_path / "mine.py").write_text(f"{line}\n")
+    assert tmp_path / "pkg/inner.py" in files_at(place_of(str(tmp_path / "mine.py")))
+
+
+def test_modules_that_show_only_while_it_runs_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit/__init__.py").write_text("")
+    (tmp_path / "kit/hidden.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "mine.py").write_text("import importlib, kit\nimportlib.import_module('kit.' + 'hidden')\n")
+    with pytest.raises(InputError, match="name it in an import statement"):
+        load_plugin(str(tmp_path / "mine.py"))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_damaged_list_stops_nobody_who_needs_it_not(corpus: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from stepformer.comparing.studies import compare, sweep
     from stepformer.training import evaluate_run, load_run, resume, run_config, train
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from stepformer.model import Model
 
 
+MOST = 1024  # beams of a prompt
+
+
 @dataclass
 class Beam:
     """A continuation of prompt number `prompt` that has not ended, and the sum of its tokens' log-probabilities."""
@@ -44,8 +47,8 @@ def beam_search(
     """
     rows = as_rows(prompts)
     check_settings(model, rows, max_new_tokens, on_context_end)
-    if not isinstance(beams, int) or beams < 1:
-        raise InputError(f"beams = {beams} should be an integer, at least 1.")
+    if not isinstance(beams, int) or not 1 <= beams <= MOST:
+        raise InputError(f"beams = {beams} should be an integer, at least 1 and at most {MOST:,}.")
     if not abs(length_penalty) <= 10:
         raise InputError(f"length_penalty = {length_penalty} should lie between -10 and 10.")
     if on_context_end == "slide":

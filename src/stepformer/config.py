@@ -325,17 +325,14 @@ def _option_problems(config: ModelConfig) -> dict[str, str]:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file as nested dictionaries, with a sentence instead of a traceback when that fails."""
     path = Path(path)
+    if path.is_dir():
+        raise InputError(f"'{path}' is a folder, not a config file.")
     try:
-        with files.opened(path) as file:
-            return tomllib.load(file)
-    except FileNotFoundError:
-        raise InputError(f"There is no config file '{path}'.") from None
-    except IsADirectoryError:
-        raise InputError(f"'{path}' is a folder, not a config file.") from None
-    except OSError as error:
-        raise InputError(f"The config file '{path}' cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"'{path}' is not valid TOML: {error}.") from None
+        return tomllib.loads(files.read_text(path, "config file").replace("\r\n", "\n"))
+    except RecursionError:
+        raise InputError(f"'{path}' is not valid TOML: it is nested too deeply.") from None
+    except ValueError as error:  # a number of thousands of digits, too
+        raise InputError(f"'{path}' is not valid TOML: {str(error).rstrip('.')}.") from None
 
 
 def parse_override(word: str) -> tuple[str, Any]:
@@ -345,7 +342,7 @@ def parse_override(word: str) -> tuple[str, Any]:
         raise InputError(f"'{word}' is not of the form key=value.")
     try:
         return key, tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key, text
 
 

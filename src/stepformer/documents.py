@@ -104,6 +104,7 @@ class State(TypedDict):
     best: Best | None
     config: Config
     run: NotRequired[Hex]
+    logged: NotRequired[Count]
 
 
 class StoredFile(TypedDict):
@@ -201,6 +202,7 @@ class Result(TypedDict):
     device: NotRequired[str]
     ranks: NotRequired[Positive]
     metrics: NotRequired[Hex]
+    run: NotRequired[Hex]
     status: Literal["finished"]
 
 
@@ -256,6 +258,7 @@ class Measurement(TypedDict):
     stepformer: str
     kind: str
     step: Count
+    run: NotRequired[Hex]
     command: NotRequired[str]
     settings: dict[str, Any]
     result: dict[str, Any]

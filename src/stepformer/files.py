@@ -130,6 +130,15 @@ def opened(path: Path) -> BinaryIO:
     raise OSError(errno.EINVAL, "it is a pipe or a device, not an ordinary file", str(path))
 
 
+def lock_file(path: Path) -> BinaryIO:
+    """A file to lock, made if it is not there; a pipe in its place is not waited for."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return os.fdopen(handle, "r+b")
+    os.close(handle)
+    raise OSError(errno.EINVAL, "it is a pipe or a device, not an ordinary file", str(path))
+
+
 def read_text(path: Path, what: str) -> str:
     """A text file of ours that is small by nature; a larger one is not read."""
     try:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from stepformer import __version__, documents, files
-from stepformer.errors import command_line
+from stepformer.errors import InputError, command_line
 
 FOLDER = "measured"
 FORMAT = 1
@@ -110,7 +110,7 @@ class Journal:
 
 def journal(run: Path, kind: str, about: Mapping[str, Any], *, quiet: bool = True) -> Journal:
     """The journal of a measurement of the run in the folder `run`; unless quiet it says when it continues one."""
-    opened = Journal(run / FOLDER / f"{kind}.jsonl", about)
+    opened = Journal(_folder(run) / f"{kind}.jsonl", about)
     if opened.kept and not quiet:
         Console(stderr=True, highlight=False).print(f"{kind} continues: {opened.kept:,} finished parts were kept")
     return opened
@@ -118,9 +118,10 @@ def journal(run: Path, kind: str, about: Mapping[str, Any], *, quiet: bool = Tru
 
 def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
     """Keep a measurement beside its run; `settings` is everything that decides the numbers, `step` the checkpoint's."""
-    path = run / FOLDER / f"{kind}.json"
+    path = _folder(run) / f"{kind}.json"
     command = command_line(*sys.argv[1:]) if Path(sys.argv[0]).name.startswith("stepformer") else ""
     about = {"format": FORMAT, "stepformer": __version__, "kind": kind, "step": step, "command": command}
+    about |= {"run": known} if (known := _id(run)) else {}
     files.write_json(path, {**about, "settings": dict(settings), "result": dict(result)})
     return path
 
@@ -137,4 +138,22 @@ def load(run: Path, kind: str) -> dict[str, Any] | None:
     path = run / FOLDER / f"{kind}.json"
     if not path.is_file():
         return None
-    return documents.read(path, documents.MEASUREMENT)
+    found = documents.read(path, documents.MEASUREMENT)
+    result = documents.read(run / "result.json", documents.RESULT) if (run / "result.json").is_file() else {}
+    weights = found["settings"].get("weights")
+    if found.get("run", "") not in ("", _id(run)) or (
+        weights is not None and found["step"] == result.get("steps") and weights != result["weights_sha256"]
+    ):
+        raise InputError(f"The measurement '{path}' is of other weights than those of its run: take it away.")
+    return found
+
+
+def _id(run: Path) -> str:
+    return str(documents.read(run / "run.json", documents.RUN).get("id", "")) if (run / "run.json").is_file() else ""
+
+
+def _folder(run: Path) -> Path:
+    """Where measurements of a run are written; never into another run."""
+    if (run / FOLDER).is_symlink():
+        raise InputError(f"'{run / FOLDER}' is a link to another place: take it away.")
+    return run / FOLDER

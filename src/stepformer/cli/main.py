@@ -96,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0 good, 1 a check failed, 2 bad input."""
+    if sys.stdout is None:  # closed, as by `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
@@ -131,9 +133,20 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("stepformer: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `stepformer list | head`: the reader has gone; keep the interpreter's last flush quiet
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `stepformer list | head`: the reader has gone
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.filename is None:  # a disk that is full, say
+            _drop_output()
+        what = f"'{error.filename}' cannot be used" if error.filename else "The output could not be written"
+        print(f"stepformer: {what}: {error.strerror or error}.", file=sys.stderr)
+        return 2
+
+
+def _drop_output() -> None:
+    """Keep the interpreter's last flush quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _told_elsewhere(error: StepformerError) -> bool:

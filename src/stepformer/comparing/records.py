@@ -56,18 +56,18 @@ class RunRecord:
         fields = {"unigram_entropy": None, **{key: value for key, value in result.items() if key in known}}
         fields["label"] = fields["label"] or fields["title"]
         curve, settings = _read_curve(folder / "metrics.jsonl", result), recorded(folder)
-        _check_settings(folder, result)
+        _check_settings(folder)
         return cls(folder=folder, curve=curve, settings=settings, **fields)
 
 
-def _check_settings(folder: Path, result: Mapping[str, Any]) -> None:
-    """Refuse a result of other settings than run.json has; rules that are not here any more cannot be asked."""
+def _check_settings(folder: Path) -> None:
+    """Refuse a result of another run or other settings than run.json has; rules that are gone cannot be asked."""
+    run = RunFolder(folder)
     try:
-        config = RunFolder(folder).config()
+        record, config = run.read(), run.config()
     except StepformerError:
         return
-    if config.hash != result["config_hash"]:
-        raise InputError(f"The result in '{folder}' is of other settings than its run.json has.")
+    run.read_result(record, config)
 
 
 def load_records(folders: Iterable[str | Path]) -> list[RunRecord]:

@@ -176,10 +176,13 @@ def start_workers(number: int, tokenizer: Path) -> ProcessPoolExecutor:
     pool = ProcessPoolExecutor(number, context, initializer=_start_worker, initargs=(str(tokenizer),))
     # Ctrl-C reaches every process of a terminal. The workers inherit that it is blocked; the first process decides.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    safe = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"  # `python -c`, as workers start, would import from the current folder
     try:
         for _ in range(number):  # each starts one worker
             pool.submit(int)
     finally:
+        os.environ.pop("PYTHONSAFEPATH") if safe is None else os.environ.update(PYTHONSAFEPATH=safe)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pool
 

@@ -124,7 +124,7 @@ def locked(folder: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with files.explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.open("a"))
+            file = stack.enter_context(files.lock_file(path))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.stat(path)  # gone if another process has just given up and taken it away

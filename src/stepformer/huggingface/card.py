@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from stepformer import documents, measured
 from stepformer.catalogue import citations, preset_of
 from stepformer.config import ModelConfig
 from stepformer.data.tokenizers import valid
+from stepformer.errors import StepformerWarning
 from stepformer.huggingface.card_results import markdown, section
 from stepformer.oracles import attentions, mlps
 from stepformer.references import BIBTEX
@@ -28,6 +30,8 @@ from stepformer.training.run import LoadedRun
 def validation(run: LoadedRun) -> dict[str, Any]:
     """The validation loss of the loaded checkpoint with its token count and split hash, if the run has it."""
     path = run.folder.metrics
+    if not path.is_file() and not run.record.get("imported"):
+        warnings.warn(f"There is no metrics file '{path}': the card has no loss.", StepformerWarning, stacklevel=2)
     for line in read_metrics(path) if path.is_file() else ():
         if line.get("kind") == "eval" and line["step"] == run.step:
             return {key: line[key] for key in ("val_loss", "val_tokens", "val_hash", "tokens")}

@@ -140,7 +140,9 @@ def whole(out: Path) -> Iterator[Path]:
             if out.exists():
                 files.rename(out, old)
             files.rename(temporary, out)
-        except SafetensorError as error:  # a full disk, say
+        except Exception as error:  # a full disk, say: safetensors and tokenizers have errors of their own for it
+            if not isinstance(error, SafetensorError) and "(os error " not in str(error):
+                raise
             raise StepformerError(f"'{out}' could not be written: {error}.") from None
         finally:
             if old.exists() and not out.exists():

@@ -9,7 +9,7 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -117,7 +117,14 @@ class _Beside(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         file = self.files.get(name)
-        return None if file is None else spec_of(name, file)
+        if file is not None:
+            return spec_of(name, file)
+        if name.rpartition(".")[0] in self.files and PathFinder.find_spec(name, path) is not None:
+            raise ImportError(
+                f"'{name}' is imported in a way that shows only while the plug-in runs, so nobody has vouched for it: "
+                "name it in an import statement"
+            )
+        return None
 
     def add(self, place: Place) -> None:
         if self not in sys.meta_path:

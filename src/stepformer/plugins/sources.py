@@ -66,7 +66,7 @@ def modules_at(place: Place) -> dict[Path, str]:
         found[path] = called
         if path.suffix != ".py":  # a compiled helper
             continue
-        names = imports(path, called)
+        names = [*imports(path, called), *(_listed(path, called) if path.name == "__init__.py" else ())]
         waiting += [(name, there) for name in names if (there := located(name, place.top)) is not None]
     return found
 
@@ -128,7 +128,7 @@ def imports(path: Path, called: str) -> Iterator[str]:
             if node.level:
                 base = ".".join(filter(None, [*package.split(".")[: len(package.split(".")) - node.level + 1], base]))
             names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        elif (called_by_name := _literal_import(node)) is not None:
+        elif (called_by_name := _literal_import(node, package)) is not None:
             names = [called_by_name]
         else:
             continue
@@ -137,13 +137,33 @@ def imports(path: Path, called: str) -> Iterator[str]:
             yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
-def _literal_import(node: ast.AST) -> str | None:
-    """What `importlib.import_module("name")` or `__import__("name")` names."""
+def _literal_import(node: ast.AST, package: str) -> str | None:
+    """What `importlib.import_module("name")`, also with a package, or `__import__("name")` names."""
     if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
         return None
     function, name = node.func, node.args[0].value
     called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return name if called in ("import_module", "__import__") and isinstance(name, str) else None
+    if called not in ("import_module", "__import__") or not isinstance(name, str):
+        return None
+    if not name.startswith("."):
+        return name
+    given = [*node.args[1:2], *(word.value for word in node.keywords if word.arg == "package")]
+    told = given[0].value if given and isinstance(given[0], ast.Constant) else package  # __name__, __package__
+    try:
+        return importlib.util.resolve_name(name, str(told))
+    except ImportError:
+        return None
+
+
+def _listed(path: Path, called: str) -> list[str]:
+    """What a package's `__all__` lists: `from package import *` imports those that are modules."""
+    found = []
+    for node in ast.parse(path.read_bytes()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(getattr(target, "id", "") == "__all__" for target in targets):
+            words = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+            found += [f"{called}.{word}" for word in words if isinstance(word, str)]
+    return found
 
 
 def sha256(path: Path) -> str:

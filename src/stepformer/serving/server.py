@@ -297,7 +297,9 @@ class Handler(BaseHTTPRequestHandler):
             name, kind = FILES[path]
             content = resources.files("stepformer.serving").joinpath("page", name).read_bytes()
             self._send(200, f"{kind}; charset=utf-8", content)
-        elif path == "/api/state":
+            return
+        self._check_origin()
+        if path == "/api/state":
             self._json({"runs": [run.facts() for run in self.server.runs], "apart": self.server.apart})
         elif path == "/api/watch":
             self._json({"runs": [run.progress() for run in _distinct(self.server.runs)]})

@@ -98,6 +98,7 @@ class Trainer:
         self.branches = self.optimizers.schedule.decay_start if config.optim.schedule == "wsd" else None
         self.checkpoints = stored.Checkpoints(folder.checkpoints, world, keep=train.keep, stays=self.branches)
         self.metrics: Metrics | None = None  # of the main rank, while it trains
+        self.logged = 0  # lines with losses that it had at the checkpoint
         self.run_id = ""
         self.step = 0  # completed steps
         self.seconds = 0.0  # spent in them
@@ -125,7 +126,7 @@ class Trainer:
         path, state = found
         stored.load(path, "model", dict(self.model.named_parameters()))
         stored.load(path, "optimizer", self.optimizers.tensors(create=True))
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.seconds, self.logged = state["step"], state["seconds"], state.get("logged", 0)
         self.best = Best(**state["best"]) if state["best"] else None
         if self.world.is_main:
             self.checkpoints.remove_after(self.step)
@@ -137,7 +138,7 @@ class Trainer:
         train = self.config.train
         save_every = train.save_every or self.eval_every
         # a run that starts again drops all lines of its first attempt, the evaluation before the first step included
-        metrics = self.metrics = Metrics(self.folder.metrics, self.step or -1) if self.world.is_main else None
+        metrics = self.metrics = self._metrics() if self.world.is_main else None
         self.run_id = str(self.folder.read().get("id", "")) if self.world.is_main else ""
         loggers = Loggers(self.config, self.folder.path, self.run_id) if self.world.is_main else None
         self.checkpoints.on_disk = self._note_saved
@@ -174,6 +175,9 @@ class Trainer:
             if metrics is not None and loggers is not None:
                 metrics.close()
                 loggers.close()
+
+    def _metrics(self) -> Metrics:
+        return Metrics(self.folder.metrics, self.step or -1, self.logged if self.step else 0)
 
     def _stop(self, asked: int) -> NoReturn:
         """Save and stop; no rank leaves before the save is on disk, for torchrun then kills the others."""
@@ -408,6 +412,7 @@ class Trainer:
         state |= {"config": self.config.to_dict(), **({"run": self.run_id} if self.run_id else {})}
         if self.metrics is not None:
             self.metrics.sync()
+            state["logged"] = self.metrics.logged
         try:
             self.checkpoints.save(name, parts, state)
         except StepformerError:
@@ -508,6 +513,7 @@ class Trainer:
         }
         if self.metrics is not None:
             record["metrics"] = f"{self.metrics.check:08x}"
+            record |= {"run": self.run_id} if self.run_id else {}
         self._check_folder()
         if self.world.is_main:
             write_json(self.folder.result, record)

@@ -121,8 +121,9 @@ def last_saved(path: Path) -> int | None:
     return max((entry["step"] for entry in entries if entry is not None and entry["kind"] == "saved"), default=None)
 
 
-def copy_until(path: Path, target: Path, step: int) -> int:
-    """Write the lines up to a step, and return their check. What is damaged after the last of them does not matter.
+def copy_until(path: Path, target: Path, step: int, logged: int = 0) -> tuple[int, int]:
+    """Write the lines up to a step; returns their check and how many of them log a loss, at least `logged`. What is
+    damaged after the last of them does not matter.
 
     They are chained anew: a checkpoint that was written in the background has its line after later steps.
     """
@@ -134,20 +135,26 @@ def copy_until(path: Path, target: Path, step: int) -> int:
             found = fault
     if found:
         raise InputError(f"The metrics file '{path}' is damaged: {found}.")
+    losses = sum(line.entry is not None and line.entry["kind"] != "saved" for line in kept)
+    if losses < logged:
+        raise InputError(
+            f"The metrics file '{path}' is damaged: up to step {step} it had {logged:,} lines with losses, and "
+            f"{losses:,} are left. Put it back."
+        )
     check = 0
     with files.writing(target) as file:
         for line in kept:
             check = files.chained(line.body, check)
             file.write(files.checked_line(line.body, check) if line.checked else line.body + b"\n")
-    return check
+    return check, losses
 
 
 class Metrics:
     """The file of a run that trains, opened for more; lines beyond a resumed step are dropped."""
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, logged: int = 0) -> None:
         self.path = path
-        self.check = copy_until(path, path, step) if path.exists() else 0
+        self.check, self.logged = copy_until(path, path, step, logged) if path.exists() or logged else (0, 0)
         self._lock = threading.Lock()  # a checkpoint is written by another thread
         with files.explained(path):
             self._file = path.open("ab")
@@ -158,6 +165,7 @@ class Metrics:
             self.check = files.chained(body, self.check)
             self._file.write(files.checked_line(body, self.check))
             self._file.flush()
+            self.logged += values["kind"] != "saved"
 
     def sync(self) -> None:
         """Hand all lines to the disk."""

@@ -111,8 +111,9 @@ def resume(
             f"{shlex.quote(f'init={folder.path}')}."
         )
     check_saved(folder, restart)
-    if folder.result.is_file() and not restart:  # nothing to do, and nothing to write again
-        return {**documents.read(folder.result, documents.RESULT), "folder": str(folder.path)}
+    result = folder.read_result(record, config)
+    if result is not None and not restart:  # nothing to do, and nothing to write again
+        return {**result, "folder": str(folder.path)}
     asked, told = config.hash, config
     kept = {"precision": record.get("precision", config.train.precision)}
     config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})

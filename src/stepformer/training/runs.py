@@ -40,6 +40,7 @@ from stepformer.plugins import (
 )
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
+from stepformer.training.metrics import last_saved
 from stepformer.training.parallel import World
 
 
@@ -128,6 +129,17 @@ class RunFolder:
         refuse_changed(then, identity([], rules), what, rules)
         return record, config
 
+    def read_result(self, record: Mapping[str, Any], config: RunConfig) -> dict[str, Any] | None:
+        """The result of a finished run, which must be its own; None of one that is not finished."""
+        if not self.result.is_file():
+            return None
+        result = documents.read(self.result, documents.RESULT)
+        if result.get("run", record.get("id")) != record.get("id"):
+            raise InputError(f"The result in '{self.path}' is of another run, {result['run']}.")
+        if result["config_hash"] != config.hash:
+            raise InputError(f"The result in '{self.path}' is of other settings than its run.json has.")
+        return result
+
     def read_tokenizer(self, record: dict[str, Any]) -> Tokenizer:
         """The run's tokenizer, which must be the one that its weights were trained with."""
         found = load_tokenizer(self.tokenizer)
@@ -170,8 +182,8 @@ class RunFolder:
         with files.explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            with files.explained(self.path):
-                lock = stack.enter_context((self.path / "run.lock").open("a"))
+            with files.explained(self.path / "run.lock"):
+                lock = stack.enter_context(files.lock_file(self.path / "run.lock"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -234,8 +246,19 @@ def checkpoint_of(
     """
     if which not in ("best", "last"):
         raise InputError(f"'{which}' is not 'best' or 'last'.")
-    kept = folder.kept(world, *(opened or folder.opened()))
-    found = kept.latest("best" if which == "best" else "step")
+    record, config = opened or folder.opened()
+    result = folder.read_result(record, config)
+    saved = last_saved(folder.metrics) or 0  # asked before: a training may write another one meanwhile
+    kept = folder.kept(world, record, config)
+    kind = "best" if which == "best" else "step"
+    there = max((int(name.partition("-")[2]) for name in kept.names(kind)), default=-1)
+    wanted = max(saved, result["steps"] if result else 0)
+    if (there < wanted) if which == "last" else (result is not None and there != (wanted := result["best_step"])):
+        instead = f"and the one there is of step {there}" if there >= 0 else "and it is gone"
+        raise InputError(
+            f"The {which} checkpoint of '{folder.path}' was that of step {wanted}, {instead}: put it back."
+        )
+    found = kept.latest(kind)
     if found is None and which == "best" and kept.names("step"):
         warnings.warn(
             f"'{folder.path}' has no best checkpoint yet: its last one is used.", StepformerWarning, stacklevel=3
