@@ -534,6 +534,7 @@ def test_output_that_cannot_be_written(output: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
     for name in ("pickle", "multiprocessing", "signal", "copyreg"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

@@ -70,6 +70,7 @@ def told(run: Path, name: str = "result.json") -> dict[str, Any]:
 def trained_again(run: Path) -> None:
     """Give a run another id, as if it were another one with the same settings."""
     write_json(run / "run.json", told(run, "run.json") | {"id": "0f"})
+    write_json(run / "result.json", told(run, "result.json") | {"run": "0f"})
     for path in run.glob("checkpoints/*/manifest.json"):
         manifest = told(path.parent, "manifest.json")
         manifest["state"]["run"] = "0f"
@@ -164,6 +165,7 @@ def test_weights_that_do_not_fit_are_refused_in_a_sentence(home: Path, tmp_path:
     empty = tmp_path / "empty"
     shutil.copytree(home / "yurii-s42", empty)
     shutil.rmtree(empty / "checkpoints")
+    (empty / "result.json").unlink()
     for config, sentence in (
         (warm(home, n_layer=3), r"weights of another architecture: its n_layer is 2, this run's 3\."),
         (warm(home, "vanilla", init=str(home / "yurii-s42")), "another architecture: its .*template is"),
@@ -477,7 +479,8 @@ def test_both_directions_in_one_command(
     assert "was begun with other corpora or another tokenizer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seeds", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [1, 3])
 def test_forgetting_and_plasticity_are_positive_on_two_dialects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seeds: int
 ) -> None:

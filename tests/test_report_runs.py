@@ -75,6 +75,7 @@ def long_run(study: Path, target: Path, lines: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_lines_make_a_small_page(study: Path, tmp_path: Path) -> None:
     report = report_of(long_run(study, tmp_path, 100_000))
     run = report.runs[0]

@@ -166,6 +166,7 @@ def test_page_says_why_runs_cannot_be_compared(folder: Path, page: Any) -> None:
         assert page.locator("#ask").is_disabled()
 
 
+@pytest.mark.slow
 def test_page_watches_a_run_that_grows(folder: Path, tmp_path: Path, page: Any) -> None:
     """From an empty folder on: metrics appear, then a first checkpoint, which is taken without being asked."""
     shutil.copytree(folder / "begun", tmp_path / "run")

@@ -108,6 +108,7 @@ def test_sweep_over_a_grid_in_processes(corpus: Path, tmp_path: Path, capsys: py
         assert json.loads((out / f"lr-{lr}-s42" / "run.json").read_text())["config"]["optim"]["lr"] == lr
 
 
+@pytest.mark.slow
 def test_slurm_through_submitit(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """submitit's local executor runs the same jobs that Slurm would get."""
     submitit = pytest.importorskip("submitit")

@@ -306,7 +306,7 @@ def test_runs_of_different_code_are_not_one_row(corpus: Path, tmp_path: Path) ->
     with pytest.raises(InputError, match=r"not one row: they differ in code\.template 'nesterov'"):
         compare(load_records([tmp_path / "a-1", folder]), "a")
     write_json(folder / "run.json", told(tmp_path / "a-1", "run.json"))
-    write_json(folder / "result.json", told(folder) | {"config_hash": told(tmp_path / "a-1")["config_hash"]})
+    write_json(folder / "result.json", told(folder) | {k: told(tmp_path / "a-1")[k] for k in ("config_hash", "run")})
     environment = told(folder, "environment.json")
     environment["versions"]["stepformer"] = "0.1.0"
     write_json(folder / "environment.json", environment)

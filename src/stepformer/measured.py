@@ -133,12 +133,14 @@ def finish(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], resu
     return result
 
 
-def load(run: Path, kind: str) -> dict[str, Any] | None:
-    """A measurement of a run, whole, or None if it was never made."""
+def load(run: Path, kind: str, *, own: bool = True) -> dict[str, Any] | None:
+    """A measurement of a run, whole, or None if it was never made; `own`: of this run and its weights, no others."""
     path = run / FOLDER / f"{kind}.json"
     if not path.is_file():
         return None
     found = documents.read(path, documents.MEASUREMENT)
+    if not own:
+        return found
     result = documents.read(run / "result.json", documents.RESULT) if (run / "result.json").is_file() else {}
     weights = found["settings"].get("weights")
     if found.get("run", "") not in ("", _id(run)) or (

@@ -133,7 +133,7 @@ def read_metrics(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 def save_tasks(run: LoadedRun, settings: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
     """Keep the numbers of a task, beside those of the same weights that are there; not if these are of more items."""
-    earlier = measured.load(run.folder.path, KIND)
+    earlier = measured.load(run.folder.path, KIND, own=False)
     kept = earlier["result"]["tasks"] if earlier and earlier["settings"] == settings else {}
     if any(name in kept and is_fuller(kept[name], entry) for name, entry in found.items()):
         return False

@@ -190,7 +190,7 @@ def entry_of(text: Text, reading: Reading, windows: Sequence[Window], nats: floa
 
 def save_texts(run: LoadedRun, settings: Mapping[str, Any], result: Mapping[str, Any]) -> None:
     """Keep the numbers, beside those of the same weights on other texts or read in other ways."""
-    earlier = measured.load(run.folder.path, KIND)
+    earlier = measured.load(run.folder.path, KIND, own=False)
     kept = earlier["result"] if earlier and earlier["settings"] == settings else {"texts": []}
     names = [identity(entry) for entry in result["texts"]]
     others = [entry for entry in kept["texts"] if identity(entry) not in names]
