@@ -252,12 +252,9 @@ def checkpoint_of(
     kept = folder.kept(world, record, config)
     kind = "best" if which == "best" else "step"
     there = max((int(name.partition("-")[2]) for name in kept.names(kind)), default=-1)
-    wanted = max(saved, result["steps"] if result else 0)
-    if (
-        (there < wanted and wanted > 0)
-        if which == "last"
-        else (result is not None and there != (wanted := result["best_step"]))
-    ):
+    steps, best = (result["steps"], result["best_step"]) if result else (0, there)
+    wanted = best if which == "best" else max(saved, steps)
+    if there != wanted if which == "best" else there < wanted and wanted > 0:
         instead = f"and the one there is of step {there}" if there >= 0 else "and it is gone"
         raise InputError(
             f"The {which} checkpoint of '{folder.path}' was that of step {wanted}, {instead}: put it back."
