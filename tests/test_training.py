@@ -299,6 +299,12 @@ def test_out_of_memory_says_what_would_fit(
     assert resume(suggested[1], quiet=True, micro_batch=fits)["steps"] == 1
 
 
+def test_a_batch_whose_tokens_do_not_fit(corpus: Path, tmp_path: Path) -> None:
+    config = small_run(corpus, steps=1, batch=10**12, micro_batch=8)
+    said = shortage.sentence(config, World(0, 1, torch.device("cpu")), tmp_path)
+    assert said.startswith("Out of memory: the tokens of a batch of 1,000,000,000,000 sequences need")
+
+
 @pytest.mark.slow
 def test_what_is_said_to_fit_does(corpus: Path, tmp_path: Path) -> None:
     """A process may have 600 MiB more than it has now: a micro-batch of 1024 does not fit, the suggested one does."""

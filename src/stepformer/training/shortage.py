@@ -44,7 +44,11 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def sentence(config: RunConfig, world: World, folder: Path) -> str:
-    micro_batch = micro_batch_of(config, world)
+    micro_batch, batch = micro_batch_of(config, world), config.train.batch // world.size
+    tokens = 2 * 8 * batch * config.model.context
+    if tokens > free_memory(torch.device("cpu")):  # it is read at once
+        need = f"the tokens of a batch of {batch:,} sequences need {tokens / GIB:,.0f} GiB"
+        return f"Out of memory: {need}: use a smaller batch."
     where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "this machine"
     begin = f"Out of memory: {micro_batch} sequences in one pass (micro_batch)"
     show = f"`stepformer show {shlex.quote(str(folder / 'config.toml'))} --batch N` says what N sequences need"
