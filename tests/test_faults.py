@@ -444,7 +444,7 @@ def test_folders_of_an_older_version_are_taken_with_a_note(harness: Harness, hou
         shutil.rmtree(house / "out", ignore_errors=True)
 
 
-# What somebody with the documentation alone has found.
+# What an attack from the documentation alone found.
 
 
 def test_an_older_checkpoint_is_not_the_best(house: Path, capsys: pytest.CaptureFixture[str]) -> None:
