@@ -147,8 +147,10 @@ class Forked:
 
 def disturbed(config: RunConfig, folder: Path, kind: str, lines: int, delay: float) -> tuple[list[int], bool]:
     """Two ranks that are killed in one of torchrun's ways; their exit statuses, and whether a stop lost steps."""
-    agent = Agent(lambda rank, env: Forked(lambda: go_on(config, folder), env))
     path, begun = folder / "metrics.jsonl", time.monotonic()
+    if path.exists():  # at once would be before it trains again, when a signal has nobody to hear it
+        lines = max(lines, len(metrics(folder, whole=False)) + 1)
+    agent = Agent(lambda rank, env: Forked(lambda: go_on(config, folder), env))
     while not path.exists() or len(metrics(folder, whole=False)) < lines:
         if time.monotonic() > begun + 120:
             raise TimeoutError(f"{folder.name}: no {lines} lines of metrics")
