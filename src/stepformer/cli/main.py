@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import io
 import os
 import sys
@@ -137,16 +139,18 @@ def _run(argv: Sequence[str] | None) -> int:
         _drop_output()
         return 0
     except OSError as error:
-        if error.filename is None:  # a disk that is full, say
+        what = f"'{error.filename}' cannot be used" if error.filename else "The system refused something"
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF):
             _drop_output()
-        what = f"'{error.filename}' cannot be used" if error.filename else "The output could not be written"
+            what = "The output could not be written"
         print(f"stepformer: {what}: {error.strerror or error}.", file=sys.stderr)
         return 2
 
 
 def _drop_output() -> None:
     """Keep the interpreter's last flush quiet."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError):  # one that is no file needs no flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _told_elsewhere(error: StepformerError) -> bool:

@@ -126,7 +126,8 @@ class Trainer:
         path, state = found
         stored.load(path, "model", dict(self.model.named_parameters()))
         stored.load(path, "optimizer", self.optimizers.tensors(create=True))
-        self.step, self.seconds, self.logged = state["step"], state["seconds"], state.get("logged", 0)
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.logged = state.get("logged", 0) if self.step else 0
         self.best = Best(**state["best"]) if state["best"] else None
         if self.world.is_main:
             self.checkpoints.remove_after(self.step)
@@ -138,7 +139,8 @@ class Trainer:
         train = self.config.train
         save_every = train.save_every or self.eval_every
         # a run that starts again drops all lines of its first attempt, the evaluation before the first step included
-        metrics = self.metrics = self._metrics() if self.world.is_main else None
+        main = self.world.is_main
+        metrics = self.metrics = Metrics(self.folder.metrics, self.step or -1, self.logged) if main else None
         self.run_id = str(self.folder.read().get("id", "")) if self.world.is_main else ""
         loggers = Loggers(self.config, self.folder.path, self.run_id) if self.world.is_main else None
         self.checkpoints.on_disk = self._note_saved
@@ -175,9 +177,6 @@ class Trainer:
             if metrics is not None and loggers is not None:
                 metrics.close()
                 loggers.close()
-
-    def _metrics(self) -> Metrics:
-        return Metrics(self.folder.metrics, self.step or -1, self.logged if self.step else 0)
 
     def _stop(self, asked: int) -> NoReturn:
         """Save and stop; no rank leaves before the save is on disk, for torchrun then kills the others."""
