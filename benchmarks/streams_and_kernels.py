@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 import stepformer as sf
-from stepformer import kernels
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus
+from stepformer.ops import kernels
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training.evaluation import evaluate
 from stepformer.training.graphs import CapturedPass

@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: co
 # the list of trusted plug-ins is not the user's; processes under test have it too
 os.environ["STEPFORMER_TRUSTED"] = str(Path(tempfile.mkdtemp(prefix="stepformer-")) / "trusted.json")
 
-from stepformer.plugins import loading, trusting
+from stepformer.base.plugins import loading, trusting
 
 # helpers that assert: their failures, and what make test-shaken hears of their tolerances, as for a test's own
 pytest.register_assert_rewrite("reported", "served", "texts")

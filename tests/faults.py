@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 
 from runs import make_corpus, small_run
-from stepformer import files
+from stepformer.base import files
 from stepformer.cli import main
 from stepformer.training import Stopped, train
 from stepformer.training.stopping import Watch

@@ -23,8 +23,8 @@ import torch._dynamo  # the first optimizer of a process loads it, a second or m
 
 from agent import Agent
 from runs import small_run
-from stepformer import files
-from stepformer.errors import StepformerError
+from stepformer.base import files
+from stepformer.base.errors import StepformerError
 from stepformer.optim import Optimizers
 from stepformer.training import RunConfig, Stopped, checkpoints, resume, train
 from stepformer.training.loop import Trainer

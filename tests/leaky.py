@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import stepformer as sf
-from stepformer.schemes.first_order import Nesterov
+from stepformer.rules.first_order import Nesterov
 
 
 @sf.register_template("leak-shift", equation="v' mixes in the next token's velocity")

@@ -23,7 +23,7 @@ from stepformer.oracles.caches import Call
 from stepformer.oracles.hamiltonian import HamiltonianAttention, SoftmaxFields
 from stepformer.oracles.linear import needs_integrator
 from stepformer.oracles.softmax import rotate
-from stepformer.schemes.hamiltonian import SYMP
+from stepformer.rules.hamiltonian import SYMP
 
 
 @sf.register_attention(

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from runs import make_corpus, small_run
-from stepformer import measured
-from stepformer.comparing.study import carry_out, plan
-from stepformer.files import write_json
-from stepformer.reports.collect import gather
-from stepformer.reports.contents import Report, build
+from stepformer.base.files import write_json
+from stepformer.measure import measured
+from stepformer.pages.reports.collect import gather
+from stepformer.pages.reports.contents import Report, build
+from stepformer.study.study import carry_out, plan
 
 NAMES = ("vanilla", "yurii", "tmm")
 LIMIT = 5_000_000  # bytes of a page

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runs import make_corpus, small_run
-from stepformer.serving import PageServer, ServedRun
+from stepformer.pages.serving import PageServer, ServedRun
 from stepformer.training import train
 
 

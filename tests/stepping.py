@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from helpers import tokens
+from stepformer.model.roles import named_roles
 from stepformer.optim import OptimConfig
 from stepformer.optim.polar import quintics
-from stepformer.roles import named_roles
 from transcriptions import optimizers as naive
 
 polar_file = importlib.import_module("stepformer.optim.polar")  # the function of its name hides it

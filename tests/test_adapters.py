@@ -14,9 +14,10 @@ from torch import Tensor
 import stepformer as sf
 from draws import seeded
 from helpers import shake, tiny, tokens
-from stepformer import decoding, kernels
-from stepformer.adapters import is_adapted
-from stepformer.huggingface import StepformerForCausalLM
+from stepformer.decoding import steps as decoding
+from stepformer.exchange.huggingface import StepformerForCausalLM
+from stepformer.ops import kernels
+from stepformer.ops.adapters import is_adapted
 
 peft = pytest.importorskip("peft")
 

@@ -14,8 +14,8 @@ import leaky  # noqa: F401  (registers the leaking templates)
 import stepformer as sf
 from architectures import covering_presets
 from stepformer.cli import main
-from stepformer.diagnostics.audit import Audit, audit, load_transcription
-from stepformer.schemes.first_order import GradientDescent, Nesterov
+from stepformer.measure.diagnostics.audit import Audit, audit, load_transcription
+from stepformer.rules.first_order import GradientDescent, Nesterov
 from transcriptions.adapter import transcribe
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import stepformer
-from stepformer.benchmark import against, command, measuring, records, targets
-from stepformer.benchmark.planning import BASELINE, BenchSettings, Wanted, plan
-from stepformer.benchmark.profiling import group_of, own_kernels
-from stepformer.benchmark.table import judged, newest, page, speed_table
-from stepformer.benchmark.timing import Limit, spread, timed
+from stepformer.base.errors import InputError
 from stepformer.cli import main
-from stepformer.errors import InputError
+from stepformer.measure.benchmark import against, command, measuring, records, targets
+from stepformer.measure.benchmark.planning import BASELINE, BenchSettings, Wanted, plan
+from stepformer.measure.benchmark.profiling import group_of, own_kernels
+from stepformer.measure.benchmark.table import judged, newest, page, speed_table
+from stepformer.measure.benchmark.timing import Limit, spread, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ QUICK = ("--context", "16", "--micro-batch", "2", "--steps", "3", "--decode-toke
 NO_RICH = """
 import sys
 sys.modules.update(dict.fromkeys(("rich", "matplotlib", "triton")))  # None: importing them fails
-from stepformer.benchmark.command import main
+from stepformer.measure.benchmark.command import main
 sys.exit(main(sys.argv[1:]))
 """
 

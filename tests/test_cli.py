@@ -13,8 +13,8 @@ import pytest
 import forked
 import stepformer as sf
 from stepformer.catalogue import citations
+from stepformer.catalogue.references import BIBTEX
 from stepformer.cli import main
-from stepformer.references import BIBTEX
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rule = tmp_path / "mine.py"
     rule.write_text(
-        "import stepformer as sf\nfrom stepformer.schemes.first_order import Nesterov\n"
+        "import stepformer as sf\nfrom stepformer.rules.first_order import Nesterov\n"
         "@sf.register_template('mine', equation='as Nesterov')\nclass Mine(Nesterov):\n    pass\n"
     )
     for _ in range(2):

@@ -8,9 +8,9 @@ import pytest
 
 import stepformer as sf
 from architectures import all_combinations, combinations, title
-from stepformer.diagnostics.audit import GEOMETRY, audit
+from stepformer.measure.diagnostics.audit import GEOMETRY, audit
 from stepformer.oracles import attentions
-from stepformer.schemes import splittings, templates
+from stepformer.rules import splittings, templates
 
 SAMPLE = combinations(64, seed=2)
 

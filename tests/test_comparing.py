@@ -19,7 +19,9 @@ import pytest
 from rich.console import Console
 
 from draws import shifted
-from stepformer.comparing import (
+from stepformer.base.errors import InputError, StepformerError, UnknownNameError
+from stepformer.base.files import write_json
+from stepformer.study import (
     Comparison,
     RunRecord,
     compare,
@@ -31,8 +33,6 @@ from stepformer.comparing import (
     t_quantile,
     tokens_to_reach,
 )
-from stepformer.errors import InputError, StepformerError, UnknownNameError
-from stepformer.files import write_json
 from stepformer.training import run_config
 
 BUDGET, EVALUATIONS = 8000, 8

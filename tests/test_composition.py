@@ -9,7 +9,7 @@ import torch
 
 import stepformer as sf
 from helpers import ACCEPTED, REFUSED, TINY, pair_id, shake, tiny, tokens
-from stepformer.schemes import splittings, templates
+from stepformer.rules import splittings, templates
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, list[torch.Tensor]]:

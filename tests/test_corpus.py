@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepformer import StepformerError, files
+from stepformer import StepformerError
+from stepformer.base import files
 from stepformer.data import Corpus, corpus_folder, load_tokenizer, make_tokenizer, open_source
 from stepformer.data.prepare import prepare
 from texts import documents, stories, write_rows

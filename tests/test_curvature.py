@@ -21,15 +21,23 @@ from architectures import covering_presets
 from draws import fixed, seeded
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
-from stepformer import measured
-from stepformer.diagnostics import curvature
-from stepformer.diagnostics.curvature import HessianOperator, batches_of, direction, lanczos, loss_at, power, probe
-from stepformer.diagnostics.curvature_view import plot, text
-from stepformer.diagnostics.hessian import LIMITS
-from stepformer.diagnostics.lanczos import by_magnitude
-from stepformer.diagnostics.landscape import grid
-from stepformer.diagnostics.windows import fixed_windows
-from stepformer.errors import ConfigError, InputError, StepformerError
+from stepformer.base.errors import ConfigError, InputError, StepformerError
+from stepformer.measure import measured
+from stepformer.measure.diagnostics import curvature
+from stepformer.measure.diagnostics.curvature import (
+    HessianOperator,
+    batches_of,
+    direction,
+    lanczos,
+    loss_at,
+    power,
+    probe,
+)
+from stepformer.measure.diagnostics.curvature_view import plot, text
+from stepformer.measure.diagnostics.hessian import LIMITS
+from stepformer.measure.diagnostics.lanczos import by_magnitude
+from stepformer.measure.diagnostics.landscape import grid
+from stepformer.measure.diagnostics.windows import fixed_windows
 from stepformer.training import load_run, train
 from stepformer.training.run import LoadedRun, corpus_of
 

@@ -13,8 +13,9 @@ import stepformer as sf
 from architectures import covering_presets
 from draws import fixed, seeded
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
-from stepformer import decoding, kernels
-from stepformer.generation import Generation, encode, sample, stream
+from stepformer.decoding import steps as decoding
+from stepformer.decoding.sampling import Generation, encode, sample, stream
+from stepformer.ops import kernels
 
 TOLERANCE = 1e-10  # the catalogue's: fp64, kernels may sum in another order when shapes change
 
@@ -279,7 +280,7 @@ def test_bad_prompts_are_refused() -> None:
         model.generate(list(range(9)))
 
 
-# Fixed steps (stepformer.decoding): on the CPU each one runs as it comes, on a GPU they are recorded.
+# Fixed steps (stepformer.decoding.steps): on the CPU each one runs as it comes, on a GPU they are recorded.
 
 
 def both_ways(model: sf.Model, prompts: Any, **settings: Any) -> Generation:

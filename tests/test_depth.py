@@ -16,11 +16,11 @@ from torch import Tensor
 import stepformer as sf
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
-from stepformer import measured
-from stepformer.diagnostics import depth
-from stepformer.diagnostics.depth import DepthSettings, inside
-from stepformer.errors import InputError
-from stepformer.flows.systems import LinearFlow, SoftmaxFlow
+from stepformer.base.errors import InputError
+from stepformer.measure import measured
+from stepformer.measure.diagnostics import depth
+from stepformer.measure.diagnostics.depth import DepthSettings, inside
+from stepformer.measure.flows.systems import LinearFlow, SoftmaxFlow
 from stepformer.oracles import fresh_call
 from stepformer.training import load_run, train
 from stepformer.training.run import LoadedRun

@@ -13,9 +13,9 @@ import pytest
 
 import forked
 import stepformer as sf
+from stepformer.catalogue.recipes import load_recipe, recipe_names
 from stepformer.oracles import attentions
-from stepformer.recipes import load_recipe, recipe_names
-from stepformer.schemes import splittings, templates
+from stepformer.rules import splittings, templates
 from stepformer.training.config import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]

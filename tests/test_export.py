@@ -24,14 +24,15 @@ from draws import shifted
 from helpers import shake, tiny, tokens
 from real_data import GPT2, needs_gpt2
 from runs import make_corpus, small_run
-from stepformer import files, measured
+from stepformer.base import files
 from stepformer.cli import main
 from stepformer.data.merges import merges_of
 from stepformer.data.tokenizers import ByteTokenizer, Tokenizer, byte_of_letter, gpt2_tokenizer, train_bpe, valid
-from stepformer.huggingface import export, export_run
-from stepformer.huggingface.gpt2 import as_gpt2
-from stepformer.huggingface.tokenizer import save_tokenizer
-from stepformer.importing import import_checkpoint
+from stepformer.exchange.huggingface import export, export_run
+from stepformer.exchange.huggingface.gpt2 import as_gpt2
+from stepformer.exchange.huggingface.tokenizer import save_tokenizer
+from stepformer.exchange.importing import import_checkpoint
+from stepformer.measure import measured
 from stepformer.training import load_run, train
 
 transformers.utils.logging.disable_progress_bar()
@@ -125,7 +126,7 @@ def test_the_card_has_the_runs_numbers_and_no_path(run: Path, exported: Path) ->
         "@misc{zimin2026yuriiformer",
         torch.__version__,
         "stepformer import FOLDER --out",
-        "import stepformer.huggingface",
+        "import stepformer.exchange.huggingface",
     ):
         assert text in card, text
     everything = card + (exported / "stepformer.json").read_text() + (exported / "config.json").read_text()

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from faults import BAD, COMMANDS, Harness, StopAfter
-from stepformer import files
+from stepformer.base import files
+from stepformer.base.errors import InputError
 from stepformer.cli import main
-from stepformer.errors import InputError
 from stepformer.training import Stopped, resume
 from stepformer.training.metrics import Metrics, read_lines, read_metrics
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from runs import make_corpus, small_run, stop_after
+from stepformer.base.errors import ConfigError, InputError, StepformerError
+from stepformer.base.files import write_json
 from stepformer.cli import main
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus, corpus_folder
 from stepformer.data.prepare import prepare, shared_tokenizer
 from stepformer.data.sources import open_source
 from stepformer.data.tokenizers import load_tokenizer
-from stepformer.errors import ConfigError, InputError, StepformerError
-from stepformer.files import write_json
 from stepformer.optim import OptimConfig, Schedule
 from stepformer.training import RunConfig, Stopped, evaluate_run, load_run, resume, run_config, train
 from stepformer.training.corpora import open_corpus

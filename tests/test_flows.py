@@ -13,14 +13,24 @@ import torch
 from torch import Tensor
 
 from stepformer.cli import main
-from stepformer.flows import SCHEMES, Flow, Friction, LinearFlow, Moments, Result, SoftmaxFlow, accelerated, energies
-from stepformer.flows.convergence import ellipse, moment_rate, order, token_rate
-from stepformer.flows.derivatives import central, gradients
-from stepformer.flows.filters import contraction, gain, tuned, worst_rates
-from stepformer.flows.integrators import BEGIN, Phase, damped, last, rk4
-from stepformer.flows.plots import draw
-from stepformer.flows.results import far, generator
-from stepformer.flows.systems import definite, gaussian, radii
+from stepformer.measure.flows import (
+    SCHEMES,
+    Flow,
+    Friction,
+    LinearFlow,
+    Moments,
+    Result,
+    SoftmaxFlow,
+    accelerated,
+    energies,
+)
+from stepformer.measure.flows.convergence import ellipse, moment_rate, order, token_rate
+from stepformer.measure.flows.derivatives import central, gradients
+from stepformer.measure.flows.filters import contraction, gain, tuned, worst_rates
+from stepformer.measure.flows.integrators import BEGIN, Phase, damped, last, rk4
+from stepformer.measure.flows.plots import draw
+from stepformer.measure.flows.results import far, generator
+from stepformer.measure.flows.systems import definite, gaussian, radii
 
 N, D = 6, 3
 

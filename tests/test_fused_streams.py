@@ -12,13 +12,14 @@ from torch.autograd import forward_ad
 import stepformer as sf
 from draws import nudged
 from helpers import shake, tiny, tokens
-from stepformer import kernels
-from stepformer.kernels.common import Scalar
-from stepformer.schemes import State, Template, fused
-from stepformer.schemes.first_order import Nesterov
-from stepformer.schemes.kronecker import SOAP, Shampoo
-from stepformer.schemes.spectral import Muon
-from stepformer.schemes.splittings import IMEX, LieTrotter, Substeps
+from stepformer.model.engines import fused
+from stepformer.ops import kernels
+from stepformer.ops.common import Scalar
+from stepformer.rules import State, Template
+from stepformer.rules.first_order import Nesterov
+from stepformer.rules.kronecker import SOAP, Shampoo
+from stepformer.rules.spectral import Muon
+from stepformer.rules.splittings import IMEX, LieTrotter, Substeps
 
 SCHEMES = ("plain-euler", "presymp-euler", "exp-euler", "conformal-euler", "ab2", "etd-ab2")
 SIZE = {"n_layer": 2, "n_head": 2, "d_model": 16, "context": 8, "vocab_size": 17}

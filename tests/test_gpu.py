@@ -13,8 +13,8 @@ import torch
 import stepformer as sf
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
-from stepformer import kernels
-from stepformer.memory import estimate_memory
+from stepformer.model.memory import estimate_memory
+from stepformer.ops import kernels
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training import Stopped, checkpoints, resume, train
 from stepformer.training.graphs import CapturedPass

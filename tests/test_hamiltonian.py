@@ -17,7 +17,7 @@ from helpers import INTEGRATORS, shake, tiny, tokens
 from stepformer.oracles.caches import Call, fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
 from stepformer.oracles.linear import LinearHamiltonian, gather
-from stepformer.schemes.hamiltonian import phi1, phi2
+from stepformer.rules.hamiltonian import phi1, phi2
 
 B, T, D = 2, 7, 6
 

@@ -22,10 +22,10 @@ from runs import make_corpus, small_run
 from scoring_loop import REAL_TASKS, naive, needs_tasks
 from stepformer.cli import main
 from stepformer.data.tokenizers import ByteTokenizer, gpt2_tokenizer
-from stepformer.evaluation import tasks
-from stepformer.evaluation.adapter import Generating, adapter
-from stepformer.evaluation.harness import settled
-from stepformer.evaluation.scoring import Scorer, scorer_of
+from stepformer.measure.evaluation import tasks
+from stepformer.measure.evaluation.adapter import Generating, adapter
+from stepformer.measure.evaluation.harness import settled
+from stepformer.measure.evaluation.scoring import Scorer, scorer_of
 from stepformer.training import load_run, train
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
@@ -138,7 +138,7 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, 
     pytest.importorskip("transformers")
     from lm_eval.models.huggingface import HFLM
 
-    from stepformer.huggingface import export_run
+    from stepformer.exchange.huggingface import export_run
 
     folder = tmp_path_factory.mktemp("shared")
     make_corpus(folder / "tales", count=200, tokenizer="bpe:1024")
@@ -173,7 +173,7 @@ def test_the_harness_s_own_command_gives_the_numbers_of_ours(
 ) -> None:
     """`lm_eval` on an exported folder, which it loads as remote code, and `stepformer eval` on the run."""
     pytest.importorskip("transformers")
-    from stepformer.huggingface import export_run
+    from stepformer.exchange.huggingface import export_run
 
     monkeypatch.chdir(tmp_path)
     make_corpus(tmp_path / "tales")

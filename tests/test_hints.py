@@ -14,14 +14,14 @@ import pytest
 
 import stepformer
 from runs import make_corpus, small_run
-from stepformer import measured
+from stepformer.base.errors import InputError, command_line
 from stepformer.cli.main import parser
 from stepformer.cli.prepare import print_corpus
 from stepformer.cli.show import console
 from stepformer.cli.train import print_result
-from stepformer.comparing import finetune_study
 from stepformer.data.corpus import Corpus
-from stepformer.errors import InputError, command_line
+from stepformer.measure import measured
+from stepformer.study import finetune_study
 from stepformer.training import checkpoints, resume, run, train
 from stepformer.training.config import DataConfig
 from stepformer.training.corpora import check_tokenizers, open_corpus

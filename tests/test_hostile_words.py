@@ -16,15 +16,16 @@ import pytest
 from markdown_it import MarkdownIt
 
 from reported import changed, copied, report_of
-from stepformer import measured
+from stepformer.base.files import write_json
 from stepformer.data.tokenizers import valid
-from stepformer.files import write_json
-from stepformer.reports.contents import Report
-from stepformer.reports.page import page_html
-from stepformer.reports.paper import LATEX_COLUMNS, markdown_report
-from stepformer.tables import Cell, Column, Table, markdown_text
+from stepformer.measure import measured
+from stepformer.pages.reports.contents import Report
+from stepformer.pages.reports.page import page_html
+from stepformer.pages.reports.paper import LATEX_COLUMNS, markdown_report
+from stepformer.present.tables import Cell, Column, Table, markdown_text
 from stepformer.training.run import LoadedRun, load_run
 
+CARD = "stepformer.exchange.huggingface.card"
 HARMLESS = "words"
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -155,7 +156,7 @@ SOME = pytest.mark.parametrize("count", [6, pytest.param(len(HOSTILE), marks=pyt
 def test_cards_have_the_same_structure_whatever_the_words_are(
     loaded: LoadedRun, tmp_path: Path, imported: bool, count: int
 ) -> None:
-    card = pytest.importorskip("stepformer.huggingface.card", reason="needs transformers", exc_type=ImportError)
+    card = pytest.importorskip(CARD, reason="needs transformers", exc_type=ImportError)
 
     def made(word: str) -> tuple[list[str], list[str]]:
         text: str = card.model_card(with_words(loaded, tmp_path / "run", word, imported=imported))
@@ -171,7 +172,7 @@ def test_cards_have_the_same_structure_whatever_the_words_are(
 
 
 def test_headers_hold_names_as_they_are(loaded: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = pytest.importorskip("stepformer.huggingface.card", reason="needs transformers", exc_type=ImportError)
+    card = pytest.importorskip(CARD, reason="needs transformers", exc_type=ImportError)
     import yaml
 
     for word in (*HOSTILE, "no", "1", "null", "~", "- x", "# x", "'", "x: y"):
@@ -186,7 +187,7 @@ def test_headers_hold_names_as_they_are(loaded: LoadedRun, monkeypatch: pytest.M
 
 
 def test_titles_and_commands_of_a_card(loaded: LoadedRun) -> None:
-    card = pytest.importorskip("stepformer.huggingface.card", reason="needs transformers", exc_type=ImportError)
+    card = pytest.importorskip(CARD, reason="needs transformers", exc_type=ImportError)
     structure, _ = markdown(card.loading(HARMLESS, HARMLESS, False))
     for word in HOSTILE:
         assert markdown(card.loading(word, word, False))[0] == structure, word

@@ -28,7 +28,7 @@ import stepformer as sf
 from architectures import covering_presets
 from draws import shifted
 from helpers import shake, tiny, tokens
-from stepformer.huggingface import StepformerCache, StepformerConfig, StepformerForCausalLM
+from stepformer.exchange.huggingface import StepformerCache, StepformerConfig, StepformerForCausalLM
 from test_beam import ARCHITECTURES, lively
 
 transformers.utils.logging.disable_progress_bar()
@@ -507,7 +507,7 @@ def test_loading_without_importing_us_first(tmp_path: Path) -> None:
 
 def test_the_package_and_the_command_line_do_without_transformers(tmp_path: Path) -> None:
     code = (
-        "import sys, stepformer, stepformer.importing, stepformer.cli\n"
+        "import sys, stepformer, stepformer.exchange.importing, stepformer.cli\n"
         "assert 'transformers' not in sys.modules\n"
         "sys.modules['transformers'] = None\n"
         "try: stepformer.cli.main(['export', '--help'])\n"

@@ -15,7 +15,7 @@ from torch import nn
 import stepformer as sf
 from draws import seeded
 from helpers import copy_shared, shake, tiny, tokens
-from stepformer.schemes.matrix_functions import NEWTON_SCHULZ, inverse_square_root, newton_schulz
+from stepformer.ops.matrix_functions import NEWTON_SCHULZ, inverse_square_root, newton_schulz
 
 SPLITTINGS: list[dict[str, Any]] = [
     {"splitting": "lie-trotter"},

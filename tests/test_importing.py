@@ -20,7 +20,7 @@ from helpers import TINY, shake, tiny, tokens
 from runs import make_corpus, small_run
 from stepformer.cli import main
 from stepformer.data.tokenizers import ByteTokenizer, load_tokenizer
-from stepformer.importing import import_checkpoint
+from stepformer.exchange.importing import import_checkpoint
 from stepformer.training import evaluate_run, load_run, resume, train
 from transcriptions import rules
 from transcriptions.plain_gpt import PlainGPT
@@ -39,7 +39,7 @@ def random_like(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.f
 def hub() -> Any:
     """Our Hugging Face classes, where transformers is installed."""
     pytest.importorskip("transformers")
-    return importlib.import_module("stepformer.huggingface")
+    return importlib.import_module("stepformer.exchange.huggingface")
 
 
 def logits_of(run: Path) -> Tensor:

@@ -18,14 +18,14 @@ from architectures import covering_presets
 from draws import seeded
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
-from stepformer import measured
-from stepformer.diagnostics import jacobian, layer_maps
-from stepformer.diagnostics.jacobian import JacobianSettings
-from stepformer.diagnostics.layer_maps import KINDS, LayerMaps, Linearised
-from stepformer.diagnostics.sketching import Spectrum, spectrum
-from stepformer.errors import ConfigError, InputError
+from stepformer.base.errors import ConfigError, InputError
+from stepformer.measure import measured
+from stepformer.measure.diagnostics import jacobian, layer_maps
+from stepformer.measure.diagnostics.jacobian import JacobianSettings
+from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised
+from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
 from stepformer.oracles import fresh_call
-from stepformer.schemes import State
+from stepformer.rules import State
 from stepformer.training import load_run, train
 from stepformer.training.run import LoadedRun
 

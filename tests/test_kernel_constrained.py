@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draws import seeded
 from helpers import shake, tiny, tokens
-from stepformer import kernels
+from stepformer.ops import kernels
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.constrained import ConstrainedAttention
 from stepformer.oracles.constraint import BETA_MAX, constrained_softmax, solve
@@ -21,7 +21,7 @@ from test_constraint import FAMILIES, family
 if not kernels.has_triton():
     pytest.skip("needs Triton", allow_module_level=True)
 
-from stepformer.kernels import constrained
+from stepformer.ops import constrained
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from draws import seeded
 from helpers import shake, tiny, tokens
-from stepformer import kernels
+from stepformer.ops import kernels
 
 pytest.importorskip("triton")
-embedding = pytest.importorskip("stepformer.kernels.embedding")
+embedding = pytest.importorskip("stepformer.ops.embedding")
 embed, token_order = embedding.embed, embedding.token_order
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepformer.kernels.graphs import capture
+from stepformer.ops.graphs import capture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

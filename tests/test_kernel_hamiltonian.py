@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from draws import seeded
-from stepformer import kernels
+from stepformer.ops import kernels
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.hamiltonian import FusedFields, HamiltonianAttention
 from stepformer.oracles.linear import LinearAttention, LinearHamiltonian
 
 pytest.importorskip("triton")
-from stepformer.kernels import hamiltonian, linear_flow
+from stepformer.ops import hamiltonian, linear_flow
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FP32, BF16 = 1e-5, 1e-2

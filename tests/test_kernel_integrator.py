@@ -16,10 +16,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from draws import seeded
-from stepformer import kernels
-from stepformer.errors import InputError
-from stepformer.kernels import common, integrator, stream_references
-from stepformer.kernels.common import Scalar
+from stepformer.base.errors import InputError
+from stepformer.ops import common, integrator, kernels, stream_references
+from stepformer.ops.common import Scalar
 from test_kernel_streams import CUDA, Build, Parts, compare, off_by, poison
 
 BACKWARD_TILE = integrator.backward_tile

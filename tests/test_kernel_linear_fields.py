@@ -15,15 +15,15 @@ from torch import Tensor, nn
 import stepformer as sf
 from draws import seeded
 from helpers import shake, tiny, tokens
-from stepformer import kernels
-from stepformer.block import Block
+from stepformer.model.block import Block
+from stepformer.ops import kernels
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.hamiltonian import FusedFields, HamiltonianAttention
 from stepformer.oracles.linear import FusedLinearFields, LinearFields, LinearHamiltonian
 
 pytest.importorskip("triton")
-from stepformer.kernels import linear_fields, linear_flow
-from stepformer.kernels.token_rows import scale_rows
+from stepformer.ops import linear_fields, linear_flow
+from stepformer.ops.token_rows import scale_rows
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FP32, BF16 = 1e-5, 1e-2

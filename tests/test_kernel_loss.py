@@ -11,12 +11,12 @@ from torch import Tensor
 
 from draws import seeded
 from helpers import tiny, tokens
-from stepformer import kernels
-from stepformer.errors import InputError, StepformerError
+from stepformer.base.errors import InputError, StepformerError
 from stepformer.model import IGNORE
+from stepformer.ops import kernels
 
 pytest.importorskip("triton")
-loss_file = pytest.importorskip("stepformer.kernels.loss")
+loss_file = pytest.importorskip("stepformer.ops.loss")
 linear_cross_entropy = loss_file.linear_cross_entropy
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

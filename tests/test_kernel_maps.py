@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from draws import seeded, shifted
 from helpers import tiny, tokens
-from stepformer import kernels
+from stepformer.ops import kernels
 from stepformer.oracles.maps import Linear, linear_map
 from stepformer.oracles.mlp import FUSED, MLP, GeluMLP, mlps
 
 pytest.importorskip("triton")
-maps = pytest.importorskip("stepformer.kernels.maps")
+maps = pytest.importorskip("stepformer.ops.maps")
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU in this process")

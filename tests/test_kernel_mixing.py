@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from draws import seeded
-from stepformer.kernels import mixing
+from stepformer.ops import mixing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = [

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from draws import seeded
 from helpers import shake, tiny, tokens
-from stepformer import kernels
-from stepformer.schemes.matrix_functions import newton_schulz as plain
+from stepformer.ops import kernels
+from stepformer.ops.matrix_functions import newton_schulz as plain
 
 pytest.importorskip("triton")
-ns = pytest.importorskip("stepformer.kernels.newton_schulz")
-common = pytest.importorskip("stepformer.kernels.common")
+ns = pytest.importorskip("stepformer.ops.newton_schulz")
+common = pytest.importorskip("stepformer.ops.common")
 
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU in this process")
 

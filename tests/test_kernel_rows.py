@@ -16,8 +16,10 @@ from torch import Tensor
 import stepformer as sf
 from draws import seeded
 from helpers import shake
-from stepformer import decoding, decoding_rows, kernels
-from stepformer.generation import encode
+from stepformer.decoding import rows as decoding_rows
+from stepformer.decoding import steps as decoding
+from stepformer.decoding.sampling import encode
+from stepformer.ops import kernels
 
 SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "d_model": 32, "context": 12, "vocab_size": 29}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [3, 3]]
@@ -45,7 +47,7 @@ def worst_error(model: sf.Model, rows: int, steps: int, temperature: float = 0.0
         assert decoder.unfused is None
         decoder.load(cache)
         decoder.choose(logits[:, -1])
-        from stepformer.kernels import rows as row_kernels
+        from stepformer.ops import rows as row_kernels
 
         with pytest.MonkeyPatch.context() as patch:
             original = row_kernels.logits
@@ -108,7 +110,7 @@ def test_steps_read_short_prompts(how: dict[str, Any], monkeypatch: pytest.Monke
     prompts, settings = [[1, 2, 3, 4], [9, 8, 7, 6]], {"max_new_tokens": 3, **how}
     plain = model.generate(prompts, **settings)
     with kernels.interpreted(), decoding.anywhere(), monkeypatch.context() as patch:
-        patch.setattr("stepformer.generation.encode", lambda *_: pytest.fail("a pass over the prompts"))
+        patch.setattr("stepformer.decoding.sampling.encode", lambda *_: pytest.fail("a pass over the prompts"))
         fixed = model.generate(prompts, **settings)
     assert fixed.ordinary is None
     assert (fixed.tokens, fixed.finish) == (plain.tokens, plain.finish)
@@ -116,7 +118,7 @@ def test_steps_read_short_prompts(how: dict[str, Any], monkeypatch: pytest.Monke
 
 @NO_GPU
 def test_logits_that_are_not_finite_are_flagged() -> None:
-    from stepformer.kernels import rows
+    from stepformer.ops import rows
 
     table = torch.randn(40, 16)
     for value, good in ((1.0, 1), (float("nan"), 0), (float("inf"), 0)):
@@ -219,7 +221,7 @@ def test_no_address_lies_outside_the_arguments(name: str, options: dict[str, Any
 
 @NO_GPU
 def test_addresses_outside_are_seen() -> None:
-    from stepformer.kernels.row_kernels import embed_kernel
+    from stepformer.ops.row_kernels import embed_kernel
 
     table, tokens, out = torch.ones(5, 16), torch.tensor([[5]]), torch.empty(1, 16)
     given, length = torch.ones(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
@@ -278,7 +280,7 @@ class TestOnTheGpu:
     @pytest.mark.parametrize("name", ["vanilla", "yurii", "polyak-euler"])
     def test_kernels_that_overlap_compute_the_same_bits(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Whatever is read too early, or written, shows here: all keys and values of 500 steps are compared."""
-        from stepformer.kernels.rows import Launching
+        from stepformer.ops.rows import Launching
 
         sizes = {"n_layer": 6, "n_head": 12, "d_model": 768, "context": 512, "vocab_size": 5003}
         model = shake(sf.build(name, seed=0, dtype=torch.float32, **sizes), scale=0.02).eval().cuda()

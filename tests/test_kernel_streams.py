@@ -17,12 +17,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from draws import seeded
-from stepformer import kernels
-from stepformer.errors import InputError
-from stepformer.kernels import adaptive, common, stream_references, velocity
-from stepformer.kernels.common import Scalar
-from stepformer.schemes import State, templates
-from stepformer.schemes.coefficients import Values
+from stepformer.base.errors import InputError
+from stepformer.ops import adaptive, common, kernels, stream_references, velocity
+from stepformer.ops.common import Scalar
+from stepformer.rules import State, templates
+from stepformer.rules.coefficients import Values
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from draws import seeded
-from stepformer.kernels.token_rows import row_dot, scale_rows
+from stepformer.ops.token_rows import row_dot, scale_rows
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FP32, BF16 = 1e-5, 2e-2  # bf16: 2^-8 a rounding, 5e-3 seen

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from draws import seeded, shifted
-from stepformer import kernels
-from stepformer.schemes.coefficients import Values
-from stepformer.schemes.kronecker import SOAP, Shampoo
-from stepformer.schemes.state import State
+from stepformer.ops import kernels
+from stepformer.rules.coefficients import Values
+from stepformer.rules.kronecker import SOAP, Shampoo
+from stepformer.rules.state import State
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
@@ -144,7 +144,7 @@ def test_kernel_equals_rule(rule: type[Shampoo], shape: tuple[int, ...], n_head:
 
 def test_the_kernel_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other tests would pass without any kernel."""
-    from stepformer.kernels import whitening
+    from stepformer.ops import whitening
 
     def stop(*args: Any) -> Any:
         raise InterruptedError
@@ -191,7 +191,7 @@ def test_an_ill_conditioned_covariance() -> None:
 
 def test_what_bf16_answers_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """11 bits in most products; their own 8 bits are the larger error (measured in kernels/whitening.py)."""
-    from stepformer.kernels import whitening
+    from stepformer.ops import whitening
 
     assert whitening.exact_steps(torch.bfloat16) == (0, 4)
     monkeypatch.setattr(whitening, "exact_steps", lambda dtype: (0, 4))
@@ -211,7 +211,7 @@ def test_no_tokens() -> None:
 
 def test_operators_and_compilation() -> None:
     """Schema, fake tensors and autograd registration; one graph, and u in the dtype of x."""
-    from stepformer.kernels import whitening
+    from stepformer.ops import whitening
 
     at = {name: t.float().to(DEVICE).clone().requires_grad_() for name, t in make((1, 1), 2, 16).items()}
     args = (at["g"], at["m"], at["R"], at["betaR"], at["beta1"], 2, torch.float32, 10, 10)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from runs import make_corpus, small_run
-from stepformer import files
+from stepformer.base import files
+from stepformer.base.errors import StepformerError
 from stepformer.cli import main
-from stepformer.errors import StepformerError
-from stepformer.reports.folder import claim
+from stepformer.pages.reports.folder import claim
 from stepformer.training import train
 
 
@@ -74,7 +74,7 @@ def test_an_export_after_one_that_was_killed(
     run: Path, tmp_path: Path, dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    from stepformer.huggingface import export, export_run
+    from stepformer.exchange.huggingface import export, export_run
 
     out = tmp_path / "model"
     export_run(run, out)
@@ -99,7 +99,7 @@ def test_an_export_after_one_that_was_killed(
 
 def test_an_import_after_one_that_was_killed(run: Path, tmp_path: Path, dead: int, alive: int) -> None:
     pytest.importorskip("transformers")
-    from stepformer.huggingface import export_run
+    from stepformer.exchange.huggingface import export_run
 
     export_run(run, tmp_path / "exported")
     left(tmp_path / "runs", f".tmp-{dead}-again", f".tmp-{alive}-again", f".tmp-{dead}-other")
@@ -134,8 +134,8 @@ def test_a_report_after_one_that_was_killed(
 KILLED = """
 import json, os, shutil, signal, sys
 from pathlib import Path
-from stepformer import files
-from stepformer.huggingface.export import whole
+from stepformer.base import files
+from stepformer.exchange.huggingface.export import whole
 
 base, results = Path(sys.argv[1]), []
 operations = ((files, "sync"), (files, "make_ordinary"), (files, "rename"), (shutil, "rmtree"))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from stepformer.schemes import State, Substep, Values, templates
+from stepformer.rules import State, Substep, Values, templates
 
 M, L = 0.01, 1.0  # curvatures between m and L: condition number 100
 KAPPA = L / M

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepformer import measured
-from stepformer.errors import InputError
+from stepformer.base.errors import InputError
+from stepformer.measure import measured
 
 
 def test_a_journal_continues(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draws import seeded
-from stepformer.errors import InputError
+from stepformer.base.errors import InputError
 from stepformer.optim import LmoOptimizer, polar
 from stepformer.optim.polar import quintics
 from stepping import METHODS, polar_file

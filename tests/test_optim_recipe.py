@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from helpers import tiny
-from stepformer.errors import ConfigError
+from stepformer.base.errors import ConfigError
+from stepformer.model.roles import Role, declare
 from stepformer.optim import OptimConfig, Optimizers, Schedule, global_norm, scion_init
-from stepformer.roles import Role, declare
 from stepping import METHODS, batch_of, both_recipes, roles_of, trainable
 from transcriptions import optimizers as naive
 

@@ -14,11 +14,11 @@ from torch.func import functional_call
 import stepformer as sf
 from draws import seeded
 from helpers import tiny, tokens
-from stepformer import kernels
-from stepformer.errors import ConfigError
+from stepformer.base.errors import ConfigError
+from stepformer.model.roles import Role, named_roles, stacked_parts
+from stepformer.ops import kernels
+from stepformer.ops.optimizer_graphs import MOST, Recordings
 from stepformer.optim import LmoOptimizer, OptimConfig, Optimizers, lmo, polar, recordings
-from stepformer.optim.recordings import MOST, Recordings
-from stepformer.roles import Role, named_roles, stacked_parts
 from stepping import LR, METHODS, batch_of, both_recipes, polar_file, roles_of, trainable
 from transcriptions import optimizers as naive
 

@@ -18,13 +18,13 @@ from draws import seeded
 from helpers import shake, tiny
 from real_data import REAL
 from runs import make_corpus, small_run
-from stepformer import measured
+from stepformer.base.errors import InputError
 from stepformer.cli import evaluate, main
 from stepformer.data.tokenizers import ByteTokenizer, train_bpe
-from stepformer.errors import InputError
-from stepformer.evaluation.perplexity import Reading, measure_texts, sliding_windows, total_nats
-from stepformer.evaluation.scoring import Part, Scorer, final_states
-from stepformer.evaluation.texts import Text, as_text, count_bytes, open_text, out_of_domain, token_hash
+from stepformer.measure import measured
+from stepformer.measure.evaluation.perplexity import Reading, measure_texts, sliding_windows, total_nats
+from stepformer.measure.evaluation.scoring import Part, Scorer, final_states
+from stepformer.measure.evaluation.texts import Text, as_text, count_bytes, open_text, out_of_domain, token_hash
 from stepformer.model import Model
 from stepformer.training import evaluate_run, load_run, train
 from stepformer.training.run import LoadedRun

@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 import pytest
 
 from real_data import GPT2, TINYSTORIES, needs_gpt2, needs_tinystories
-from stepformer import StepformerError, files
+from stepformer import StepformerError
+from stepformer.base import files
 from stepformer.data import Corpus, make_tokenizer, open_source
 from stepformer.data.pieces import Progress
 from texts import tree
@@ -30,7 +31,7 @@ prepare = module.prepare
 KILL = """
 import importlib, os, signal, sys
 from pathlib import Path
-from stepformer import files
+from stepformer.base import files
 from stepformer.data import Corpus, open_source
 
 module = importlib.import_module("stepformer.data.prepare")
@@ -121,7 +122,7 @@ def test_killed_anywhere_and_restarted_it_is_the_same(tmp_path: Path) -> None:
 ORPHANS = """
 import importlib, multiprocessing, os, signal, sys
 from pathlib import Path
-from stepformer import files
+from stepformer.base import files
 from stepformer.data import open_source
 
 module = importlib.import_module("stepformer.data.prepare")

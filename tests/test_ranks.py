@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from forked import two_ranks
 from runs import make_corpus, small_run
-from stepformer.errors import StepformerError
+from stepformer.base.errors import StepformerError
 from stepformer.training import Stopped, load_run, resume, train
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.loop import Trainer

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from runs import make_corpus, small_run
-from stepformer import files
+from stepformer.base import files
+from stepformer.base.errors import InputError, StepformerError
 from stepformer.cli import main
-from stepformer.errors import InputError, StepformerError
-from stepformer.reports.collect import read_run
+from stepformer.pages.reports.collect import read_run
 from stepformer.training import checkpoints, load_run, train
 from stepformer.training.checkpoints import Checkpoints, step_name
 from stepformer.training.parallel import World

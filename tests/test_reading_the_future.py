@@ -21,7 +21,7 @@ import published_force
 import stepformer as sf
 from draws import seeded
 from helpers import shake, tiny, tokens
-from stepformer.diagnostics.audit import BELOW_CHANCE, GEOMETRY, Audit, audit
+from stepformer.measure.diagnostics.audit import BELOW_CHANCE, GEOMETRY, Audit, audit
 from stepformer.oracles import fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
 from stepformer.oracles.softmax import rotate

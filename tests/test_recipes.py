@@ -18,11 +18,11 @@ import torch
 import stepformer as sf
 from draws import seeded
 from runs import make_corpus
+from stepformer.base.errors import ConfigError, UnknownNameError
 from stepformer.catalogue import preset, presets
-from stepformer.errors import ConfigError, UnknownNameError
+from stepformer.catalogue.recipes import FOLDER, load_recipe, recipe_names
+from stepformer.catalogue.references import BIBTEX
 from stepformer.optim import Optimizers, Schedule
-from stepformer.recipes import FOLDER, load_recipe, recipe_names
-from stepformer.references import BIBTEX
 from stepformer.training import train
 from stepformer.training.config import RunConfig, run_config
 from stepformer.training.runs import as_toml

@@ -15,19 +15,19 @@ import pytest
 
 from browser import open_browser, watched
 from reported import LIMIT, NAMES, changed, copied, measured_as, measurements, report_of, with_measurements
-from stepformer import measured
+from stepformer.base.errors import InputError
+from stepformer.base.files import write_json
 from stepformer.cli import main
-from stepformer.comparing import compare, load_records
-from stepformer.errors import InputError
-from stepformer.files import write_json
-from stepformer.reports import samples as sampling
-from stepformer.reports.collect import gather
-from stepformer.reports.contents import Report, build
-from stepformer.reports.folder import refuse_foreign
-from stepformer.reports.page import _looks, page_html, script_json
-from stepformer.reports.paper import files_of, look, write_paper
-from stepformer.reports.samples import Drawing, Samples
-from stepformer.tables import Cell, Table, columns
+from stepformer.measure import measured
+from stepformer.pages.reports import samples as sampling
+from stepformer.pages.reports.collect import gather
+from stepformer.pages.reports.contents import Report, build
+from stepformer.pages.reports.folder import refuse_foreign
+from stepformer.pages.reports.page import _looks, page_html, script_json
+from stepformer.pages.reports.paper import files_of, look, write_paper
+from stepformer.pages.reports.samples import Drawing, Samples
+from stepformer.present.tables import Cell, Table, columns
+from stepformer.study import compare, load_records
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from reported import copied, measured_as, measurements, report_of, with_measurements
-from stepformer import measured
+from stepformer.base.errors import InputError
+from stepformer.base.files import write_json
 from stepformer.cli import main
-from stepformer.comparing.comparison import Facts
-from stepformer.errors import InputError
-from stepformer.files import write_json
-from stepformer.reports import samples as sampling
-from stepformer.reports.collect import Gathered, RunData, gather, read_run
-from stepformer.reports.contents import Report, build
-from stepformer.reports.page import page_html, script_json
-from stepformer.reports.paper import markdown_report
+from stepformer.measure import measured
+from stepformer.pages.reports import samples as sampling
+from stepformer.pages.reports.collect import Gathered, RunData, gather, read_run
+from stepformer.pages.reports.contents import Report, build
+from stepformer.pages.reports.page import page_html, script_json
+from stepformer.pages.reports.paper import markdown_report
+from stepformer.study.comparison import Facts
 from stepformer.training import load_run
 
 # Parts

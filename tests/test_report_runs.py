@@ -14,15 +14,15 @@ import pytest
 
 from draws import shifted
 from reported import LIMIT, NAMES, changed, copied, report_of
+from stepformer.base.errors import InputError
 from stepformer.cli import main
-from stepformer.comparing import RunRecord, compare, load_records
-from stepformer.errors import InputError
-from stepformer.reports import samples as sampling
-from stepformer.reports.collect import Curve, gather, mean_curve, smoothed, thinned
-from stepformer.reports.contents import build, verdict
-from stepformer.reports.page import page_html
-from stepformer.reports.paper import write_paper
-from stepformer.reports.samples import Drawing, Samples, default_prompts
+from stepformer.pages.reports import samples as sampling
+from stepformer.pages.reports.collect import Curve, gather, mean_curve, smoothed, thinned
+from stepformer.pages.reports.contents import build, verdict
+from stepformer.pages.reports.page import page_html
+from stepformer.pages.reports.paper import write_paper
+from stepformer.pages.reports.samples import Drawing, Samples, default_prompts
+from stepformer.study import RunRecord, compare, load_records
 
 # Curves
 

@@ -24,19 +24,19 @@ import torch
 from draws import seeded
 from helpers import shake, tiny, tokens
 from served import ask, make_runs, metric, serving, serving_two, value
+from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.files import write_json
 from stepformer.cli import main
 from stepformer.cli.runs import prompt_ids, readable
 from stepformer.data.tokenizers import ByteTokenizer
-from stepformer.errors import InputError, StepformerError
-from stepformer.files import write_json
-from stepformer.generation import Generation, stream
-from stepformer.schemes import templates
-from stepformer.serving import PageServer, ServedRun
-from stepformer.serving import inspect as inspected
-from stepformer.serving import server as serving_module
-from stepformer.serving.runs import document, place
-from stepformer.serving.server import LARGEST_BODY, MOST_TOKENS
-from stepformer.serving.watching import Point, Tail, pace, thinned
+from stepformer.decoding.sampling import Generation, stream
+from stepformer.pages.serving import PageServer, ServedRun
+from stepformer.pages.serving import inspect as inspected
+from stepformer.pages.serving import server as serving_module
+from stepformer.pages.serving.runs import document, place
+from stepformer.pages.serving.server import LARGEST_BODY, MOST_TOKENS
+from stepformer.pages.serving.watching import Point, Tail, pace, thinned
+from stepformer.rules import templates
 from stepformer.training.metrics import Metrics
 
 
@@ -584,7 +584,7 @@ def test_a_run_with_rules_of_its_own(folder: Path, tmp_path: Path, monkeypatch: 
     plugin = tmp_path / "own.py"
     plugin.write_text(
         "import stepformer as sf\n"
-        "from stepformer.schemes.first_order import Nesterov\n"
+        "from stepformer.rules.first_order import Nesterov\n"
         "sf.register_template('served-own', equation='as Nesterov')(type('Own', (Nesterov,), {}))\n"
     )
     values = json.loads(record.read_text())
@@ -653,7 +653,7 @@ def test_the_command_asks_for_a_token_unless_told_not_to(
         given.append(token)
         raise StepformerError("Enough.")
 
-    monkeypatch.setattr("stepformer.serving.PageServer", server)
+    monkeypatch.setattr("stepformer.pages.serving.PageServer", server)
     monkeypatch.delenv("STEPFORMER_SERVE_TOKEN", raising=False)
     if chosen is not None:
         monkeypatch.setenv("STEPFORMER_SERVE_TOKEN", chosen)

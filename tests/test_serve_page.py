@@ -11,7 +11,7 @@ import pytest
 
 from browser import open_browser, watched
 from served import ask, make_runs, metric, serving, serving_two, value
-from stepformer.serving import PageServer, ServedRun
+from stepformer.pages.serving import PageServer, ServedRun
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from draws import seeded
-from stepformer.diagnostics.jacobian import over_batches, over_layers
-from stepformer.diagnostics.sketching import Spectrum, frobenius_squared, singular_values, spectrum
-from stepformer.errors import StepformerError
+from stepformer.base.errors import StepformerError
+from stepformer.measure.diagnostics.jacobian import over_batches, over_layers
+from stepformer.measure.diagnostics.sketching import Spectrum, frobenius_squared, singular_values, spectrum
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

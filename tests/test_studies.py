@@ -13,15 +13,15 @@ import pytest
 
 import stepformer as sf
 from runs import make_corpus
+from stepformer.base.errors import ConfigError, InputError, StepformerError
+from stepformer.base.files import write_json
 from stepformer.cli import main
-from stepformer.comparing import Comparison, Facts, load_records
-from stepformer.comparing.comparison import at_the_edge
-from stepformer.comparing.matching import matched
-from stepformer.comparing.studies import with_tuning
-from stepformer.comparing.tuning import Grid
-from stepformer.errors import ConfigError, InputError, StepformerError
-from stepformer.files import write_json
 from stepformer.model import Model
+from stepformer.study import Comparison, Facts, load_records
+from stepformer.study.comparison import at_the_edge
+from stepformer.study.matching import matched
+from stepformer.study.studies import with_tuning
+from stepformer.study.tuning import Grid
 from stepformer.training import RunConfig, run_config
 from stepformer.training.runs import as_toml
 from stepformer.training.speed import flops_per_token
@@ -95,7 +95,7 @@ def test_a_matched_baseline_has_as_many_operations_or_as_much_time(monkeypatch: 
         row = next((name for name in seconds if config is variants[name]), "")
         return SimpleNamespace(step=seconds.get(row, config.model.d_model / 64))
 
-    monkeypatch.setattr("stepformer.comparing.matching.forecast", step)
+    monkeypatch.setattr("stepformer.study.matching.forecast", step)
     assert [match.config.model.d_model for match in matched(variants, "vanilla", "time")] == [96, 160]
 
 
@@ -225,7 +225,7 @@ def test_a_point_that_diverges_is_out_and_one_that_fails_stops(
     def full(*args: Any, **kwargs: Any) -> None:
         raise InputError("No space left on device.")
 
-    monkeypatch.setattr("stepformer.comparing.study.train", full)
+    monkeypatch.setattr("stepformer.study.study.train", full)
     with pytest.raises(StepformerError, match=r"of the search failed: No space left on device\."):
         with_tuning(variants, Grid.parse(["lr=0.001,0.002"]), "1k", tmp_path / "b", quiet=True)
 

@@ -18,7 +18,7 @@ import stepformer as sf
 from real_data import GPT2, TINYSTORIES, needs_gpt2, needs_tinystories
 from runs import make_corpus
 from stepformer.cli import main
-from stepformer.comparing.study import amount, grid, grid_axes, seeds_of
+from stepformer.study.study import amount, grid, grid_axes, seeds_of
 from stepformer.training.loop import Trainer
 from stepformer.training.stopping import Watch
 
@@ -132,7 +132,7 @@ def test_a_slurm_job_whose_time_is_over_saves_and_goes_on(
     run = str(tmp_path / "run")
     train = ["train", "yurii", "--out", run, "--quiet", "steps=100000", "eval_every=100000", *words(corpus)]
     script = (
-        "import signal, sys\nfrom stepformer.comparing.study import SlurmRun\n"
+        "import signal, sys\nfrom stepformer.study.study import SlurmRun\n"
         f"job = SlurmRun({run!r}, {train!r})\n"
         "def over(*args):\n    print(job.checkpoint().function.words); sys.stdout.flush(); sys.exit(0)\n"
         "signal.signal(signal.SIGUSR2, over)\njob()\n"

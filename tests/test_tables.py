@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from stepformer.tables import NOTHING, Cell, Column, Table, listed, number, text
+from stepformer.present.tables import NOTHING, Cell, Column, Table, listed, number, text
 
 
 def made(names: tuple[str, ...] = ("plain", "a|b_c <i>")) -> Table:

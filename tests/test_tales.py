@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
+from stepformer.base.errors import UnknownNameError
 from stepformer.data import tales
-from stepformer.errors import UnknownNameError
 
 each_dialect = pytest.mark.parametrize("dialect", tales.DIALECTS)
 CHECKED = 1500

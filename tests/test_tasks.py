@@ -15,13 +15,13 @@ import pytest
 
 from runs import make_corpus, small_run
 from scoring_loop import REAL_TASKS, naive, needs_tasks
-from stepformer import measured
+from stepformer.base.errors import InputError, StepformerError
 from stepformer.cli import main
-from stepformer.errors import InputError, StepformerError
-from stepformer.evaluation import measure_tasks, tasks
-from stepformer.evaluation.harness import notes, read_metrics, settled, with_error
-from stepformer.evaluation.scoring import Scorer
-from stepformer.evaluation.tasks import open_task
+from stepformer.measure import measured
+from stepformer.measure.evaluation import measure_tasks, tasks
+from stepformer.measure.evaluation.harness import notes, read_metrics, settled, with_error
+from stepformer.measure.evaluation.scoring import Scorer
+from stepformer.measure.evaluation.tasks import open_task
 from stepformer.training import load_run, train
 from stepformer.training.run import LoadedRun
 
@@ -427,7 +427,8 @@ def test_without_the_extra_one_sentence_says_so(
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, stepformer, stepformer.evaluation.harness, stepformer.evaluation.adapter, stepformer.cli.main\n"
+        "import sys, stepformer, stepformer.cli.main\n"
+        "import stepformer.measure.evaluation.harness, stepformer.measure.evaluation.adapter\n"
         "from stepformer.cli.main import parser; parser().format_help()\n"
         "print([m for m in ('lm_eval', 'transformers', 'datasets') if m in sys.modules])"
     )

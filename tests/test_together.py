@@ -88,9 +88,9 @@ SLOWER += "loop.SLOW_SAVE = 0.1"
 PROGRAM = """
 import math, os, sys, time
 import torch
-from stepformer import files
+from stepformer.base import files
 from stepformer.cli.main import main
-from stepformer.errors import InputError
+from stepformer.base.errors import InputError
 from stepformer.optim import Optimizers
 from stepformer.training import ending, loop
 from stepformer.training.loop import Trainer
@@ -247,7 +247,7 @@ def test_a_save_that_takes_longer_than_torchrun_waits(corpus: Path, tmp_path: Pa
 TORCHRUN = """
 import sys, time
 from pathlib import Path
-from stepformer import files
+from stepformer.base import files
 from stepformer.cli.main import main
 sync = files.sync
 def slowly(file):

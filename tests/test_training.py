@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 import forked
 import stepformer as sf
 from runs import make_corpus, small_run, stop_after
-from stepformer import files
+from stepformer.base import files
+from stepformer.base.errors import DivergedError
+from stepformer.base.files import write_json
 from stepformer.data.corpus import Corpus
-from stepformer.errors import DivergedError
-from stepformer.files import write_json
-from stepformer.memory import estimate_memory
+from stepformer.model.memory import estimate_memory
 from stepformer.optim import Optimizers
 from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, resume, run_config, shortage, train
 from stepformer.training.evaluation import evaluate
@@ -313,7 +313,7 @@ def test_what_is_said_to_fit_does(corpus: Path, tmp_path: Path) -> None:
     code = f"""
 import re, resource, sys
 from pathlib import Path
-import stepformer.memory
+import stepformer.model.memory
 from stepformer.cli.main import main
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 600 * 2**20,) * 2)
@@ -730,7 +730,7 @@ def test_a_rule_of_ones_own_is_resumed_from_anywhere(
     """The plug-in's path is stored whole, so that another working folder does not matter."""
     (tmp_path / "own.py").write_text(
         "import stepformer as sf\n"
-        "from stepformer.schemes.first_order import Nesterov\n"
+        "from stepformer.rules.first_order import Nesterov\n"
         "@sf.register_template('own-nesterov', equation='as nesterov')\n"
         "class OwnNesterov(Nesterov):\n    pass\n"
     )

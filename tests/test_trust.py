@@ -19,17 +19,17 @@ import torch
 import forked
 import stepformer as sf
 from runs import make_corpus, small_run, stop_after
+from stepformer.base.errors import ChangedRuleError, ConfigError, InputError
+from stepformer.base.files import write_json
+from stepformer.base.plugins import identity
+from stepformer.base.settings import setting
 from stepformer.cli import main
-from stepformer.comparing import compare, load_records
-from stepformer.comparing.differences import differences, fair, flat
 from stepformer.data.corpus import Corpus
-from stepformer.errors import ChangedRuleError, ConfigError, InputError
-from stepformer.files import write_json
 from stepformer.optim import OptimConfig
 from stepformer.optim.config import rate_factor
 from stepformer.oracles import fresh_call
-from stepformer.plugins import identity
-from stepformer.settings import setting
+from stepformer.study import compare, load_records
+from stepformer.study.differences import differences, fair, flat
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training import config as config_file
 from stepformer.training.extending import extend
@@ -255,7 +255,7 @@ IMPORTED = """
 import stepformer as sf
 import tilted
 from pathlib import Path
-from stepformer.errors import ChangedRuleError
+from stepformer.base.errors import ChangedRuleError
 
 sizes = dict(n_layer=1, n_head=2, d_model=16, context=16)
 settings = dict(**sizes, batch=4, eval_tokens=256, device="cpu", steps=2, corpus=CORPUS)

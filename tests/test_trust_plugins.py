@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 import stepformer as sf
 from runs import make_corpus, small_run
+from stepformer.base.errors import ChangedRuleError, InputError
+from stepformer.base.plugins import files_of, load_plugin, loaded
 from stepformer.cli import main
-from stepformer.comparing import compare, load_records
-from stepformer.errors import ChangedRuleError, InputError
-from stepformer.plugins import files_of, load_plugin, loaded
-from stepformer.schemes import templates
+from stepformer.rules import templates
+from stepformer.study import compare, load_records
 
 SMALL = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "eval_tokens=256", "device=cpu", "steps=3"]
 RULE = """
@@ -205,7 +205,7 @@ def test_bytecode_of_another_file_is_not_taken(tmp_path: Path) -> None:
     """Same size, same second: Python itself would take the old one."""
     path = rule(tmp_path / "own.py", "of-bytecode", "K", "from helper_of_bytecode import K")
     helper = tmp_path / "helper_of_bytecode.py"
-    say = f"from stepformer.plugins import load_plugin; print(load_plugin({str(path)!r}).K)"
+    say = f"from stepformer.base.plugins import load_plugin; print(load_plugin({str(path)!r}).K)"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     for factor in ("1.0", "9.0"):
         helper.write_text(f"K = {factor}\n")

@@ -15,13 +15,13 @@ import pytest
 import runs
 import stepformer as sf
 from runs import make_corpus, small_run
+from stepformer.base.errors import InputError
+from stepformer.base.files import write_json
+from stepformer.base.plugins import UntrustedError, load_plugin, trusting
+from stepformer.base.plugins.sources import files_at, place_of
 from stepformer.cli import main
-from stepformer.comparing.study import STEPFORMER, SlurmRun
-from stepformer.errors import InputError
-from stepformer.files import write_json
-from stepformer.plugins import UntrustedError, load_plugin, trusting
-from stepformer.plugins.sources import files_at, place_of
-from stepformer.schemes import templates
+from stepformer.rules import templates
+from stepformer.study.study import STEPFORMER, SlurmRun
 from stepformer.training import load_run, train
 
 RULE = """

@@ -19,7 +19,7 @@ import torch
 
 import stepformer as sf
 from stepformer.data.corpus import Corpus
-from stepformer.importing import import_checkpoint
+from stepformer.exchange.importing import import_checkpoint
 
 WRITTEN = Path(__file__).parent / "recorded" / "version-0.5.0"
 LOSS = 5.4526720589093625  # of its result.json
@@ -69,7 +69,7 @@ def test_the_export(old: Path) -> None:
 @pytest.mark.slow
 def test_the_export_in_transformers(old: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    import stepformer.huggingface  # noqa: F401
+    import stepformer.exchange.huggingface  # noqa: F401
 
     model = transformers.AutoModelForCausalLM.from_pretrained(str(old / "export"))
     x = torch.arange(32)[None]

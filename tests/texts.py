@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stepformer import files
+from stepformer.base import files
 from stepformer.data import Corpus
 from stepformer.data.readers import extensions
 

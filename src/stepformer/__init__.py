@@ -1,94 +1,81 @@
-"""stepformer: transformers whose layers are steps of an optimizer, chosen by a word in the config."""
+"""stepformer: transformers whose layers are steps of an optimizer, chosen by a word in the config.
 
+Names are imported when they are first asked for: `import stepformer` alone does not wait for torch.
+"""
+
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
+
+from stepformer.base import aliases
+from stepformer.base.version import __version__
 
 # Before torch starts its threads: waiting threads should sleep, not spin. On two cores shared with other programs a
 # training step was up to eight times slower with spinning threads (docs/lab-notebook.md).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-from stepformer.catalogue import build, load_config, model_config, preset, presets, register_preset
-from stepformer.config import ModelConfig
-from stepformer.errors import ConfigError, InputError, StepformerError, UnknownNameError
-from stepformer.model import Model, Output
-from stepformer.options import Option
-from stepformer.oracles import MLP, Attention, Call, TokenSlot, register_attention, register_mlp
-from stepformer.roles import Role
-from stepformer.schemes import (
-    HamiltonianStep,
-    Splitting,
-    State,
-    Stream,
-    Template,
-    Values,
-    free,
-    positive,
-    register_splitting,
-    register_template,
-    unit,
-)
+aliases.install()
 
 if TYPE_CHECKING:
-    from stepformer.comparing.studies import compare, sweep
+    from stepformer.base.errors import ConfigError, InputError, StepformerError, UnknownNameError
+    from stepformer.base.options import Option
+    from stepformer.catalogue import build, load_config, model_config, preset, presets, register_preset
+    from stepformer.model import Model, ModelConfig, Output, Role
+    from stepformer.oracles import MLP, Attention, Call, TokenSlot, register_attention, register_mlp
+    from stepformer.rules import (
+        HamiltonianStep,
+        Splitting,
+        State,
+        Stream,
+        Template,
+        Values,
+        free,
+        positive,
+        register_splitting,
+        register_template,
+        unit,
+    )
+    from stepformer.study.studies import compare, sweep
     from stepformer.training import evaluate_run, load_run, resume, run_config, train
 
-__version__ = "0.6.0"
+_NAMES = {
+    "base.errors": ("ConfigError", "InputError", "StepformerError", "UnknownNameError"),
+    "base.options": ("Option",),
+    "catalogue": ("build", "load_config", "model_config", "preset", "presets", "register_preset"),
+    "model": ("Model", "ModelConfig", "Output", "Role"),
+    "oracles": ("MLP", "Attention", "Call", "TokenSlot", "register_attention", "register_mlp"),
+    "rules": ("HamiltonianStep", "Splitting", "State", "Stream", "Template", "Values"),
+    "rules.coefficients": ("free", "positive", "unit"),
+    "rules.splittings": ("register_splitting",),
+    "rules.template": ("register_template",),
+    "study.studies": ("compare", "sweep"),
+    "training": ("evaluate_run", "load_run", "resume", "run_config", "train"),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+# fmt: off
+__all__ = [
+    "MLP", "Attention", "Call", "ConfigError", "HamiltonianStep", "InputError", "Model", "ModelConfig", "Option",
+    "Output", "Role", "Splitting", "State", "StepformerError", "Stream", "Template", "TokenSlot", "UnknownNameError",
+    "Values", "__version__", "build", "compare", "evaluate_run", "free", "load_config", "load_run", "model_config",
+    "positive", "preset", "presets", "register_attention", "register_mlp", "register_preset", "register_splitting",
+    "register_template", "resume", "run_config", "sweep", "train", "unit",
+]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:
-    """Training is imported when it is first asked for: a model alone should not wait for it."""
-    if name in _TRAINING:
-        import stepformer.training
+    """A public name from where it lives, or a folder of the package as it is called now or was called before."""
+    if name in _HOMES:
+        found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = found
+        return found
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
-        return getattr(stepformer.training, name)
-    if name in _STUDIES:
-        import stepformer.comparing.studies
 
-        return getattr(stepformer.comparing.studies, name)
-    raise AttributeError(f"module 'stepformer' has no attribute '{name}'")
-
-
-_STUDIES = ("compare", "sweep")
-_TRAINING = ("evaluate_run", "load_run", "resume", "run_config", "train")
-
-__all__ = [
-    "MLP",
-    "Attention",
-    "Call",
-    "ConfigError",
-    "HamiltonianStep",
-    "InputError",
-    "Model",
-    "ModelConfig",
-    "Option",
-    "Output",
-    "Role",
-    "Splitting",
-    "State",
-    "StepformerError",
-    "Stream",
-    "Template",
-    "TokenSlot",
-    "UnknownNameError",
-    "Values",
-    "build",
-    "compare",
-    "evaluate_run",
-    "free",
-    "load_config",
-    "load_run",
-    "model_config",
-    "positive",
-    "preset",
-    "presets",
-    "register_attention",
-    "register_mlp",
-    "register_preset",
-    "register_splitting",
-    "register_template",
-    "resume",
-    "run_config",
-    "sweep",
-    "train",
-    "unit",
-]
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stepformer.config import declared_options
 from stepformer.model import Model
-from stepformer.schemes.coefficients import CoefficientBank
+from stepformer.model.config import declared_options
+from stepformer.rules.coefficients import CoefficientBank
 from transcriptions import rules
 
 # Options that say how something is computed, not what; and those spelled differently on the other side.

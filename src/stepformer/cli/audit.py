@@ -13,12 +13,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stepformer.base.errors import InputError
 from stepformer.catalogue import presets, unlisted_templates
 from stepformer.cli.show import console, resolve, title_of
-from stepformer.config import ModelConfig
-from stepformer.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, load_transcription
-from stepformer.errors import InputError
-from stepformer.tables import Table, columns, text
+from stepformer.measure.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, load_transcription
+from stepformer.model.config import ModelConfig
+from stepformer.present.tables import Table, columns, text
 
 LEGEND = """
 1 parameters of the audited copy   2 change of earlier logits by later tokens (fp32, fp64) and by a longer context

@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 from stepformer.cli.show import console
-from stepformer.tables import GAP, Table
+from stepformer.present.tables import GAP, Table
 
 
 def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
-    from stepformer.benchmark.command import DESCRIPTION, EPILOG, add_arguments
+    from stepformer.measure.benchmark.command import DESCRIPTION, EPILOG, add_arguments
 
     sub = commands.add_parser(
         "bench",
@@ -26,7 +26,7 @@ def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    from stepformer.benchmark.command import run
+    from stepformer.measure.benchmark.command import run
 
     return run(args, show)
 

@@ -8,21 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepformer import documents
+from stepformer.base import documents
+from stepformer.base.errors import InputError, StepformerError, command_line
+from stepformer.base.files import write_text
+from stepformer.catalogue.recipes import load_recipe
 from stepformer.cli.runs import continue_text
 from stepformer.cli.show import console
 from stepformer.cli.train import duration
-from stepformer.comparing import Comparison, Facts, compare, load_records, plot_comparison
-from stepformer.comparing.differences import refuse_unmeant
-from stepformer.comparing.matching import AMOUNTS
-from stepformer.comparing.statistics import seed_words
-from stepformer.comparing.studies import Study, check_tuning, compared, resolved, swept
-from stepformer.comparing.study import Planned, Report, carry_out, plan, seeds_of, submit, words_of
-from stepformer.errors import InputError, StepformerError, command_line
-from stepformer.files import write_text
 from stepformer.model import Model
-from stepformer.recipes import load_recipe
-from stepformer.tables import Table, of_texts
+from stepformer.present.tables import Table, of_texts
+from stepformer.study import Comparison, Facts, compare, load_records, plot_comparison
+from stepformer.study.differences import refuse_unmeant
+from stepformer.study.matching import AMOUNTS
+from stepformer.study.statistics import seed_words
+from stepformer.study.studies import Study, check_tuning, compared, resolved, swept
+from stepformer.study.study import Planned, Report, carry_out, plan, seeds_of, submit, words_of
 from stepformer.training import Stopped, load_run, run_config
 from stepformer.training.forecast import forecast
 from stepformer.training.parallel import choose_device

@@ -10,21 +10,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stepformer import measured
+from stepformer.base.errors import ConfigError, InputError, StepformerError, suggestion
+from stepformer.base.settings import Settings
 from stepformer.cli.show import console
-from stepformer.config import parse_overrides
-from stepformer.errors import ConfigError, InputError, StepformerError, suggestion
-from stepformer.settings import Settings
+from stepformer.measure import measured
+from stepformer.model.config import parse_overrides
 from stepformer.training import load_run
 
 # Each has SETTINGS (a Settings class), measure(run, settings, quiet=), text(result) and plot(result, path).
 KINDS = {
     "hessian": (
-        "stepformer.diagnostics.curvature",
+        "curvature",
         "sharpness: eigenvalues and trace of the Hessian, loss curve",
     ),
-    "jacobian": ("stepformer.diagnostics.jacobian", "how perturbations travel through depth: singular values by layer"),
-    "depth": ("stepformer.diagnostics.depth", "inside the network: coefficients, stream norms, attention entropy, ..."),
+    "jacobian": ("jacobian", "how perturbations travel through depth: singular values by layer"),
+    "depth": ("depth", "inside the network: coefficients, stream norms, attention entropy, ..."),
 }
 
 
@@ -68,7 +68,7 @@ def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def _module(kind: str) -> Any:
-    return importlib.import_module(KINDS[kind][0])
+    return importlib.import_module(f"stepformer.measure.diagnostics.{KINDS[kind][0]}")
 
 
 def _settings(kinds: list[str], words: list[str]) -> dict[str, Settings]:

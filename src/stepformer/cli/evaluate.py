@@ -7,10 +7,10 @@ import json
 import sys
 from typing import Any
 
-from stepformer import measured
+from stepformer.base.errors import InputError
 from stepformer.cli.show import console
-from stepformer.errors import InputError
-from stepformer.evaluation.tasks import need
+from stepformer.measure import measured
+from stepformer.measure.evaluation.tasks import need
 from stepformer.training import evaluate_run, load_run
 from stepformer.training.run import LoadedRun
 
@@ -157,9 +157,9 @@ def standing(run: LoadedRun) -> str:
 
 def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, Any], measured.Journal]:
     """The numbers, and the journal to be closed when all the command asks for is done."""
-    from stepformer.evaluation import perplexity
-    from stepformer.evaluation.tasks import data_folder
-    from stepformer.evaluation.texts import open_text, out_of_domain
+    from stepformer.measure.evaluation import perplexity
+    from stepformer.measure.evaluation.tasks import data_folder
+    from stepformer.measure.evaluation.texts import open_text, out_of_domain
 
     reading = perplexity.Reading(args.stride, args.tokens, args.random)
     enough = None if args.random else args.tokens
@@ -192,7 +192,7 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
 
 
 def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
-    from stepformer.evaluation import harness
+    from stepformer.measure.evaluation import harness
 
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     try:

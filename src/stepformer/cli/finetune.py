@@ -9,8 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepformer.base.errors import InputError, StepformerError, UnknownNameError
+from stepformer.base.files import write_json, write_text
+from stepformer.base.plugins import lasting
+from stepformer.catalogue.recipes import recipe_names
 from stepformer.cli.show import console
-from stepformer.comparing.finetune_study import (
+from stepformer.data.corpus import Corpus
+from stepformer.study.finetune_study import (
     Pretrained,
     corpus_names,
     divided_words,
@@ -20,15 +25,10 @@ from stepformer.comparing.finetune_study import (
     target_corpus,
     two_corpora,
 )
-from stepformer.comparing.forgetting import Direction, Finetuned, forgetting
-from stepformer.comparing.forgetting_plots import plot_forgetting
-from stepformer.comparing.forgetting_tables import forgetting_details, forgetting_record, forgetting_table
-from stepformer.comparing.study import Planned, carry_out, plan, refuse_seed, seeds_of
-from stepformer.data.corpus import Corpus
-from stepformer.errors import InputError, StepformerError, UnknownNameError
-from stepformer.files import write_json, write_text
-from stepformer.plugins import lasting
-from stepformer.recipes import recipe_names
+from stepformer.study.forgetting import Direction, Finetuned, forgetting
+from stepformer.study.forgetting_plots import plot_forgetting
+from stepformer.study.forgetting_tables import forgetting_details, forgetting_record, forgetting_table
+from stepformer.study.study import Planned, carry_out, plan, refuse_seed, seeds_of
 from stepformer.training import RunConfig, Stopped, run_config
 from stepformer.training.finetuning import FinetuneConfig
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
-from stepformer import __version__
+from stepformer.base.errors import InputError, StepformerError, suggestion
+from stepformer.base.files import write_text
+from stepformer.base.version import __version__
 from stepformer.cli.show import console
-from stepformer.errors import InputError, StepformerError, suggestion
-from stepformer.files import write_text
-from stepformer.flows import EXPERIMENTS, Result, Tell
-from stepformer.flows.plots import draw
-from stepformer.tables import of_texts
+from stepformer.measure.flows import EXPERIMENTS, Result, Tell
+from stepformer.measure.flows.plots import draw
+from stepformer.present.tables import of_texts
 
 FEWEST, MOST = 8, 2048  # a covariance needs some tokens; kernels are N x N
 

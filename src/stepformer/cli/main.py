@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from stepformer import __version__
+from stepformer.base.errors import ConfigError, StepformerError, StepformerWarning, suggestion
+from stepformer.base.plugins import load_plugin
+from stepformer.base.version import __version__
 from stepformer.cli import (
     audit,
     bench,
@@ -30,8 +32,6 @@ from stepformer.cli import (
     train,
     trust,
 )
-from stepformer.errors import ConfigError, StepformerError, StepformerWarning, suggestion
-from stepformer.plugins import load_plugin
 
 DESCRIPTION = """\
 Transformers whose layers are steps of an optimizer.

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from stepformer.base.errors import command_line
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus, corpus_folder
 from stepformer.data.pieces import Progress
 from stepformer.data.prepare import prepare
 from stepformer.data.readers import DOCUMENT_RULES
 from stepformer.data.sources import TALES_COUNT, open_source
-from stepformer.errors import command_line
-from stepformer.tables import of_texts
+from stepformer.present.tables import of_texts
 
 DESCRIPTION = """\
 Turn documents into tokens that a model can be trained on.

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stepformer.errors import InputError
-from stepformer.files import write_text
-from stepformer.measured import counting
+from stepformer.base.errors import InputError
+from stepformer.base.files import write_text
+from stepformer.measure.measured import counting
 
 
 def add_report(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -44,12 +44,12 @@ def add_report(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    from stepformer.reports.collect import gather
-    from stepformer.reports.contents import build
-    from stepformer.reports.folder import claim, hold, refuse_foreign
-    from stepformer.reports.page import page_html
-    from stepformer.reports.paper import files_of, no_pictures, write_paper
-    from stepformer.reports.samples import Drawing, Samples, ask_models, default_prompts
+    from stepformer.pages.reports.collect import gather
+    from stepformer.pages.reports.contents import build
+    from stepformer.pages.reports.folder import claim, hold, refuse_foreign
+    from stepformer.pages.reports.page import page_html
+    from stepformer.pages.reports.paper import files_of, no_pictures, write_paper
+    from stepformer.pages.reports.samples import Drawing, Samples, ask_models, default_prompts
 
     _check(args)
     out = Path(args.out)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from stepformer.errors import InputError
-from stepformer.generation import Generation, stream
+from stepformer.base.errors import InputError
+from stepformer.decoding.sampling import Generation, stream
 from stepformer.training import load_run
 from stepformer.training.loop import precision_of
 from stepformer.training.run import LoadedRun

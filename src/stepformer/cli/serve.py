@@ -9,7 +9,7 @@ import threading
 import webbrowser
 from typing import Any
 
-from stepformer.errors import InputError
+from stepformer.base.errors import InputError
 
 
 def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -41,8 +41,8 @@ def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    from stepformer.serving import PageServer, ServedRun
-    from stepformer.serving.runs import place
+    from stepformer.pages.serving import PageServer, ServedRun
+    from stepformer.pages.serving.runs import place
 
     if len(args.names) > 2:
         raise InputError(f"The page shows one run or two, not {len(args.names)}.")

@@ -55,7 +55,7 @@ def add_import(commands: Any, common: argparse.ArgumentParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    from stepformer.huggingface import export_run
+    from stepformer.exchange.huggingface import export_run
 
     out = export_run(
         args.folder, args.out, args.checkpoint, dtype=args.dtype, form=args.format, allow_nan=args.allow_nan
@@ -67,7 +67,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    from stepformer.importing import import_checkpoint
+    from stepformer.exchange.importing import import_checkpoint
 
     made = import_checkpoint(
         args.source, args.out, tokenizer=args.tokenizer, heads=args.heads, plugins=tuple(args.plugin)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from stepformer.base.errors import InputError
 from stepformer.catalogue import (
     SIZES,
     Preset,
@@ -24,14 +25,13 @@ from stepformer.catalogue import (
     presets,
     unlisted_templates,
 )
-from stepformer.config import ModelConfig, declared_options, merge
-from stepformer.errors import InputError
-from stepformer.memory import estimate_memory
+from stepformer.catalogue.references import BIBTEX
 from stepformer.model import Model
+from stepformer.model.config import ModelConfig, declared_options, merge
+from stepformer.model.memory import estimate_memory
 from stepformer.oracles import attentions, mlps
-from stepformer.references import BIBTEX
-from stepformer.schemes import splittings, templates
-from stepformer.tables import of_texts
+from stepformer.present.tables import of_texts
+from stepformer.rules import splittings, templates
 
 COUNTS = ("total", "non-positional", "non-embedding")
 
@@ -233,7 +233,7 @@ def run_show(args: argparse.Namespace) -> int:
         words = [*([f"size={args.size}"] if args.size else []), *args.overrides]
         facts["training"] = _training(config, args.name, words)
     if args.cite:
-        print("\n\n".join(BIBTEX.get(key, f"% {key}: no entry in stepformer.references") for key in facts["cite"]))
+        print("\n\n".join(BIBTEX.get(key, f"% {key}: no entry among the references") for key in facts["cite"]))
         return 0
     if args.batch is not None:
         estimate = estimate_memory(config, args.batch, autocast=torch.bfloat16)

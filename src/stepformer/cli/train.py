@@ -15,13 +15,13 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from stepformer.base.errors import InputError, command_line
+from stepformer.base.settings import type_hints
+from stepformer.catalogue.recipes import load_recipe, recipe_names
 from stepformer.cli.show import console
-from stepformer.errors import InputError, command_line
-from stepformer.memory import estimate_memory
 from stepformer.model import Model
-from stepformer.recipes import load_recipe, recipe_names
-from stepformer.settings import type_hints
-from stepformer.tables import of_texts
+from stepformer.model.memory import estimate_memory
+from stepformer.present.tables import of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
@@ -150,7 +150,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def run_resume(args: argparse.Namespace) -> int:
-    from stepformer.config import parse_overrides
+    from stepformer.model.config import parse_overrides
 
     changes = {key.removeprefix("train."): value for key, value in parse_overrides(args.overrides)}
     limit = None if args.max_time is None else seconds(args.max_time)
@@ -158,7 +158,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
 
 def run_extend(args: argparse.Namespace) -> int:
-    from stepformer.config import parse_overrides
+    from stepformer.model.config import parse_overrides
     from stepformer.training.extending import extend
 
     changes = dict(parse_overrides(args.overrides))

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from stepformer.base.plugins import files_at, place_of, trust, trusted
+from stepformer.base.plugins.trusting import place_of_list
 from stepformer.cli.show import console
-from stepformer.plugins import files_at, place_of, trust, trusted
-from stepformer.plugins.trusting import place_of_list
-from stepformer.tables import of_texts
+from stepformer.present.tables import of_texts
 from stepformer.training.runs import RunFolder
 
 

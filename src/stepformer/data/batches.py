@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stepformer.base.errors import InputError
 from stepformer.data.permutation import key_of, permute
-from stepformer.errors import InputError
 
 
 class Tokens(Protocol):

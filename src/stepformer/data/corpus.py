@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepformer import documents, files
+from stepformer.base import documents, files
+from stepformer.base.errors import InputError
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_name
-from stepformer.errors import InputError
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepformer.errors import InputError
+from stepformer.base.errors import InputError
 
 
 def merges_of(pieces: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepformer import files
+from stepformer.base import files
+from stepformer.base.errors import InputError
 from stepformer.data.corpus import SPLITS
 from stepformer.data.readers import Document, Split
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer
-from stepformer.errors import InputError
 
 PIECE_CHARACTERS, PIECE_SEGMENTS = 2_000_000, 2000
 RULES = {

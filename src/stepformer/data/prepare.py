@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepformer import documents, files
+from stepformer.base import documents, files
+from stepformer.base.errors import InputError, StepformerError
 from stepformer.data.corpus import FORMAT, MANIFEST, SPLITS, TOKENIZER, Corpus, read_manifest
 from stepformer.data.pieces import (
     PIECE_CHARACTERS,
@@ -47,7 +48,6 @@ from stepformer.data.pieces import (
 )
 from stepformer.data.sources import Source
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind, tokenizer_name
-from stepformer.errors import InputError, StepformerError
 
 PARTS = ".parts"
 LOCK = ".lock"
@@ -332,7 +332,7 @@ class Job:
                 "bytes": totals.bytes[split],
                 **self._write_split(split, (read_part(path)[1][split] for path in paths)),
             }
-        from stepformer import __version__
+        from stepformer.base.version import __version__
 
         files.write_json(
             self.out / MANIFEST,

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from stepformer import files
+from stepformer.base import files
+from stepformer.base.errors import InputError, StepformerError, suggestion
 from stepformer.data.tokenizers import END_OF_TEXT, valid
-from stepformer.errors import InputError, StepformerError, suggestion
 
 Split = Literal["train", "val"]
 DOCUMENT_RULES = ("auto", "file", "line", "paragraph")

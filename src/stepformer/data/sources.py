@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer import files
+from stepformer.base import files
+from stepformer.base.errors import InputError, StepformerError, suggestion
 from stepformer.data.readers import (
     COMPRESSIONS,
     FORMATS,
@@ -25,7 +26,6 @@ from stepformer.data.readers import (
     need,
     read_documents,
 )
-from stepformer.errors import InputError, StepformerError, suggestion
 
 TALES_COUNT = 20_000
 TALE_BYTES = 1000  # about; for the progress bar

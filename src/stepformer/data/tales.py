@@ -32,8 +32,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from stepformer.base.errors import UnknownNameError, suggestion
 from stepformer.data import tales_space, tales_village
-from stepformer.errors import UnknownNameError, suggestion
 
 VERSION = 1
 """Goes up whenever any story changes, so that results name the corpus they were measured on."""

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer import documents, files
-from stepformer.errors import InputError, StepformerError, UnknownNameError, suggestion
+from stepformer.base import documents, files
+from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
 
 END_OF_TEXT = "<|endoftext|>"
 KINDS = ("bytes", "gpt2", "bpe")

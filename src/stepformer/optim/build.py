@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepformer.model.roles import Role, named_roles, stacked_parts
+from stepformer.ops.optimizer_graphs import Recordings, recordable
+from stepformer.ops.sharding import whole
 from stepformer.optim.config import OptimConfig
 from stepformer.optim.lmo import LmoOptimizer
 from stepformer.optim.polar import polar
-from stepformer.optim.recordings import Recordings, recordable
 from stepformer.optim.schedules import Schedule
-from stepformer.roles import Role, named_roles, stacked_parts
-from stepformer.sharding import whole
 
 DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,

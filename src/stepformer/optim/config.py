@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from stepformer.settings import Settings, setting
+from stepformer.base.settings import Settings, setting
 
 # Values of keys left unset, by optimizer. Muon and AdamW: the Momentum-Streams recipe, TinyStories column. The step of
 # PolarGrad grows with the gradient, so its rate is of another kind. Scion has no AdamW part: all rates are LMO steps.

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stepformer.ops.optimizer_graphs import Recordings, alone
+from stepformer.ops.sharding import is_sharded, like, whole
 from stepformer.optim.polar import polar, working_dtype
-from stepformer.optim.recordings import Recordings, alone
-from stepformer.sharding import is_sharded, like, whole
 
 SCALINGS: dict[str, Callable[[int, int], float]] = {
     "jordan": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepformer.errors import InputError, suggestion
+from stepformer.base.errors import InputError, suggestion
 
 PolarMethod = Literal["newton-schulz", "polar-express", "svd"]
 METHODS: tuple[str, ...] = get_args(PolarMethod)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stepformer.errors import ConfigError
+from stepformer.base.errors import ConfigError
 from stepformer.optim.config import OptimConfig
 
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stepformer.base.registry import Component, Registry
 from stepformer.oracles.caches import Call, Slot
-from stepformer.registry import Component, Registry
-from stepformer.schemes.hamiltonian import Fields
+from stepformer.rules.hamiltonian import Fields
 
 if TYPE_CHECKING:
-    from stepformer.config import ModelConfig
+    from stepformer.model.config import ModelConfig
 
 
 class Attention(Component, nn.Module):
     """An attention oracle: `forward(u, call)` maps normalised tokens (B, T, d) to their update (B, T, d).
 
     It must be causal, and it declares what one call has to remember (`new_slot`) for incremental decoding.
-    Parameters start by their role (`stepformer.roles`); a method `initialise` may set others afterwards. Learned
+    Parameters start by their role (`stepformer.model.roles`); a method `initialise` may set others afterwards. Learned
     scalars of its own live in a `CoefficientBank` called `coefficients`.
     """
 

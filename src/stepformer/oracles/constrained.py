@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stepformer import kernels
-from stepformer.options import Option, choice, flag, integer
+from stepformer.base.options import Option, choice, flag, integer
+from stepformer.ops import kernels
 from stepformer.oracles.attention import at_least_fp32, over_queries, register_attention
 from stepformer.oracles.caches import Call
 from stepformer.oracles.constraint import constrained_softmax
 from stepformer.oracles.softmax import MultiHeadAttention
-from stepformer.schemes.coefficients import CoefficientBank, unit
+from stepformer.rules.coefficients import CoefficientBank, unit
 
 if TYPE_CHECKING:
-    from stepformer.config import ModelConfig
+    from stepformer.model.config import ModelConfig
 
 CITE = "constrained-transformers"
 
@@ -126,7 +126,7 @@ class ConstrainedAttention(MultiHeadAttention):
             return False
         if not kernels.usable(q, k, v):
             return False
-        from stepformer.kernels import constrained, prior_attention
+        from stepformer.ops import constrained, prior_attention
 
         if self.chunks():
             return constrained.takes(q, k, v)
@@ -134,7 +134,7 @@ class ConstrainedAttention(MultiHeadAttention):
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
         """O (B, H, T, head_dim) by the kernels."""
-        from stepformer.kernels.constrained import constrained_attention
+        from stepformer.ops.constrained import constrained_attention
 
         return constrained_attention(q, k, v, radius, self.ceiling)
 
@@ -217,7 +217,7 @@ class KLAttention(ConstrainedAttention):
             return None
         below = call.memory["log_prior"]
         if below.dtype == torch.bfloat16:
-            from stepformer.kernels.prior_attention import unpack
+            from stepformer.ops.prior_attention import unpack
 
             below = unpack(below)
         # The uniform part of ln p is constant over the visible keys, so it vanishes in the normalisation.
@@ -226,7 +226,7 @@ class KLAttention(ConstrainedAttention):
     def fused(self, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
         if self.prior == "uniform":
             return super().fused(q, k, v, radius, call)
-        from stepformer.kernels.prior_attention import prior_attention
+        from stepformer.ops.prior_attention import prior_attention
 
         below = call.memory.get("log_prior")
         keep = None if below is None or self.prior == "previous" else self.coefficients.value("keep")

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepformer import kernels
-from stepformer.adapters import weight_of
-from stepformer.options import Option, choice, flag, integer
+from stepformer.base.options import Option, choice, flag, integer
+from stepformer.ops import kernels
+from stepformer.ops.adapters import weight_of
 from stepformer.oracles.attention import (
     Attention,
     as_products,
@@ -37,11 +37,11 @@ from stepformer.oracles.caches import Call, TokenSlot
 from stepformer.oracles.linear import needs_integrator
 from stepformer.oracles.maps import Linear, linear_map
 from stepformer.oracles.softmax import rotate
-from stepformer.schemes.coefficients import CoefficientBank, positive
-from stepformer.schemes.hamiltonian import SYMP, Fields
+from stepformer.rules.coefficients import CoefficientBank, positive
+from stepformer.rules.hamiltonian import SYMP, Fields
 
 if TYPE_CHECKING:
-    from stepformer.config import ModelConfig
+    from stepformer.model.config import ModelConfig
 
 RIDGE = 1e-6
 LONGEST_FUSED = 16_384  # tokens, as a kernel holds a whole row of scores
@@ -288,8 +288,8 @@ class FusedFields:
     """
 
     def __init__(self, attention: HamiltonianAttention, u: Tensor, y: Tensor, call: Call) -> None:
-        from stepformer.kernels.hamiltonian import force_and_log_z
-        from stepformer.kernels.token_rows import row_dot
+        from stepformer.ops.hamiltonian import force_and_log_z
+        from stepformer.ops.token_rows import row_dot
 
         self.attention, self.call, self.y, self.dtype = attention, call, y, y.dtype
         q, k = as_products(*attention.queries_and_keys(u, call))
@@ -326,7 +326,7 @@ class FusedFields:
         return self.by, self.factor()
 
     def velocity(self, y: Tensor) -> Tensor:
-        from stepformer.kernels.token_rows import scale_rows
+        from stepformer.ops.token_rows import scale_rows
 
         return scale_rows(self.by if y is self.y else self.lower(y), self.factor(), self.dtype)
 

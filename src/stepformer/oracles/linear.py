@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stepformer import kernels
-from stepformer.options import integer
+from stepformer.base.options import integer
+from stepformer.ops import kernels
+from stepformer.ops.sharding import is_sharded
 from stepformer.oracles.attention import Attention, as_products, at_least_fp32, product_dtype, register_attention
 from stepformer.oracles.caches import Call, StateSlot
 from stepformer.oracles.maps import Linear
-from stepformer.schemes.coefficients import CoefficientBank, positive
-from stepformer.schemes.hamiltonian import SYMP, Fields
-from stepformer.sharding import is_sharded
+from stepformer.rules.coefficients import CoefficientBank, positive
+from stepformer.rules.hamiltonian import SYMP, Fields
 
 if TYPE_CHECKING:
-    from stepformer.config import ModelConfig
+    from stepformer.model.config import ModelConfig
 
 CHUNK = 128
 CUDA_CHUNK = 1024  # a state of d x d for so many tokens costs less to move than to multiply
@@ -98,7 +98,7 @@ class BilinearAttention(Attention):
     def gather(self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """nu_i sum_j (q_i.k_j) v_j with nu = 1 / n_i in fp32 at least, and the new state if anyone asks for one."""
         if self.runs_kernels(call, q, k, v):
-            from stepformer.kernels.linear_flow import causal_sum
+            from stepformer.ops.linear_flow import causal_sum
 
             total = causal_sum(*as_products(q, k, v), segment=self.segment(q.shape[1]))
             (total,) = at_least_fp32(total)
@@ -133,8 +133,8 @@ class LinearAttention(BilinearAttention):
         values = call.mix_values(own)
         original = type(self) is LinearAttention  # a subclass may gather in another way
         if original and self.runs_kernels(call, u, values):
-            from stepformer.kernels.linear_flow import causal_sum
-            from stepformer.kernels.token_rows import scale_rows
+            from stepformer.ops.linear_flow import causal_sum
+            from stepformer.ops.token_rows import scale_rows
 
             h = self.coefficients.value("h")
             total = causal_sum(*as_products(self.kernel(u), u, values), segment=self.segment(u.shape[1]))
@@ -236,7 +236,7 @@ class FusedLinearFields:
 
     def shared(self) -> tuple[Tensor, Tensor]:
         """F at the own y before the division by n_i, and G."""
-        from stepformer.kernels.linear_fields import hamiltonian_sums, linear_fields
+        from stepformer.ops.linear_fields import hamiltonian_sums, linear_fields
 
         if self.both is None and self.own_maps:
             kernel, value = self.attention.kernel.weight, self.attention.value.weight
@@ -250,14 +250,14 @@ class FusedLinearFields:
         """F before the division by n_i."""
         if y is self.y and self.together:
             return self.shared()[0]
-        from stepformer.kernels.linear_flow import causal_sum
+        from stepformer.ops.linear_flow import causal_sum
 
         return causal_sum(self.lifted(), self.u, y.to(self.u.dtype), segment=self.segment)
 
     def force_from(self, gathered: Tensor) -> Tensor:
         """G from its sum before the division by n_i."""
-        from stepformer.kernels.linear_fields import sum_of_maps
-        from stepformer.kernels.token_rows import scale_rows
+        from stepformer.ops.linear_fields import sum_of_maps
+        from stepformer.ops.token_rows import scale_rows
 
         kernel, value = self.attention.kernel, self.attention.value
         if self.own_maps:
@@ -270,21 +270,21 @@ class FusedLinearFields:
         return self.total(self.y), self.nu.expand(self.y.shape[:-1])
 
     def velocity(self, y: Tensor) -> Tensor:
-        from stepformer.kernels.token_rows import scale_rows
+        from stepformer.ops.token_rows import scale_rows
 
         return scale_rows(self.total(y), self.nu, y.dtype)
 
     def force(self) -> Tensor:
         if self.together:
             return self.shared()[1]
-        from stepformer.kernels.linear_flow import causal_sum
+        from stepformer.ops.linear_flow import causal_sum
 
         return self.force_from(causal_sum(self.momenta, self.momenta, self.u, segment=self.segment))
 
 
 def needs_integrator(config: ModelConfig) -> list[str]:
     """Why a Hamiltonian attention cannot go with this template, if it cannot."""
-    from stepformer.schemes import templates
+    from stepformer.rules import templates
 
     able = [entry.name for entry in templates if entry.component.integrates]
     if config.template in able:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepformer import kernels
+from stepformer.ops import kernels
+from stepformer.ops.sharding import is_sharded
 from stepformer.oracles.attention import product_dtype
-from stepformer.sharding import is_sharded
 
 
 def linear_map(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,7 +24,7 @@ def linear_map(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         dtype = product_dtype(x, weight)
         if dtype == torch.bfloat16:
-            from stepformer.kernels import maps
+            from stepformer.ops import maps
 
             return maps.linear(x.to(dtype), weight, bias)
     return F.linear(x, weight, bias)
@@ -62,6 +62,6 @@ def rounded_maps(root: nn.Module) -> contextlib.AbstractContextManager[None]:
     weights = [w for w in weights if w.dtype == torch.float32 and not is_sharded(w)]
     if not weights or not kernels.usable(*weights):
         return contextlib.nullcontext()
-    from stepformer.kernels.maps import rounded_together
+    from stepformer.ops.maps import rounded_together
 
     return rounded_together(weights, torch.bfloat16)

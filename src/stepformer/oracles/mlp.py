@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepformer import kernels
+from stepformer.base.registry import Component, Registry
+from stepformer.ops import kernels
 from stepformer.oracles.maps import Linear, trainable_by_kernels
-from stepformer.registry import Component, Registry
 
 
 class MLP(Component, nn.Module):
@@ -41,7 +41,7 @@ class MLP(Component, nn.Module):
         if torch.is_grad_enabled() and type(down) is Linear and trainable_by_kernels(h, down.weight):
             known = FUSED.get(type(self))
             if known is not None and kernels.may_replace(down):
-                from stepformer.kernels.maps import activated_linear
+                from stepformer.ops.maps import activated_linear
 
                 return activated_linear(h, down.weight, down.bias, known)
         return down(self.activation(h))

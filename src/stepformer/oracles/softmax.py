@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepformer import kernels
-from stepformer.options import choice, flag
+from stepformer.base.options import choice, flag
+from stepformer.ops import kernels
 from stepformer.oracles.attention import Attention, at_least_fp32, over_queries, register_attention, softmax_rows
 from stepformer.oracles.caches import Call, TokenSlot
 from stepformer.oracles.maps import Linear
@@ -91,7 +91,7 @@ class SoftmaxAttention(MultiHeadAttention):
         if q.shape[2] != k.shape[2]:  # a branch: under torch.compile the comparison is a symbol, which SDPA refuses
             causal = False
         if causal and self.backend == "sdpa" and kernels.usable(q):
-            from stepformer.kernels import attention
+            from stepformer.ops import attention
 
             if attention.serves(q, k, v):
                 return self.merge(attention.causal_attention(q, k, v))

@@ -28,11 +28,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stepformer import documents, files
-from stepformer.config import ModelConfig
-from stepformer.errors import InputError, StepformerError, StepformerWarning
+from stepformer.base import documents, files
+from stepformer.base.errors import InputError, StepformerError, StepformerWarning
 from stepformer.model import Model
-from stepformer.sharding import is_sharded, like, whole
+from stepformer.model.config import ModelConfig
+from stepformer.ops.sharding import is_sharded, like, whole
 from stepformer.training.parallel import World
 
 MANIFEST = "manifest.json"

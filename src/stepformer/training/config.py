@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from stepformer.base.errors import ConfigError, UnknownNameError, independent, suggestion
+from stepformer.base.settings import Settings, setting
 from stepformer.catalogue import closest_preset, model_config, preset
-from stepformer.config import ModelConfig, parse_overrides
 from stepformer.data.sources import TALES_COUNT
-from stepformer.errors import ConfigError, UnknownNameError, independent, suggestion
+from stepformer.model.config import ModelConfig, parse_overrides
 from stepformer.optim import OptimConfig, Schedule
-from stepformer.settings import Settings, setting
 
 EVAL_TOKENS = 4_915_200  # what YuriiFormer evaluates on: 160 batches of 30 x 1024
 
@@ -221,7 +221,7 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
     A word is `section.key=value`, or `key=value` alone: keys of data, optim and train are found by name, all others
     are the model's. `more` are such keys as Python values. A preset alone trains the tiny size on tales.
     """
-    from stepformer.recipes import load_recipe, read_recipe, recipe_names
+    from stepformer.catalogue.recipes import load_recipe, read_recipe, recipe_names
 
     name = str(what)
     problems: list[str] = []

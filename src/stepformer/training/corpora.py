@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from stepformer.base.errors import InputError, command_line
 from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder
 from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
-from stepformer.errors import InputError, command_line
 from stepformer.training.config import DataConfig
 from stepformer.training.parallel import World
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stepformer.errors import DivergedError, StepformerError
+from stepformer.base.errors import DivergedError, StepformerError
 from stepformer.training.stopping import Stopped, when_leaving
 
 GRACE = 5.0  # seconds in which a rank may come to its own end: what is wrong with a setting, all of them find

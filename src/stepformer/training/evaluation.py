@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from stepformer.errors import InputError
+from stepformer.base.errors import InputError
 from stepformer.training.parallel import World
 
 

@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from stepformer import documents, files
-from stepformer.errors import ConfigError, InputError
+from stepformer.base import documents, files
+from stepformer.base.errors import ConfigError, InputError
 from stepformer.optim import Schedule
 from stepformer.training.checkpoints import MANIFEST, Checkpoints, step_name
 from stepformer.training.config import RunConfig

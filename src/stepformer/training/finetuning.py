@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from stepformer.base.errors import ConfigError
+from stepformer.base.settings import Settings, setting
 from stepformer.catalogue import size_settings
-from stepformer.errors import ConfigError
 from stepformer.optim import OptimConfig
-from stepformer.settings import Settings, setting
 from stepformer.training.config import DataConfig, RunConfig
 
 PUBLISHED: dict[str, Any] = {"steps": 1_000, "batch": 480, "lr": 1e-4, "eval_tokens": 409_600}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepformer.kernels.graphs import capture
+from stepformer.ops.graphs import capture
 
 WARM_UP = 2  # ordinary passes before the recording: libraries choose their algorithms, Triton compiles
 

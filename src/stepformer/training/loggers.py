@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stepformer.errors import StepformerError
+from stepformer.base.errors import StepformerError
 from stepformer.training.config import RunConfig
 
 BY_LAYER = ("coefficients", "gains", "norms")  # lists over layers in the lines of evaluations

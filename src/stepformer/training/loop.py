@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stepformer import kernels
+from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError, StepformerWarning
+from stepformer.base.files import remove_unfinished, write_json
 from stepformer.catalogue import preset_of
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus, TokenSplit
-from stepformer.errors import ConfigError, DivergedError, InputError, StepformerError, StepformerWarning
-from stepformer.files import remove_unfinished, write_json
 from stepformer.model import Model
+from stepformer.ops import kernels
 from stepformer.optim import Optimizers, scion_init
 from stepformer.training import checkpoints as stored
 from stepformer.training.config import RunConfig
@@ -342,7 +342,7 @@ class Trainer:
 
     def _norms(self) -> list[dict[str, float]]:
         """Of the streams by layer, on the first windows of the validation split."""
-        from stepformer.diagnostics.states import norms_by_layer
+        from stepformer.measure.diagnostics.states import norms_by_layer
 
         context = self.config.model.context
         starts = np.arange(min(NORM_WINDOWS, len(self.val) // context), dtype=np.int64) * context

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepformer import files
-from stepformer.errors import InputError, StepformerWarning
+from stepformer.base import files
+from stepformer.base.errors import InputError, StepformerWarning
 
 KINDS = ("train", "eval", "saved")
 LONGEST = 1 << 24  # bytes of a line: coefficients of every layer are in some

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepformer import kernels
-from stepformer.errors import InputError, StepformerError
+from stepformer.base.errors import InputError, StepformerError
 from stepformer.model import Model
+from stepformer.ops import kernels
 from stepformer.training.ending import Ending, LostRankError
 
 T = TypeVar("T")

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepformer import documents, measured
+from stepformer.base import documents
+from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
+from stepformer.base.files import write_text
+from stepformer.base.plugins import lasting
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer
-from stepformer.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
-from stepformer.files import write_text
+from stepformer.measure import measured
 from stepformer.model import Model
-from stepformer.plugins import lasting
 from stepformer.training import checkpoints as stored
 from stepformer.training import shortage
 from stepformer.training.checkpoints import Checkpoints

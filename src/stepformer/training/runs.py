@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 
-from stepformer import __version__, documents, files, kernels
-from stepformer.data.tokenizers import Tokenizer, load_tokenizer
-from stepformer.errors import ChangedRuleError, ConfigError, InputError, StepformerError, StepformerWarning
-from stepformer.plugins import (
+from stepformer.base import documents, files
+from stepformer.base.errors import ChangedRuleError, ConfigError, InputError, StepformerError, StepformerWarning
+from stepformer.base.plugins import (
     files_at,
     identity,
     load_recorded,
@@ -38,6 +37,9 @@ from stepformer.plugins import (
     sources_of,
     trust,
 )
+from stepformer.base.version import __version__
+from stepformer.data.tokenizers import Tokenizer, load_tokenizer
+from stepformer.ops import kernels
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.metrics import last_saved

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from stepformer.errors import StepformerError
+from stepformer.base.errors import StepformerError
 from stepformer.model import Model
+from stepformer.model.roles import Role, named_roles
 from stepformer.optim import OptimConfig
-from stepformer.roles import Role, named_roles
 from stepformer.training.config import RunConfig
 from stepformer.training.loop import micro_batch_of, precision_of
 from stepformer.training.parallel import World
@@ -74,7 +74,7 @@ def sentence(config: RunConfig, world: World, folder: Path) -> str:
 
 def _needed(config: RunConfig, world: World, micro_batch: int) -> tuple[float, float]:
     """Bytes on each rank, by estimate; and how many of them the weights take with what belongs to them."""
-    from stepformer.memory import estimate_memory  # slow to load
+    from stepformer.model.memory import estimate_memory  # slow to load
 
     precision = precision_of(config, world.device)
     copies = optimizer_copies(Model(config.model, device="meta"), config.optim)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from stepformer.model import Model
-from stepformer.roles import Role, named_roles
+from stepformer.model.roles import Role, named_roles
 
 # Dense bf16 products a second, from the makers' data sheets (without sparsity).
 PEAKS = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepformer.errors import InputError, command_line
+from stepformer.base.errors import InputError, command_line
 from stepformer.training.checkpoints import check_fits, weights_of
 from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World

@@ -1,0 +1,120 @@
+"""Named components. A component is a class with a name, aliases, one equation, a citation and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from stepformer.base.errors import StepformerError, UnknownNameError, suggestion
+from stepformer.base.options import Option
+from stepformer.base.plugins import remember
+
+if TYPE_CHECKING:
+    from stepformer.model.config import ModelConfig
+
+
+class Component:
+    """Anything a config selects by name: a template, a splitting, an attention, an MLP."""
+
+    name: str = ""
+    options: Mapping[str, Option] = {}
+    exact_gradient: Mapping[str, Any] = {}  # options under which no gradient is stopped on purpose, for the audit
+    all_active: Mapping[str, Any] = {}  # options under which every part acts and none is held constant, for the audit
+
+    @classmethod
+    def refusal(cls, config: ModelConfig) -> str | None:
+        """Why a config that selects this component has no meaning, in a sentence that says what would; or None."""
+        return None
+
+    @classmethod
+    def refusals(cls, config: ModelConfig) -> list[str]:
+        """All such reasons, for a component that knows of several. Each names the keys that it comes from."""
+        found = cls.refusal(config)
+        return [found] if found else []
+
+    @classmethod
+    def reasons(cls, config: ModelConfig) -> list[str]:
+        """`refusals`, or what a class's own `refusal` says instead of all that it inherits."""
+        own = next(part for part in cls.__mro__ if not {"refusal", "refusals"}.isdisjoint(vars(part)))
+        if "refusals" in vars(own):
+            return cls.refusals(config)
+        found = cls.refusal(config)
+        return [found] if found else []
+
+
+T = TypeVar("T", bound=Component)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """What is known about one registered name."""
+
+    name: str
+    component: type[T]
+    equation: str
+    cite: tuple[str, ...]
+    aliases: tuple[str, ...]
+
+
+class Registry(Generic[T]):
+    """Maps names (and aliases) to component classes of one kind: templates, splittings, attentions, MLPs."""
+
+    def __init__(self, kind: str, base: type[T]) -> None:
+        self.kind = kind
+        self.base = base
+        self._entries: dict[str, Entry[T]] = {}
+        self._aliases: dict[str, str] = {}
+
+    def register(
+        self, name: str, *, equation: str = "", cite: str | tuple[str, ...] = (), aliases: str | tuple[str, ...] = ()
+    ) -> Callable[[type[T]], type[T]]:
+        """Class decorator that makes a component available under `name`."""
+        cite = (cite,) if isinstance(cite, str) else tuple(cite)
+        aliases = (aliases,) if isinstance(aliases, str) else tuple(aliases)
+
+        def add(component: type[T]) -> type[T]:
+            if not (isinstance(component, type) and issubclass(component, self.base)):
+                raise StepformerError(f"A {self.kind} is a subclass of {self.base.__name__}; '{name}' is not.")
+            for key, option in component.options.items():
+                if not isinstance(option, Option):
+                    raise StepformerError(
+                        f"Option '{key}' of {self.kind} '{name}' should be a stepformer.Option, e.g. "
+                        f"Option({option!r}, help='...')."
+                    )
+            for word in (name, *aliases):
+                taken = self._aliases.get(word)
+                # A module that is imported again (a notebook cell run twice) may register the same class again.
+                if taken is not None and _origin(self._entries[taken].component) != _origin(component):
+                    raise StepformerError(f"The {self.kind} name '{word}' is already taken.")
+            self._entries[name] = Entry(name, component, equation, cite, aliases)
+            self._aliases.update(dict.fromkeys((name, *aliases), name))
+            component.name = name
+            remember(component)
+            return component
+
+        return add
+
+    def canonical(self, word: str) -> str:
+        """The registered name behind a name or alias."""
+        if word not in self:
+            raise UnknownNameError(
+                f"Unknown {self.kind} '{word}'.{suggestion(word, self._aliases)} Known: {', '.join(self._entries)}."
+            )
+        return self._aliases[word]
+
+    def __getitem__(self, word: str) -> Entry[T]:
+        return self._entries[self.canonical(word)]
+
+    def __contains__(self, word: Any) -> bool:
+        return isinstance(word, str) and word in self._aliases
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        return iter(self._entries.values())
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+
+def _origin(component: type) -> tuple[str, str]:
+    return component.__module__, component.__qualname__

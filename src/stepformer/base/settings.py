@@ -1,0 +1,126 @@
+"""Typed settings: frozen dataclasses whose fields carry help and limits, and that report all their problems at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self
+
+from stepformer.base.errors import ConfigError, independent, suggestion
+
+
+def setting(default: Any, help: str, *, least: float | None = None, above: float | None = None) -> Any:
+    """A field with a default, a sentence of help, and limits for numbers: `least` is allowed, `above` is not."""
+    return field(default=default, metadata={"help": help, "least": least, "above": above})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of a section of a config file. Fields are made with `setting`."""
+
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        wrong = field_problems(self)
+        problems = list(wrong.values()) if wrong else self.problems()
+        if problems:
+            own = [f"[{self.section}] {problem}" for problem in problems]
+            raise ConfigError(own + (independent(self._others(wrong), wrong) if wrong else []))
+        for f in dataclasses.fields(self):
+            if isinstance(f.default, float):
+                object.__setattr__(self, f.name, float(getattr(self, f.name)))
+
+    def problems(self) -> list[str]:
+        """What is wrong with values that each have the right type and range; a sentence names all keys it is about."""
+        return []
+
+    def _others(self, wrong: Collection[str]) -> tuple[str, ...]:
+        """What would be wrong without the keys that have a wrong type or range."""
+        try:
+            type(self)(**{key: value for key, value in self.to_dict().items() if key not in wrong})
+        except ConfigError as error:
+            return error.problems
+        return ()
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in dataclasses.fields(cls))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """From the keys of a config section; unknown keys are errors with a suggestion."""
+        known = cls.field_names()
+        everything = f" Known keys: {', '.join(known)}."
+        problems = [
+            f"[{cls.section}] Unknown key '{key}'.{suggestion(key, known) or everything}"
+            for key in values
+            if key not in known
+        ]
+        try:
+            result = cls(**{key: value for key, value in values.items() if key in known})
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        return result
+
+    def replace(self, **changes: Any) -> Self:
+        return type(self).from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every key with its value; nothing is left out, so that a later default cannot change an old run."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+@functools.cache
+def type_hints(kind: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields, read once: Python parses every annotation anew, milliseconds a config."""
+    return types.MappingProxyType(typing.get_type_hints(kind))
+
+
+def field_problems(settings: Any) -> dict[str, str]:
+    """Fields of a dataclass that have the wrong type or lie outside the limits of their `setting`, with a sentence."""
+    hints = type_hints(settings.__class__)
+    problems = {}
+    for f in dataclasses.fields(settings):
+        value = getattr(settings, f.name)
+        problem = type_problem(f.name, value, hints[f.name])
+        if problem is None and isinstance(value, int | float) and not isinstance(value, bool):
+            least, above = f.metadata.get("least"), f.metadata.get("above")
+            if not math.isfinite(value):
+                problem = f"{f.name} = {value} is not finite."
+            elif least is not None and value < least:
+                problem = f"{f.name} = {value} should be at least {least:g}."
+            elif above is not None and value <= above:
+                problem = f"{f.name} = {value} should be above {above:g}."
+        if problem:
+            problems[f.name] = problem
+    return problems
+
+
+def type_problem(name: str, value: Any, hint: Any) -> str | None:
+    """Why a value does not have the type its hint names, or None; whole numbers are fine where floats are wanted."""
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union  # Literal | None is the latter
+    accepted = typing.get_args(hint) if union else (hint,)
+    for kind in accepted:
+        if typing.get_origin(kind) is Literal:
+            if value in typing.get_args(kind) or (value is None and type(None) in accepted):
+                return None
+            if set(accepted) <= {kind, type(None)}:
+                guess = suggestion(str(value), [str(v) for v in typing.get_args(kind)])
+                return f"{name} = {value!r} is not one of {', '.join(map(repr, typing.get_args(kind)))}.{guess}"
+            continue
+        numeric = kind is float and isinstance(value, int) and not isinstance(value, bool)
+        if numeric or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
+            return None
+    spelling = {type(None): "nothing", bool: "bool (true or false)"}
+    wanted = " or ".join(
+        ", ".join(map(repr, typing.get_args(k))) if typing.get_origin(k) is Literal else spelling.get(k, k.__name__)
+        for k in accepted
+    )
+    return f"{name} = {value!r} should be of type {wanted}."

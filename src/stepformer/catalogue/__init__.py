@@ -1,0 +1,33 @@
+"""What has a name: presets, sizes, recipes, references."""
+
+from stepformer.catalogue.presets import (
+    SIZES,
+    Preset,
+    build,
+    citations,
+    closest_preset,
+    load_config,
+    model_config,
+    preset,
+    preset_of,
+    presets,
+    register_preset,
+    size_settings,
+    unlisted_templates,
+)
+
+__all__ = [
+    "SIZES",
+    "Preset",
+    "build",
+    "citations",
+    "closest_preset",
+    "load_config",
+    "model_config",
+    "preset",
+    "preset_of",
+    "presets",
+    "register_preset",
+    "size_settings",
+    "unlisted_templates",
+]

@@ -1,0 +1,110 @@
+"""Beam search: the likeliest continuation of every prompt that a few hypotheses, carried side by side, can find."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from stepformer.base.errors import InputError
+from stepformer.decoding.sampling import (
+    Finish,
+    Generation,
+    Prompts,
+    as_rows,
+    as_stops,
+    check_finite,
+    check_settings,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from stepformer.model import Model
+
+
+MOST = 1024  # beams of a prompt
+
+
+@dataclass
+class Beam:
+    """A continuation of prompt number `prompt` that has not ended, and the sum of its tokens' log-probabilities."""
+
+    prompt: int
+    tokens: list[int]
+    total: float
+
+
+@torch.no_grad()
+def beam_search(
+    model: Model,
+    prompts: Prompts,
+    *,
+    beams: int,
+    length_penalty: float = 1.0,
+    max_new_tokens: int = 100,
+    stop: int | Collection[int] | None = None,
+    on_context_end: Literal["stop", "slide"] = "stop",
+) -> Generation:
+    """Continue every prompt by the best of `beams` hypotheses; nothing is random.
+
+    In each step the likeliest extensions of a prompt's beams survive, as many as it has beams. A survivor that ends
+    (as in `stream`: a stop token, `max_new_tokens` or the context's end) gives its beam up, so one beam is greedy
+    decoding. The one with the best score, log-probability / tokens**length_penalty, is returned: 0 ranks by
+    probability, which favours short texts, 1 by the mean over tokens. Ids that only pad the vocabulary do not exist.
+    """
+    rows = as_rows(prompts)
+    check_settings(model, rows, max_new_tokens, on_context_end)
+    if not isinstance(beams, int) or not 1 <= beams <= MOST:
+        raise InputError(f"beams = {beams} should be an integer, at least 1 and at most {MOST:,}.")
+    if not abs(length_penalty) <= 10:
+        raise InputError(f"length_penalty = {length_penalty} should lie between -10 and 10.")
+    if on_context_end == "slide":
+        raise InputError(
+            "Beams cannot slide, since scores compare whole texts: use on_context_end = 'stop' with beams."
+        )
+    stops, context = as_stops(stop), model.config.context
+
+    def ending(prompt: list[int], tokens: list[int]) -> Finish | None:
+        if tokens[-1] in stops:
+            return "stop"
+        if len(tokens) == max_new_tokens:
+            return "length"
+        return "context" if len(prompt) + len(tokens) > context else None
+
+    result = Generation([[] for _ in rows], ["length"] * len(rows), [-torch.inf] * len(rows))
+    live = [Beam(b, [], 0.0) for b in range(len(rows))]  # beam i is row i of the cache
+    widths = [beams] * len(rows)
+    was_training = model.training
+    model.eval()
+    try:
+        cache, logits = encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
+        while True:
+            check_finite(logits)
+            log_p = logits[:, -1, : model.config.real_vocab].double().log_softmax(dim=-1)
+            best = log_p.topk(min(beams, log_p.shape[-1]), dim=-1)
+            extensions: list[list[tuple[float, int, int]]] = [[] for _ in rows]
+            for i, (values, ids) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+                extensions[live[i].prompt] += [(live[i].total + v, i, t) for v, t in zip(values, ids, strict=True)]
+            parents, survivors = [], []
+            for b, row in enumerate(rows):
+                for total, i, token in sorted(extensions[b], key=lambda e: -e[0])[: widths[b]]:
+                    tokens = [*live[i].tokens, token]
+                    reason = ending(row, tokens)
+                    if reason is None:
+                        parents.append(i)
+                        survivors.append(Beam(b, tokens, total))
+                        continue
+                    widths[b] -= 1
+                    score = total / len(tokens) ** length_penalty
+                    if score > result.scores[b]:
+                        result.tokens[b], result.finish[b], result.scores[b] = tokens, reason, score
+            if not survivors:
+                return result
+            live = survivors
+            cache.select(torch.tensor(parents, device=logits.device))
+            last = torch.tensor([[beam.tokens[-1]] for beam in live], device=logits.device)
+            logits = model(last, cache=cache).logits
+    finally:
+        model.train(was_training)

@@ -1,0 +1,274 @@
+"""Text from a model: greedy, temperature, top-k and top-p sampling with cached decoding, in batches, as a stream."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from stepformer.base.errors import InputError, StepformerError
+
+if TYPE_CHECKING:
+    from stepformer.decoding.steps import Decoder
+    from stepformer.model import Model
+    from stepformer.oracles import Cache
+
+Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
+Finish = Literal["length", "stop", "context"]
+NOT_FINITE = "The model's logits are not finite: no token can be chosen by them."
+
+
+@dataclass
+class Generation:
+    """The new tokens of every prompt, and why each one ended.
+
+    "stop": a stop token (it is the last of `tokens`); "length": `max_new_tokens` reached; "context": the model's
+    context is full (see `on_context_end`). `scores`: what beam search ranks by (beams.py), else empty.
+    `ordinary`: why `stream` did not decode them by recorded steps (steps.py), None if it did.
+    """
+
+    tokens: list[list[int]]
+    finish: list[Finish]
+    scores: list[float] = field(default_factory=list)
+    ordinary: str | None = None
+
+
+@torch.no_grad()
+def stream(
+    model: Model,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Collection[int] | None = None,
+    seed: int | None = None,
+    on_context_end: Literal["stop", "slide"] = "stop",
+    result: Generation | None = None,
+    look: Callable[[Tensor], None] | None = None,
+) -> Iterator[list[int | None]]:
+    """Continue prompts token by token: yields one id per prompt, None for rows that have ended.
+
+    temperature 0 is greedy; `top_k` keeps the k most likely tokens, `top_p` the smallest set of that probability.
+    Ids that only pad the vocabulary are never sampled. `stop` is a token, or several, that end a row. When the
+    context is full, "stop" ends the row with finish reason "context", and "slide" goes on with the later half of the
+    context re-encoded. Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
+    `look` is shown the logits (B, V) of every step before its tokens are drawn. On CUDA a recorded step decodes
+    (steps.py) where it can; the tokens are the same, `result` says which way they took.
+    """
+    rows = as_rows(prompts)
+    check_settings(model, rows, max_new_tokens, on_context_end, temperature, top_k, top_p)
+    stops = as_stops(stop)
+    result = Generation([], []) if result is None else result
+    result.tokens[:] = [[] for _ in rows]
+    result.finish[:] = ["length"] * len(rows)
+
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise InputError(f"seed = {seed} should fit in 64 bits.")
+    context = model.config.context
+    active = [True] * len(rows)
+    was_training = model.training
+    model.eval()
+    held = contextlib.ExitStack()
+    try:
+        decoder, result.ordinary = fixed(model, rows, max_new_tokens, (temperature, top_k, top_p), look, held)
+        capacity = min(context, max(map(len, rows)) + max_new_tokens) if decoder is None else decoder.capacity
+        generator = torch.Generator(model.embed.tok_emb.weight.device) if decoder is None else decoder.generator
+        generator.seed() if seed is None else generator.manual_seed(seed)
+
+        def choose(logits: Tensor) -> Tensor:
+            check_finite(logits)
+            if look is not None:
+                look(logits)
+            return sample(logits, model.config.real_vocab, temperature, top_k, top_p, generator)
+
+        made = 0
+        while True:
+            # the logits after a full context still give a token
+            count = min(max_new_tokens - made, context - max(map(len, rows)) + 1)
+            if decoder is not None and decoder.reads(rows):
+                found = decoder.after(rows, count)
+            else:
+                stretch = ordinary(model, choose) if decoder is None else decoder.stretch
+                found = stretch(*encode(model, rows, capacity), count)
+            with contextlib.closing(found) as steps:
+                for ids in steps:
+                    step: list[int | None] = []
+                    for b, token in enumerate(ids):
+                        step.append(token if active[b] else None)
+                        if active[b]:
+                            rows[b].append(token)
+                            result.tokens[b].append(token)
+                            if token in stops:
+                                active[b], result.finish[b] = False, "stop"
+                    yield step
+                    if not any(active):
+                        return
+            made += count
+            if made == max_new_tokens:
+                return
+            # Some row fills the context: it slides or ends; rows that have ended shrink to one token, the rest stay.
+            for b, row in enumerate(rows):
+                if active[b] and len(row) > context:
+                    if on_context_end == "slide":
+                        rows[b] = row[-max(1, context // 2) :]
+                    else:
+                        active[b], result.finish[b] = False, "context"
+            if not any(active):
+                return
+            rows = [row if alive else row[:1] for row, alive in zip(rows, active, strict=True)]
+            capacity = context
+    finally:
+        held.close()
+        model.train(was_training)
+
+
+Stretch = Callable[["Cache", Tensor, int], Generator[list[int], None, None]]
+"""Decodes so many tokens of every row after a cache and its last logits (B, 1, V), without a look at stop tokens."""
+
+
+def ordinary(model: Model, choose: Callable[[Tensor], Tensor]) -> Stretch:
+    """Decoding that launches every kernel of every step and waits for the tokens of each."""
+
+    def stretch(cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
+        for i in range(count):
+            ids = choose(logits[:, -1])
+            yield ids.tolist()
+            if i + 1 < count:
+                logits = model(ids[:, None], cache=cache).logits
+
+    return stretch
+
+
+def fixed(
+    model: Model,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    sampling: tuple[float, int | None, float | None],
+    look: Callable[[Tensor], None] | None,
+    held: contextlib.ExitStack,
+) -> tuple[Decoder | None, str | None]:
+    """A decoder with recorded steps, used until `held` is closed; or why there is none."""
+    if look is not None:
+        return None, "somebody looks at the logits of every step"
+    from stepformer.decoding import steps as decoding
+
+    reason = decoding.refusal(model, max_new_tokens)
+    if reason is not None:
+        return None, reason
+    capacity = decoding.capacity_for(max(map(len, rows)), max_new_tokens, model.config.context)
+    try:
+        wanted = decoding.decoder_for(model, len(rows), capacity, decoding.Sampling(*sampling))
+        return held.enter_context(wanted), None
+    except RuntimeError as error:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a device that is lost says so here, and not as a reason to go on without it
+        return None, f"recording its step failed: {error}"
+
+
+def encode(model: Model, rows: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
+    """A fresh cache holding all rows, and the logits after each row's last token."""
+    device = model.embed.tok_emb.weight.device
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    width = max(map(len, rows))
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    for b, row in enumerate(rows):
+        tokens[b, : len(row)] = torch.tensor(row)
+    cache = model.new_cache(len(rows), max(capacity, width))
+    return cache, model(tokens.to(device), cache=cache, lengths=lengths, last_only=True).logits
+
+
+def sample(
+    logits: Tensor,
+    real_vocab: int | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw one id per row from logits (B, V); ids from `real_vocab` on are never drawn."""
+    if temperature == 0:
+        return logits[:, :real_vocab].float().argmax(dim=-1)
+    p = probabilities(logits, real_vocab, temperature, top_k, top_p)
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
+
+
+def probabilities(
+    logits: Tensor, real_vocab: int | None, temperature: float, top_k: int | None, top_p: float | None
+) -> Tensor:
+    """What `sample` draws from, (B, real_vocab), at a temperature above 0."""
+    logits = logits[:, :real_vocab].float()
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # the maximum stays finite at any temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        values, kept = logits.topk(top_k, dim=-1)  # exactly k, whatever the ties
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, values)
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        p = ordered.softmax(dim=-1)
+        beyond = p.cumsum(dim=-1) - p >= top_p  # the token that crosses top_p still belongs to the set
+        logits = logits.scatter(-1, order, ordered.masked_fill(beyond, -torch.inf))
+    return logits.softmax(dim=-1)
+
+
+def as_rows(prompts: Prompts) -> list[list[int]]:
+    """Any accepted form of prompts as a list of token lists."""
+    if isinstance(prompts, int):
+        prompts = [prompts]
+    if isinstance(prompts, str) or (not isinstance(prompts, Tensor) and any(isinstance(p, str) for p in prompts)):
+        raise InputError("Prompts are token ids, not text: encode the text with the model's tokenizer first.")
+    given: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    if given and isinstance(given[0], int):
+        given = [given]
+    rows = [[int(t) for t in row] for row in given]
+    if not rows or any(not row for row in rows):
+        raise InputError(
+            "Every prompt needs at least one token; begin with the end-of-text token to start from nothing."
+        )
+    return rows
+
+
+def as_stops(stop: int | Collection[int] | Tensor | None) -> frozenset[int]:
+    """Stop tokens in any form (an id, several, a tensor or array of them) as a set of ints."""
+    given: Any = stop
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if given is None:
+        return frozenset()
+    return frozenset(int(token) for token in (given if isinstance(given, Collection) else [given]))
+
+
+def check_finite(logits: Tensor) -> None:
+    if not bool(logits.isfinite().all()):
+        raise StepformerError(NOT_FINITE)
+
+
+def check_settings(
+    model: Model,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    on_context_end: str,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> None:
+    from stepformer.model import check_ids
+
+    context = model.config.context
+    check_ids(torch.tensor([t for row in rows for t in row]), model.config.vocab_size)
+    if max(map(len, rows)) > context:
+        raise InputError(f"A prompt has {max(map(len, rows))} tokens, but the model's context is {context}.")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens = {max_new_tokens} should be an integer, at least 1.")
+    if not 0 <= temperature < math.inf:
+        raise InputError(f"temperature = {temperature} should be 0 (greedy) or above.")
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise InputError(f"top_k = {top_k} should be an integer, at least 1.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise InputError(f"top_p = {top_p} should lie in (0, 1].")
+    if on_context_end not in ("stop", "slide"):
+        raise InputError(f"on_context_end = '{on_context_end}' should be 'stop' or 'slide'.")

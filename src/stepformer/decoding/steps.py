@@ -1,0 +1,365 @@
+"""Decoding at fixed shapes: a step that the device takes alone, recorded once as a CUDA graph and replayed per token.
+
+Ordinary decoding asks the device for every token and launches every kernel from Python. Here the cache has a fixed
+capacity, positions are tensors, keys beyond a row's position are masked, the token is chosen on the device and fed
+back there. So one recording serves all steps; tokens are read some steps behind, and what was decoded beyond a stop
+token is dropped. The tokens are those of ordinary decoding: the same sums (another order on a GPU), the same draws.
+
+`refusal` says why a generation takes the ordinary way; `STEPFORMER_KERNELS=off` or `kernels.off()` makes all do so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from stepformer.base.errors import StepformerError
+from stepformer.decoding import rows as decoding_rows
+from stepformer.decoding.rows import Numbers
+from stepformer.decoding.sampling import NOT_FINITE, probabilities
+from stepformer.model import Model
+from stepformer.ops import kernels
+from stepformer.ops.adapters import is_adapted
+from stepformer.ops.graphs import capture
+from stepformer.oracles.caches import Cache, Call, StateSlot, TokenSlot, within_documents
+from stepformer.rules.coefficients import Coefficient, CoefficientBank
+
+FEWEST = 16  # new tokens that repay a recording
+BEHIND = 4  # steps that the device may be ahead of the reader, where they are recorded one by one
+SEVERAL = 8  # short steps that are recorded as one: launching and reading them one by one would take longer
+SHORT = 32  # prompts up to so many tokens are read by such steps: a pass of all of them at once has more launches
+WIDTH = 64  # capacities are multiples of it
+
+
+class Sampling(NamedTuple):
+    """How a token is drawn (`generation.stream`)."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+class _Switch:
+    """What `anywhere` changes."""
+
+    anywhere = False
+
+
+@contextlib.contextmanager
+def anywhere() -> Iterator[None]:
+    """Inside, fixed steps also run where nothing can be recorded, each one as it comes: for tests on a CPU."""
+    before, _Switch.anywhere = _Switch.anywhere, True
+    try:
+        yield
+    finally:
+        _Switch.anywhere = before
+
+
+def refusal(model: Model, max_new_tokens: int) -> str | None:
+    """Why tokens of this model are decoded in the ordinary way now; None if its steps can be fixed."""
+    weight = model.embed.tok_emb.weight
+    if not kernels.switched_on():
+        return "kernels are switched off"
+    if not weight.is_cuda and not _Switch.anywhere:
+        return f"there are no CUDA graphs on '{weight.device.type}'"
+    if torch.is_autocast_enabled(weight.device.type):
+        return "autocast would cast every weight in every step: decode a model in bf16 (model.to(torch.bfloat16))"
+    if max_new_tokens < FEWEST and not _Switch.anywhere:
+        return f"fewer than {FEWEST} tokens do not repay a recording"
+    if any(type(p) is not nn.Parameter for p in model.parameters()):
+        return "the weights are not plain tensors (sharded or quantised)"
+    if not kernels.may_replace(*model.modules()):
+        return "a hook wants to see every step"
+    if any(map(is_adapted, model.modules())):
+        return "its adapters may be switched between two texts"
+    nowhere = torch.device("meta")
+    slots = [block.attn.new_slot(1, 1, nowhere, weight.dtype) for block in model.blocks]
+    strange = {type(slot).__name__ for slot in slots if type(slot) not in (TokenSlot, StateSlot)}
+    if strange:
+        return f"what {', '.join(sorted(strange))} remembers may change its shape"
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "somebody else is recording a CUDA graph"
+    return None
+
+
+def capacity_for(longest: int, max_new_tokens: int, context: int) -> int:
+    """How many tokens a fixed cache holds: all that may come, rounded up, and no more than the context."""
+    return min(context, WIDTH * -(-(longest + max_new_tokens) // WIDTH))
+
+
+class Decoder:
+    """A model's decoding step at one batch size and capacity, with the memory that it works on.
+
+    `stretch` decodes from a cache that holds the prompts. The model itself is not kept: only its weights' memory is,
+    and `fits` asks whether they are still there. `unfused` says why its step has as many kernels as the model has
+    operations; None if it is one of those in `decoding_rows`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        batch: int,
+        capacity: int,
+        sampling: Sampling,
+        *,
+        record: bool = True,
+        compiled: bool = False,
+    ) -> None:
+        device = model.embed.tok_emb.weight.device
+        self.batch, self.capacity, self.sampling, self.real_vocab = batch, capacity, sampling, model.config.real_vocab
+        self.generator = torch.Generator(device)
+        self.cache = model.new_cache(batch, capacity)
+        self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self.positions = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self.origins = torch.zeros(batch, dtype=torch.long, device=device)
+        self.keys = torch.arange(capacity, device=device)
+        self.given = torch.zeros(batch, SHORT, dtype=torch.long, device=device)  # prompts that steps read
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.busy = False  # decoding for somebody
+        self.weights = [*model.parameters(), *model.buffers()]
+        self.held: list[Tensor] = []  # while it is busy, their memory, wherever the model may go meanwhile
+        self.fingerprint = fingerprint(model)
+        self.coefficients = {
+            (bank, key): bank.value(key).detach().clone()
+            for bank in model.modules()
+            if isinstance(bank, CoefficientBank)
+            for key in bank.specs
+        }
+        record = record and device.type == "cuda"
+        # a recording knows addresses only, so what a step looks up is kept here
+        self.numbers: Numbers | None = None
+        self.angles: tuple[Tensor, Tensor] | None = None
+        self.unfused = "it is compiled" if compiled else decoding_rows.refusal(model, batch)
+        self.several = SEVERAL if self.unfused is None or not record else 1
+        self.behind = 0 if not record else BEHIND if self.several == 1 else 2 * self.several
+        # of each of so many steps the tokens and whether logits are finite, in rows of whole 16 bytes as kernels like
+        # them; `out` is where the next step writes
+        self.outs = torch.zeros(self.several, 2 * (batch // 2 + 1), dtype=torch.long, device=device)
+        self.out = self.outs[0, : batch + 1]
+        self.host = torch.zeros(self.behind + 1, *self.outs.shape, dtype=torch.long, pin_memory=record)
+        self.read = [torch.cuda.Event() for _ in self.host] if record else []
+        step: Any = FixedStep(model, self)
+        if self.unfused is None:
+            step = decoding_rows.RowStep(model, self)
+            self.numbers, self.angles = step.numbers, step.angles
+        elif compiled:
+            kernels.prepare_compiler()
+            step = torch.compile(step.__call__, fullgraph=True, dynamic=False)
+
+        def steps() -> None:
+            for row in self.outs:
+                self.out = row[: batch + 1]
+                step()
+            self.out = self.outs[0, : batch + 1]
+
+        with self._constants():
+            self.advance: Callable[[], None] = self._recorded(step) if record else step
+            self.advance_several = steps if not record else self.advance if self.several == 1 else self._recorded(steps)
+
+    def fits(self, model: Model, batch: int, capacity: int, sampling: Sampling) -> bool:
+        """Whether this decoder, as it is, decodes that."""
+        same = (self.batch, self.sampling) == (batch, sampling) and self.capacity >= capacity
+        return same and not self.busy and self.fingerprint == fingerprint(model)
+
+    def _recorded(self, advance: Callable[[], None]) -> Callable[[], None]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries and kernels initialise themselves, which may not be recorded
+            for _ in range(2):
+                advance()
+        torch.cuda.current_stream().wait_stream(side)
+        return capture(advance, generator=self.generator if self.sampling.temperature else None)[0].replay
+
+    @contextlib.contextmanager
+    def _constants(self) -> Iterator[None]:
+        """The learned coefficients as the numbers they are: mapping each of them in every step would cost a kernel."""
+        banks = {bank: bank.pinned for bank, _ in self.coefficients}
+        try:
+            for (bank, key), value in self.coefficients.items():
+                bank.pinned = {**bank.pinned, key: value}
+            yield
+        finally:
+            for bank, pinned in banks.items():
+                bank.pinned = pinned
+
+    def load(self, cache: Cache) -> None:
+        """Begin where the prompts in another cache of this capacity end, with the weights as they are now."""
+        if (cache.batch, cache.capacity) != (self.batch, self.capacity):
+            raise StepformerError(
+                f"A decoder of {self.batch} rows and {self.capacity} tokens cannot go on from a cache of "
+                f"{cache.batch} rows and {cache.capacity} tokens."
+            )
+        self._follow()
+        pairs = [
+            pair
+            for mine, theirs in zip(self.cache.slots, cache.slots, strict=True)
+            for slot, other in zip(mine, theirs, strict=True)
+            for pair in zip(slot.tensors(), other.tensors(), strict=True)
+        ]
+        torch._foreach_copy_([kept for kept, _ in pairs], [given for _, given in pairs])
+        self.positions.copy_(cache.lengths[:, None])
+        self.origins.copy_(cache.origins)
+        self.lengths.zero_()
+
+    def _follow(self) -> None:
+        """Take the learned coefficients as they are now, all of a range at once: there are many, of one number each."""
+        alike: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        specs: dict[str, Coefficient] = {}
+        for (bank, key), value in self.coefficients.items():
+            pinned = bank.pinned.get(key)
+            raw = bank.get_parameter(key).detach() if pinned is None else pinned
+            kind: str = bank.specs[key].range if pinned is None else "pinned"
+            specs[kind] = bank.specs[key]
+            alike.setdefault(kind, []).append((value, raw))
+        for kind, pairs in alike.items():
+            raws = torch.cat([raw.reshape(-1) for _, raw in pairs])
+            mapped = raws if kind == "pinned" else specs[kind].value(raws)
+            found = mapped.split([raw.numel() for _, raw in pairs])
+            torch._foreach_copy_([v for v, _ in pairs], [f.view_as(v) for f, (v, _) in zip(found, pairs, strict=True)])
+        if self.numbers is not None:
+            self.numbers.refresh()
+
+    def choose(self, logits: Tensor) -> None:
+        """Draw the next tokens from logits (B, V), on the device and into the tensors of this decoder."""
+        ids = draw(logits, self.real_vocab, self.sampling, self.generator)
+        self.tokens.copy_(ids[:, None])
+        self.out[:-1].copy_(ids)
+        # the largest of all sizes is finite only if all are
+        self.out[-1].copy_(torch.linalg.vector_norm(logits, math.inf).isfinite())
+
+    def stretch(self, cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
+        """`count` tokens of every row after the prompts in `cache`, whose last logits (B, 1, V) are given."""
+        self._refuse(cache.longest, count)
+        self.load(cache)
+        self.choose(logits[:, -1])
+        yield from self._decoded(count, chosen=True)
+
+    def reads(self, rows: list[list[int]]) -> bool:
+        """Whether its own steps read these prompts: short ones of one length."""
+        return self.unfused is None and len(rows[0]) <= SHORT and all(len(row) == len(rows[0]) for row in rows)
+
+    def after(self, rows: list[list[int]], count: int) -> Generator[list[int], None, None]:
+        """`count` tokens of every row after prompts that it `reads`, without a pass over all of their tokens."""
+        length = len(rows[0])
+        self._refuse(length, count)
+        self._follow()
+        self.given[:, :length].copy_(torch.tensor(rows))
+        self.lengths.fill_(length)
+        self.positions.zero_()
+        self.origins.zero_()
+        state = self.generator.get_state()
+        blocks, single = divmod(length - 1, self.several)
+        for _ in range(blocks):
+            self.advance_several()
+        for _ in range(single):
+            self.advance()
+        self.generator.set_state(state)  # what these steps drew is not used
+        yield from self._decoded(count, chosen=False)
+
+    def _refuse(self, longest: int, count: int) -> None:
+        # the first token needs no step of its own, and the last one is not stored: nobody runs ahead of the capacity
+        if longest + count - 1 > self.capacity:
+            raise StepformerError(f"After {longest} tokens a decoder of {self.capacity} cannot decode {count} more.")
+
+    def _decoded(self, left: int, *, chosen: bool) -> Generator[list[int], None, None]:
+        """The next `left` tokens of every row, the first of which may already be `chosen`."""
+        waiting: deque[tuple[int, int]] = deque()
+        place = ahead = 0
+        while left:
+            count = 1 if chosen or left < self.several else self.several
+            if not chosen:
+                (self.advance if count == 1 else self.advance_several)()
+            chosen = False
+            self._send(place, count)
+            waiting.append((place, count))
+            place, ahead, left = (place + 1) % len(self.host), ahead + count, left - count
+            while waiting and (ahead > self.behind or not left):
+                ahead -= waiting[0][1]
+                yield from self._received(*waiting.popleft())
+
+    def _send(self, place: int, count: int) -> None:
+        self.host[place, :count].copy_(self.outs[:count], non_blocking=True)
+        if self.read:
+            self.read[place].record()
+
+    def _received(self, place: int, count: int) -> Iterator[list[int]]:
+        if self.read:
+            self.read[place].synchronize()
+        for found in self.host[place, :count].tolist():
+            if not found[self.batch]:
+                raise StepformerError(NOT_FINITE)
+            yield found[: self.batch]
+
+
+class FixedStep:
+    """One token per row through the model's own blocks, from the tensors of a decoder back into them."""
+
+    def __init__(self, model: Model, decoder: Decoder) -> None:
+        self.model, self.decoder = model, decoder
+
+    def __call__(self) -> None:
+        model, own = self.model, self.decoder
+        positions = own.positions.clamp(max=own.capacity - 1)  # a step too many writes over the last token
+        call = Call(positions, (own.keys <= positions[..., None])[:, None], 0, own.capacity, uniform=False)
+        if model.config.document_separator is not None:
+            call = within_documents(call, own.tokens == model.config.document_separator, own.origins)
+        s = model.start(own.tokens, positions)
+        for i, block in enumerate(model.blocks):
+            slots = own.cache.slots[i]
+            before = [slot.tensors() for slot in slots]
+            s = block(s, replace(call, slots=slots), i in model.plain_layers)
+            for slot, tensors in zip(slots, before, strict=True):
+                if isinstance(slot, StateSlot):
+                    slot.keep(tensors)
+        if call.origins is not None:
+            own.origins.copy_(call.origins[:, -1])
+        own.positions += 1
+        own.choose(model.head(s.x)[:, -1])
+
+
+def draw(logits: Tensor, real_vocab: int | None, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """One id per row, (B,): what `generation.sample` draws from the same generator, without asking the device."""
+    if sampling.temperature == 0:
+        return logits[:, :real_vocab].float().argmax(dim=-1)
+    p = probabilities(logits, real_vocab, *sampling)
+    # torch.multinomial draws one sample in this way, after looking at the values
+    return (p / torch.empty_like(p).exponential_(1, generator=generator)).argmax(dim=-1)
+
+
+def fingerprint(model: Model) -> tuple[object, ...]:
+    """What a recording depends on besides the shapes: where the weights lie, and the settings of torch."""
+    weights = tuple((t.data_ptr(), t.dtype) for t in (*model.parameters(), *model.buffers()))
+    return (
+        weights,
+        model.plain_layers,
+        kernels.switched_on(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+_kept: WeakKeyDictionary[Model, Decoder] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def decoder_for(model: Model, batch: int, capacity: int, sampling: Sampling) -> Iterator[Decoder]:
+    """The model's last decoder if it fits and nobody uses it, else a new one. Raises what recording raises."""
+    decoder = _kept.get(model)
+    if decoder is None or not decoder.fits(model, batch, capacity, sampling):
+        decoder = Decoder(model, batch, capacity, sampling)
+    decoder.busy, decoder.held = True, [weight.detach() for weight in decoder.weights]
+    try:
+        yield decoder
+    finally:
+        decoder.busy, decoder.held = False, []
+        if decoder.read:  # recorded: it holds no reference to the model
+            _kept[model] = decoder

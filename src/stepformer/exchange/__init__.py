@@ -1,0 +1,1 @@
+"""Models of others, and ours for others: Hugging Face, checkpoints."""

@@ -1,0 +1,164 @@
+"""A run as a folder for the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from stepformer.base import documents, files
+from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.version import __version__
+from stepformer.exchange.huggingface.card import model_card, validation
+from stepformer.exchange.huggingface.gpt2 import as_gpt2
+from stepformer.exchange.huggingface.modeling import StepformerForCausalLM
+from stepformer.exchange.huggingface.tokenizer import save_tokenizer
+from stepformer.training.checkpoints import weights_sha256
+from stepformer.training.run import LoadedRun, load_run
+
+FACTS = "stepformer.json"  # marks a folder of ours, and tells `stepformer import` about the run
+FORMAT = 1
+# Names that an export may have; a folder with anything else in it, a repository's .git say, is not replaced.
+OWN = re.compile(
+    r"README\.md|stepformer\.json|config\.json|generation_config\.json|modeling_stepformer\.py|vocab\.json|merges\.txt"
+    r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|model(-\d+-of-\d+)?\.safetensors"
+    r"|model\.safetensors\.index\.json"
+)
+VOUCHED = re.compile(
+    r"config\.json|model.*\.safetensors|model\.safetensors\.index\.json|tokenizer\.json|vocab\.json|merges\.txt"
+)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def export_run(
+    run: str | Path,
+    out: str | Path,
+    which: str = "best",
+    *,
+    dtype: Literal["fp32", "bf16"] | None = None,
+    form: Literal["stepformer", "gpt2"] = "stepformer",
+    allow_nan: bool = False,
+) -> Path:
+    """Write a run's best or last weights as a Hugging Face folder with tokenizer and model card; returns the folder.
+
+    `form = "gpt2"` writes a GPT2LMHeadModel, which needs no stepformer to load; only the plain GPT has that form. The
+    folder appears whole or not at all; an earlier export in its place is replaced, anything else is not. What a killed
+    export left beside it is cleared away, and what that one had already moved is put back first.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype = '{dtype}' should be 'fp32' or 'bf16'.")
+    if form not in ("stepformer", "gpt2"):
+        raise InputError(f"format '{form}' should be 'stepformer' or 'gpt2'.")
+    out = Path(out)
+    files.clear_left(out.resolve())
+    check_target(out)
+    loaded = load_run(run, which, device="cpu", allow_nan=allow_nan)
+    _check_result(loaded)
+    if dtype is not None:
+        loaded.model.to(DTYPES[dtype])
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), loaded.tokenizer.eot)
+    model = as_gpt2(loaded.model, **ids) if form == "gpt2" else StepformerForCausalLM.of(loaded.model, **ids)
+    settings = dict(ids)
+    real, size = loaded.config.model.real_vocab, loaded.config.model.vocab_size
+    if form == "gpt2" and real is not None and real < size:
+        settings["suppress_tokens"] = list(range(real, size))  # type: ignore[assignment]
+    model.generation_config = GenerationConfig(**settings)
+    with whole(out.resolve()) as folder, quiet_progress():  # a link stays one
+        model.save_pretrained(folder)
+        save_tokenizer(loaded.tokenizer, folder, loaded.config.model.context)
+        files.write_text(folder / "README.md", model_card(loaded, gpt2=form == "gpt2"))
+        vouched = {p.name: files.sha256(p) for p in sorted(folder.iterdir()) if VOUCHED.fullmatch(p.name)}
+        files.write_json(folder / FACTS, {**facts_of(loaded, form), "files": vouched})
+    return out
+
+
+def _check_result(run: LoadedRun) -> None:
+    """The weights after the last step must be those that the run ended with."""
+    path = run.folder.result
+    result = documents.read(path, documents.RESULT) if path.is_file() else {}
+    if (
+        result.get("steps") == run.step
+        and weights_sha256(dict(run.model.named_parameters())) != result["weights_sha256"]
+    ):
+        raise InputError(
+            f"The run '{run.folder.path}' ended with other weights (SHA-256 {result['weights_sha256'][:12]}) than its "
+            f"checkpoint of step {run.step} has."
+        )
+
+
+def facts_of(run: LoadedRun, form: str) -> dict[str, Any]:
+    """What `stepformer import` wants to know about the run; nothing about the machine it is on."""
+    known = run.record.get("corpus") or run.record.get("imported", {}).get("corpus", {})
+    corpus = {"splits": known["splits"]} if "splits" in known else {}
+    return {
+        "format": FORMAT,
+        "stepformer": __version__,
+        "form": form,
+        "model": run.config.model.to_dict(),
+        "title": run.config.title,
+        "run": run.record.get("id", ""),
+        "step": run.step,
+        **{key: value for key, value in validation(run).items() if key != "tokens"},
+        "tokenizer": run.tokenizer.describe(),
+        "corpus": corpus,
+        "weights_sha256": weights_sha256(dict(run.model.named_parameters())),
+    }
+
+
+def check_target(out: Path) -> None:
+    """Refuse a place that holds something other than an earlier export."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"'{out}' is a file: name a folder.")
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    foreign = [name for name in names if not OWN.fullmatch(name)] if FACTS in names else names
+    if foreign:
+        raise InputError(f"'{out}' holds other files ('{foreign[0]}'): choose another --out.")
+
+
+@contextlib.contextmanager
+def whole(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into; when the block ends well it is on disk and takes the name `out`."""
+    temporary = out.parent / f"{files.TEMPORARY}{os.getpid()}-{out.name}"
+    old = out.parent / f"{files.TEMPORARY}old-{os.getpid()}-{out.name}"
+    with files.explained(out):
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            for path in [path for path in temporary.rglob("*") if path.is_file()]:
+                with path.open("rb+") as file:
+                    files.sync(file)
+                files.make_ordinary(path)
+            if out.exists():
+                files.rename(out, old)
+            files.rename(temporary, out)
+        except Exception as error:  # a full disk, say: safetensors and tokenizers have errors of their own for it
+            if not isinstance(error, SafetensorError) and "(os error " not in str(error):
+                raise
+            raise StepformerError(f"'{out}' could not be written: {error}.") from None
+        finally:
+            if old.exists() and not out.exists():
+                files.rename(old, out)
+            for left in (temporary, old):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def quiet_progress() -> Iterator[None]:
+    """Without the progress bars of `transformers`, which say less than they cost in lines."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,237 @@
+"""A stepformer model with the interface of `transformers`: forward, generate, save_pretrained, from_pretrained."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import TransformersKwargs
+
+from stepformer.base import files
+from stepformer.base.errors import InputError
+from stepformer.exchange.huggingface.caching import StepformerCache
+from stepformer.exchange.huggingface.configuration import CODE, CODE_FILE, StepformerConfig
+from stepformer.exchange.huggingface.padding import packed
+from stepformer.model import IGNORE, Model
+
+logger = logging.getLogger(__name__)
+# What others take and we do not, with what there is instead.
+INSTEAD = {
+    "position_ids": "positions are counted over the real tokens of `attention_mask`",
+    "output_attentions": "`model.model.observe(input_ids)` reports about its attention",
+    "output_hidden_states": "`stepformer diagnose` follows its streams through the layers",
+}
+
+
+class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
+    """Wraps `Model`: logits, weights and caches are its own.
+
+    Rows of a batch may be padded on either side; `attention_mask` says which tokens are real. Positions are counted
+    over real tokens, and the logits of padding are zero.
+    """
+
+    config_class = StepformerConfig
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _is_stateful = True  # some attentions keep a running sum, which cannot go back a few tokens
+    _no_split_modules = ["Block"]
+
+    def __init__(self, config: StepformerConfig) -> None:
+        super().__init__(config)
+        self.model = Model(config.model_config())
+        self.post_init()
+
+    @classmethod
+    def of(cls, model: Model, **kwargs: Any) -> StepformerForCausalLM:
+        """The same model, sharing its weights; `kwargs` go into the config."""
+        with torch.device("meta"):
+            shell = cls(StepformerConfig.of(model.config, **kwargs))
+        shell.model = model
+        shell.config.dtype = shell.dtype
+        return shell.train(model.training)
+
+    @classmethod
+    def from_pretrained(cls, where: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As in `transformers`, but weights that do not belong to the architecture are refused, not drawn anew."""
+        model, info = super().from_pretrained(where, *args, output_loading_info=True, **kwargs)
+        for kind, words in (("missing_keys", "lacks"), ("unexpected_keys", "has unknown"), ("mismatched_keys", "has")):
+            if info[kind]:
+                first = sorted(str(key) for key in info[kind])[0]
+                raise InputError(f"The weights in '{where}' belong to another model: it {words} '{first}'.")
+        for name in model.model.unused_parameters():  # loading makes new parameters, all of them trained
+            model.model.get_parameter(name).requires_grad_(False)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in `transformers`, with the two lines of code by which `trust_remote_code=True` finds this package."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        files.write_text(Path(save_directory) / CODE_FILE, CODE)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Nothing: what is saved refers to the installed package and needs no copy of its source."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """`Model` draws its own weights when it is made."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed.tok_emb
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        raise InputError("The token table of a stepformer model is also its head: it cannot be exchanged alone.")
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+        """Refused unless nothing changes."""
+        size = self.config.vocab_size
+        if new_num_tokens not in (None, size):
+            raise InputError(
+                f"A stepformer model keeps its vocabulary of {size} ids; {new_num_tokens} were asked for. Auxiliary "
+                "streams have tables of their own, so a new vocabulary means a new model."
+            )
+        return self.get_input_embeddings()
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        self.model.config = self.model.config.replace(activation_checkpointing=True)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.model.config = self.model.config.replace(activation_checkpointing=False)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.model.config.activation_checkpointing
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: StepformerCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        next_token: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits, and with `labels` (not shifted; -100 is ignored) their mean cross-entropy.
+
+        With a cache (`past_key_values` from an earlier call, or `use_cache=True` outside training) no gradients are
+        recorded. `attention_mask` covers the columns of the cache too. `next_token` is what `generate` asks for: the
+        logits after each row's last real token alone, (B, 1, V), with ids that only pad the vocabulary ruled out.
+        """
+        if input_ids is None:
+            raise InputError("A stepformer model reads `input_ids`: auxiliary streams have token tables of their own.")
+        self._refuse(kwargs)
+        if past_key_values is None and use_cache and not self.training:
+            past_key_values = StepformerCache()
+        cache = None
+        if past_key_values is not None:
+            _check_cache(past_key_values)
+            cache = past_key_values.open(self.model, input_ids.shape[0])
+        rows = packed(input_ids, attention_mask, cached=cache is not None)
+        logits = self.model(rows.tokens, cache=cache, lengths=rows.lengths, last_only=next_token).logits
+        if past_key_values is not None:
+            past_key_values.columns += input_ids.shape[1]
+        logits = self._only_real_ids(logits) if next_token else rows.unpacked(logits)
+        loss = None if labels is None else causal_loss(logits, labels, num_items_in_batch)
+        if not isinstance(logits_to_keep, int):
+            logits = logits[:, logits_to_keep]
+        elif logits_to_keep:
+            logits = logits[:, -logits_to_keep:]
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        as_tuple = return_dict is False or (return_dict is None and not getattr(self.config, "return_dict", True))
+        return output.to_tuple() if as_tuple else output
+
+    def _refuse(self, given: dict[str, Any]) -> None:
+        """Say so if something is asked for, in a call or in the config, that would be ignored."""
+        flags = {key: getattr(self.config, key, None) for key in ("output_attentions", "output_hidden_states")}
+        asked = {**flags, **{key: value for key, value in given.items() if value is not None}}
+        for key, value in sorted(asked.items()):
+            if value is not None and value is not False:
+                instead = f": {INSTEAD[key]}" if key in INSTEAD else ""
+                raise InputError(f"A stepformer model does not take `{key}`{instead}.")
+
+    def _only_real_ids(self, logits: Tensor) -> Tensor:
+        real = self.config.real_vocab
+        if real is None or real == logits.shape[-1]:
+            return logits
+        return torch.cat([logits[..., :real], torch.full_like(logits[..., real:], -torch.inf)], dim=-1)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: StepformerCache | None = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What the next forward pass of `generate` reads: the tokens that the cache does not have yet."""
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        width = input_ids.shape[1]
+        # the whole text so far, or only its new part: a chunk of a long prompt, say, never longer than what is seen
+        whole = width > seen if attention_mask is None else attention_mask.shape[1] == width
+        input_ids = input_ids[:, seen:] if whole else input_ids
+        # `generate` adds words of its own; what any model might have been asked for is passed on, to be refused
+        given = {key: value for key, value in kwargs.items() if key in TransformersKwargs.__optional_keys__}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
+        return {**given, **inputs, "use_cache": use_cache, "next_token": True}
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Our own cache instead of keys and values only, as long as the text may become."""
+        given = model_kwargs.get("past_key_values")
+        if generation_config.cache_implementation is not None:
+            raise InputError(
+                f"cache_implementation = '{generation_config.cache_implementation}' does not fit a stepformer model, "
+                "which brings its own cache: leave it out."
+            )
+        if given is not None:
+            _check_cache(given)
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            context = self.config.context
+            lasting = bool(generation_config.return_dict_in_generate)  # a cache that is handed out may be continued
+            model_kwargs["past_key_values"] = StepformerCache(
+                context if lasting else min(context, generation_config.max_length)
+            )
+
+    def _prepare_generated_length(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        """Generation ends with the context: the last token is the one that follows a full context."""
+        prepared = super()._prepare_generated_length(generation_config, *args, **kwargs)
+        most = self.config.context + 1
+        length = kwargs.get("input_ids_length", 0)
+        if length >= most:
+            raise InputError(f"The prompt has {length} tokens, but the model's context is {self.config.context}.")
+        if prepared.max_length > most:
+            logger.info("generation ends at %d tokens, one after the model's context", most)
+            prepared.max_length = most
+        return prepared
+
+
+def causal_loss(logits: Tensor, labels: Tensor, count: int | Tensor | None = None) -> Tensor:
+    """Cross-entropy of every label given what stands before it; over `count` tokens, or their own number."""
+    if labels.shape != logits.shape[:2]:
+        raise InputError(f"Labels have shape {tuple(labels.shape)}, the logits are for {tuple(logits.shape[:2])}.")
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    flat, targets = wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device).long()
+    if count is None:
+        return F.cross_entropy(flat, targets, ignore_index=IGNORE)
+    total = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="sum")
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def _check_cache(given: Any) -> None:
+    if not isinstance(given, StepformerCache):
+        raise InputError(
+            f"past_key_values should be the StepformerCache of an earlier call, not a {type(given).__name__}."
+        )

@@ -1,0 +1,137 @@
+"""From a foreign checkpoint to a run folder that `generate`, `eval`, `diagnose` and `[train] init` accept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepformer.base import files
+from stepformer.base.errors import InputError, StepformerWarning
+from stepformer.base.plugins import lasting
+from stepformer.exchange.importing.gpt2 import huggingface, is_nanogpt, nanogpt
+from stepformer.exchange.importing.layouts import Layout, carry
+from stepformer.exchange.importing.momentum_streams import is_momentum_streams, momentum_streams
+from stepformer.exchange.importing.own import exported
+from stepformer.exchange.importing.reading import RECORD, Found, open_source
+from stepformer.exchange.importing.vocabulary import choose_tokenizer
+from stepformer.training.checkpoints import Checkpoints, step_name, weights_sha256
+from stepformer.training.config import RunConfig, TrainConfig
+from stepformer.training.parallel import World
+from stepformer.training.run import refuse_nan
+from stepformer.training.runs import RunFolder, new_id
+
+UNDERSTOOD = (
+    "understood are folders of `stepformer export`, nanoGPT's ckpt.pt, best.pt of Momentum-Streams and Hugging Face "
+    "GPT-2 folders"
+)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was imported into which folder; `record` is what run.json remembers of it."""
+
+    folder: Path
+    title: str
+    parameters: int
+    record: dict[str, Any]
+
+
+def import_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    *,
+    tokenizer: str | None = None,
+    heads: int | None = None,
+    plugins: Sequence[str] = (),
+) -> Imported:
+    """Make the run folder `out` from a checkpoint of another program, or from an exported model of ours.
+
+    `tokenizer` is gpt2, bytes or a folder; by default the source's own. `heads` is for files that do not say how many
+    they have. Nothing in the source is executed, and every tensor in it must find its place.
+    """
+    out = Path(out)
+    if heads is not None and heads < 1:
+        raise InputError(f"heads = {heads} should be at least 1.")
+    files.clear_left(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"'{out}' is there already and not empty: choose another --out.")
+    found = open_source(Path(source))
+    layout = recognise(found, heads)
+    if heads not in (None, layout.config.n_head):
+        raise InputError(f"'{source}' says that it has {layout.config.n_head} heads: leave out heads = {heads}.")
+    weights = carry(layout, found.tensors, str(source))
+    if found.path.is_dir() and not found.facts:
+        warnings.warn(
+            f"'{found.path}' has no {RECORD}: nothing tells whether its files are what was written.",
+            StepformerWarning,
+            stacklevel=2,
+        )
+    refuse_nan(weights, f"'{source}'")
+    told = found.facts.get("weights_sha256")
+    if told is not None and found.config.get("model_type") == "stepformer":
+        stored = {ours: found.tensors[where.name] for ours, where in layout.sources.items()}
+        if weights_sha256(stored) != told:
+            raise InputError(
+                f"The weights of '{source}' are not those that were exported: their checksum is another one."
+            )
+    reader = choose_tokenizer(tokenizer, found.path, layout.config.vocab_size, found.facts)
+    real = reader.vocab_size if reader.vocab_size < layout.config.vocab_size else None
+    fp64 = all(value.dtype == torch.float64 for value in weights.values())
+    weights = weights if fp64 else {name: value.float() for name, value in weights.items()}
+    config = RunConfig(
+        layout.config.replace(real_vocab=real),
+        train=TrainConfig(precision="fp64" if fp64 else "auto"),
+        own_vocabulary=True,
+    )
+    record = {
+        "kind": layout.kind,
+        "files": found.files,
+        "step": layout.step,
+        "val_loss": layout.val_loss,
+        **layout.notes,
+    }
+    temporary = out.parent / f"{files.TEMPORARY}{os.getpid()}-{out.name}"
+    with files.explained(out):
+        try:
+            folder = RunFolder(temporary)
+            temporary.mkdir(parents=True)
+            own = new_id()
+            state = {"step": layout.step, "seconds": 0.0, "best": None, "config": config.to_dict(), "run": own}
+            Checkpoints(folder.checkpoints, World(0, 1, torch.device("cpu"))).save(
+                step_name(layout.step, "best"), {"model": weights}, state
+            )
+            with tempfile.TemporaryDirectory() as saved:
+                reader.save(Path(saved))
+                facts = {"id": own, "label": config.title, "imported": record, "precision": "fp64" if fp64 else "fp32"}
+                folder.create(config, facts, Path(saved), lasting(plugins))
+            if out.exists():
+                out.rmdir()
+            files.rename(temporary, out)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return Imported(out, config.title, sum(value.numel() for value in weights.values()), record)
+
+
+def recognise(found: Found, heads: int | None = None) -> Layout:
+    """Whose checkpoint it is, by its content."""
+    kind = found.config.get("model_type")
+    if kind == "stepformer":
+        return exported(found)
+    if kind == "gpt2":
+        return huggingface(found)
+    if kind is not None:
+        raise InputError(f"'{found.path}' is a Hugging Face model of type '{kind}'; {UNDERSTOOD}.")
+    if is_nanogpt(found):
+        return nanogpt(found, heads)
+    if is_momentum_streams(found):
+        return momentum_streams(found, heads)
+    first = ", ".join(f"'{name}'" for name in sorted(found.tensors)[:3])
+    raise InputError(f"'{found.path}' holds weights of an unknown kind ({first}, ...); {UNDERSTOOD}.")

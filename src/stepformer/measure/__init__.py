@@ -1,0 +1,1 @@
+"""Measurements of a model or a run."""

@@ -1,0 +1,69 @@
+"""Measurements as files: every process that measured is one entry, with its machine, settings and raw times."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stepformer.base.errors import InputError
+from stepformer.base.files import read_json, write_text
+from stepformer.measure.benchmark.planning import BASELINE, SHAPE
+
+FORMAT = 1
+Record = dict[str, Any]
+Process = dict[str, Any]  # date, commit, versions, device, settings, product, results
+
+
+def write(path: Path, processes: list[Process]) -> None:
+    write_text(path, as_json(processes))
+
+
+def as_json(processes: list[Process]) -> str:
+    """The text of a file: indented, with every list of numbers on one line."""
+    text = json.dumps(finite({"format": FORMAT, "processes": processes}), indent=2, sort_keys=True)
+    return re.sub(r"\[\s+([-\d.,e+\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+
+
+def read(path: Path) -> list[Process]:
+    """The processes of one file."""
+    document = read_json(path, "benchmark result")
+    if not isinstance(document, dict) or document.get("format") != FORMAT or "processes" not in document:
+        raise InputError(f"'{path}' is not a result of `stepformer bench --json`.")
+    return list(document["processes"])
+
+
+def read_all(where: Path) -> list[Process]:
+    """The processes of a file, or of all JSON files of a folder, in the order they were measured."""
+    paths = sorted(where.glob("*.json")) if where.is_dir() else [where]
+    if not paths:
+        raise InputError(f"There are no JSON files in '{where}': write some with `stepformer bench --json FILE`.")
+    return sorted((each for path in paths for each in read(path)), key=lambda process: str(process["date"]))
+
+
+def finite(value: Any) -> Any:
+    """The same data with None for numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def frame(record: Record) -> tuple[Any, ...]:
+    """What a ratio keeps equal (`Case.frame`), from a stored record."""
+    return (*(record["config"].get(key) for key in SHAPE), record["kernels"], record["streams"])
+
+
+def pairs(results: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
+    """Every record with the vanilla that was measured first under the same conditions in its process."""
+    results = list(results)
+    baselines: dict[tuple[Any, ...], Record] = {}
+    for record in results:
+        if record["label"] == BASELINE:
+            baselines.setdefault(frame(record), record)
+    for record in results:
+        yield record, baselines.get(frame(record), {})

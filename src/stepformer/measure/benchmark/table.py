@@ -1,0 +1,240 @@
+"""Measurements as tables: for the terminal, and as the Markdown page that is kept beside the raw numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stepformer.catalogue import SIZES
+from stepformer.measure.benchmark.planning import BASELINE, HOW_COMPILED
+from stepformer.measure.benchmark.records import Process, Record, frame, pairs
+from stepformer.measure.benchmark.targets import TARGETS, Target, Verdict, value_of, verdicts
+from stepformer.present.tables import Cell, Column, Table
+
+Pair = tuple[Record, Record]
+PAGE = """\
+# How fast the architectures are
+
+Made by `stepformer bench --table benchmarks/results -o benchmarks/README.md` from the JSON files in `results/`, which
+hold every step's time, the settings, the versions and the commit; nothing here is typed by hand.
+`stepformer bench` measures the same on your machine (`docs/benchmark.md`).
+"""
+LEGEND = {
+    "ktok/s": "thousand tokens a second of forward pass, loss and backward pass, by the median step",
+    "ratio": "of that to vanilla's in the same process",
+    "ms": "the median step with its quartiles",
+    "batch": "ktok/s of a whole step of {tokens} tokens: gradients added up over micro-batches, clipping, optimizer",
+    "opt": "clipping and optimizer ({optimizer}), alone and as a part of such a step",
+    "GiB": "peak of forward and backward pass, without the optimizer's memory",
+    "MFU": "of {peak}, counting 6 operations per weight and token and 12 L T d for attention (linear does fewer)",
+    "product": "of the measured rate of one large matrix product",
+    "decode": "tokens a second, greedy, cached, one row",
+    "compile": "seconds of the first step",
+}
+SPARE = ("compile s", "product %", "opt ms", "ms [q1, q3]", "opt %", "MFU %", "batch")  # what a narrow terminal misses
+BUSY = 1.15
+
+
+def made(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, notes: Sequence[str] = ()) -> Table:
+    """Cells as text; the first `left` columns are words, the others numbers. What failed or was missed stands out."""
+    spare = {name: rank for rank, name in enumerate(SPARE, start=1)}
+    columns = [Column(name, i >= left, spare=spare.get(name, 0)) for i, name in enumerate(header)]
+    cells = [[Cell(t, t, style="red" if t in ("failed", "NOT reached") else "") for t in row] for row in rows]
+    return Table(columns, cells, notes=list(notes))
+
+
+def speed_table(measured: Sequence[Pair]) -> Table:
+    """One row per measurement; columns that are empty, or say the same in every row, are left out."""
+    records = [record for record, _ in measured]
+    ways = [key for key in ("context", "micro_batch", "kernels", "streams") if len({r[key] for r in records}) > 1]
+    header = ["architecture", *(way.replace("_", "-") for way in ways), "ktok/s", "ratio", "ms [q1, q3]", "batch"]
+    header += ["opt ms", "opt %", "GiB", "MFU %", "product %", "decode", "compile s"]
+    rows, notes = [], []
+    for record, baseline in measured:
+        rows.append([record["label"], *(str(record[way]) for way in ways), *_numbers(record, baseline)])
+        said = [*record["notes"], *([record["error"]] if record["error"] else [])]
+        notes += [f"{record['label']}: {text}" for text in said]
+    empty = [i for i in range(len(header)) if all(row[i] == "" for row in rows)]
+    return made(header, rows, notes=notes).without(empty)
+
+
+def _numbers(record: Record, baseline: Record) -> list[str]:
+    """The cells of a record; empty where nothing was measured."""
+    if "tokens_per_second" not in record:
+        return ["failed" if record["error"] else "", *[""] * 10]
+    times = record["forward_backward"]
+    ratio = value_of("ratio", record, baseline)
+    batch, optimizer, decode = (record.get(key) for key in ("batch", "optimizer", "decode"))
+    return [
+        f"{record['tokens_per_second'] / 1000:,.1f}",
+        "" if ratio is None else f"{ratio:.3f}",
+        f"{times['median_ms']:.1f} [{times['q1_ms']:.1f}, {times['q3_ms']:.1f}]",
+        f"{batch['tokens_per_second'] / 1000:,.1f}" if batch else "",
+        f"{optimizer['median_ms']:.2f}" if optimizer else "",
+        f"{100 * batch['optimizer_share']:.2f}" if batch else "",
+        f"{record['memory']['peak_bytes'] / 2**30:.2f}",
+        f"{100 * record['mfu']:.1f}",
+        f"{100 * record['of_product']:.1f}",
+        f"{decode['tokens_per_second']:,.0f}" if decode else "",
+        f"{record['compile_seconds']:.0f}" if "compile_seconds" in record else "",
+    ]
+
+
+def legend(process: Process, table: Table) -> str:
+    """What the columns of a table mean, and what makes its numbers rough."""
+    results = [record for record in process["results"] if "mfu_of" in record]
+    shown = {column.title.split(" ")[0] for column in table.columns}
+    text = "; ".join(f"{word}: {meaning}" for word, meaning in LEGEND.items() if word in shown)
+    text = text.format(
+        tokens=f"{process['settings']['batch_tokens']:,}",
+        optimizer=process["settings"]["optimizer"],
+        peak=results[0]["mfu_of"] if results else "the data sheet",
+    )
+    if any(record["memory"]["how"] == "estimated" for record in results):
+        text += ". GiB are estimated from the tensors that a step keeps"
+    if any("beside" in record for record in results):
+        text += ". Ratios are of steps taken in turn"
+    times = results[0]["forward_backward"] if results else None
+    if times and times["q3_ms"] > BUSY * times["q1_ms"]:
+        text += (
+            f". The middle half of vanilla's steps took {times['q1_ms']:.1f} to {times['q3_ms']:.1f} ms: the machine "
+            "was busy with something else, and the speeds are rough"
+        )
+    return f"{text}."
+
+
+def target_table(found: Iterable[Verdict]) -> Table:
+    rows = []
+    for verdict in found:
+        target = verdict.target
+        number = "" if verdict.value is None else _amount(verdict.value)
+        word = {True: "reached", False: "NOT reached", None: "not measured"}[verdict.reached]
+        sign = "<=" if target.at_most else ">="
+        where = "" if target.context == 1024 else f" at T = {target.context}"
+        rows.append(
+            [target.row, verdict.preset, f"{target.quantity}{where}", word, f"{sign} {_amount(target.bound)}", number]
+        )
+    return made(["row", "architecture", "quantity", "verdict", "target", "measured"], rows, left=4)
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 20 else f"{value:.3f}"
+
+
+def profile_table(measured: Sequence[Pair]) -> Table | None:
+    """Milliseconds of one step by kind of kernel, a column per architecture; None if nothing was profiled."""
+    records = [record for record, _ in measured if record.get("profile")]
+    if not records:
+        return None
+    names = [record["label"] + ("" if record["kernels"] != "off" else " (off)") for record in records]
+    groups: dict[str, list[float]] = {}
+    for column, record in enumerate(records):
+        for group, ms in record["profile"]["groups_ms"].items():
+            groups.setdefault(group, [0.0] * len(records))[column] = ms
+    ordered = sorted(groups.items(), key=lambda item: -max(item[1]))
+    rows = [[group, *(f"{ms:.2f}" for ms in times)] for group, times in ordered]
+    for key, word in (("counted_ms", "all of these"), ("idle_ms", "device idle"), ("wall_ms", "forward + backward")):
+        if records[0]["profile"][key] is not None:
+            rows.append([word, *(f"{record['profile'][key]:.2f}" for record in records)])
+    if all(record.get("profile_optimizer") for record in records):
+        rows.append(["optimizer step", *(f"{record['profile_optimizer']['wall_ms']:.2f}" for record in records)])
+    return made(["ms per micro-batch", *names], rows)
+
+
+MORE = {"batch", "decode"}
+
+
+def newest(processes: Iterable[Process]) -> list[Pair]:
+    """The last measurement of every architecture under every condition, each with the vanilla of its own process.
+
+    Vanilla itself is in every process, in some of them only to compare with: of those that measured most, the last.
+    """
+    found: dict[tuple[Any, ...], Pair] = {}
+
+    def fuller(record: dict[str, Any], known: dict[str, Any]) -> bool:
+        return record["label"] != BASELINE or len(record.keys() & MORE) >= len(known.keys() & MORE)
+
+    for process in processes:
+        for record, baseline in pairs(process["results"]):
+            key = (frame(record), record["label"])
+            if key not in found or ("tokens_per_second" in record and fuller(record, found[key][0])):
+                found[key] = (record, baseline)
+    return sorted(found.values(), key=lambda pair: (pair[0]["context"], pair[0]["label"] != BASELINE))
+
+
+def judged(processes: Iterable[Process], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
+    """Verdicts on measurements at the size and with the settings that the targets are for."""
+    fitting: list[Pair] = []
+    for process in processes:
+        if process["device"]["kind"] == "cuda" and process["settings"]["size"] == "small":
+            of_process = [pair for pair in pairs(process["results"]) if pair[0]["kernels"] != "off"]
+            fitting += reversed(of_process)  # of several ways to store streams the first counts: the last one here
+    return verdicts(targets, fitting)
+
+
+def page(processes: Sequence[Process]) -> str:
+    """The Markdown page: per machine and size a table, the targets, where the time goes, and what was measured when."""
+    groups: dict[tuple[Any, ...], list[Process]] = {}
+    for process in processes:
+        if process["results"]:
+            settings = process["settings"]
+            key = (process["device"]["name"], settings["size"], _changes(process), settings["compile"])
+            groups.setdefault(key, []).append(process)
+    out = [PAGE]
+    for (name, size, changes, compiled), members in groups.items():
+        measured = newest(members)
+        table = speed_table(measured)
+        out.append(f"\n## {name}, size {size}{changes}, {HOW_COMPILED[compiled]}\n")
+        out.append(_conditions(members))
+        out.append(table.markdown())
+        out.append(f"\n{legend(members[-1], table)}")
+        if members[0]["device"]["kind"] == "cuda" and size == "small":
+            out.append("\n### Targets\n")
+            out.append(target_table(judged(members)).markdown())
+        times = profile_table(measured)
+        if times is not None:
+            out.append("\n### Where the time goes\n")
+            out.append(times.markdown())
+    return "\n".join(out) + "\n"
+
+
+def _changes(process: Process) -> str:
+    """How the shape differs from that of the size, as words; contexts have their own column."""
+    usual, config = SIZES[process["settings"]["size"]], process["results"][0]["config"]
+    return "".join(f" {k}={config[k]}" for k in usual if k != "context" and config.get(k) != usual[k] and k in config)
+
+
+def _commit(commit: dict[str, Any]) -> str:
+    return str(commit.get("hash", "unknown"))[:10] + (" with changes" if commit.get("changed") else "")
+
+
+def _conditions(members: Sequence[Process]) -> str:
+    """One paragraph about what a table was measured with."""
+    last = members[-1]
+    versions = last["versions"]
+    parts = [f"torch {versions['torch']}", f"triton {versions['triton']}", f"Python {versions['python']}"]
+    if last["device"].get("driver"):
+        parts.append(f"driver {last['device']['driver']}")
+    if last["device"].get("threads"):
+        parts.append(f"{last['device']['threads']} threads")
+    product = last["product"]
+    parts.append(f"a {product['dtype']} product of size {product['size']} at {product['flops'] / 1e12:,.2f} TFLOP/s")
+    dates = sorted({str(process["date"])[:10] for process in members})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    commits = sorted({_commit(process["commit"] or {}) for process in members})
+    shortest = min(record["context"] for process in members for record in process["results"])
+    speeds = [
+        record["tokens_per_second"] / 1000
+        for process in members
+        for record in process["results"]
+        if record["label"] == BASELINE
+        and "tokens_per_second" in record
+        and record["kernels"] != "off"
+        and record["context"] == shortest
+    ]
+    text = (
+        f"{', '.join(parts)}; {when}, {len(members)} process{'es' * (len(members) > 1)}, commit {', '.join(commits)}."
+    )
+    if len(speeds) > 1:
+        text += f" Vanilla, measured in {len(speeds)} of them: {min(speeds):,.1f} to {max(speeds):,.1f} ktok/s."
+    return f"{text}\n"

@@ -1,0 +1,399 @@
+"""The conformance audit: what every architecture owes, checked on a small copy of it.
+
+1. it builds from its name and from an explicit config, states its equation and its references, and keeps the contract
+   of a template: a kick leaves x alone, no rule changes its input, a layer hands on exactly the declared streams;
+2. it is causal: changing later tokens leaves earlier logits unchanged to the bit, a longer context changes nothing
+   before it, and rows of a batch do not see each other;
+3. cached decoding equals the full forward pass;
+4. trained on fresh uniform random tokens it does not fall below ln V: what cannot be predicted must not be;
+5. its gradients are finite at step 0 and reach every parameter that is not declared unused; away from the start
+   none of them is zero;
+6. its gradients equal finite differences, and its values and gradients equal a plain transcription of its
+   equations where there is one.
+
+Checks 2, 3 and 6 run on shaken weights (noise added to every parameter), so that a fault cannot hide behind a
+parameter that starts at zero or a norm that starts at one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stepformer.base.errors import ConfigError, InputError, StepformerError
+from stepformer.base.plugins import import_file
+from stepformer.catalogue import model_config, preset_of
+from stepformer.model import Model
+from stepformer.model.config import ModelConfig
+from stepformer.model.roles import Role
+from stepformer.oracles import attentions, fresh_call, mlps
+from stepformer.rules import splittings, templates
+
+GEOMETRY = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 16, "vocab_size": 16}
+
+# fp64 carries about 16 digits; kernels may sum in another order when shapes change, and two layers amplify that.
+CACHE_TOLERANCE = 1e-10
+# Central differences with h = 1e-5 in fp64: truncation and rounding are each below 1e-9 of the largest derivative.
+DIFFERENCE_TOLERANCE = 1e-6
+# Two fp64 evaluations of one formula in different order, relative to the largest entry.
+TRANSCRIPTION_TOLERANCE = 1e-9
+# The catalogue's allowance for the noise of a mean over 100 steps.
+BELOW_CHANCE = 0.02
+
+OBLIGATIONS = {
+    1: "builds",
+    2: "causal",
+    3: "decoding",
+    4: "chance",
+    5: "gradients",
+    6: "equations",
+}
+
+Transcription = Callable[[Model, Tensor], Tensor | None]
+"""Logits of a model's architecture computed independently from its parameters, or None if it is not transcribed."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One obligation, kept or broken, with the number that shows it."""
+
+    obligation: int
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All checks of one architecture."""
+
+    name: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+def audit(
+    config: ModelConfig,
+    name: str = "",
+    *,
+    steps: int = 300,
+    seed: int = 0,
+    transcription: Transcription | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Audit:
+    """Audit an architecture at d = 32 with 8 heads, two layers, V = T = 16, whatever its own size."""
+    config = _small(config)
+    stages: dict[int, Callable[[], tuple[bool, str]]] = {
+        1: lambda: _builds(config, name, seed),
+        2: lambda: _causal(config, seed),
+        3: lambda: _cached(config, seed),
+        4: lambda: _random_tokens(config, seed, steps),
+        5: lambda: _gradients_reach(config, seed),
+        6: lambda: _equations(config, seed, transcription),
+    }
+    checks: list[Check] = []
+    for obligation, run in stages.items():
+        progress(OBLIGATIONS[obligation])
+        try:
+            passed, detail = run()
+        except Exception as error:  # a user's rule may fail in any way; the audit reports it and goes on
+            passed, detail = False, _explain(error)
+        if not passed and any(detail == check.detail for check in checks):
+            detail = "for the same reason"
+        checks.append(Check(obligation, passed, detail))
+    return Audit(name or config.template, tuple(checks))
+
+
+def _small(config: ModelConfig) -> ModelConfig:
+    separator = None if config.document_separator is None else min(config.document_separator, 3)
+    return config.replace(**GEOMETRY, real_vocab=None, mlp_hidden=None, document_separator=separator)
+
+
+def _explain(error: Exception) -> str:
+    """An exception in a sentence, with the place it came from unless it already is a sentence for users."""
+    if isinstance(error, StepformerError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[2])
+    outside = [f for f in frames if "torch" not in Path(f.filename).parts and not f.filename.startswith(package)]
+    place = (outside or frames)[-1]  # the rule's own line rather than the library's
+    return f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {error}"
+
+
+def shaken(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> Model:
+    """A model whose every parameter has been moved off its initial value."""
+    model = Model(config, seed=seed, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.1 * noise.to(parameter.dtype))
+    return model.eval()
+
+
+def _tokens(config: ModelConfig, seed: int, batch: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randint(config.vocab_size, (batch, config.context), generator=generator)
+
+
+def _builds(config: ModelConfig, name: str, seed: int) -> tuple[bool, str]:
+    with contextlib.suppress(ConfigError):  # a combination may have a title that is not a name
+        if _small(model_config(name)) != config:
+            return False, f"the name '{name}' stands for another architecture"
+    again = ModelConfig.from_dict(config.to_dict())
+    if again != config:
+        return False, f"the config does not survive a round trip: {again.to_dict()} is not {config.to_dict()}"
+    if not templates[config.template].equation:
+        return False, f"template '{config.template}' states no equation"
+    model = shaken(config, seed)
+    tokens = _tokens(config, seed)
+    call = fresh_call(tokens)
+    s = model.start(tokens, call.positions)
+    block = model.blocks[0]
+    for turn, values in block.coefficients.values().items():
+        if block.template.integrates and turn == "attn":
+            continue  # the integrator takes this turn as a whole
+        g = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(seed), dtype=s.x.dtype)
+        inputs = {"x": s.x, **s.streams, "g": g}
+        before = {key: (t, t._version) for key, t in inputs.items()}
+        kicked = block.template.kick(s, values, g)
+        if kicked.x is not s.x:
+            return False, f"kick() moves x (turn '{turn}'); only drift() may"
+        norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else torch.nn.Identity()
+        block.template.drift(block.template.normalise(kicked, norm), values)
+        changed = [key for key, (t, version) in before.items() if t._version != version]
+        if changed:
+            return False, f"the rule changes {', '.join(changed)} in place; it must return new tensors"
+    after = block(s, call)
+    if set(after.streams) != set(s.streams):
+        odd = ", ".join(sorted(set(after.streams) ^ set(s.streams)))
+        return False, f"a layer should hand on the streams {sorted(s.streams)}; it adds or loses: {odd}"
+    row = preset_of(config)
+    cited = templates[config.template].cite or (row is not None and row.cite)
+    counts = [model.num_parameters(convention) for convention in ("total", "non-positional", "non-embedding")]
+    if not counts[0] > counts[1] >= counts[2] > 0 and config.positions == "learned":
+        return False, f"the three parameter counts are not in order: {counts}"
+    return True, f"{counts[0]:,}{'' if cited else ', uncited'}"
+
+
+@torch.no_grad()
+def _causal(config: ModelConfig, seed: int) -> tuple[bool, str]:
+    tokens = _tokens(config, seed)
+    cuts = range(1, config.context)
+    # All cuts in one pass. The unchanged rows stand at the same places of as large a batch, where kernels sum in the
+    # same order: to the bit.
+    same = tokens.repeat(len(cuts), 1, 1)
+    other = same.clone()
+    for i, cut in enumerate(cuts):
+        other[i, :, cut:] = (other[i, :, cut:] + 1) % config.vocab_size
+    for dtype in (torch.float32, torch.float64):
+        model = shaken(config, seed, dtype)
+        before, after = (model(rows.flatten(0, 1)).logits.unflatten(0, same.shape[:2]) for rows in (same, other))
+        for i, cut in enumerate(cuts):
+            changed = _difference(after[i, :, :cut], before[i, :, :cut])
+            if changed != 0:  # NaN counts as changed
+                return False, f"tokens from {cut} on change the logits before them by {changed:.1e}"
+    logits = model(tokens).logits
+    worst = _largest(_difference(model(tokens[:, :cut]).logits, logits[:, :cut]) for cut in cuts)
+    if not worst <= CACHE_TOLERANCE:
+        return False, f"extending the context changes earlier logits by {worst:.1e}"
+    alone = _difference(model(tokens[1:2]).logits, logits[1:2])
+    if not alone <= CACHE_TOLERANCE:
+        return False, f"a row's logits depend on the other rows of its batch, by {alone:.1e}"
+    return True, f"bit-equal, {worst:.0e}"
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Largest absolute difference; NaN stays NaN and fails every comparison."""
+    return (a - b).abs().max().item()
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The maximum, or NaN if there is one (Python's max would drop it)."""
+    values = list(values)
+    return math.nan if any(math.isnan(v) for v in values) else max(values)
+
+
+@torch.no_grad()
+def _cached(config: ModelConfig, seed: int) -> tuple[bool, str]:
+    model = shaken(config, seed)
+    tokens = _tokens(config, seed, batch=3)
+    full = model(tokens).logits
+    time = config.context
+    differences = []
+    for chunks in ([1] * time, [time // 2] + [1] * (time - time // 2), [3, 4, time - 7]):
+        cache, at = model.new_cache(len(tokens)), 0
+        for width in chunks:
+            logits = model(tokens[:, at : at + width], cache=cache).logits
+            differences.append(_difference(logits, full[:, at : at + width]))
+            at += width
+    # prompts of different length, padded on the right with arbitrary tokens, then decoded together
+    lengths = torch.tensor([2, 7, 5])
+    cache = model.new_cache(len(tokens))
+    prompt = tokens[:, : int(lengths.max())].clone()
+    for b, n in enumerate(lengths.tolist()):
+        prompt[b, n:] = 0
+    logits = model(prompt, cache=cache, lengths=lengths, last_only=True).logits
+    rows = torch.arange(len(tokens))
+    differences.append(_difference(logits[:, 0], full[rows, lengths - 1]))
+    for step in range(time - int(lengths.max())):
+        at_row = lengths + step
+        logits = model(tokens[rows, at_row][:, None], cache=cache).logits
+        differences.append(_difference(logits[:, 0], full[rows, at_row]))
+    worst = _largest(differences)
+    passed = worst <= CACHE_TOLERANCE
+    return passed, f"{worst:.0e}" if passed else f"cached logits differ by {worst:.1e}"
+
+
+def _random_tokens(config: ModelConfig, seed: int, steps: int) -> tuple[bool, str]:
+    model = Model(config, seed=seed).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    generator = torch.Generator().manual_seed(seed + 2)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(config.vocab_size, (32, config.context + 1), generator=generator)
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        assert loss is not None
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            return False, f"the loss is not finite after {len(losses)} training steps"
+    chance = math.log(config.vocab_size)
+    tail = losses[-min(100, max(1, steps // 3)) :]
+    mean = sum(tail) / len(tail)
+    passed = mean >= chance - BELOW_CHANCE
+    return passed, f"{mean:.3f}" if passed else f"loss {mean:.3f} on unpredictable tokens, below ln V = {chance:.3f}"
+
+
+def _gradients_reach(config: ModelConfig, seed: int) -> tuple[bool, str]:
+    model = Model(config, seed=seed)
+    tokens = _tokens(config, seed)
+    loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+    assert loss is not None
+    loss.backward()
+    zeros = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            return False, f"{name} receives no gradient and is not declared unused"
+        if not bool(parameter.grad.isfinite().all()):
+            return False, f"the gradient of {name} is not finite"
+        if not bool(parameter.grad.any()):
+            zeros.append(name.replace("blocks.", "").replace("coefficients.", ""))
+    moved = shaken(_with(config, "all_active"), seed)
+    loss = moved(tokens[:, :-1], tokens[:, 1:]).loss
+    assert loss is not None
+    loss.backward()
+    starved = [n for n, p in moved.named_parameters() if p.grad is not None and not bool(p.grad.any())]
+    # With zero streams the first look-ahead and memory multiply zero, whatever their value.
+    starved = [n for n in starved if moved.roles()[n] is not Role.COEFFICIENT]
+    if starved:
+        return False, f"the gradient is zero everywhere for {', '.join(starved[:4])}{' ...' if starved[4:] else ''}"
+    unused = len(model.unused_parameters())
+    notes = [f"{unused} unused"] if unused else []
+    notes += [f"zero: {', '.join(zeros)}"] if zeros else []
+    return True, "; ".join(notes) or "all"
+
+
+def _equations(config: ModelConfig, seed: int, transcription: Transcription | None) -> tuple[bool, str]:
+    tokens = _tokens(config, seed)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    exact, where = _with(config, "exact_gradient"), ""
+    worst = _against_differences(exact, seed, inputs, targets)
+    active = _with(exact, "all_active")
+    if not worst <= DIFFERENCE_TOLERANCE and active != exact:
+        # parts held constant on purpose, such as rows out of reach: compare where there are none, and say so
+        worst = _against_differences(active, seed, inputs, targets)
+        changed = {k: v for k, v in active.options.items() if exact.options.get(k) != v}
+        where = " at " + ", ".join(f"{key}={value}" for key, value in changed.items())
+    if not worst <= DIFFERENCE_TOLERANCE:
+        return False, f"gradients differ from finite differences by {worst:.1e} of the largest{where}"
+
+    model = shaken(config, seed)
+    independent = transcription(model, inputs) if transcription else None
+    if independent is None:
+        return True, f"fd {worst:.0e}{where}, not transcribed"
+    used, gradients, largest = _gradients(model, inputs, targets)
+    apart = [_difference(independent, model(inputs).logits) / independent.abs().max().item()]
+    other = torch.nn.functional.cross_entropy(independent.flatten(0, 1), targets.flatten())
+    theirs = torch.autograd.grad(other, list(used.values()), allow_unused=True)
+    for name, gradient in zip(used, theirs, strict=True):
+        if gradient is None:
+            if bool(gradients[name].any()):
+                return False, f"the transcription does not use {name}"
+            continue  # neither does the model, here: a floor that no row touches
+        apart.append(_difference(gradient, gradients[name]) / largest)
+    farthest = _largest(apart)
+    if not farthest <= TRANSCRIPTION_TOLERANCE:
+        return False, f"values or gradients differ from the transcribed equations by {farthest:.1e} of the largest"
+    return True, f"fd {worst:.0e}{where}, tr {farthest:.0e}"
+
+
+def _with(config: ModelConfig, which: Literal["exact_gradient", "all_active"]) -> ModelConfig:
+    """The same architecture under options that its components name for the audit."""
+    chosen = (templates[config.template], splittings[config.splitting], attentions[config.attention], mlps[config.mlp])
+    return config.replace(**{k: v for entry in chosen for k, v in getattr(entry.component, which).items()})
+
+
+def _gradients(
+    model: Model, inputs: Tensor, targets: Tensor
+) -> tuple[dict[str, torch.nn.Parameter], dict[str, Tensor], float]:
+    """The parameters that receive gradients, the gradients, and the largest norm among them."""
+    loss = model(inputs, targets).loss
+    assert loss is not None
+    loss.backward()
+    used = {n: p for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad for n, p in used.items() if p.grad is not None}
+    return used, gradients, max(g.norm().item() for g in gradients.values())
+
+
+def _against_differences(config: ModelConfig, seed: int, inputs: Tensor, targets: Tensor) -> float:
+    """Largest disagreement of gradients with central differences along random directions, relative to the largest."""
+    model = shaken(config, seed)
+    used, gradients, largest = _gradients(model, inputs, targets)
+    generator = torch.Generator().manual_seed(seed + 3)
+    errors, step = [], 1e-5
+    probe = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in probe.named_parameters():
+            if name not in used:
+                continue
+            direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            direction /= direction.norm()
+            values = []
+            for sign in (1.0, -2.0):
+                parameter.add_(direction, alpha=sign * step)
+                values.append(probe(inputs, targets).loss)
+            parameter.add_(direction, alpha=step)
+            measured = (values[0] - values[1]) / (2 * step)
+            expected = (gradients[name] * direction).sum()
+            errors.append(_difference(measured, expected) / largest)
+    return _largest(errors)
+
+
+def load_transcription(path: str | Path | None = None) -> Transcription | None:
+    """The `transcribe` function of a Python file; by default of the checkout this package runs from, if any."""
+    source = Path(__file__).resolve().parents[3] / "tests" / "transcriptions" / "adapter.py"
+    if path is None and not source.is_file():
+        return None
+    file = source if path is None else Path(path)
+    if not file.is_file():
+        raise InputError(f"There is no transcription file '{file}'.")
+    module = import_file(file)
+    if not hasattr(module, "transcribe"):
+        raise InputError(f"'{file}' defines no function transcribe(model, tokens).")
+    return module.transcribe

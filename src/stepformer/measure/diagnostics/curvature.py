@@ -1,0 +1,258 @@
+"""How curved the loss is around a run's weights: eigenvalues and trace of the Hessian, loss along random directions.
+
+    H v = grad (grad L . v)       lambda_i: eigenvalues of H of largest magnitude      tr(H) = E[z.H z], z random signs
+
+`measure` looks at a run on fixed windows of its validation split. Without a run:
+
+    operator = HessianOperator(model, [(inputs, targets)])
+    operator.check()
+    found, products = lanczos(operator.product, operator.start, count=3, iterations=30, tolerance=1e-3)
+    samples = [probe(operator, number) for number in range(16)]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.settings import Settings, setting
+from stepformer.measure import measured
+from stepformer.measure.diagnostics.curvature_view import plot, text
+from stepformer.measure.diagnostics.hessian import Batch, HessianOperator, batches_of
+from stepformer.measure.diagnostics.lanczos import Eigenpair, dot, lanczos, power
+from stepformer.measure.diagnostics.landscape import direction, grid, loss_at
+from stepformer.measure.diagnostics.windows import fixed_windows
+from stepformer.training.run import LoadedRun, corpus_of
+
+__all__ = [
+    "SETTINGS",
+    "Batch",
+    "CurvatureSettings",
+    "Eigenpair",
+    "HessianOperator",
+    "batches_of",
+    "direction",
+    "lanczos",
+    "loss_at",
+    "measure",
+    "plot",
+    "power",
+    "probe",
+    "text",
+]
+
+METHODS = {"lanczos": lanczos, "power": power}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    windows: int
+    window_batch: int
+    context: int
+    method: str
+    eigenvalues: int
+    iterations: int
+    probes: int
+
+
+LONGEST = 1 << 62
+PROTOCOLS = {
+    "ours": Plan(32, 4, LONGEST, "lanczos", 3, 30, 16),
+    # what the published sharpness of the momentum-stream models was measured with: 2 batches of 2 x 512 tokens
+    "legacy": Plan(4, 2, 512, "power", 1, 15, 10),
+}
+
+
+@dataclass(frozen=True)
+class CurvatureSettings(Settings):
+    """What `stepformer diagnose RUN --hessian` can be asked; the protocol decides what is not set."""
+
+    section: ClassVar[str] = "hessian"
+    protocol: Literal["ours", "legacy"] = setting("ours", "what is not set: ours, or as published (legacy)")
+    windows: int | None = setting(None, "windows of the validation split (32; legacy 4)", least=1)
+    window_batch: int | None = setting(None, "windows at a time; fewer need less memory (4; legacy 2)", least=1)
+    context: int | None = setting(None, "tokens of a window (the model's context; legacy at most 512)", least=1)
+    seed: int = setting(0, "of the windows and of all random vectors", least=0)
+    corpus: str | None = setting(None, "folder of another prepared corpus with the same tokenizer")
+    method: Literal["lanczos", "power"] | None = setting(None, "for the eigenvalues (lanczos; legacy power)")
+    eigenvalues: int | None = setting(None, "how many, by magnitude; 0: none (3; legacy 1)", least=0)
+    iterations: int | None = setting(None, "at most; with power for each eigenvalue (30; legacy 15)", least=2)
+    tolerance: float = setting(1e-3, "of the residual (lanczos) or of changes (power), relative", above=0)
+    probes: int | None = setting(None, "random sign vectors for the trace; 0: none (16; legacy 10)", least=0)
+    curve: int = setting(11, "points of the loss curve, an odd number; 0: none", least=0)
+    reach: float = setting(0.5, "curve and surface go from -reach to reach", above=0)
+    surface: int = setting(0, "points a side of the loss in two directions, an odd number; 0: none", least=0)
+    normalise: Literal["tensor", "filter"] = setting("tensor", "a direction has each tensor's norm, or each row's")
+    precision: Literal["fp32", "fp64"] = setting("fp32", "of all computations")
+
+    def problems(self) -> list[str]:
+        return [
+            f"{name} = {value} should be an odd number from 3 on, so that its middle is the run itself, or 0."
+            for name, value in (("curve", self.curve), ("surface", self.surface))
+            if value and (value < 3 or value % 2 == 0)
+        ]
+
+    def plan(self, longest: int) -> Plan:
+        """The protocol with what was set, for a model of context `longest`."""
+        if self.context is not None and self.context > longest:
+            raise InputError(f"context = {self.context} is longer than the model's context, {longest}.")
+        protocol = asdict(PROTOCOLS[self.protocol])
+        protocol["context"] = min(protocol["context"], longest)
+        chosen = {name: getattr(self, name) for name in protocol if getattr(self, name) is not None}
+        return Plan(**{**protocol, **chosen})
+
+
+SETTINGS = CurvatureSettings
+
+
+def measure(run: LoadedRun, settings: CurvatureSettings, *, quiet: bool = False) -> dict[str, Any]:
+    """Eigenvalues, trace and loss curve of a run on fixed windows; interrupted, the same call continues."""
+    plan = settings.plan(run.config.model.context)
+    split = corpus_of(run, settings.corpus).split("val")
+    windows = fixed_windows(split, plan.windows, plan.context, settings.seed)
+    operator = HessianOperator(run.model, batches_of(windows, plan.window_batch), dtype=DTYPES[settings.precision])
+    found: dict[str, Any] = {
+        "parameters": run.model.num_parameters(),
+        "parameters_measured": operator.size,
+        "tokens": operator.tokens,
+        "windows_hash": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16],
+        "settings": {**settings.to_dict(), **asdict(plan)},
+    }
+    about = {**found, "run": run.record.get("id"), "step": run.step}
+    pieces = _Pieces(operator, settings, plan, measured.journal(run.folder.path, "hessian", about, quiet=quiet), quiet)
+    found["loss"] = pieces.journal.get("loss", pieces.loss)
+    found["check"] = pieces.journal.get("check", partial(operator.check, settings.seed))
+    found |= pieces.eigenvalues()
+    found["trace"] = pieces.trace()
+    found["trace_per_parameter"] = found["trace"] and found["trace"]["mean"] / found["parameters"]
+    found["curve"] = pieces.curve()
+    found["surface"] = pieces.surface()
+    return measured.finish(run.folder.path, "hessian", step=run.step, settings=settings.to_dict(), result=found)
+
+
+def probe(operator: HessianOperator, number: int, seed: int = 0) -> float:
+    """One sample z.H z of the trace; z has independent random signs, so its expectation is tr(H)."""
+    z = operator.draw("signs", seed, f"probe {number}")
+    return dot(z, operator @ z)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """The parts of a measurement; each is kept in the journal as soon as it is known."""
+
+    operator: HessianOperator
+    settings: CurvatureSettings
+    plan: Plan
+    journal: measured.Journal
+    quiet: bool
+
+    def loss(self) -> float:
+        loss = self.operator.loss()
+        if not math.isfinite(loss):
+            raise StepformerError(f"The loss on these windows is {loss}: there is no curvature to measure.")
+        return loss
+
+    def eigenvalues(self) -> dict[str, Any]:
+        """One piece: the vectors on the way are too large for a journal."""
+        count = min(self.plan.eigenvalues, self.operator.size)
+        none = {"eigenvalues": [], "method": self.plan.method, "iterations": 0}
+        piece: dict[str, Any] = self.journal.get("eigenvalues", partial(self._find, count)) if count else none
+        return piece
+
+    def _find(self, count: int) -> dict[str, Any]:
+        plan, tolerance = self.plan, self.settings.tolerance
+        by_power = plan.method == "power"
+        check_memory(self.operator, count + 1 if by_power else plan.iterations + 1)
+        with measured.counting("eigenvalues", plan.iterations * (count if by_power else 1), quiet=self.quiet) as step:
+            pairs, steps = METHODS[plan.method](
+                self.operator.product,
+                partial(self.operator.start, seed=self.settings.seed),
+                count=count,
+                iterations=plan.iterations,
+                tolerance=tolerance,
+                progress=step,
+            )
+        values = [{"value": p.value, "residual": p.residual, "converged": p.converged(tolerance)} for p in pairs]
+        return {"eigenvalues": values, "method": plan.method, "iterations": steps}
+
+    def trace(self) -> dict[str, Any] | None:
+        if not self.plan.probes:
+            return None
+        parts = [(f"probe {n}", partial(probe, self.operator, n, self.settings.seed)) for n in range(self.plan.probes)]
+        samples = self._each("trace", parts)
+        error = statistics.stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else None
+        mean, std = statistics.fmean(samples), statistics.pstdev(samples)
+        return {"mean": mean, "standard_error": error, "std": std, "probes": samples}
+
+    def curve(self) -> dict[str, Any] | None:
+        if not self.settings.curve:
+            return None
+        alpha, along = grid(self.settings.curve, self.settings.reach), self._direction(0)
+        losses = self._each(
+            "loss curve",
+            [(f"curve {i}", partial(_finite_loss, self.operator, [along], [a])) for i, a in enumerate(alpha)],
+        )
+        return {"alpha": alpha, "loss": losses, "range": _range(losses), "normalise": self.settings.normalise}
+
+    def surface(self) -> dict[str, Any] | None:
+        """Rows go with the first direction, which is the curve's."""
+        side = self.settings.surface
+        if not side:
+            return None
+        alpha, along = grid(side, self.settings.reach), [self._direction(0), self._direction(1)]
+        places = [[a, b] for a in alpha for b in alpha]
+        losses = self._each(
+            "loss surface",
+            [(f"surface {i}", partial(_finite_loss, self.operator, along, p)) for i, p in enumerate(places)],
+        )
+        rows = [losses[begin : begin + side] for begin in range(0, len(losses), side)]
+        return {"alpha": alpha, "loss": rows, "range": _range(losses), "normalise": self.settings.normalise}
+
+    def _direction(self, number: int) -> torch.Tensor:
+        return direction(self.operator, number, seed=self.settings.seed, normalise=self.settings.normalise)
+
+    def _each(self, title: str, parts: Sequence[tuple[str, Callable[[], Any]]]) -> list[Any]:
+        found = []
+        with measured.counting(title, len(parts), quiet=self.quiet) as step:
+            for name, compute in parts:
+                found.append(self.journal.get(name, compute))
+                step(1)
+        return found
+
+
+def check_memory(operator: HessianOperator, vectors: int) -> None:
+    """Refuse to begin what cannot fit."""
+    needed = vectors * operator.size * operator.dtype.itemsize
+    if operator.device.type == "cuda":
+        there = torch.cuda.mem_get_info(operator.device)[1]
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise InputError(
+            f"The eigenvalues need {vectors} vectors of {operator.size:,} numbers, {needed / 1e9:.0f} GB, and there "
+            f"are {there / 1e9:.0f} GB: use fewer iterations, or method=power, which keeps one for each eigenvalue."
+        )
+
+
+def _finite_loss(operator: HessianOperator, along: Sequence[torch.Tensor], by: Sequence[float]) -> float | None:
+    """The loss at a point of the curve or surface; None where it is not finite."""
+    loss = loss_at(operator, along, by)
+    return loss if math.isfinite(loss) else None
+
+
+def _range(losses: Sequence[float | None]) -> float | None:
+    """max - min, unless a loss is not finite."""
+    known = [loss for loss in losses if loss is not None]
+    return max(known) - min(known) if len(known) == len(losses) else None

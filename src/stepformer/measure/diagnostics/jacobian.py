@@ -1,0 +1,256 @@
+"""How perturbations of the tokens travel through depth: singular values of every layer's Jacobian.
+
+    J_block = dx'/dx,    J_oracle = dR/dX,    J_joint = d(x', streams')/d(x, streams)       (layer_maps.py)
+
+The linearised variable is the whole tensor, (B, T, d) flattened, so J is a square matrix of B T d rows that is never
+formed (sketching.py). `measure` looks at a run on fixed windows of its validation split. Without a run:
+
+    maps = LayerMaps(model, tokens)
+    found = spectrum(maps.jacobian(3, "block"), rank=64, oversampling=10, iterations=8, probes=8, generator=generator)
+
+Every statistic is computed for each batch of windows and then averaged over the batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from stepformer.base.errors import InputError
+from stepformer.base.settings import Settings, setting
+from stepformer.measure import measured
+from stepformer.measure.diagnostics.jacobian_view import plot, text
+from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised, why_no_oracle
+from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
+from stepformer.measure.diagnostics.windows import fixed_windows
+from stepformer.model import Model
+from stepformer.training.run import LoadedRun, corpus_of
+
+__all__ = [
+    "SETTINGS",
+    "JacobianSettings",
+    "LayerMaps",
+    "Linearised",
+    "Spectrum",
+    "measure",
+    "over_batches",
+    "over_layers",
+    "plot",
+    "spectrum",
+    "text",
+]
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+LEGACY = 11  # the singular value that published tables, sorted the wrong way, give as the 64th
+
+
+@dataclass(frozen=True)
+class JacobianSettings(Settings):
+    """What `stepformer diagnose RUN --jacobian` can be asked."""
+
+    section: ClassVar[str] = "jacobian"
+    windows: int = setting(16, "windows of the validation split", least=1)
+    window_batch: int = setting(2, "windows in one Jacobian; statistics are means over the batches", least=1)
+    context: int | None = setting(None, "tokens of a window (unset: the model's context)", least=1)
+    rank: int = setting(64, "k: how many singular values", least=1)
+    oversampling: int = setting(10, "random directions beyond k", least=0)
+    iterations: int = setting(8, "rounds after the first sketch, at most; 0: as published", least=0)
+    tolerance: float = setting(0.01, "relative error of the values at which rounds stop", least=0)
+    probes: int = setting(8, "random sign vectors for the Frobenius norm", least=1)
+    operators: str = setting("block,oracle,joint", "which Jacobians, with commas between")
+    seed: int = setting(0, "of the windows and of all random vectors", least=0)
+    corpus: str | None = setting(None, "folder of another prepared corpus with the same tokenizer")
+    precision: Literal["fp32", "fp64"] = setting("fp32", "of all computations")
+
+    def problems(self) -> list[str]:
+        unknown = [kind for kind in self.kinds() if kind not in KINDS]
+        return [f"operators = '{self.operators}' should name some of {', '.join(KINDS)}."] if unknown else []
+
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(word.strip() for word in self.operators.split(",")))
+
+
+SETTINGS = JacobianSettings
+
+
+def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) -> dict[str, Any]:
+    """Singular values by layer on fixed windows; interrupted, the same call continues."""
+    model, longest = run.model, run.config.model.context
+    context = settings.context or longest
+    if context > longest:
+        raise InputError(f"context = {context} is longer than the model's context, {longest}.")
+    windows = fixed_windows(corpus_of(run, settings.corpus).split("val"), settings.windows, context, settings.seed)
+    batches = list(windows[:, :-1].split(settings.window_batch))
+    if len(batches) > 1 and len(batches[-1]) < settings.window_batch:
+        raise InputError(
+            f"windows = {settings.windows} is no multiple of window_batch = {settings.window_batch}: the last batch "
+            "would be smaller, and Jacobians of different size have no common mean."
+        )
+    about = {
+        "run": run.record.get("id"),
+        "step": run.step,
+        "settings": settings.to_dict(),
+        "windows_hash": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16],
+    }
+    journal = measured.journal(run.folder.path, "jacobian", about, quiet=quiet)
+    pieces: dict[tuple[int, str], list[Spectrum]] = {}
+    notes: list[str] = []
+    layers, kinds = range(len(model.blocks)), settings.kinds()
+    with measured.counting("Jacobians", len(batches) * len(layers) * len(kinds), quiet=quiet) as step:
+        for number, tokens in enumerate(batches):
+            batch = _Batch(model, tokens, number, settings)
+            notes = notes or journal.get("notes", batch.notes)
+            for layer in layers:
+                for kind in kinds:
+                    found = journal.get(f"layer {layer} {kind} batch {number}", partial(batch.find, layer, kind))
+                    if found is not None:
+                        pieces.setdefault((layer, kind), []).append(Spectrum.from_dict(found))
+                    step(1)
+    rows: list[dict[str, Any]] = [
+        {"layer": layer, **{kind: over_batches(pieces.get((layer, kind), [])) for kind in KINDS}} for layer in layers
+    ]
+    result = {
+        "layers": rows,
+        "summary": {kind: over_layers([row[kind] for row in rows]) for kind in KINDS},
+        "notes": notes,
+        "tokens": windows[:, :-1].numel(),
+        "batches": len(batches),
+        "windows_hash": about["windows_hash"],
+        "settings": settings.to_dict(),
+    }
+    return measured.finish(run.folder.path, "jacobian", step=run.step, settings=settings.to_dict(), result=result)
+
+
+@dataclass
+class _Batch:
+    """Windows that make one Jacobian for each layer and kind."""
+
+    model: Model
+    tokens: Tensor
+    number: int
+    settings: JacobianSettings
+    done: dict[tuple[int, str], dict[str, Any] | None] = field(default_factory=dict)
+
+    @functools.cached_property
+    def maps(self) -> LayerMaps:
+        """Made once something of this batch is not in the journal."""
+        return LayerMaps(self.model, self.tokens, dtype=DTYPES[self.settings.precision])
+
+    def find(self, layer: int, kind: str) -> dict[str, Any] | None:
+        if kind == "joint" and self.maps.has_only_x(layer):
+            kind = "block"
+        if (layer, kind) not in self.done:
+            self.done[layer, kind] = self._find(layer, kind)
+        return self.done[layer, kind]
+
+    def _find(self, layer: int, kind: str) -> dict[str, Any] | None:
+        jacobian = self.maps.jacobian(layer, kind)
+        if jacobian is None:
+            return None
+        s = self.settings
+        sizes = {name: getattr(s, name) for name in ("rank", "oversampling", "iterations", "tolerance", "probes")}
+        return spectrum(jacobian, **sizes, generator=_generator(s.seed, layer, kind, self.number)).to_dict()
+
+    def notes(self) -> list[str]:
+        """What a reader of the numbers should know about this architecture."""
+        notes: list[str] = []
+        kinds, model = self.settings.kinds(), self.maps.model
+        if "oracle" in kinds:
+            reasons = [why_no_oracle(block, i in model.plain_layers) for i, block in enumerate(model.blocks)]
+            notes += dict.fromkeys(reason for reason in reasons if reason)
+        if "joint" in kinds:
+            parts, others = self.maps.parts(), ", ".join(self.maps.left_out())
+            notes.append(
+                f"The joint state is ({', '.join(parts)}), in the Euclidean norm of all its numbers together."
+                if len(parts) > 1
+                else "Nothing but x reaches the next layer: the joint Jacobian is the block's."
+            )
+            notes += [f"Streams left out of it, as they are the same for all tokens: {others}."] if others else []
+        return notes
+
+
+def over_batches(found: Sequence[Spectrum]) -> dict[str, Any] | None:
+    """The statistics of one layer as means over batches; None if there are none."""
+    if not found:
+        return None
+    values = [statistics.fmean(column) for column in zip(*(one.values for one in found), strict=True)]
+    errors = [one.frobenius_error for one in found]
+    settled = [one.settled for one in found]
+    row: dict[str, Any] = {
+        "singular_values": values,
+        "sigma_max": values[0],
+        "sigma_k": values[-1],
+        "k": len(values),
+        "spread": _mean([one.spread for one in found]),
+        "stable_rank": _mean([one.stable_rank for one in found]),
+        "rms_gain": statistics.fmean(one.rms_gain for one in found),
+        "frobenius": statistics.fmean(one.frobenius for one in found),
+        # of the mean over batches, from the probes alone
+        "frobenius_standard_error": None
+        if None in errors
+        else math.sqrt(math.fsum(error**2 for error in errors if error is not None)) / len(errors),
+        "converged": None if None in settled else all(settled),
+        "change": _largest([one.change for one in found]),
+        "change_of_largest": _largest([one.change_of_largest for one in found]),
+        "error": _largest([one.error for one in found]),
+        "rounds": max(one.rounds for one in found),
+        "dimension": found[0].dimension,
+    }
+    if len(values) >= LEGACY:
+        spreads = [one.values[0] / one.values[LEGACY - 1] if one.values[LEGACY - 1] > 0 else None for one in found]
+        row["legacy"] = {f"sigma_{LEGACY}": values[LEGACY - 1], "spread": _mean(spreads)}
+    return row
+
+
+def over_layers(rows: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """One number per statistic: means, the largest spread, and sums of logarithms, those of products along depth."""
+    known = [row for row in rows if row is not None]
+    if not known:
+        return None
+    spreads = [row["spread"] for row in known]
+    summary: dict[str, Any] = {
+        "persistence": _sum_of_logs([row["sigma_k"] for row in known]),
+        "mean_spread": _mean(spreads),
+        "max_spread": _largest(spreads),
+        "mean_stable_rank": _mean([row["stable_rank"] for row in known]),
+        "mean_sigma_max": statistics.fmean(row["sigma_max"] for row in known),
+        "mean_sigma_k": statistics.fmean(row["sigma_k"] for row in known),
+        "sum_log_rms_gain": _sum_of_logs([row["rms_gain"] for row in known]),
+        "layers": len(known),
+    }
+    if all("legacy" in row for row in known):
+        summary["legacy"] = {
+            "persistence": _sum_of_logs([row["legacy"][f"sigma_{LEGACY}"] for row in known]),
+            "mean_spread": _mean([row["legacy"]["spread"] for row in known]),
+        }
+    return summary
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean; None if one is missing, as a mean over the others would be about something else."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
+
+
+def _sum_of_logs(values: Sequence[float]) -> float | None:
+    return math.fsum(map(math.log, values)) if min(values) > 0 else None
+
+
+def _generator(seed: int, layer: int, kind: str, batch: int) -> torch.Generator:
+    """Its own random numbers for every piece, so that a continued measurement draws what a whole one would."""
+    digest = hashlib.sha256(f"{seed}/{layer}/{kind}/{batch}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -1,0 +1,204 @@
+"""A layer as a map, and its Jacobian as an operator: products with J and with its transpose, never J itself.
+
+block    x -> x' with every stream and the oracles' memory held at what they are;
+oracle   X -> R(X) = A(LN X) + M(LN(X + A(LN X))), at the X that the attention's pre-norm receives;
+joint    (x, streams, memory) -> the same after the layer: everything that belongs to tokens and reaches deeper layers.
+
+J^T u is a backward pass. J v is one through that pass: w -> v.J^T w is linear, and its gradient in w is J v.
+Forward-mode differentiation would do too, but neither constrained attention nor fused kernels have it; this is one way
+for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from stepformer.base.errors import InputError
+from stepformer.measure.diagnostics.states import Passage, per_token, through_depth
+from stepformer.measure.diagnostics.twins import twin
+from stepformer.model import Model
+from stepformer.model.block import Block
+from stepformer.ops import kernels
+from stepformer.oracles import Call
+from stepformer.rules import State
+
+KINDS = ("block", "oracle", "joint")
+Map = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+# Numbers in the vectors of one batched product: beyond this a loop is as fast and saves memory.
+AT_ONCE = {"cpu": 2**16, "cuda": 2**22}
+# How attention is computed, not what: plain products, all queries at once.
+PLAINLY = {"backend": "math", "query_chunk": 0}
+
+
+class Linearised:
+    """The Jacobian of a map at a point. Tensors in and out are flattened and joined in their order."""
+
+    def __init__(self, map: Map, point: Sequence[Tensor]) -> None:
+        with torch.enable_grad(), kernels.twice_differentiable():
+            self.inputs = [t.detach().clone().requires_grad_() for t in point]
+            self.outputs = list(map(self.inputs))
+            # an output that no input reaches has zero rows
+            self.moving = [t for t in self.outputs if t.requires_grad]
+            self.cotangents = [torch.zeros_like(t, requires_grad=True) for t in self.moving]
+            pulled: Sequence[Tensor] = [torch.zeros_like(t) for t in self.inputs]
+            if self.moving:
+                pulled = torch.autograd.grad(
+                    self.moving, self.inputs, self.cotangents, create_graph=True, materialize_grads=True
+                )
+        self.pulled = pulled
+        self.shape = (sum(t.numel() for t in self.outputs), sum(t.numel() for t in self.inputs))
+        self.dtype, self.device = self.inputs[0].dtype, self.inputs[0].device
+
+    def push(self, v: Tensor) -> Tensor:
+        """J v for each row of v, (n, columns) to (n, rows)."""
+        return self._some_at_a_time(v, self._push)
+
+    def pull(self, u: Tensor) -> Tensor:
+        """J^T u for each row of u, (n, rows) to (n, columns)."""
+        return self._some_at_a_time(u, self._pull)
+
+    def _some_at_a_time(self, vectors: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        chunk = max(1, AT_ONCE.get(self.device.type, AT_ONCE["cpu"]) // max(self.shape))
+        return torch.cat([product(part) for part in vectors.split(chunk)])
+
+    def _push(self, v: Tensor) -> Tensor:
+        pairs = [(p, part) for p, part in zip(self.pulled, _parts(v, self.inputs), strict=True) if p.requires_grad]
+        if not pairs:
+            return v.new_zeros(len(v), self.shape[0])
+        ends, along = zip(*pairs, strict=True)
+        moved = iter(_derivatives(ends, self.cotangents, along))
+        columns = [
+            next(moved) if t.requires_grad else t.new_zeros(len(v), *t.shape)  # in the order of the outputs
+            for t in self.outputs
+        ]
+        return torch.cat([column.flatten(1) for column in columns], dim=1)
+
+    def _pull(self, u: Tensor) -> Tensor:
+        parts = [part for t, part in zip(self.outputs, _parts(u, self.outputs), strict=True) if t.requires_grad]
+        if not parts:
+            return u.new_zeros(len(u), self.shape[1])
+        pulled = _derivatives(self.moving, self.inputs, parts)
+        return torch.cat([part.flatten(1) for part in pulled], dim=1)
+
+
+def _parts(vectors: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of joined vectors in the shapes of the tensors they belong to, (n, ...)."""
+    pieces = vectors.split([t.numel() for t in like], dim=1)
+    return [piece.reshape(len(vectors), *t.shape) for piece, t in zip(pieces, like, strict=True)]
+
+
+def _derivatives(ends: Sequence[Tensor], starts: Sequence[Tensor], along: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The backward pass for several cotangents at once, (n, ...)."""
+    several = len(along[0]) > 1
+    found = torch.autograd.grad(
+        ends,
+        starts,
+        along if several else [part[0] for part in along],
+        retain_graph=True,
+        materialize_grads=True,
+        is_grads_batched=several,
+    )
+    return found if several else tuple(t[None] for t in found)
+
+
+def twice_differentiable(model: Model, dtype: torch.dtype) -> Model:
+    """The same function in `dtype`, in plain operations, which also work for several vectors at once."""
+    plain = twin(model, dtype, frozen=True)
+    for block in plain.blocks:
+        for name, value in PLAINLY.items():
+            if hasattr(block.attn, name):
+                setattr(block.attn, name, value)
+    return plain
+
+
+class LayerMaps:
+    """The maps of every layer of a model around the path that tokens (B, T) take through it."""
+
+    def __init__(self, model: Model, tokens: Tensor, *, dtype: torch.dtype = torch.float32) -> None:
+        self.model = twice_differentiable(model, dtype)
+        self.passages = list(through_depth(self.model, tokens.to(self.model.embed.tok_emb.weight.device)))
+
+    def jacobian(self, layer: int, kind: str) -> Linearised | None:
+        """Of one layer; None for the oracle of a layer that has none (`why_no_oracle`)."""
+        if kind not in KINDS:
+            raise InputError(f"'{kind}' is none of {', '.join(KINDS)}.")
+        map, point = getattr(self, kind)(layer)
+        return None if map is None else Linearised(map, point)
+
+    def block(self, layer: int) -> tuple[Map, list[Tensor]]:
+        at = self.passages[layer]
+        return lambda x: [self._step(at, at.before.replace(x=x[0])).x], [at.before.x]
+
+    def joint(self, layer: int) -> tuple[Map, list[Tensor]]:
+        at = self.passages[layer]
+        streams, memory = per_token(at.before), list(at.before.memory)
+
+        def map(point: Sequence[Tensor]) -> list[Tensor]:
+            x, *rest = point
+            given = dict(zip(streams, rest[: len(streams)], strict=True))
+            kept = dict(zip(memory, rest[len(streams) :], strict=True))
+            new = self._step(at, State(x, {**at.before.streams, **given}, kept))
+            return [new.x, *(new.streams[name] for name in per_token(new)), *new.memory.values()]
+
+        return map, [
+            at.before.x,
+            *(at.before.streams[name] for name in streams),
+            *(at.before.memory[name] for name in memory),
+        ]
+
+    def oracle(self, layer: int) -> tuple[Map | None, list[Tensor]]:
+        at, block = self.passages[layer], self.model.blocks[layer]
+        plain = layer in self.model.plain_layers
+        if why_no_oracle(block, plain) is not None or at.point is None:
+            return None, []
+        together = not plain and block.splitting.name == "parallel"
+
+        def map(point: Sequence[Tensor]) -> list[Tensor]:
+            (x,) = point
+            call = self._call(at, block)
+            a = block.ask(("attn",), x, call=call)
+            return [a + block.ask(("mlp",), x if together else x + a, call=call)]
+
+        return map, [at.point]
+
+    def parts(self) -> list[str]:
+        """What the joint map is about: x, streams and memory, as layers receive them."""
+        names = [["x", *per_token(at.before), *at.before.memory] for at in self.passages]
+        return list(dict.fromkeys(name for some in names for name in some))
+
+    def has_only_x(self, layer: int) -> bool:
+        """Whether nothing but x reaches the next layer, so that the joint map is the block's."""
+        at = self.passages[layer]
+        return not any((per_token(at.before), per_token(at.after), at.before.memory, at.after.memory))
+
+    def left_out(self) -> list[str]:
+        """Streams that are the same for all tokens, which no token's perturbation can reach."""
+        before = self.passages[0].before
+        return [name for name in before.streams if name not in per_token(before)]
+
+    def _step(self, at: Passage, s: State) -> State:
+        return self.model.blocks[at.layer](s, at.call, at.layer in self.model.plain_layers)
+
+    def _call(self, at: Passage, block: Block) -> Call:
+        """What `Block.forward` hands to its oracles."""
+        return replace(at.call, used=0, memory=dict(at.before.memory), value_mix=block.value_mix())
+
+
+def why_no_oracle(block: Block, plain: bool = False) -> str | None:
+    """Why R is not defined for a layer, or None if it is."""
+    if block.attn.has_fields:
+        return (
+            f"Attention '{block.attn.name}' moves x and a momentum by two fields instead of answering at a point: "
+            "the oracle's Jacobian is left out."
+        )
+    if not plain and block.splitting.name not in ("lie-trotter", "parallel"):
+        return (
+            f"Splitting '{block.splitting.name}' asks its oracles at points that R(X) does not have: the oracle's "
+            "Jacobian is left out (it is defined for lie-trotter and parallel)."
+        )
+    return None

@@ -1,0 +1,215 @@
+"""Perplexity of a run on any text: in blocks as in training, with a sliding window, or on random windows.
+
+blocks    full blocks of `context` tokens from the first token on; the remainder is dropped (what `eval` alone does)
+sliding   windows `stride` apart: the first scores all its tokens, each later one those that are new, so that every
+          token but the first is scored once, and after the first window with at least context - stride before it
+random    windows of `context` tokens at random places, which may overlap; the protocol of the momentum-streams paper
+
+The first token of a window is context only: nothing precedes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepformer.base.errors import InputError
+from stepformer.measure import measured
+from stepformer.measure.evaluation.scoring import Part, Scorer, about_run, say_continues, scorer_of
+from stepformer.measure.evaluation.texts import Text, count_bytes, exponential, token_hash
+from stepformer.present.tables import Table, of_texts
+from stepformer.training.run import LoadedRun
+
+KIND = "perplexity"
+PIECE_WINDOWS = 32  # windows between two lines of the journal
+RANDOM_WINDOWS, RANDOM_SEED = 200 * 8, 0
+Window = tuple[int, int, int]  # where it begins and ends in the text, and how many of its last tokens are scored
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a text is read. `tokens`: at most so many are scored; None: all."""
+
+    stride: int | None = None
+    tokens: int | None = None
+    random: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stride is not None and self.stride < 1:
+            raise InputError(f"stride = {self.stride} should be at least 1.")
+        if self.tokens is not None and self.tokens < 1:
+            raise InputError(f"tokens = {self.tokens} should be at least 1.")
+        if self.random and self.stride is not None:
+            raise InputError("Random windows have no stride: give one or the other.")
+
+    @property
+    def mode(self) -> str:
+        return "random" if self.random else "blocks" if self.stride is None else "sliding"
+
+    def windows(self, text: Text, context: int) -> list[Window]:
+        """Every window of a text."""
+        limit = min(len(text) - 1, math.inf if self.tokens is None else self.tokens)
+        if self.stride is not None:
+            if self.stride > context:
+                raise InputError(f"stride = {self.stride} should be at most {context}, the model's context.")
+            if limit < 1:
+                raise InputError(f"The text '{text.name}' has {len(text)} tokens: at least 2 are needed.")
+            return sliding_windows(int(limit), context, self.stride)
+        if limit < context:
+            raise InputError(
+                f"The text '{text.name}' has {len(text):,} tokens"
+                + ("" if self.tokens is None else f" and {self.tokens:,} were asked for")
+                + f": too few for one block of {context}; a sliding window (--stride) scores shorter texts."
+            )
+        if self.random:
+            count = RANDOM_WINDOWS if self.tokens is None else max(1, self.tokens // context)
+            draw = np.random.Generator(np.random.PCG64(RANDOM_SEED))
+            starts = draw.integers(0, len(text) - context, size=count).tolist()
+        else:
+            starts = [block * context for block in range(int(limit) // context)]
+        return [(start, start + context + 1, context) for start in starts]
+
+
+def sliding_windows(limit: int, context: int, stride: int) -> list[Window]:
+    """Windows that score the tokens 1 to `limit`, each once."""
+    windows = [(0, min(context, limit) + 1, min(context, limit))]
+    while (end := windows[-1][1]) <= limit:
+        begin = windows[-1][0] + stride
+        new = min(stride, limit + 1 - end)
+        windows.append((begin, end + new, new))
+    return windows
+
+
+def measure_texts(
+    run: LoadedRun,
+    texts: Sequence[Text],
+    reading: Reading,
+    *,
+    mean: bool = False,
+    micro_batch: int = 8,
+    quiet: bool = False,
+    journal: measured.Journal | None = None,
+) -> dict[str, Any]:
+    """Perplexities of a run, kept in RUN/measured/perplexity.json beside those of other texts; `mean`: also theirs.
+
+    `journal` is one of `journal_of` for a caller who has more to measure, would continue all of it after Ctrl-C, and
+    closes it in the end.
+    """
+    settings = about_run(run)
+    scorer = scorer_of(run, micro_batch)
+    windows = [reading.windows(text, run.model.config.context) for text in texts]  # what is too short is said at once
+    notes = journal or journal_of(run)
+    found = []
+    for text, places in zip(texts, windows, strict=True):
+        nats = total_nats(scorer, text, places, notes, quiet=quiet)
+        found.append(entry_of(text, reading, places, nats, run))
+    result: dict[str, Any] = {"texts": found}
+    if mean:
+        result["mean_perplexity"] = math.fsum(entry["perplexity"] for entry in found) / len(found)
+        how = reading.mode if reading.stride is None else f"{reading.mode} {reading.stride}"
+        result["protocol"] = f"mean over {', '.join(text.name for text in texts)}; {how}"
+    save_texts(run, settings, result)
+    if journal is None:
+        notes.close_used()
+    return result
+
+
+def journal_of(run: LoadedRun) -> measured.Journal:
+    """What was found so far with these weights."""
+    return measured.journal(run.folder.path, KIND, about_run(run))
+
+
+def total_nats(
+    scorer: Scorer,
+    text: Text,
+    windows: Sequence[Window],
+    journal: measured.Journal | None = None,
+    *,
+    quiet: bool = True,
+) -> float:
+    """The sum of -ln p over all scored tokens."""
+    total = []
+    name = token_hash(text.tokens)
+
+    def nats(some: Sequence[Window]) -> float:
+        parts = [Part(text.tokens[begin:end].tolist(), count) for begin, end, count in some]
+        sums = [
+            float(score.log_probabilities.sum())
+            for batch in scorer.batches(parts)
+            for score in scorer.score([parts[i] for i in batch])
+        ]
+        return -math.fsum(sums)
+
+    pieces = {}
+    for begin in range(0, len(windows), PIECE_WINDOWS):
+        some = windows[begin : begin + PIECE_WINDOWS]
+        pieces[f"{name}/{some[0]}/{some[-1]}/{len(some)}"] = some
+    everything = sum(scored for _, _, scored in windows)
+    if journal is not None:
+        earlier = [some for piece, some in pieces.items() if piece in journal.pieces and piece not in journal.used]
+        kept = sum(scored for some in earlier for _, _, scored in some)
+        say_continues(text.name, kept, everything, "tokens", quiet=quiet)
+    with measured.counting(text.name, everything, quiet=quiet) as count:
+        for piece, some in pieces.items():
+            if journal is None:
+                total.append(nats(some))
+            else:
+                total.append(float(journal.get(piece, functools.partial(nats, some))))
+            count(sum(scored for _, _, scored in some))
+    return math.fsum(total)
+
+
+def scored_tokens(text: Text, windows: Sequence[Window]) -> NDArray[np.integer]:
+    """The tokens that are scored, in order, as often as they are."""
+    return np.concatenate([text.tokens[end - count : end] for _, end, count in windows])
+
+
+def entry_of(text: Text, reading: Reading, windows: Sequence[Window], nats: float, run: LoadedRun) -> dict[str, Any]:
+    """A number with what it was measured on. Two may be compared when tokens, hash, mode and stride agree."""
+    scored = scored_tokens(text, windows)
+    size = count_bytes(run.tokenizer, scored)
+    return {
+        "name": text.name,
+        "source": text.source,
+        "mode": reading.mode,
+        "stride": reading.stride,
+        "nats": nats / len(scored),
+        "perplexity": exponential(nats / len(scored)),
+        "bits_per_byte": nats / math.log(2) / size if size else None,
+        "tokens": len(scored),
+        "bytes": size,
+        "hash": token_hash(scored),
+    }
+
+
+def save_texts(run: LoadedRun, settings: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    """Keep the numbers, beside those of the same weights on other texts or read in other ways."""
+    earlier = measured.load(run.folder.path, KIND, own=False)
+    kept = earlier["result"] if earlier and earlier["settings"] == settings else {"texts": []}
+    names = [identity(entry) for entry in result["texts"]]
+    others = [entry for entry in kept["texts"] if identity(entry) not in names]
+    whole = {**kept, **result, "texts": [*others, *result["texts"]]}
+    measured.save(run.folder.path, KIND, step=run.step, settings=settings, result=whole)
+
+
+def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(entry[key] for key in ("name", "mode", "stride", "hash"))
+
+
+def as_table(result: Mapping[str, Any]) -> Table:
+    """A line for every text."""
+    titles = ("text", "read in", "nats/token", "perplexity", "bits/byte", "tokens", "bytes", "hash")
+    rows = []
+    for entry in result["texts"]:
+        mode = entry["mode"] if entry["stride"] is None else f"{entry['mode']} {entry['stride']}"
+        per_byte = "" if entry["bits_per_byte"] is None else f"{entry['bits_per_byte']:.4f}"
+        amounts = (f"{entry['nats']:.4f}", f"{entry['perplexity']:.3f}", per_byte)
+        counts = (f"{entry['tokens']:,}", f"{entry['bytes']:,}")
+        rows.append((entry["name"], mode, *amounts, *counts, entry["hash"]))
+    return of_texts(titles, rows, words=("read in", "hash"))

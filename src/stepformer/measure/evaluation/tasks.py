@@ -1,0 +1,256 @@
+"""Tasks of the evaluation harness: some from local files, without a network; all others by their names.
+
+The local ones have the prompts of the harness's own definitions. Their files are read in the layouts in which they go
+around, brought into one form, and handed over through a temporary folder, so that nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from stepformer.base import files
+from stepformer.base.errors import InputError, StepformerError, suggestion
+from stepformer.data.readers import opened, reading
+
+TASK_FILES = Path(__file__).parent / "task_files"
+FOUR_CHOICES = ("hellaswag", "arc_easy", "arc_challenge")  # of ARC a few have three or five
+Row = dict[str, Any]
+
+
+def need(module: str) -> Any:
+    """Import a module of the harness or of what it is built on, or say how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = (error.name or module).partition(".")[0]
+        raise StepformerError(
+            f"The package '{package}' is needed for this and is not installed: pip install 'stepformer[eval]'."
+        ) from None
+
+
+@dataclass(frozen=True)
+class LocalTask:
+    """Where a task's files are below the data folder, by split, and how a row becomes a document."""
+
+    splits: Mapping[str, str]
+    scored: str
+    document: Callable[[Row], Row]
+    shots: int  # how many examples the papers show; 0 where they do not say
+
+    def find(self, folder: Path) -> dict[str, Path]:
+        """The files that are there, by split; empty without the scored one."""
+        found = {}
+        for split, pattern in self.splits.items():
+            paths = sorted(path for ending in ("", ".xz", ".gz") for path in folder.glob(pattern + ending))
+            if paths:
+                found[split] = paths[0]
+        return found if self.scored in found else {}
+
+
+@dataclass(frozen=True)
+class OpenedTask:
+    """A task, or a group of them, ready for the harness, and what it was made of."""
+
+    name: str
+    objects: Sequence[Any]
+    manager: Any
+    source: dict[str, Any]
+
+
+def hellaswag(row: Row) -> Row:
+    """Activity and context as a query; the marks that WikiHow left in the texts are taken out."""
+    query = clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+    return {"query": query, "choices": [clean(ending) for ending in row["endings"]], "gold": int(row["label"])}
+
+
+def clean(text: str) -> str:
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def arc(row: Row) -> Row:
+    """A question with its answers, from the original layout or from one that has the query made."""
+    if "question" in row:
+        choices, gold = row["choices"]["text"], row["choices"]["label"].index(row["answerKey"])
+        query = f"Question: {row['question']}"
+    else:
+        query, choices, gold = row["query"], row["choices"], int(row["gold"])
+    return {"query": f"{query}\nAnswer:", "choices": list(choices), "gold": gold}
+
+
+def lambada(row: Row) -> Row:
+    """A passage without its last word, and that word."""
+    if "text" in row:
+        context, _, continuation = row["text"].rpartition(" ")
+    else:
+        context, continuation = row["context"], row["continuation"]
+    return {"context": context, "continuation": continuation}
+
+
+def _arc(level: str) -> LocalTask:
+    splits = {split: f"arc/arc_{level}_{split}.jsonl" for split in ("train", "validation", "test")}
+    return LocalTask(splits, "test", arc, 25)
+
+
+LOCAL = {
+    "hellaswag": LocalTask(
+        {"train": "hellaswag/*train*.jsonl", "validation": "hellaswag/*val*.jsonl"}, "validation", hellaswag, 10
+    ),
+    "arc_easy": _arc("easy"),
+    "arc_challenge": _arc("challenge"),
+    "lambada_openai": LocalTask({"test": "lambada/lambada_openai*.jsonl"}, "test", lambada, 0),
+}
+
+
+def data_folder(given: str | Path | None) -> Path | None:
+    """Where texts and tasks for evaluation are: as given, else $STEPFORMER_DATA/eval, else nowhere."""
+    if given is not None:
+        folder = Path(given).expanduser()
+        if not folder.is_dir():
+            raise InputError(f"There is no data folder '{folder}'.")
+        return folder
+    home = os.environ.get("STEPFORMER_DATA", "")
+    return Path(home) / "eval" if home and (Path(home) / "eval").is_dir() else None
+
+
+@contextlib.contextmanager
+def open_task(name: str, data: str | Path | None = None, *, quiet: bool = False) -> Iterator[OpenedTask]:
+    """A task by name or from a YAML file: from the data folder if it has its files, else as the harness defines it."""
+    tasks = need("lm_eval.tasks")
+    folder = data_folder(data)
+    found = LOCAL[name].find(folder) if folder is not None and name in LOCAL else {}
+    if found:
+        with local_task(name, found, tasks) as task:
+            yield task
+        return
+    if data is not None and name in LOCAL:
+        wanted = LOCAL[name].splits[LOCAL[name].scored]
+        raise InputError(f"The data folder '{folder}' has nothing for the task '{name}': '{wanted}' is missing.")
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise InputError(f"There is no task file '{name}'.")
+        manager = tasks.TaskManager(include_defaults=False)
+        yield OpenedTask(name, loaded(manager, name), manager, {"kind": "file", "file": Path(name).name})
+        return
+    if not quiet:
+        Console(stderr=True, highlight=False).print("reading the harness's list of tasks ...")
+    manager = all_tasks()
+    if name not in manager.all_tasks:
+        near = suggestion(name, [*LOCAL, *manager.all_tasks])
+        raise InputError(f"The harness has no task '{name}'.{near or ' `lm-eval ls tasks` lists them.'}")
+    if not quiet:
+        hint = "; local files can be given with --data DIR" if name in LOCAL else ""
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"reading {name} from the Hugging Face Hub{hint}")
+    with impatient():
+        objects = loaded(manager, name)
+    yield OpenedTask(name, objects, manager, {"kind": "harness"})
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """The Hub's client gives up after one more try, and does not log each: without a network five take half a minute.
+
+    No setting of it says how often it tries, so that the default of its functions is another one meanwhile.
+    """
+    log = logging.getLogger("huggingface_hub")
+    client = importlib.import_module("huggingface_hub.utils")
+    asking = [getattr(client, name, None) for name in ("http_backoff", "http_stream_backoff")]
+    defaults = [d for d in (getattr(ask, "__kwdefaults__", None) for ask in asking) if d and "max_retries" in d]
+    level, before = log.level, [values["max_retries"] for values in defaults]
+    log.setLevel(logging.ERROR)
+    for values in defaults:
+        values["max_retries"] = 1
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        for values, tries in zip(defaults, before, strict=True):
+            values["max_retries"] = tries
+
+
+@functools.cache
+def all_tasks() -> Any:
+    """The harness's own tasks; it takes seconds to read their 14,000 files."""
+    return need("lm_eval.tasks").TaskManager()
+
+
+def loaded(manager: Any, name: str) -> list[Any]:
+    """The task behind a name, or the tasks behind a tag. This is where the harness reaches for the network."""
+    try:
+        found = manager.load([name])
+    except Exception as error:  # of the harness, of datasets, of the hub, of the network
+        raise StepformerError(
+            f"The harness could not load the task '{name}' ({reason(error)}): without a network its data must be in "
+            "the cache of Hugging Face datasets, or, for " + ", ".join(LOCAL) + ", in a folder given with --data."
+        ) from None
+    groups = found.get("groups", {})
+    return [groups[name]] if name in groups else list(found["tasks"].values())
+
+
+def reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")[:200]
+
+
+@contextlib.contextmanager
+def local_task(name: str, found: Mapping[str, Path], tasks: Any) -> Iterator[OpenedTask]:
+    """A task from local files. Shots come from the split the harness would take, or the nearest that is there."""
+    task = LOCAL[name]
+    with tempfile.TemporaryDirectory(prefix="stepformer-") as made:
+        folder = Path(made)
+        sizes = {split: convert(path, folder / f"{split}.jsonl", task.document) for split, path in found.items()}
+        definition: dict[str, Any] = {
+            "include": str(TASK_FILES / f"{name}.yaml"),
+            "dataset_kwargs": {
+                "data_files": {split: str(folder / f"{split}.jsonl") for split in found},
+                "cache_dir": str(folder / "cache"),
+            },
+        }
+        for split, key in (("train", "training"), ("validation", "validation"), ("test", "test")):
+            if split in found:
+                definition[f"{key}_split"] = split
+        shown = next((split for split in ("train", "validation") if split in found), task.scored)
+        if shown == task.scored == "test":
+            definition["fewshot_split"] = "test"  # told this way, the harness leaves out the item that is asked
+        files.write_json(folder / "task.yaml", definition | {"task": name}, sealed=False)  # JSON is YAML
+        manager = tasks.TaskManager(include_path=str(folder), include_defaults=False)
+        source = {
+            "kind": "files",
+            "items": sizes[task.scored],
+            "scored": {"file": found[task.scored].name, "sha256": files.sha256(found[task.scored])},
+            "shots_from": found[shown].name + (", never the item itself" if shown == task.scored else ""),
+        }
+        if shown != task.scored:
+            source["shots_sha256"] = files.sha256(found[shown])
+        yield OpenedTask(name, loaded(manager, name), manager, source)
+
+
+def convert(path: Path, target: Path, document: Callable[[Row], Row]) -> int:
+    """Write a file's rows as documents; a row in another layout is named."""
+    documents = []
+    with reading(path), opened(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                documents.append(json.dumps(document(json.loads(line))))
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                raise InputError(
+                    f"Line {number:,} of '{path}' is not in a layout known for this task ({reason(error)})."
+                ) from None
+    if not documents:
+        raise InputError(f"'{path}' has no rows.")
+    files.write_text(target, "\n".join(documents) + "\n")
+    return len(documents)

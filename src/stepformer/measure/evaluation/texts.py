@@ -1,0 +1,158 @@
+"""Texts to measure perplexity on: prepared corpora, files, and the three out-of-domain texts of the papers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepformer.base.errors import InputError, suggestion
+from stepformer.data.corpus import MANIFEST, Corpus
+from stepformer.data.readers import Layout, cut_text, extensions, opened, read_documents, reading
+from stepformer.data.sources import DATASETS, open_source, usable_files
+from stepformer.data.tokenizers import Tokenizer
+from stepformer.training.corpora import checked
+
+PIECE = 1 << 20  # tokens that are hashed and counted at a time
+OUT_OF_DOMAIN = ("wikitext", "lambada", "c4")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A row of tokens with a name; every document in it is followed by end of text, as `stepformer prepare` does."""
+
+    name: str
+    tokens: NDArray[np.integer]
+    source: str  # the file or split it came from
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def as_text(name: str, documents: Iterable[str], tokenizer: Tokenizer, source: str, enough: int | None = None) -> Text:
+    """The tokens of documents, each followed by end of text; reading stops once there are more than `enough`."""
+    found: list[NDArray[np.int64]] = []
+    count = 0
+    for document in documents:
+        found.append(np.array([*tokenizer.encode(document), tokenizer.eot], dtype=np.int64))
+        count += len(found[-1])
+        if enough is not None and count > enough:
+            break
+    if not found:
+        raise InputError(f"There is no text in '{source}'.")
+    return Text(name, np.concatenate(found), source)
+
+
+def open_text(
+    where: str,
+    tokenizer: Tokenizer,
+    *,
+    field: str | None = None,
+    document: str | None = None,
+    split: str = "val",
+    enough: int | None = None,
+) -> Text:
+    """A split of a prepared corpus, or the documents of a file, a folder of files or a dataset (as for `prepare`)."""
+    folder = Path(where).expanduser()
+    if (folder / MANIFEST).is_file():
+        corpus = checked(Corpus(folder))
+        corpus.check_tokenizer(tokenizer)
+        tokens = corpus.split(split)
+        count = len(tokens) if enough is None else min(len(tokens), enough + 1)
+        return Text(corpus.name, tokens.tokens(0, count), f"{corpus.folder.name}, {split} split")
+    if folder.is_dir() and (folder / "run.json").is_file():
+        raise InputError(f"'{folder}' is a run, not a text: give a file, a folder of files or a prepared corpus.")
+    is_name = where == "tales" or where in DATASETS or where.startswith("hf:")
+    if not is_name and not folder.exists():
+        raise InputError(
+            f"There is no file or folder and no prepared corpus '{where}'.{suggestion(where, ('tales', *DATASETS))}"
+        )
+    source = open_source(where, field=field, document=document)
+    documents = (found.text for found in source)
+    return as_text(source.name, documents, tokenizer, folder.name if folder.exists() else where, enough)
+
+
+def out_of_domain(folder: Path, tokenizer: Tokenizer, enough: int | None = None) -> list[Text]:
+    """WikiText, LAMBADA and C4 from the folders of these names: the first readable file of each.
+
+    WikiText: every line that is not blank is a document. LAMBADA: every passage, its last word included. C4: every row,
+    or every line of a text file.
+    """
+    texts = []
+    for name in OUT_OF_DOMAIN:
+        path = first_file(folder, name)
+        with reading(path):
+            texts.append(as_text(name, _documents(name, path), tokenizer, f"{name}/{path.name}", enough))
+    return texts
+
+
+def first_file(folder: Path, name: str) -> Path:
+    """The file of an out-of-domain text; a sentence says what is missing."""
+    place = folder / name
+    if not place.is_dir():
+        near = suggestion(name, [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else [])
+        raise InputError(f"The out-of-domain text '{name}' is not in '{folder}': a folder '{name}' is needed.{near}")
+    found = usable_files(place) or sorted(place.glob("*.utf8"))
+    if not found:
+        raise InputError(f"There is no text in '{place}': a .txt, .utf8, .jsonl or .parquet file is needed.")
+    return found[0]
+
+
+def _documents(name: str, path: Path) -> Iterator[str]:
+    form = extensions(path)[0]
+    if name == "lambada" and form not in (".txt", ".parquet"):
+        yield from _passages(path)
+    elif form in ("", ".txt"):
+        with opened(path) as raw:
+            lines = (line.decode() for line in raw)
+            yield from (line for line in cut_text(lines, "line") if line.strip())
+    else:
+        yield from (found.text for found in read_documents(path, Layout()))
+
+
+def _passages(path: Path) -> Iterator[str]:
+    """Rows with a text, or with a context and the continuation that one space joins to it."""
+    with opened(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                yield row["text"] if "text" in row else f"{row['context']} {row['continuation']}"
+            except (ValueError, KeyError, TypeError):
+                raise InputError(
+                    f"Line {number:,} of '{path}' has neither a text nor a context with its continuation."
+                ) from None
+
+
+@functools.lru_cache(maxsize=4)
+def _piece_sizes(tokenizer: Tokenizer) -> NDArray[np.int64]:
+    sizes = np.array([len(tokenizer.piece(i)) for i in range(tokenizer.vocab_size)], dtype=np.int64)
+    sizes[tokenizer.eot] = 0  # a mark between documents, not text
+    return sizes
+
+
+def count_bytes(tokenizer: Tokenizer, tokens: NDArray[np.integer]) -> int:
+    """Bytes of UTF-8 that tokens stand for; end of text stands for none."""
+    sizes = _piece_sizes(tokenizer)
+    return sum(int(sizes[tokens[begin : begin + PIECE]].sum()) for begin in range(0, len(tokens), PIECE))
+
+
+def token_hash(tokens: NDArray[np.integer]) -> str:
+    """A name for a row of tokens, the same for every way of storing it."""
+    digest = hashlib.sha256()
+    for begin in range(0, len(tokens), PIECE):
+        digest.update(tokens[begin : begin + PIECE].astype("<u4").tobytes())
+    return digest.hexdigest()[:16]
+
+
+def exponential(nats: float) -> float:
+    """Perplexity; bounded, so that it can be written as JSON."""
+    return math.exp(min(nats, 700.0))

@@ -1,0 +1,145 @@
+"""Time steps for the flows: those of the models' own templates, and Runge-Kutta for reference solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from stepformer.measure.flows.systems import Flow
+from stepformer.rules import State, Substep, Values, templates
+from stepformer.rules.hamiltonian import HamiltonianStep
+
+BEGIN = 1.0  # the models' clock starts at t = 1
+
+
+@dataclass(frozen=True)
+class Friction:
+    """alpha(t) = c_log / t + c_lin, with the models' initial values."""
+
+    c_log: float = 3.0
+    c_lin: float = 1e-4
+
+    def __call__(self, t: float) -> float:
+        return self.c_log / t + self.c_lin
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A template with its options, and the order of accuracy that it should have."""
+
+    template: str
+    order: int | None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.template, *(f"{key}={value}" for key, value in self.options)])
+
+
+SCHEMES = (
+    Scheme("plain-euler", 1),
+    Scheme("presymp-euler", 1),
+    Scheme("exp-euler", 1),
+    Scheme("conformal-euler", 1),
+    Scheme("ab2", 2),
+    Scheme("etd-ab2", 2),
+)
+LAWSON = Scheme("etd-ab2", 2, (("etd", "lawson"),))
+
+
+def plugged_in() -> list[Scheme]:
+    """Integrators of one's own (`--plugin`), whose order is what one wants to know."""
+    known = {scheme.template for scheme in SCHEMES}
+    return [Scheme(e.name, None) for e in templates if e.component.integrates and e.name not in known]
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def accelerated(
+    flow: Flow, scheme: Scheme, x: Tensor, h: float | Sequence[float], steps: int, friction: Friction
+) -> Iterator[State]:
+    """The states from rest (y = 0) to after the last of `steps` steps, taken by the template's own `advance`.
+
+    h_x = h_y = h; a sequence of step sizes is repeated. plain-euler has a memory instead of a friction: with
+    alpha = 1 - alpha(t) h in each step it integrates the same ODE, and is then presymp-euler.
+    """
+    template = templates[scheme.template].component(1, x.shape[1], **dict(scheme.options))
+    assert isinstance(template, HamiltonianStep)
+    sizes = [h] if isinstance(h, float) else list(h)
+    starts = {name: stream.start for name, stream in template.streams.items()}
+    s = State(x, {k: number(v) if isinstance(v, float) else torch.zeros_like(x) for k, v in starts.items()})
+    c_log, c_lin = number(friction.c_log), number(friction.c_lin)
+    t = BEGIN
+    yield s
+    for k in range(steps):
+        size = sizes[k % len(sizes)]
+        memory = number(1 - friction(t) * size)
+        c = Values({"h_x": number(size), "h_y": number(size), "c_log": c_log, "c_lin": c_lin, "alpha": memory})
+        s = template.advance(s, c, flow.at(s.x, s.y))
+        t += size
+        yield s
+
+
+def standard(flow: Flow, x: Tensor, h: float, steps: int) -> Iterator[State]:
+    """x' = x + h F(x, G(x, 0)): residual layers, by the template `gd`."""
+    turn = Substep(templates["gd"].component(1, x.shape[1]), flow.standard, Values({"step": h}), None)
+    s = State(x)
+    yield s
+    for _ in range(steps):
+        s = turn.take(s)
+        yield s
+
+
+class Vector(Protocol):
+    """What Runge-Kutta needs: u + h f."""
+
+    def plus(self, h: float, rate: Any) -> Any: ...
+
+
+V = TypeVar("V", bound=Vector)
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """(x, y) as one vector."""
+
+    x: Tensor
+    y: Tensor
+
+    @classmethod
+    def at_rest(cls, x: Tensor) -> Phase:
+        return cls(x, torch.zeros_like(x))
+
+    def plus(self, h: float, rate: Phase) -> Phase:
+        return Phase(self.x + h * rate.x, self.y + h * rate.y)
+
+
+def rk4(rate: Callable[[float, V], V], u: V, until: float, steps: int, begin: float = BEGIN) -> Iterator[V]:
+    """The classical Runge-Kutta method of order four for u' = rate(t, u)."""
+    h = (until - begin) / steps
+    yield u
+    for k in range(steps):
+        t = begin + k * h
+        k1 = rate(t, u)
+        k2 = rate(t + h / 2, u.plus(h / 2, k1))
+        k3 = rate(t + h / 2, u.plus(h / 2, k2))
+        k4 = rate(t + h, u.plus(h, k3))
+        u = u.plus(h / 6, k1).plus(h / 3, k2).plus(h / 3, k3).plus(h / 6, k4)
+        yield u
+
+
+def damped(flow: Flow, friction: Friction) -> Callable[[float, Phase], Phase]:
+    """(x', y') = (F, G - alpha(t) y)."""
+    return lambda t, u: Phase(flow.velocity(u.x, u.y), flow.force(u.x, u.y) - friction(t) * u.y)
+
+
+def last(states: Iterator[S]) -> S:
+    *_, end = states
+    return end

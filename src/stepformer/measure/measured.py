@@ -1,0 +1,162 @@
+"""Long measurements of a run: a progress bar, a journal that survives Ctrl-C, and the result beside the run.
+
+RUN/measured/KIND.json         the result, with the settings, the checkpoint and the command that made it
+RUN/measured/KIND.jsonl        its journal while it is being made: the same command continues from it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from stepformer.base import documents, files
+from stepformer.base.errors import InputError, command_line
+from stepformer.base.version import __version__
+
+FOLDER = "measured"
+FORMAT = 1
+
+
+@contextlib.contextmanager
+def counting(title: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal, a line every half minute elsewhere; call what it yields with the amount done."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if quiet:
+        yield lambda amount: None
+        return
+    if sys.stderr.isatty():
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:.0f} %"),
+        )
+        with Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda amount: bar.advance(task, amount)
+        return
+    done, last = 0, time.monotonic()
+
+    def count(amount: int) -> None:
+        nonlocal done, last
+        done += amount
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
+            console.print(f"{title}  {done:,}/{total:,}", markup=False)
+
+    yield count
+
+
+class Journal:
+    """Finished pieces of a long measurement by name, one JSON line each.
+
+    `about` says what is measured. A journal about something else, other settings say, is begun again. Losing power
+    in the middle of a line loses that line.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.pieces: dict[str, Any] = {}
+        self.used: set[str] = set()  # names that were asked for
+        self.head = json.dumps({"about": about}, sort_keys=True)
+        self.check = 0
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+        if lines and lines[0] == self.head.encode():
+            for line in lines[1:]:
+                body, told = files.parted(line)
+                self.check = files.chained(body, self.check)
+                if told != self.check:
+                    break  # what follows is computed again
+                piece = json.loads(body)
+                self.pieces[piece["name"]] = piece["value"]
+        self.kept = len(self.pieces)  # from an interrupted measurement
+        self._write()
+
+    def _write(self) -> None:
+        self.check = 0
+        with files.writing(self.path) as file:
+            file.write(self.head.encode() + b"\n")
+            file.writelines(self._line(name, value) for name, value in self.pieces.items())
+
+    def _line(self, name: str, value: Any) -> bytes:
+        body = json.dumps({"name": name, "value": value}).encode()
+        self.check = files.chained(body, self.check)
+        return files.checked_line(body, self.check)
+
+    def get(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The piece of this name: as it was found before, or computed now and kept. Pieces are JSON values."""
+        self.used.add(name)
+        if name not in self.pieces:
+            value = compute()
+            with files.explained(self.path), self.path.open("ab") as file:
+                file.write(self._line(name, value))
+            self.pieces[name] = value
+        return self.pieces[name]
+
+    def close_used(self) -> None:
+        """The result of what was asked for is written; what another measurement left, interrupted, stays."""
+        self.pieces = {name: value for name, value in self.pieces.items() if name not in self.used}
+        if self.pieces:
+            self._write()
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+def journal(run: Path, kind: str, about: Mapping[str, Any], *, quiet: bool = True) -> Journal:
+    """The journal of a measurement of the run in the folder `run`; unless quiet it says when it continues one."""
+    opened = Journal(_folder(run) / f"{kind}.jsonl", about)
+    if opened.kept and not quiet:
+        Console(stderr=True, highlight=False).print(f"{kind} continues: {opened.kept:,} finished parts were kept")
+    return opened
+
+
+def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
+    """Keep a measurement beside its run; `settings` is everything that decides the numbers, `step` the checkpoint's."""
+    path = _folder(run) / f"{kind}.json"
+    command = command_line(*sys.argv[1:]) if Path(sys.argv[0]).name.startswith("stepformer") else ""
+    about = {"format": FORMAT, "stepformer": __version__, "kind": kind, "step": step, "command": command}
+    about |= {"run": known} if (known := _id(run)) else {}
+    files.write_json(path, {**about, "settings": dict(settings), "result": dict(result)})
+    return path
+
+
+def finish(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Keep a result, and only then let its journal go, which nothing else shares; returns the result."""
+    save(run, kind, step=step, settings=settings, result=result)
+    (run / FOLDER / f"{kind}.jsonl").unlink(missing_ok=True)
+    return result
+
+
+def load(run: Path, kind: str, *, own: bool = True) -> dict[str, Any] | None:
+    """A measurement of a run, whole, or None if it was never made; `own`: of this run and its weights, no others."""
+    path = run / FOLDER / f"{kind}.json"
+    if not path.is_file():
+        return None
+    found = documents.read(path, documents.MEASUREMENT)
+    if not own:
+        return found
+    result = documents.read(run / "result.json", documents.RESULT) if (run / "result.json").is_file() else {}
+    weights = found["settings"].get("weights")
+    if found.get("run", "") not in ("", _id(run)) or (
+        weights is not None and found["step"] == result.get("steps") and weights != result["weights_sha256"]
+    ):
+        raise InputError(f"The measurement '{path}' is of other weights than those of its run: take it away.")
+    return found
+
+
+def _id(run: Path) -> str:
+    return str(documents.read(run / "run.json", documents.RUN).get("id", "")) if (run / "run.json").is_file() else ""
+
+
+def _folder(run: Path) -> Path:
+    """Where measurements of a run are written; never into another run."""
+    if (run / FOLDER).is_symlink():
+        raise InputError(f"'{run / FOLDER}' is a link to another place: take it away.")
+    return run / FOLDER

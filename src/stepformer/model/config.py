@@ -1,0 +1,369 @@
+"""Typed configuration: from Python, TOML files and `key=value` words, with every problem reported at once.
+
+`ModelConfig` holds the settings every model has. Options that belong to a chosen component (`k` of the IMEX
+splitting, `attention_backend` of softmax attention) are ordinary keys next to them; they are refused, with a
+sentence, when that component is not the one selected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from stepformer.base import files
+from stepformer.base.errors import ConfigError, InputError, UnknownNameError, independent, suggestion
+from stepformer.base.options import Option
+from stepformer.base.registry import Registry
+from stepformer.base.settings import setting, type_hints, type_problem
+from stepformer.oracles import attentions, mlps
+from stepformer.rules import splittings, templates
+
+_COMPONENTS: dict[str, Registry[Any]] = {
+    "template": templates,
+    "splitting": splittings,
+    "attention": attentions,
+    "mlp": mlps,
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that defines an architecture. Validated on construction; immutable; hashable."""
+
+    template: str = setting("gd", "the optimizer whose step a layer takes")
+    splitting: str = setting("lie-trotter", "how attention and MLP take turns inside a layer")
+    attention: str = setting("softmax", "the attention oracle")
+    mlp: str = setting("gelu", "the MLP oracle")
+    n_layer: int = setting(12, "number of layers")
+    n_head: int = setting(12, "number of attention heads")
+    d_model: int = setting(768, "width of the token streams")
+    context: int = setting(1024, "longest sequence")
+    vocab_size: int = setting(50_304, "rows of the token table")
+    real_vocab: int | None = setting(None, "ids from here on are padding and never sampled (default: none are)")
+    mlp_hidden: int | None = setting(None, "hidden width of the MLP (default: 4 d_model; gated: 8/3 d_model)")
+    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "pre-norms and final norm; rmsnorm is gainless")
+    norm_eps: float = setting(1e-5, "epsilon of every norm")
+    positions: Literal["learned", "rotary"] = setting("learned", "position table, or rotation of queries and keys")
+    bias: bool = setting(False, "biases in linear maps and norms (imported GPT-2 weights need them)")
+    aux_init: Literal["embed", "zero"] = setting("embed", "auxiliary streams start from own tables, or at zero")
+    aux_norm_gain: float = setting(1.0, "initial gain of the auxiliary norms LN_v and LN_u")
+    value_residual: Literal["off", "fixed", "free", "unit"] = setting(
+        "off", "values mix with those of the first layer: half and half, or by a learned lambda (unit: in (0, 1))"
+    )
+    embedding_skip: bool = setting(False, "before each layer x becomes a learned mix of itself and the embedding")
+    embedding_skip_start: float = setting(0.0, "initial share of the embedding in that mix")
+    logit_softcap: float | None = setting(None, "logits become c tanh(logits / c) with this c (default: none)")
+    document_separator: int | None = setting(
+        None, "token id that begins a document; attention stays inside documents (default: they see each other)"
+    )
+    activation_checkpointing: bool = setting(False, "recompute each block in the backward pass to save memory")
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise ConfigError(problems)
+        _canonicalise(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """From flat keys, component options among them; unknown keys are errors with a suggestion."""
+        values = dict(values)
+        given = values.pop("options", {})
+        options = dict(given) if isinstance(given, Mapping) else {}
+        own = {f.name for f in dataclasses.fields(cls)} - {"options"}
+        for key in [k for k in values if k not in own]:
+            options[key] = values.pop(key)
+        problems: tuple[str, ...] = ()
+        if not isinstance(given, Mapping):
+            problems = (f"options = {given!r} should be a table; options are also accepted as plain keys.",)
+        try:
+            config = cls(**values, options=options)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """The same config with some keys (or options) changed; options of components left behind are dropped."""
+        merged = self.to_dict()
+        for kind, registry in _COMPONENTS.items():
+            new = str(changes.get(kind, ""))
+            if new in registry and registry.canonical(new) != merged[kind]:
+                kept = registry[new].component.options
+                for key in registry[merged[kind]].component.options:
+                    if key not in kept:
+                        merged.pop(key, None)
+        if changes.get("vocab_size", self.vocab_size) != self.vocab_size:
+            merged.pop("real_vocab", None)  # it described the other vocabulary
+        return ModelConfig.from_dict({**merged, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat keys that differ from their defaults, options included, plus the components by name."""
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name != "options" and (f.name in _COMPONENTS or f.name in _SIZE_KEYS or value != f.default):
+                out[f.name] = value
+        return {**out, **self.options}
+
+    def option(self, name: str) -> Any:
+        """The value of a component option, set or default."""
+        return self.options[name] if name in self.options else declared_options(self)[name][1].default
+
+    def options_of(self, kind: str) -> dict[str, Any]:
+        """The options of one component, defaults filled in."""
+        return {name: self.option(name) for name, (owner, _) in declared_options(self).items() if owner == kind}
+
+    def components(self) -> dict[str, type]:
+        """The classes behind the names: `template 'gd'` and so on."""
+        names = {kind: getattr(self, kind) for kind in _COMPONENTS}
+        return {f"{kind} '{name}'": _COMPONENTS[kind][name].component for kind, name in names.items()}
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_head
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits that identify the function this architecture computes, size included.
+
+        Sizes and components always enter, other keys when they differ from their default, so that an option added to
+        the library later leaves old hashes alone. What does not change the function does not enter: how it is
+        computed, which ids are sampled, and settings of streams and norms that the template does not have.
+        """
+        left_out = set(NOT_THE_FUNCTION)
+        if not self.embedding_skip:
+            left_out.add("embedding_skip_start")
+        template = templates[self.template].component
+        if not any(stream.start == "embed" for stream in template.streams.values()):
+            left_out.add("aux_init")
+        if template.normalises is None and not template.integrates:
+            left_out.add("aux_norm_gain")
+        values = {k: v for k, v in self.to_dict().items() if k not in left_out}
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_dict(), sort_keys=True))
+
+
+NOT_THE_FUNCTION = {"activation_checkpointing", "attention_backend", "real_vocab", "chunk", "query_chunk"}
+"""Keys that say how an architecture is computed or sampled, not what it computes."""
+LARGEST = 1 << 24  # of every size: what is larger is a slip of the keyboard, or damage
+_SIZE_KEYS = ("n_layer", "n_head", "d_model", "context", "vocab_size")
+
+
+def _canonicalise(config: ModelConfig) -> None:
+    """One spelling for every architecture: floats as floats, no options that equal their default."""
+    settle = partial(object.__setattr__, config)
+    for f in dataclasses.fields(config):
+        if isinstance(f.default, float):
+            settle(f.name, float(getattr(config, f.name)))
+    if config.mlp_hidden == mlps[config.mlp].component.default_hidden(config.d_model):
+        settle("mlp_hidden", None)
+    kept = {}
+    for key, (_, option) in sorted(declared_options(config).items()):
+        value = config.options.get(key, option.default)
+        value = float(value) if isinstance(option.default, float) else value
+        if value != option.default:
+            kept[key] = value
+    settle("options", kept)
+
+
+def declared_options(config: ModelConfig | Mapping[str, Any]) -> dict[str, tuple[str, Option]]:
+    """Options that the selected components declare: name -> (component kind, option); unknown components have none."""
+    declared: dict[str, tuple[str, Option]] = {}
+    for kind, registry in _COMPONENTS.items():
+        own = config.get(kind, getattr(ModelConfig, kind)) if isinstance(config, Mapping) else getattr(config, kind)
+        if str(own) in registry:
+            options = registry[str(own)].component.options
+            declared.update({key: (kind, option) for key, option in options.items()})
+    return declared
+
+
+def _problems(config: ModelConfig) -> list[str]:
+    """Every reason why this config cannot be built, all at once."""
+    problems = []
+    wrong: set[str] = set()  # keys of the wrong type: arithmetic with them would only add noise
+    for kind, registry in _COMPONENTS.items():
+        object.__setattr__(config, kind, str(getattr(config, kind)))
+        try:
+            object.__setattr__(config, kind, registry.canonical(getattr(config, kind)))
+        except UnknownNameError as error:
+            problems.append(str(error))
+            wrong.add(kind)
+
+    hints = type_hints(ModelConfig)
+    for f in dataclasses.fields(config):
+        if f.name != "options" and f.name not in _COMPONENTS:
+            problem = type_problem(f.name, getattr(config, f.name), hints[f.name])
+            if problem:
+                problems.append(problem)
+                wrong.add(f.name)
+    problems += _value_problems(config, wrong)
+    clashes = _clashes(config)
+    option_problems = _option_problems(config)
+    problems += [*clashes, *option_problems.values()]
+    if clashes:  # of a component itself: no setting would help
+        return problems
+    if not (wrong or option_problems):
+        for kind, registry in _COMPONENTS.items():
+            problems += registry[getattr(config, kind)].component.reasons(config)
+        return problems + _extra_problems(config)
+    wrong |= option_problems.keys()
+    right = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in wrong}
+    right["options"] = {key: value for key, value in config.options.items() if key not in wrong}
+    try:
+        ModelConfig(**right)
+    except ConfigError as error:
+        problems += [p for p in independent(error.problems, wrong) if p not in problems]
+    return problems
+
+
+def _extra_problems(config: ModelConfig) -> list[str]:
+    """Extras that the chosen components cannot take."""
+    if config.value_residual != "off" and not attentions[config.attention].component.has_values:
+        return [
+            f"value_residual = '{config.value_residual}' mixes values, and attention '{config.attention}' has none: "
+            "leave it off, or use another attention."
+        ]
+    return []
+
+
+def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
+    """Numbers out of range, among the keys that have the right type."""
+    problems = []
+    for key in (*_SIZE_KEYS, "mlp_hidden"):
+        value = getattr(config, key)
+        if key not in wrong and value is not None and not 1 <= value <= LARGEST:
+            limit = "at least 1" if value < 1 else f"at most {LARGEST:,}"
+            problems.append(f"{key} = {value} should be {limit}.")
+            wrong = wrong | {key}
+    for key in ("norm_eps", "aux_norm_gain", "logit_softcap"):
+        value = getattr(config, key)
+        if key not in wrong and value is not None and not 0 < value < math.inf:
+            problems.append(f"{key} = {value} should be above 0 and finite.")
+    if "embedding_skip_start" not in wrong and not math.isfinite(config.embedding_skip_start):
+        problems.append(f"embedding_skip_start = {config.embedding_skip_start} should be finite.")
+    separator = config.document_separator
+    known = not wrong & {"document_separator", "vocab_size"}
+    if known and separator is not None and not 0 <= separator < config.vocab_size:
+        problems.append(f"document_separator = {separator} is no id of a vocabulary of {config.vocab_size}.")
+    real = config.real_vocab
+    if not wrong & {"real_vocab", "vocab_size"} and real is not None and not 1 <= real <= config.vocab_size:
+        problems.append(f"real_vocab = {real} should lie between 1 and vocab_size = {config.vocab_size}.")
+    if wrong & {"n_head", "d_model"}:
+        return problems
+    if config.d_model % config.n_head:
+        fewer = next(n for n in range(min(config.n_head, config.d_model), 0, -1) if config.d_model % n == 0)
+        problems.append(
+            f"n_head = {config.n_head} does not divide d_model = {config.d_model}: every head needs the same width. "
+            f"n_head = {fewer} would, or d_model = {config.n_head * max(1, round(config.d_model / config.n_head))}."
+        )
+    elif config.positions == "rotary" and config.head_dim % 2:
+        problems.append(
+            f"positions = 'rotary' turns pairs of coordinates, but d_model / n_head = {config.head_dim} is odd. "
+            "Choose an even head width or positions = 'learned'."
+        )
+    return problems
+
+
+def _clashes(config: ModelConfig) -> list[str]:
+    """Options that a component calls like a config key, or like an option of another component."""
+    declared = declared_options(config)
+    problems = []
+    fields = {f.name for f in dataclasses.fields(config)}
+    for kind, registry in _COMPONENTS.items():
+        if getattr(config, kind) in registry:
+            for key in registry[getattr(config, kind)].component.options:
+                if key in fields or declared[key][0] != kind:
+                    other = "a config key" if key in fields else f"an option of the {declared[key][0]}"
+                    problems.append(f"The {kind} '{getattr(config, kind)}' names an option '{key}', which is {other}.")
+    return problems
+
+
+def _option_problems(config: ModelConfig) -> dict[str, str]:
+    """What is wrong with the options, by name."""
+    declared = declared_options(config)
+    problems = {}
+    for key, value in config.options.items():
+        if key in declared:
+            problem = declared[key][1].problem(key, value)
+            if problem:
+                problems[key] = problem
+            continue
+        owners = [
+            f"{kind} = '{entry.name}'"
+            for kind, registry in _COMPONENTS.items()
+            for entry in registry
+            if key in entry.component.options
+        ]
+        if owners:
+            kinds = {owner.split(" ")[0] for owner in owners}
+            here = " and ".join(f"{kind} = '{getattr(config, kind)}'" for kind in sorted(kinds))
+            problems[key] = (
+                f"{key} = {value!r} has no meaning here: it is an option of {' or '.join(owners)}; "
+                f"this model has {here}."
+            )
+        else:
+            known = [f.name for f in dataclasses.fields(config) if f.name != "options"] + list(declared)
+            hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
+            problems[key] = f"Unknown key '{key}'.{hint}"
+    return problems
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """A TOML file as nested dictionaries, with a sentence instead of a traceback when that fails."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"'{path}' is a folder, not a config file.")
+    try:
+        return tomllib.loads(files.read_text(path, "config file").replace("\r\n", "\n"))
+    except RecursionError:
+        raise InputError(f"'{path}' is not valid TOML: it is nested too deeply.") from None
+    except ValueError as error:  # a number of thousands of digits, too
+        raise InputError(f"'{path}' is not valid TOML: {str(error).rstrip('.')}.") from None
+
+
+def parse_override(word: str) -> tuple[str, Any]:
+    """`key=value` with the value read as TOML; a bare word is a string (`template=nesterov`)."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise InputError(f"'{word}' is not of the form key=value.")
+    try:
+        return key, tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return key, text
+
+
+def parse_overrides(words: Iterable[str], problems: list[str] | None = None) -> list[tuple[str, Any]]:
+    """All words; those that are not of the form key=value go to `problems`, or are refused together."""
+    found, bad = [], []
+    for word in words:
+        try:
+            found.append(parse_override(word))
+        except InputError as error:
+            bad.append(str(error))
+    if problems is not None:
+        problems += bad
+    elif bad:
+        raise InputError("\n".join(bad))
+    return found
+
+
+def merge(
+    base: Mapping[str, Any], overrides: Iterable[str], section: str, problems: list[str] | None = None
+) -> dict[str, Any]:
+    """Apply `key=value` or `section.key=value` words to one section's values."""
+    given = parse_overrides(overrides, problems)
+    return {**base, **{key.removeprefix(f"{section}."): value for key, value in given}}

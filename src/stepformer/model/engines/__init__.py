@@ -1,0 +1,1 @@
+"""Who carries out a block: as written, or fused."""

@@ -1,0 +1,64 @@
+"""What every parameter is for. Optimizers, weight decay and counts route by declared role, never by shape or name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from torch import nn
+
+from stepformer.base.errors import StepformerError
+from stepformer.rules.coefficients import CoefficientBank
+
+
+class Role(StrEnum):
+    MATRIX = "matrix"
+    EMBEDDING = "embedding"
+    NORM = "norm"  # gains of the norms, and biases where an option adds them
+    COEFFICIENT = "coefficient"
+
+
+def declare(module: nn.Module, **roles: Role) -> None:
+    """State the role of a module's own parameters: `declare(self, prior=Role.COEFFICIENT)`."""
+    module.parameter_roles = roles  # type: ignore[assignment]
+
+
+def _roles_of(module: nn.Module) -> dict[str, Role]:
+    declared = getattr(module, "parameter_roles", None)
+    if declared is not None:
+        return declared
+    if isinstance(module, CoefficientBank):
+        return dict.fromkeys(module.specs, Role.COEFFICIENT)
+    if isinstance(module, nn.Linear):
+        return {"weight": Role.MATRIX, "bias": Role.NORM}
+    if isinstance(module, nn.Embedding):
+        return {"weight": Role.EMBEDDING}
+    if isinstance(module, nn.LayerNorm):
+        return {"weight": Role.NORM, "bias": Role.NORM}
+    return {}
+
+
+def named_roles(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Role]]:
+    """Every parameter with its role; a parameter nobody declared is an error, not a guess."""
+    for prefix, module in model.named_modules():
+        roles = _roles_of(module)
+        for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
+            role = roles.get(name.rpartition(".")[2])
+            if role is None:
+                raise StepformerError(
+                    f"Parameter '{name}' has no role: call stepformer.model.roles.declare in {type(module).__name__}."
+                )
+            yield name, parameter, role
+
+
+def stacked_parts(model: nn.Module) -> dict[str, int]:
+    """Parameters that hold several matrices on top of each other, and how many; modules say so in `stacked`.
+
+    A module declares `stacked = {"qkv.weight": 3}` when its map gives queries, keys and values in one product.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: count
+        for prefix, module in model.named_modules()
+        for name, count in getattr(module, "stacked", {}).items()
+        if count > 1
+    }

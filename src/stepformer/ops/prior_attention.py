@@ -1,0 +1,238 @@
+"""Constrained attention with a prior: the operator around the kernels that solve, gather and differentiate.
+
+For every head and query i over the keys j <= i, with scores s_j = q_i.k_j / sqrt(d), a radius rho_i and the weights
+a_below of the call before,
+
+    a = softmax(ln p + beta s),   KL(a || p) = rho,   p ~ a_below^keep,   O_i = sum_j a_j v_j,
+
+and ln a is an output, too, for the next call: dO, dln a -> dq, dk, dv, drho, dln a_below, dkeep. The first call has no
+prior: it runs the kernels of `constrained`, and one more that writes ln a. The equations stand in `prior_forward` and
+`prior_backward`; precision and twin are those of `constrained`.
+
+ln a is (B, H, T, T), hence T <= 2048. It is stored in fp16, relative error 5e-4, since bf16 would err by 6 % in a; its
+gradient in bf16, since it would vanish in fp16. Autograd gives a gradient the dtype of its tensor. So the tensor that
+travels from call to call is declared bf16, but its bits are fp16: `unpack` makes numbers of them. Entries above the
+diagonal, of it and of its gradient, are not written and not read.
+
+Saved for the backward: q, k, v, O, W, six numbers per row, and ln a_below.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from stepformer.ops import constrained
+from stepformer.ops.constrained import HEAD_DIMS, Tile, Tiles, _precision, _rows, _wider
+from stepformer.ops.prior_backward import prior_key_gradient, prior_query_gradient
+from stepformer.ops.prior_forward import gather_prior_rows, solve_prior_rows, write_log_weights
+from stepformer.oracles.constraint import BETA_MAX, EVALUATIONS_WITH_PRIOR, UNSOLVED
+
+LONGEST = 2048
+PASSES = EVALUATIONS_WITH_PRIOR[torch.float32]
+# As in `constrained`, but no pass corrects what is left: the cube of it in D, the fourth power in ln a.
+CLOSE = {torch.float32: 0.005, torch.bfloat16: 0.05}
+EXACT = {torch.float32: 2**30, torch.bfloat16: 64}  # as there; radii from a prior are small, so fewer rows need it
+PACKED = torch.bfloat16
+
+
+def tiles(like: Tensor) -> Tiles:
+    """The cut for queries (B, H, T, d); the last number, of a subset, is not used."""
+    if like.device.type == "cpu":
+        return constrained.INTERPRETED
+    wide = like.shape[-1] > 64
+    if like.dtype == torch.float32:
+        return Tiles(*2 * (Tile(32, 32, 4, 1),), *2 * (Tile(32, 32, 8, 1),)) if wide else Tiles(*4 * (Tile(32, 32),))
+    if wide:
+        return Tiles(Tile(64, 32), Tile(64, 64, 8), Tile(64, 32, 8), Tile(32, 64, 8))
+    return Tiles(Tile(64, 32, 4, 3, 168), Tile(64, 32, 4, 3, 168), Tile(64, 32), Tile(32, 64, 4, 2, 168))
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels know these shapes: as many keys as queries, not too many, a power of two wide."""
+    same = q.shape == k.shape == v.shape and q.dtype == k.dtype
+    return same and q.shape[-1] in HEAD_DIMS and 0 < q.shape[2] <= LONGEST
+
+
+def prior_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    radius: Tensor,
+    below: Tensor | None,
+    keep: Tensor | None = None,
+    *,
+    packed: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(O (B, H, T, d), ln a (B, H, T, T)) of causal attention at the radius, (B, H, T) and fp32.
+
+    below: ln a of the call before, packed or fp32; None: the prior is uniform. keep: (H,), 1 if None. packed: whether
+    ln a leaves packed, or in fp32.
+    """
+    if below is None:
+        keep = None
+    elif keep is None:
+        keep = torch.ones(q.shape[1], device=q.device)
+    else:
+        keep = keep.float().contiguous()
+    out, log_a, _, _ = _forward(q, k, v, radius, below, keep, packed)
+    return out.transpose(1, 2), log_a
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor) -> Tensor:
+        return packed.view(torch.float16).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].to(PACKED)
+
+
+def unpack(log_a: Tensor) -> Tensor:
+    """ln a as numbers, from what `prior_attention` returns; anything else as it is."""
+    # the diagonal and below alone: the rest was never written
+    return _Unpack.apply(log_a).tril() if log_a.dtype == PACKED else log_a
+
+
+def _bits(log_a: Tensor) -> Tensor:
+    """What a kernel sees of it."""
+    log_a = log_a.contiguous()
+    return log_a.view(torch.float16) if log_a.dtype == PACKED else log_a
+
+
+def _uneven(length: int, tile: Tile) -> bool:
+    return length % max(tile.queries, tile.keys) != 0
+
+
+def solve(q: Tensor, k: Tensor, radius: Tensor, below: Tensor, keep: Tensor, *, count: bool = False) -> Tensor:
+    """(5, B, H, T): what `solve_prior_rows` finds, the number of passes in the last place if asked for."""
+    batch, heads, length, d = q.shape
+    tile = tiles(q).solve
+    state = torch.empty(5, batch, heads, length, dtype=torch.float32, device=q.device)
+    solve_prior_rows[(triton.cdiv(length, tile.queries), batch * heads)](
+        q, k, _bits(below), keep, radius, state,
+        *q.stride()[:3], *k.stride()[:3], *radius.stride(), length, heads, length, state[0].numel(),
+        D=d, BLOCK_M=tile.queries, BLOCK_N=tile.keys, CHECK=_uneven(length, tile), PASSES=PASSES,
+        CLOSE=CLOSE[q.dtype], BETA_MAX=BETA_MAX, UNSOLVED=UNSOLVED, PRECISION=_precision(q), STAGES=tile.stages,
+        COUNT=count, **tile.options(),
+    )  # fmt: skip
+    return state
+
+
+@torch.library.custom_op("stepformer::prior_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, radius: Tensor, below: Tensor | None, keep: Tensor | None, packed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    batch, heads, length, d = q.shape
+    log_a = torch.empty(batch, heads, length, length, dtype=PACKED if packed else torch.float32, device=q.device)
+    tile = tiles(_wider(q, v)).gather
+    precision = _precision(_wider(q, v))
+    if below is None:
+        out, tilt, rows = constrained._forward(q, k, v, radius, math.inf)
+        write_log_weights[(triton.cdiv(length, tile.queries), triton.cdiv(length, tile.keys), batch * heads)](
+            q, k, rows, _bits(log_a), *q.stride()[:3], *k.stride()[:3], length, heads, length, rows[0].numel(),
+            D=d, BLOCK_M=tile.queries, BLOCK_N=tile.keys, CHECK=_uneven(length, tile), PRECISION=precision,
+            num_warps=tile.warps,
+        )  # fmt: skip
+        return out, log_a, tilt, rows
+    assert keep is not None
+    state = solve(q, k, radius, below, keep)
+    out = torch.empty(batch, length, heads, d, dtype=v.dtype, device=q.device)
+    tilt, rows = torch.empty_like(out), state.new_empty(6, batch, heads, length)
+    gather_prior_rows[(triton.cdiv(length, tile.queries), batch * heads)](
+        q, k, v, _bits(below), keep, state, out, tilt, _bits(log_a), rows,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], length, heads, length, rows[0].numel(),
+        D=d, BLOCK_M=tile.queries, BLOCK_N=tile.keys, CHECK=_uneven(length, tile), PRECISION=precision,
+        STAGES=tile.stages, **tile.options(),
+    )  # fmt: skip
+    return out, log_a, tilt, rows
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, radius: Tensor, below: Tensor | None, keep: Tensor | None, packed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, length, d = q.shape
+    out = v.new_empty(batch, length, heads, d)
+    log_a = q.new_empty(batch, heads, length, length, dtype=PACKED if packed else torch.float32)
+    rows = q.new_empty(5 if below is None else 6, batch, heads, length, dtype=torch.float32)
+    return out, log_a, torch.empty_like(out), rows
+
+
+@torch.library.custom_op("stepformer::prior_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, given: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tilt: Tensor, rows: Tensor,
+    below: Tensor | None, keep: Tensor | None, send: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad, q, k, v = _rows(grad), _rows(q), _rows(k), _rows(v)
+    batch, heads, length, d = q.shape
+    dq, dk, dv = (torch.empty(batch, length, heads, d, dtype=x.dtype, device=q.device) for x in (q, k, v))
+    lines = rows.new_empty(5, batch, heads, length)
+    dradius, dkeep = rows.new_empty(2, batch, heads, length).unbind()
+    sent = torch.empty_like(below, memory_format=torch.contiguous_format) if below is not None and send else None
+    wider = _wider(q, v)
+    by_query, by_key = tiles(wider).query, tiles(wider).key
+    g = grad.stride()  # (B, T, H, d)
+    strides = (
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], g[0], g[2], g[1], length, heads, length, rows[0].numel(),
+    )  # fmt: skip
+    # a pointer must point somewhere
+    below_, keep_ = (lines, lines) if below is None else (_bits(below), keep)
+    given_ = lines if given is None else given.contiguous()
+    kinds = {"PRIOR": below is not None, "GIVEN": given is not None, "PRECISION": _precision(wider)}
+    prior_query_gradient[(triton.cdiv(length, by_query.queries), batch * heads)](
+        q, k, v, out, tilt, grad, rows, below_, keep_, given_, dq, dradius, dkeep, lines if sent is None else sent,
+        lines, *strides,
+        D=d, BLOCK_M=by_query.queries, BLOCK_N=by_query.keys, EXACT=EXACT[wider.dtype],
+        CHECK=_uneven(length, by_query), SEND=sent is not None, STAGES=by_query.stages, **kinds,
+        **by_query.options(),
+    )  # fmt: skip
+    prior_key_gradient[(triton.cdiv(length, by_key.keys), batch * heads)](
+        q, k, v, grad, lines, below_, keep_, given_, dk, dv, *strides,
+        D=d, BLOCK_M=by_key.queries, BLOCK_N=by_key.keys, CHECK=_uneven(length, by_key),
+        STAGES=by_key.stages, **kinds, **by_key.options(),
+    )  # fmt: skip
+    nothing = rows.new_empty(0)
+    total = nothing if keep is None else dkeep.sum((0, 2))
+    return dq, dk, dv, dradius.clone(), nothing.clone() if sent is None else sent, total
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, given: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tilt: Tensor, rows: Tensor,
+    below: Tensor | None, keep: Tensor | None, send: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, heads, length, d = q.shape
+    dq, dk, dv = (x.new_empty(batch, length, heads, d) for x in (q, k, v))
+    sent = below.new_empty(below.shape) if below is not None and send else rows.new_empty(0)
+    total = rows.new_empty(0 if keep is None else heads)
+    return dq, dk, dv, rows.new_empty(batch, heads, length), sent, total
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, radius, below, keep, _ = inputs
+    out, _, tilt, rows = output
+    ctx.save_for_backward(q, k, v, out, tilt, rows, below, keep)
+    ctx.radius_dtype = radius.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, given: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    if grad is None and given is None:
+        return (None,) * 7
+    q, k, v, out, tilt, rows, below, keep = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
+    send = ctx.needs_input_grad[4]
+    dq, dk, dv, dradius, sent, dkeep = _backward(grad, given, q, k, v, out, tilt, rows, below, keep, send)
+    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+    dbelow = sent if below is not None and send else None
+    return dq, dk, dv, dradius.to(ctx.radius_dtype), dbelow, None if keep is None else dkeep, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,297 @@
+"""Triton kernels of constrained attention with a prior, backward: as without one, and with gradients of ln a.
+
+With g_j = dO.v_j, x_j = S_j - m, the gradient h_j of the loss for ln a_j, which the call above sends, and l, q, c as in
+`prior_forward`, the gradient for the logits at a fixed b is
+
+    u_j = a_j (g_j - dO.O - sum h) + h_j.
+
+Where the constraint binds, b moves with S, l and rho; with C = sum_j u_j x_j, r = C / Var, R = r / b (0 elsewhere)
+
+    dS_j = b (u_j - r a_j x_j),    drho = R,    dl_j = u_j - r a_j x_j + R (a_j - q_j),
+    d ln a_below_j = keep dl_j,    dkeep = sum_ij dl_ij ln a_below_ij,
+    dQ_i = sum_j dS_ij k_j,        dK_j = sum_i dS_ij q_i,       dV_j = sum_i a_ij dO_i.
+
+q_j stands for the normalisation of the prior. The first kernel goes by blocks of queries: one pass for C and sum h, if
+there is an h (dO.O and Cov_a(g, S) = dO.W are known), another for dQ, dl. The second, by blocks of keys, makes dK, dV.
+Rows below EXACT sum all these once more, as in `constrained_backward`. Both passes by query read T^2 entries of h a
+head, halved, and one of them ln a_below, as does the pass by key; 8 d and 8 d FLOP per visible pair. No atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from stepformer.ops.constrained_forward import EPS, LOG2E, PLAIN, load_rows
+from stepformer.ops.prior_forward import LN2, load_tile, store_tile
+
+
+@triton.jit
+def _given_pass(
+    q: tl.tensor, k: tl.tensor, given: tl.tensor, rows: tl.tensor, mean: tl.tensor, h0: tl.tensor, h1: tl.tensor,
+    kt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of h and h x."""
+    for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, kt, length, D, DIAGONAL)
+        h = load_tile(given, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+        x = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - mean[:, None]
+        h0 += tl.sum(h, 1)
+        h1 += tl.sum(h * x, 1)
+    return h0, h1
+
+
+@triton.jit
+def _sums_pass(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, below: tl.tensor, rows: tl.tensor, keep2: tl.tensor,
+    b2: tl.tensor, mean: tl.tensor, c2: tl.tensor,
+    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, g0: tl.tensor, g1: tl.tensor,
+    kt: tl.tensor, vt: tl.tensor, pitch: tl.tensor, length: tl.tensor, stop: tl.tensor,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, PRIOR: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of a, a x, a x^2, a g and a x g."""
+    for n in range(0, stop, BLOCK_N):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, kt, length, D, True)
+        values = load_rows(v, keys, vt, length, D, True)
+        x = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - mean[:, None]
+        g = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+        level = b2[:, None] * x - c2[:, None]
+        if PRIOR:
+            level += keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, True, True)
+        a = tl.where(keys[None, :] <= rows[:, None], tl.exp2(level), 0.0)
+        z += tl.sum(a, 1)
+        g0 += tl.sum(a * g, 1)
+        a = a * x
+        s1 += tl.sum(a, 1)
+        s2 += tl.sum(a * x, 1)
+        g1 += tl.sum(a * g, 1)
+    return z, s1, s2, g0, g1
+
+
+@triton.jit
+def _query_pass(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, below: tl.tensor, given: tl.tensor, sent: tl.tensor,
+    rows: tl.tensor, keep2: tl.tensor, b2: tl.tensor, mean: tl.tensor, c2: tl.tensor, lse2: tl.tensor,
+    gain: tl.tensor, ratio: tl.tensor, dradius: tl.tensor, dq: tl.tensor, dkeep: tl.tensor,
+    kt: tl.tensor, vt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRIOR: tl.constexpr,
+    GIVEN: tl.constexpr, SEND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, kt, length, D, DIAGONAL)
+        values = load_rows(v, keys, vt, length, D, DIAGONAL)
+        x = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - mean[:, None]
+        g = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
+        level = b2[:, None] * x - c2[:, None]
+        if PRIOR:
+            log_below = load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+            level += keep2 * log_below
+        a = tl.exp2(level)
+        if DIAGONAL:
+            a = tl.where(keys[None, :] <= rows[:, None], a, 0.0)
+        ds = a * (g - gain[:, None] - ratio[:, None] * x)
+        if GIVEN:
+            ds += load_tile(given, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+        dq = tl.dot(ds.to(tile.dtype), tile, dq, input_precision=PRECISION)
+        if PRIOR:
+            p = tl.exp2(keep2 * log_below - lse2[:, None])
+            if DIAGONAL:
+                p = tl.where(keys[None, :] <= rows[:, None], p, 0.0)
+            dl = ds + dradius[:, None] * (a - p)
+            dkeep += tl.sum(dl * log_below, 1)
+            if SEND:
+                dl = dl * (keep2 * LN2)
+                store_tile(sent, dl, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+    return dq, dkeep
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def prior_query_gradient(
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor,
+    grad_ptr: tl.tensor, rows_ptr: tl.tensor, below_ptr: tl.tensor, keep_ptr: tl.tensor, given_ptr: tl.tensor,
+    dq_ptr: tl.tensor, dradius_ptr: tl.tensor, dkeep_ptr: tl.tensor, sent_ptr: tl.tensor, lines_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
+    vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor, pitch: tl.tensor,
+    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
+    PRIOR: tl.constexpr, GIVEN: tl.constexpr, SEND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+) -> None:  # fmt: skip
+    """dq (B, T, H, D), dradius, dkeep (B, H, T), sent = d ln a_below, and lines as `query_gradient` leaves them.
+
+    PRIOR: there is a prior, below, keep and rows[5] = lse. GIVEN: there is an h. SEND: the prior wants its gradient.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    start = block * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)
+    inside = rows < length
+    last = tl.minimum(start + BLOCK_M, length)
+    full_tiles = start // BLOCK_N * BLOCK_N
+    plane = tl.program_id(1).to(tl.int64) * length
+    below = below_ptr + plane * pitch
+    given = given_ptr + plane * pitch
+    sent = sent_ptr + plane * pitch
+    at = plane + rows
+    b = tl.load(rows_ptr + at, mask=inside, other=0.0)
+    mean = tl.load(rows_ptr + total + at, mask=inside, other=0.0)
+    c2 = tl.load(rows_ptr + 2 * total + at, mask=inside, other=0.0) * LOG2E
+    variance = tl.load(rows_ptr + 3 * total + at, mask=inside, other=0.0)
+    active = tl.load(rows_ptr + 4 * total + at, mask=inside, other=0.0)
+    zero = tl.zeros((BLOCK_M,), tl.float32)
+    lse2 = zero
+    keep2 = 0.0
+    if PRIOR:
+        lse2 = tl.load(rows_ptr + 5 * total + at, mask=inside, other=0.0) * LOG2E
+        keep2 = tl.load(keep_ptr + head) * LOG2E
+
+    grad = load_rows(grad_ptr + batch * gb + head * gh, rows, gt, length, D, True)
+    to = (batch * length + rows[:, None]) * heads * D + head * D + tl.arange(0, D)[None, :]
+    out = tl.load(out_ptr + to, mask=inside[:, None], other=0.0).to(tl.float32)
+    tilt = tl.load(tilt_ptr + to, mask=inside[:, None], other=0.0).to(tl.float32)
+    gain = tl.sum(grad.to(tl.float32) * out, 1)
+    along = tl.sum(grad.to(tl.float32) * tilt, 1)
+    b2 = b * LOG2E
+    q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
+    k = k_ptr + batch * kb + head * kh
+    v = v_ptr + batch * vb + head * vh
+    off = zero  # E[x]: how far `mean` is from m
+    if start < EXACT:
+        z, s1, s2, g0, g1 = _sums_pass(
+            q, k, v, grad, below, rows, keep2, b2, mean, c2, zero, zero, zero, zero, zero,
+            kt, vt, pitch, length, last, D, BLOCK_N, PRIOR, PRECISION,
+        )  # fmt: skip
+        off = s1 / z
+        gain = g0 / z
+        along = g1 / z - gain * off
+        variance = tl.maximum(s2 / z - off * off, 0.0)
+        c2 += tl.log2(z)
+    if GIVEN:
+        h0, h1 = _given_pass(
+            q, k, given, rows, mean, zero, zero, kt, pitch, length, 0, full_tiles,
+            D, BLOCK_N, False, CHECK, PRECISION, STAGES,
+        )  # fmt: skip
+        h0, h1 = _given_pass(
+            q, k, given, rows, mean, h0, h1, kt, pitch, length, full_tiles, last,
+            D, BLOCK_N, True, CHECK, PRECISION, STAGES,
+        )  # fmt: skip
+        along += h1 - h0 * off
+        gain += h0
+    # one-hot to rounding: the quotients have no digits left, send zero
+    safe = (active > 0) & (b * b * variance > EPS)
+    ratio = tl.where(safe, along / tl.where(safe, variance, 1.0), 0.0)
+    gain -= ratio * off  # rather than another rounding of `mean`
+    dradius = tl.where(safe, ratio / tl.where(safe, b, 1.0), 0.0)
+    tl.store(lines_ptr + at, b2, mask=inside)
+    tl.store(lines_ptr + total + at, c2, mask=inside)
+    tl.store(lines_ptr + 2 * total + at, mean, mask=inside)
+    tl.store(lines_ptr + 3 * total + at, gain, mask=inside)
+    tl.store(lines_ptr + 4 * total + at, ratio, mask=inside)
+    tl.store(dradius_ptr + at, dradius, mask=inside)
+
+    dq = tl.zeros((BLOCK_M, D), tl.float32)
+    dq, dkeep = _query_pass(
+        q, k, v, grad, below, given, sent, rows, keep2, b2, mean, c2, lse2, gain, ratio, dradius, dq, zero,
+        kt, vt, pitch, length, 0, full_tiles,
+        D, BLOCK_N, False, CHECK, PRIOR, GIVEN, SEND, PRECISION, STAGES,
+    )  # fmt: skip
+    dq, dkeep = _query_pass(
+        q, k, v, grad, below, given, sent, rows, keep2, b2, mean, c2, lse2, gain, ratio, dradius, dq, dkeep,
+        kt, vt, pitch, length, full_tiles, last,
+        D, BLOCK_N, True, CHECK, PRIOR, GIVEN, SEND, PRECISION, STAGES,
+    )  # fmt: skip
+    tl.store(dq_ptr + to, (dq * b[:, None]).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
+    if PRIOR:
+        tl.store(dkeep_ptr + at, dkeep, mask=inside)
+
+
+@triton.jit
+def _key_pass(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, grads: tl.tensor, below: tl.tensor, given: tl.tensor,
+    lines_ptr: tl.tensor, keys: tl.tensor, keep2: tl.tensor, dk: tl.tensor, dv: tl.tensor,
+    qt: tl.tensor, gt: tl.tensor, pitch: tl.tensor, length: tl.tensor, total: tl.tensor, begin: tl.tensor,
+    stop: tl.tensor,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRIOR: tl.constexpr,
+    GIVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Tiles are (keys, queries) here, so that dK and dV are products without a transposition of the weights."""
+    for m in tl.range(begin, stop, BLOCK_M, num_stages=STAGES):
+        rows = m + tl.arange(0, BLOCK_M)
+        queries = load_rows(q, rows, qt, length, D, CHECK)
+        grad = load_rows(grads, rows, gt, length, D, CHECK)
+        if CHECK:
+            inside = rows < length
+            b2 = tl.load(lines_ptr + rows, mask=inside, other=0.0)
+            c2 = tl.load(lines_ptr + total + rows, mask=inside, other=1e30)  # no weight
+            mean = tl.load(lines_ptr + 2 * total + rows, mask=inside, other=0.0)
+            gain = tl.load(lines_ptr + 3 * total + rows, mask=inside, other=0.0)
+            ratio = tl.load(lines_ptr + 4 * total + rows, mask=inside, other=0.0)
+        else:
+            b2 = tl.load(lines_ptr + rows)
+            c2 = tl.load(lines_ptr + total + rows)
+            mean = tl.load(lines_ptr + 2 * total + rows)
+            gain = tl.load(lines_ptr + 3 * total + rows)
+            ratio = tl.load(lines_ptr + 4 * total + rows)
+        x = tl.dot(k, tl.trans(queries), input_precision=PRECISION) - mean[None, :]
+        g = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+        level = b2[None, :] * x - c2[None, :]
+        if PRIOR:
+            level += keep2 * load_tile(below, rows[None, :], keys[:, None], pitch, length, DIAGONAL, CHECK)
+        a = tl.exp2(level)
+        if DIAGONAL:
+            a = tl.where(keys[:, None] <= rows[None, :], a, 0.0)
+        dv = tl.dot(a.to(grad.dtype), grad, dv, input_precision=PRECISION)
+        ds = a * (g - gain[None, :] - ratio[None, :] * x)
+        if GIVEN:
+            ds += load_tile(given, rows[None, :], keys[:, None], pitch, length, DIAGONAL, CHECK)
+        ds = ds * (b2 * LN2)[None, :]
+        dk = tl.dot(ds.to(queries.dtype), queries, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def prior_key_gradient(
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, grad_ptr: tl.tensor, lines_ptr: tl.tensor,
+    below_ptr: tl.tensor, keep_ptr: tl.tensor, given_ptr: tl.tensor, dk_ptr: tl.tensor, dv_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
+    vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor, pitch: tl.tensor,
+    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRIOR: tl.constexpr,
+    GIVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+) -> None:  # fmt: skip
+    """dk, dv (B, T, H, D). CHECK: the length is no multiple of the blocks. The first keys have most to do: first."""
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    start = tl.program_id(0) * BLOCK_N
+    keys = start + tl.arange(0, BLOCK_N)
+    k = load_rows(k_ptr + batch * kb + head * kh, keys, kt, length, D, True)
+    v = load_rows(v_ptr + batch * vb + head * vh, keys, vt, length, D, True)
+    q = q_ptr + batch * qb + head * qh
+    grads = grad_ptr + batch * gb + head * gh
+    plane = tl.program_id(1).to(tl.int64) * length
+    lines_ptr += plane
+    below = below_ptr + plane * pitch
+    given = given_ptr + plane * pitch
+    keep2 = 0.0
+    if PRIOR:
+        keep2 = tl.load(keep_ptr + head) * LOG2E
+    first = start // BLOCK_M * BLOCK_M
+    crossed = tl.minimum(tl.cdiv(start + BLOCK_N, BLOCK_M) * BLOCK_M, length)  # from there on rows see all keys here
+    dk = tl.zeros((BLOCK_N, D), tl.float32)
+    dv = tl.zeros((BLOCK_N, D), tl.float32)
+    dk, dv = _key_pass(
+        q, k, v, grads, below, given, lines_ptr, keys, keep2, dk, dv, qt, gt, pitch, length, total, first, crossed,
+        D, BLOCK_M, True, CHECK, PRIOR, GIVEN, PRECISION, STAGES,
+    )  # fmt: skip
+    dk, dv = _key_pass(
+        q, k, v, grads, below, given, lines_ptr, keys, keep2, dk, dv, qt, gt, pitch, length, total, crossed, length,
+        D, BLOCK_M, False, CHECK, PRIOR, GIVEN, PRECISION, STAGES,
+    )  # fmt: skip
+    to = (batch * length + keys[:, None]) * heads * D + head * D + tl.arange(0, D)[None, :]
+    tl.store(dk_ptr + to, dk.to(dk_ptr.dtype.element_ty), mask=keys[:, None] < length)
+    tl.store(dv_ptr + to, dv.to(dv_ptr.dtype.element_ty), mask=keys[:, None] < length)

@@ -1,0 +1,380 @@
+"""Triton kernels of constrained attention with a prior, forward: the inverse temperature of every row, then O.
+
+As in `constrained_forward`, with l_j = keep ln a_j of the call below added to every logit. Scores are S_j = q.k_j, a
+row sees the keys j <= i, E and Var are those of its weights a, and q = softmax(l) is the prior:
+
+    a ~ exp(l + b S),   D(b) = KL(a || q) = lse(l) - c = rho,   c = ln sum_j exp(l_j + b (S_j - m)),   m = E[S],
+    ln a_j = l_j + b (S_j - m) - c,      dD / d ln b = b^2 Var(S),      D(inf) = -ln q(argmax set).
+
+`solve_prior_rows`: one pass over the keys for lse(l), mean and variance of S under q and without it, the largest and
+smallest score and the prior's mass at the top; then passes at a b, moments of S around the last mean, until every row
+of the block is there. A step short enough is not looked at again: c and m behind it follow from the moments.
+`gather_prior_rows`: one pass more, with O = E[V], W = E[(S - m) V] and ln a for the next call.
+
+Each pass reads the visible half of ln a, stored in fp16: T^2 bytes a head, beside 2 d FLOP and one or two exp2 a pair.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from stepformer.ops.constrained_forward import EPS, HIDDEN, LOG2E, PLAIN, TINY, _central, _halley, load_rows
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-6e4)  # what fp16 holds
+
+
+@triton.jit
+def load_tile(
+    pointer: tl.tensor, rows: tl.tensor, keys: tl.tensor, pitch: tl.tensor, length: tl.tensor,
+    DIAGONAL: tl.constexpr, CHECK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Entries of a (T, T) matrix as fp32, rows and keys given as (N, 1) and (1, N); 0 where a row does not see a key.
+
+    DIAGONAL: some keys may be hidden from some rows. CHECK: some may lie beyond the length. Without it, loads are wide.
+    """
+    at = pointer + rows * pitch + keys
+    if CHECK and DIAGONAL:
+        return tl.load(at, mask=(keys <= rows) & (rows < length), other=0.0).to(tl.float32)
+    if CHECK:
+        return tl.load(at, mask=rows < length, other=0.0).to(tl.float32)
+    value = tl.load(at).to(tl.float32)
+    if DIAGONAL:
+        value = tl.where(keys <= rows, value, 0.0)  # above the diagonal is anything
+    return value
+
+
+@triton.jit
+def store_tile(
+    pointer: tl.tensor, value: tl.tensor, rows: tl.tensor, keys: tl.tensor, pitch: tl.tensor, length: tl.tensor,
+    DIAGONAL: tl.constexpr, CHECK: tl.constexpr,
+) -> None:  # fmt: skip
+    """The reverse; without CHECK entries above the diagonal are overwritten, too."""
+    at = pointer + rows * pitch + keys
+    value = value.to(pointer.dtype.element_ty)
+    if CHECK and DIAGONAL:
+        tl.store(at, value, mask=(keys <= rows) & (rows < length))
+    elif CHECK:
+        tl.store(at, value, mask=rows < length)
+    else:
+        tl.store(at, value)
+
+
+@triton.jit
+def _prior_pass(
+    q: tl.tensor, k: tl.tensor, below: tl.tensor, rows: tl.tensor, origin: tl.tensor, keep2: tl.tensor,
+    kt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    z: tl.tensor, shift: tl.tensor, q1: tl.tensor, q2: tl.tensor, ties: tl.tensor, top: tl.tensor, bottom: tl.tensor,
+    p1: tl.tensor, p2: tl.tensor,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of 2^(l - shift) d^n, n = 0..2, l in bits, and of d, d^2, over d = S - origin; the extremes of S.
+
+    ties: the part of the first sum at the largest score.
+    """
+    for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, kt, length, D, DIAGONAL)
+        level = keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+        s = tl.dot(q, tl.trans(tile), input_precision=PRECISION)
+        d = s - origin[:, None]
+        if DIAGONAL:
+            seen = keys[None, :] <= rows[:, None]
+            level = tl.where(seen, level, HIDDEN)
+            bottom = tl.minimum(bottom, tl.min(tl.where(seen, s, -HIDDEN), 1))
+            s = tl.where(seen, s, HIDDEN)
+            d = tl.where(seen, d, 0.0)
+        else:
+            bottom = tl.minimum(bottom, tl.min(s, 1))
+        p1 += tl.sum(d, 1)
+        p2 += tl.sum(d * d, 1)
+        higher = tl.maximum(shift, tl.max(level, 1))
+        fade = tl.exp2(shift - higher)
+        shift = higher
+        e = tl.exp2(level - shift[:, None])
+        above = tl.maximum(top, tl.max(s, 1))
+        ties = tl.where(above > top, 0.0, ties * fade) + tl.sum(tl.where(s == above[:, None], e, 0.0), 1)
+        top = above
+        z = z * fade + tl.sum(e, 1)
+        e = e * d
+        q1 = q1 * fade + tl.sum(e, 1)
+        q2 = q2 * fade + tl.sum(e * d, 1)
+    return z, shift, q1, q2, ties, top, bottom, p1, p2
+
+
+@triton.jit
+def _moments_pass(
+    q: tl.tensor, k: tl.tensor, below: tl.tensor, rows: tl.tensor, origin: tl.tensor, keep2: tl.tensor, b2: tl.tensor,
+    kt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    z: tl.tensor, shift: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sums of 2^(l + b2 d - shift) d^n, n = 0..3, over d = S - origin."""
+    for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, kt, length, D, DIAGONAL)
+        level = keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+        d = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - origin[:, None]
+        level += b2[:, None] * d
+        if DIAGONAL:
+            level = tl.where(keys[None, :] <= rows[:, None], level, HIDDEN)
+        higher = tl.maximum(shift, tl.max(level, 1))
+        fade = tl.exp2(shift - higher)
+        shift = higher
+        e = tl.exp2(level - shift[:, None])
+        z = z * fade + tl.sum(e, 1)
+        e = e * d
+        s1 = s1 * fade + tl.sum(e, 1)
+        e = e * d
+        s2 = s2 * fade + tl.sum(e, 1)
+        s3 = s3 * fade + tl.sum(e * d, 1)
+    return z, shift, s1, s2, s3
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def solve_prior_rows(
+    q_ptr: tl.tensor, k_ptr: tl.tensor, below_ptr: tl.tensor, keep_ptr: tl.tensor, radius_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, rb: tl.tensor,
+    rh: tl.tensor, rt: tl.tensor, pitch: tl.tensor,
+    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PASSES: tl.constexpr,
+    CLOSE: tl.constexpr, BETA_MAX: tl.constexpr, UNSOLVED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, COUNT: tl.constexpr,
+) -> None:  # fmt: skip
+    """state (5, B, H, T): b, m, c, lse(l), 1 where the constraint binds; below (B, H, T, T), its rows `pitch` apart.
+
+    CLOSE as in `solve_rows`. With COUNT the last row of the state holds the number of passes instead.
+    """
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the long rows first
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    start = block * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)
+    inside = rows < length
+    last = tl.minimum(start + BLOCK_M, length)
+    full_tiles = start // BLOCK_N * BLOCK_N  # keys that all rows of the block see
+    k = k_ptr + batch * kb + head * kh
+    below = below_ptr + tl.program_id(1).to(tl.int64) * length * pitch
+    keep2 = tl.load(keep_ptr + head) * LOG2E
+    q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
+    rho = tl.load(radius_ptr + batch * rb + head * rh + rows * rt, mask=inside, other=0.0)
+    t = (rows + 1).to(tl.float32)
+
+    # any score of the row will do to begin with: that of the query's own key
+    own = load_rows(k, rows, kt, length, D, True)
+    origin = tl.sum(q.to(tl.float32) * own.to(tl.float32), 1)
+    zero = tl.zeros((BLOCK_M,), tl.float32)
+    z, shift, q1, q2, ties, top, bottom, p1, p2 = _prior_pass(
+        q, k, below, rows, origin, keep2, kt, pitch, length, 0, full_tiles,
+        zero, zero + HIDDEN, zero, zero, zero, zero + HIDDEN, zero - HIDDEN, zero, zero,
+        D, BLOCK_N, False, CHECK, PRECISION, STAGES,
+    )  # fmt: skip
+    z, shift, q1, q2, ties, top, bottom, p1, p2 = _prior_pass(
+        q, k, below, rows, origin, keep2, kt, pitch, length, full_tiles, last,
+        z, shift, q1, q2, ties, top, bottom, p1, p2,
+        D, BLOCK_N, True, CHECK, PRECISION, STAGES,
+    )  # fmt: skip
+
+    # what the rows are: as in the twin
+    variance = tl.maximum(p2 / t - (p1 / t) * (p1 / t), TINY)
+    constant = top - bottom <= 1.2e-30
+    end = BETA_MAX / tl.sqrt(variance)
+    total_mass = shift + tl.log2(z)  # lse(l), in bits
+    # Mass at the top that underflows is as good as 1e-37: it makes D(inf) a little too small, and nothing else.
+    at_top = shift + tl.log2(tl.maximum(ties, TINY))
+    full = tl.maximum((total_mass - at_top) * LN2, 0.0)
+    free = (rho > 0) & (constant == 0)
+    solvable = free & (full - rho > 4 * full * EPS)
+    # the other rows are carried along with a harmless target
+    full_ = tl.where(solvable, full, 1.0)
+    rho_ = tl.where(solvable, rho, 0.5)
+    unit = tl.maximum(full_, 1.0)  # in which D is known to the rounding of 1, as the method below takes it to be
+    base = at_top * LN2
+    mean = q1 / z
+    second = tl.maximum(q2 / z - mean * mean, TINY)
+    low = tl.minimum(tl.sqrt(8 * rho_) / tl.maximum(top - bottom, TINY), end)
+    high = tl.full((BLOCK_M,), float("inf"), tl.float32)
+    b = tl.minimum(tl.sqrt(2 * rho_ / second), (full_ + rho_) / tl.maximum(top - origin - mean, TINY))
+    b = tl.maximum(tl.minimum(b, end), low)
+    b = tl.where(solvable, b, tl.where(free, end, 0.0))
+    origin += mean
+
+    done = tl.zeros((BLOCK_M,), tl.int1)
+    ended = done
+    found, at, level, off = b, origin, zero, zero
+    passes = 0
+    pending = 1
+    while pending > 0:
+        b2 = b * LOG2E
+        z, shift, s1, s2, s3 = _moments_pass(
+            q, k, below, rows, origin, keep2, b2, kt, pitch, length, 0, full_tiles,
+            zero, zero + HIDDEN, zero, zero, zero, D, BLOCK_N, False, CHECK, PRECISION, STAGES,
+        )  # fmt: skip
+        z, shift, s1, s2, s3 = _moments_pass(
+            q, k, below, rows, origin, keep2, b2, kt, pitch, length, full_tiles, last,
+            z, shift, s1, s2, s3, D, BLOCK_N, True, CHECK, PRECISION, STAGES,
+        )  # fmt: skip
+        passes += 1
+        mean, second, third = _central(z, s1, s2, s3)
+        log_z = (shift + tl.log2(z)) * LN2
+        missing = log_z - b * mean - base
+        new, low, high, step, error, slope, taken = _halley(
+            b, low, high, end, missing / unit, second / unit, third / unit, full_ / unit, rho_ / unit
+        )
+        error, slope = error * unit, slope * unit
+        at_end = solvable & (error <= 0) & (b >= end)
+        exact = tl.abs(error) <= (1 + full_ + slope) * (2 * EPS)
+        close = taken & (new < end) & (tl.abs(step) * tl.maximum(tl.sqrt(slope), 1.0) < CLOSE)
+        # D may be flat here and steep behind the step: its error has to be small, too
+        allowed = 3 * CLOSE * tl.minimum(tl.minimum(full_ - rho_, rho_), 1.0)
+        close = close & solvable & (tl.abs(error) < allowed)
+        # b here, or behind a step that is not looked at: ln z, m and c from the moments
+        move = tl.where(close & (exact == 0), new - b, 0.0)
+        where = origin + mean + move * (second + 0.5 * move * third)
+        log_z += move * (mean + move * (0.5 * second + move * third / 6))
+        found = tl.where(done, found, b + move)
+        at = tl.where(done, at, where)
+        level = tl.where(done, level, log_z - (b + move) * (where - origin))
+        off = tl.where(done, off, tl.where(close, 0.0, error))
+        ended = ended | (at_end & (done == 0))
+        done = done | at_end | exact | close | (solvable == 0)
+        b = tl.where(done, b, new)
+        origin = tl.where(done, origin, origin + mean)
+        pending = tl.where(passes < PASSES, 1 - tl.min(done.to(tl.int32), 0), 0)
+
+    # a row left far from its radius keeps the b it was looked at with, and its radius moves nothing
+    active = solvable & (ended == 0) & (tl.abs(off) <= (1 + full_) * UNSOLVED)
+    found = tl.where(rho == rho, found, rho)
+    to = state_ptr + tl.program_id(1).to(tl.int64) * length + rows
+    tl.store(to, found, mask=inside)
+    tl.store(to + total, at, mask=inside)
+    tl.store(to + 2 * total, level, mask=inside)
+    tl.store(to + 3 * total, total_mass * LN2, mask=inside)
+    if COUNT:
+        tl.store(to + 4 * total, zero + passes, mask=inside)
+    else:
+        tl.store(to + 4 * total, tl.where(active, 1.0, 0.0), mask=inside)
+
+
+@triton.jit
+def _gather_pass(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, below: tl.tensor, above: tl.tensor, rows: tl.tensor, keep2: tl.tensor,
+    b2: tl.tensor, m: tl.tensor, c2: tl.tensor,
+    kt: tl.tensor, vt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, o: tl.tensor, w: tl.tensor,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """ln a = l + b x - c written, x = S - m; sums of a, a x, a x^2, a V and a x V."""
+    for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        keys = n + tl.arange(0, BLOCK_N)
+        tile = load_rows(k, keys, kt, length, D, DIAGONAL)
+        values = load_rows(v, keys, vt, length, D, DIAGONAL)
+        level = keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+        x = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - m[:, None]
+        level += b2[:, None] * x - c2[:, None]
+        log_a = tl.maximum(level * LN2, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        store_tile(above, log_a, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+        a = tl.exp2(level)
+        if DIAGONAL:
+            a = tl.where(keys[None, :] <= rows[:, None], a, 0.0)
+        y = a * x
+        z += tl.sum(a, 1)
+        s1 += tl.sum(y, 1)
+        s2 += tl.sum(y * x, 1)
+        o = tl.dot(a.to(values.dtype), values, o, input_precision=PRECISION)
+        w = tl.dot(y.to(values.dtype), values, w, input_precision=PRECISION)
+    return z, s1, s2, o, w
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def gather_prior_rows(
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, below_ptr: tl.tensor, keep_ptr: tl.tensor,
+    state_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor, above_ptr: tl.tensor, rows_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
+    vh: tl.tensor, vt: tl.tensor, pitch: tl.tensor,
+    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:  # fmt: skip
+    """out, tilt (B, T, H, D) = O, W; above = ln a; rows (6, B, H, T): b, m, c, Var, where the constraint binds, lse."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    start = block * BLOCK_M
+    rows = start + tl.arange(0, BLOCK_M)
+    inside = rows < length
+    last = tl.minimum(start + BLOCK_M, length)
+    full_tiles = start // BLOCK_N * BLOCK_N
+    plane = tl.program_id(1).to(tl.int64) * length
+    below = below_ptr + plane * pitch
+    above = above_ptr + plane * pitch
+    state = state_ptr + plane + rows
+    b = tl.load(state, mask=inside, other=0.0)
+    m = tl.load(state + total, mask=inside, other=0.0)
+    c = tl.load(state + 2 * total, mask=inside, other=0.0)
+    lse = tl.load(state + 3 * total, mask=inside, other=0.0)
+    active = tl.load(state + 4 * total, mask=inside, other=0.0)
+    keep2 = tl.load(keep_ptr + head) * LOG2E
+    q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
+    k = k_ptr + batch * kb + head * kh
+    v = v_ptr + batch * vb + head * vh
+    zero = tl.zeros((BLOCK_M,), tl.float32)
+    nothing = tl.zeros((BLOCK_M, D), tl.float32)
+    z, s1, s2, o, w = _gather_pass(
+        q, k, v, below, above, rows, keep2, b * LOG2E, m, c * LOG2E, kt, vt, pitch, length, 0, full_tiles,
+        zero, zero, zero, nothing, nothing, D, BLOCK_N, False, CHECK, PRECISION, STAGES,
+    )  # fmt: skip
+    z, s1, s2, o, w = _gather_pass(
+        q, k, v, below, above, rows, keep2, b * LOG2E, m, c * LOG2E, kt, vt, pitch, length, full_tiles, last,
+        z, s1, s2, o, w, D, BLOCK_N, True, CHECK, PRECISION, STAGES,
+    )  # fmt: skip
+    z = tl.where(inside, z, 1.0)
+    mean = s1 / z
+    variance = tl.maximum(s2 / z - mean * mean, 0.0)
+    o = o / z[:, None]
+    w = w / z[:, None] - mean[:, None] * o
+    exact = m + mean
+    c += tl.log(z) - b * (exact - m)
+    to = (batch * length + rows[:, None]) * heads * D + head * D + tl.arange(0, D)[None, :]
+    tl.store(out_ptr + to, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(tilt_ptr + to, w.to(tilt_ptr.dtype.element_ty), mask=inside[:, None])
+    rows_ptr += plane + rows
+    tl.store(rows_ptr, b, mask=inside)
+    tl.store(rows_ptr + total, exact, mask=inside)
+    tl.store(rows_ptr + 2 * total, c, mask=inside)
+    tl.store(rows_ptr + 3 * total, variance, mask=inside)
+    tl.store(rows_ptr + 4 * total, active, mask=inside)
+    tl.store(rows_ptr + 5 * total, lse, mask=inside)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def write_log_weights(
+    q_ptr: tl.tensor, k_ptr: tl.tensor, rows_ptr: tl.tensor, above_ptr: tl.tensor,
+    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, pitch: tl.tensor,
+    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """above = ln a = b (S - m) - c of a call without prior, one tile a program; rows as `gather_rows` left them."""
+    start = tl.program_id(0) * BLOCK_M
+    first = tl.program_id(1) * BLOCK_N
+    if first < start + BLOCK_M:
+        batch = (tl.program_id(2) // heads).to(tl.int64)
+        head = (tl.program_id(2) % heads).to(tl.int64)
+        rows = start + tl.arange(0, BLOCK_M)
+        keys = first + tl.arange(0, BLOCK_N)
+        inside = rows < length
+        plane = tl.program_id(2).to(tl.int64) * length
+        b = tl.load(rows_ptr + plane + rows, mask=inside, other=0.0)
+        m = tl.load(rows_ptr + total + plane + rows, mask=inside, other=0.0)
+        c = tl.load(rows_ptr + 2 * total + plane + rows, mask=inside, other=0.0)
+        q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
+        k = load_rows(k_ptr + batch * kb + head * kh, keys, kt, length, D, True)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) - m[:, None]
+        log_a = tl.maximum(b[:, None] * x - c[:, None], LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        above = above_ptr + plane * pitch
+        store_tile(above, log_a, rows[:, None], keys[None, :], pitch, length, True, CHECK)

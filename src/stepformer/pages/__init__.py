@@ -1,0 +1,1 @@
+"""The report page and the local page."""

@@ -1,0 +1,114 @@
+"""Which runs of one table or chart were measured alike, and a sentence where they were not.
+
+Two numbers may be compared when all that decides them agrees: the tokens they were measured on and the settings that
+change the quantity. What a result does not say, an older one say, is taken to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from stepformer.pages.reports.charts import inside, layers_of, real, result
+from stepformer.pages.reports.collect import RunData
+from stepformer.present.tables import listed
+
+Facts = dict[str, Any]
+"""What decides a number, by the name that a reader knows it by."""
+
+SETTINGS = {
+    "hessian": ("protocol", "method", "windows", "context", "normalise"),
+    "jacobian": ("windows", "window_batch", "context", "iterations"),
+    "depth": ("windows", "context"),
+}
+SENTENCES = {
+    "perplexity": ("scored on other tokens or read in another way", "these rows"),
+    "tasks": ("asked other items or with other shots", "these rows"),
+}
+DIAGNOSED = ("measured on other windows or with other settings", "these rows and lines")
+
+
+def cautions(runs: Sequence[RunData]) -> dict[str, list[str]]:
+    """For each kind of measurement, sentences on which runs are not to be compared with which."""
+    return {kind: found for kind in (*SETTINGS, *SENTENCES) if (found := _cautions(runs, kind))}
+
+
+def _cautions(runs: Sequence[RunData], kind: str) -> list[str]:
+    by_subject: dict[str, list[tuple[str, list[Facts]]]] = {}
+    for run in runs:
+        for subject, facts in facts_of(run, kind).items():
+            by_subject.setdefault(subject, []).append((run.name, facts))
+    how, what = SENTENCES.get(kind, DIAGNOSED)
+    found = []
+    for subject, measured in by_subject.items():
+        for names, others, differing in _apart(measured):
+            about = f"{subject}: " if subject else ""
+            were = "was" if len(names) == 1 else "were"
+            found.append(
+                f"{about}{listed(names, len(names))} {were} {how} ({', '.join(differing)}) than "
+                f"{listed(others, len(others))}: do not compare {what}."
+            )
+    return found
+
+
+def facts_of(run: RunData, kind: str) -> dict[str, list[Facts]]:
+    """What decides the numbers of a run, by what they are about: a text, a task, or nothing in particular."""
+    found = result(run, kind)
+    if not found:
+        return {}
+    if kind in SETTINGS:
+        return {"": [_diagnosed(run, kind)]}
+    facts: dict[str, list[Facts]] = {}
+    if kind == "tasks":
+        tasks = found.get("tasks")
+        for key, entry in tasks.items() if isinstance(tasks, dict) else ():
+            if isinstance(entry, dict):
+                name = str(entry.get("task") or key.partition("@")[0])
+                facts.setdefault(name, []).append({what: real(entry.get(what)) for what in ("shots", "items")})
+        return facts
+    texts = found.get("texts")
+    for entry in texts if isinstance(texts, list) else []:
+        if isinstance(entry, dict):
+            told = {what: entry.get(what) for what in ("mode", "stride", "tokens", "hash")}
+            facts.setdefault(str(entry.get("name", "")), []).append(told)
+    return facts
+
+
+def _diagnosed(run: RunData, kind: str) -> Facts:
+    found = result(run, kind)
+    facts: Facts = {"windows hash": found.get("windows_hash"), "tokens": real(found.get("tokens"))}
+    if kind == "jacobian":
+        kept = {real(inside(layer, "block", "k")) for layer in layers_of(run, kind)} - {None}
+        facts["k"] = kept or None
+    for name in SETTINGS[kind]:
+        value = inside(found, "settings", name)
+        facts[name] = inside(run.measured[kind], "settings", name) if value is None else value
+    return facts
+
+
+def _apart(measured: Sequence[tuple[str, list[Facts]]]) -> list[tuple[list[str], list[str], list[str]]]:
+    """Runs that agree with none before them, those before them, and in what they differ."""
+    groups: list[tuple[list[str], list[Facts]]] = []
+    for name, facts in measured:
+        group = next((names for names, known in groups if not _differing(known, facts)), None)
+        if group is None:
+            groups.append(([name], facts))
+        else:
+            group.append(name)
+    found = []
+    for place, (names, facts) in enumerate(groups):
+        if place:
+            differing = [what for _, known in groups[:place] for what in _differing(known, facts)]
+            others = [name for before, _ in groups[:place] for name in before]
+            found.append((names, others, list(dict.fromkeys(differing))))
+    return found
+
+
+def _differing(known: Sequence[Facts], facts: Sequence[Facts]) -> list[str]:
+    """In what two runs differ where they are closest to each other; nothing if some of their numbers agree."""
+    pairs = [
+        [what for what in a if a[what] is not None and b.get(what) is not None and a[what] != b[what]]
+        for a in known
+        for b in facts
+    ]
+    return min(pairs, key=len, default=[])

@@ -1,0 +1,394 @@
+"""What run folders hold, gathered for a report.
+
+A report is made of what is there. A run that is unfinished, was never evaluated or has a damaged file is taken with a
+sentence that says so; only a folder that is no run at all is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from stepformer.base import documents
+from stepformer.base.errors import ChangedRuleError, InputError, StepformerError
+from stepformer.data.tokenizers import valid
+from stepformer.measure import measured
+from stepformer.study import Facts, RunRecord
+from stepformer.training import RunConfig
+from stepformer.training.loggers import BY_LAYER
+from stepformer.training.metrics import Lines, read_lines
+from stepformer.training.runs import RunFolder
+
+KINDS = ("hessian", "jacobian", "depth", "perplexity", "tasks")
+STUDY = "study.json"
+FORGETTING = "forgetting.json"
+NATIVE = "forgetting-native.json"  # of both directions with the runs' own optimizers
+MOST_POINTS = 400  # of one curve: more than a chart has pixels for
+MOST_EVALUATIONS = 40  # of a coefficient's history
+ALL_POINTS = 60_000  # of all curves together: about 2 MB of the page
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A loss along training, as columns."""
+
+    step: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    window: int = 1  # how many values each loss is the mean of
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+History = list[tuple[int, list[dict[str, Any]]]]
+"""Tokens, and then for each layer its values by name."""
+
+
+@dataclass
+class RunData:
+    """One run; `record` is None unless it is finished and whole, and then `state` says why."""
+
+    folder: Path
+    label: str
+    seed: int
+    state: str
+    record: RunRecord | None
+    facts: dict[str, Any]
+    config: RunConfig | None
+    environment: dict[str, Any]
+    training: Curve
+    evaluation: Curve
+    measured: dict[str, dict[str, Any]]
+    begun: datetime
+    ended: datetime
+    notes: list[str] = field(default_factory=list)
+    coefficients: list[dict[str, float]] | None = None
+    history: dict[str, History] = field(default_factory=dict)  # of coefficients and norms, at evaluations
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} s{self.seed}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config with one key for each setting, `optim.lr` say; a model's defaults are not among them."""
+        sections = ((name, _dict(values)) for name, values in _dict(self.facts.get("config")).items())
+        return {f"{name}.{key}": value for name, values in sections for key, value in values.items()}
+
+    @property
+    def command(self) -> list[str]:
+        """The words that started the run, without the folder that the program lies in."""
+        words = [str(word) for word in _list(self.environment.get("command"))]
+        if not words:
+            return []
+        name = Path(words[0]).name
+        return ["stepformer" if name == "__main__.py" else name, *words[1:]]
+
+
+@dataclass
+class Gathered:
+    """All runs of a report in order, what is known about their studies, and sentences about what is missing."""
+
+    runs: list[RunData]
+    baseline: str | None
+    facts: Facts
+    forgetting: list[tuple[Path, Any]]
+    notes: list[str]
+    studies: list[Facts] = field(default_factory=list)
+
+
+def gather(paths: Sequence[str | Path], progress: Callable[[str], None] = lambda name: None) -> Gathered:
+    """Read runs and studies; `progress` is called with the name of each folder once it is read."""
+    folders: list[Path] = []
+    found = Gathered([], None, Facts(), [], [])
+    for path in map(Path, paths):
+        new = _folders(path, found)
+        folders += [folder for folder in new if folder.resolve() not in {known.resolve() for known in folders}]
+    if not folders:
+        named = ", ".join(f"'{path}'" for path in paths)
+        raise InputError(f"No run has been started in {named}.")
+    if len(facts := found.studies) == 1:
+        found.facts = facts[0]
+    elif facts:  # what one study says does not hold for the others
+        found.facts = Facts(remarks=tuple(remark for study in facts for remark in study.remarks))
+    points = max(40, min(MOST_POINTS, ALL_POINTS // (2 * len(folders))))
+    for folder in folders:
+        found.runs.append(read_run(folder, points))
+        progress(folder.name)
+    _tell_apart(found.runs)
+    return found
+
+
+def _tell_apart(runs: Sequence[RunData]) -> None:
+    """Give runs of one label and one seed, of two studies say, labels that name what they are from."""
+    clashes: dict[tuple[str, int], list[RunData]] = {}
+    for run in runs:
+        clashes.setdefault((run.label, run.seed), []).append(run)
+    names: tuple[Callable[[Path], str], ...] = (lambda f: f.parent.name, lambda f: str(f.parent), lambda f: f.name, str)
+    for label in {label for (label, _), several in clashes.items() if len(several) > 1}:
+        groups = [several for (known, _), several in clashes.items() if known == label]
+        name = next(n for n in names if all(len({n(run.folder) for run in group}) == len(group) for group in groups))
+        for run in (run for group in groups for run in group):
+            run.label = f"{label} ({name(run.folder)})"
+            if run.record:
+                run.record = dataclasses.replace(run.record, label=run.label)
+
+
+def _folders(path: Path, found: Gathered) -> list[Path]:
+    """The run folders behind a path; what its study says besides goes into `found`."""
+    if not path.is_dir():
+        raise InputError(f"There is no run or study folder '{path}'.")
+    study = path / STUDY
+    forgetting = [path / name for name in (FORGETTING, NATIVE) if (path / name).is_file()]
+    found.forgetting += [(path, documents.read(file, documents.FORGETTING)) for file in forgetting]
+    if RunFolder(path).exists:
+        return [path]
+    if study.is_file():
+        plan = documents.read(study, documents.STUDY)
+        found.studies.append(Facts.of_study(plan))
+        found.baseline = found.baseline or found.studies[-1].baseline or None
+        found.baseline = found.baseline or _baseline(path)  # of older studies
+        planned = [path / name for name in _planned(plan)]
+        begun = [folder for folder in planned if RunFolder(folder).exists]
+        missing = [folder.name for folder in planned if folder not in begun]
+        if missing:
+            found.notes.append(f"Planned in '{path}' and not begun: {', '.join(missing)}.")
+        return begun
+    studies = sorted(part for part in path.iterdir() if (part / STUDY).is_file())
+    runs = sorted(folder for folder in path.iterdir() if RunFolder(folder).exists)
+    if forgetting:  # of fine-tuning in both directions: studies beside each other
+        parts = [part for part in studies if (part / FORGETTING).is_file()]
+        within = [folder for part in parts for folder in _folders(part, Gathered([], None, Facts(), [], found.notes))]
+        before = [f"'{part}'" for part in studies if part not in parts]
+        if before:
+            found.notes.append(
+                f"The runs before their fine-tuning lie in {' and '.join(before)}: name these folders too to see them."
+            )
+        return [*within, *runs]
+    hint = next(
+        (
+            f" It holds {what}: name them, e.g. '{some[0]}'."
+            for what, some in (("runs", runs), ("studies", studies))
+            if some
+        ),
+        "",
+    )
+    raise InputError(f"'{path}' is neither a run (no run.json) nor a study (no {STUDY}).{hint}")
+
+
+def _planned(plan: Any) -> list[str]:
+    names = [f"{run['label']}-s{run['seed']}" for run in plan["runs"]]
+    return [name for name in names if name == Path(name).name]
+
+
+def _baseline(study: Path) -> str | None:
+    """The baseline that the study was last compared with: its table says so."""
+    try:
+        with (study / "comparison.csv").open(newline="") as file:
+            return next(iter(csv.DictReader(file)), {}).get("baseline")
+    except (OSError, ValueError, csv.Error):
+        return None
+
+
+def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
+    """One run folder; `points` is how many points of each curve are kept."""
+    folder = RunFolder(path)
+    facts = folder.read()
+    notes: list[str] = []
+    config = _config(folder, notes)
+    training, evaluation, history = read_curves(folder.metrics, notes)
+    record, state = _record(folder, facts, training, evaluation)
+    settings = facts.get("config", {})
+    seed = record.seed if record else _dict(_dict(settings).get("train")).get("seed", 0)
+    label = valid(record.label if record else str(facts.get("label") or path.name))
+    if record and record.label != label:
+        record = dataclasses.replace(record, label=label)
+    ended = max((p for p in (folder.result, folder.metrics) if p.is_file()), key=_changed, default=path / "run.json")
+    return RunData(
+        folder=path,
+        label=label,
+        seed=seed if isinstance(seed, int) else 0,
+        state=state,
+        record=record,
+        facts=facts,
+        config=config,
+        environment=_optional(path / "environment.json", documents.ENVIRONMENT, notes) or {},
+        training=smoothed(training, points),
+        evaluation=thinned(evaluation, points),
+        measured=_measurements(path, record, notes),
+        begun=datetime.fromtimestamp(_changed(path / "run.json")),
+        ended=datetime.fromtimestamp(_changed(ended)),
+        notes=notes,
+        history=history,
+    )
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _config(folder: RunFolder, notes: list[str]) -> RunConfig | None:
+    """Its config; a run whose rules have been changed since is refused."""
+    try:
+        return folder.opened()[1]
+    except ChangedRuleError:
+        raise
+    except StepformerError as error:
+        notes.append(f"Its config cannot be built here: {str(error).splitlines()[0]}")
+    except (KeyError, TypeError, AttributeError):
+        notes.append("Its run.json has no whole config.")
+    return None
+
+
+def _record(folder: RunFolder, facts: dict[str, Any], *curves: Curve) -> tuple[RunRecord | None, str]:
+    """The result of a finished run, or a sentence on what the run is instead."""
+    if folder.result.is_file():
+        try:
+            return RunRecord.load(folder.path), ""
+        except InputError as error:
+            return None, str(error)
+    done = max((curve.step[-1] for curve in curves if len(curve)), default=0)
+    planned = _dict(_dict(facts.get("config")).get("train")).get("steps")
+    of = f" of {planned:,}" if isinstance(planned, int) else ""
+    with contextlib.suppress(OSError):  # there is none, or a run that goes on has just removed it
+        why = " ".join(folder.failure.read_text(errors="replace").split())
+        return None, f"Failed after step {done:,}{of}: {why}"
+    return None, f"Unfinished: step {done:,}{of}."
+
+
+def _measurements(path: Path, record: RunRecord | None, notes: list[str]) -> dict[str, dict[str, Any]]:
+    """What was measured; a note if it was while the run was not finished."""
+    found = {}
+    for kind in KINDS:
+        try:
+            whole = measured.load(path, kind)
+        except InputError as error:
+            notes.append(str(error))
+            continue
+        if whole is None:
+            continue
+        found[kind] = whole
+        step = whole.get("step")
+        if record is not None and isinstance(step, int) and step not in (record.best_step, record.steps):
+            notes.append(f"Its {kind} was measured after step {step:,}, before it was finished: measure it again.")
+    return found
+
+
+def _optional(path: Path, kind: documents.Kind, notes: list[str]) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return documents.read(path, kind)
+    except InputError as error:
+        notes.append(str(error))
+        return None
+
+
+def read_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, dict[str, History]]:
+    """Training and evaluation losses of a metrics file, every line of it, and what layers had at evaluations; lines
+    that are damaged are counted.
+    """
+    rows: dict[str, dict[int, tuple[int, float, float]]] = {"train": {}, "eval": {}}
+    layers: dict[str, dict[int, tuple[int, list[dict[str, Any]]]]] = {name: {} for name in BY_LAYER}
+    damaged = 0
+    try:
+        lines = read_lines(path)
+    except InputError as error:
+        notes.append(f"There are no curves: {error}")
+        lines = Lines()
+    for entry in lines.entries:
+        kind = entry["kind"]
+        if kind not in rows:
+            continue
+        try:
+            loss = float(entry["loss" if kind == "train" else "val_loss"])
+            if math.isfinite(loss):
+                seconds = float(entry.get("seconds", math.nan))
+                rows[kind][entry["step"]] = (int(entry["tokens"]), seconds, loss)
+            for name in layers.keys() & entry.keys():
+                values = [_dict(value) for value in _list(entry[name])]
+                layers[name][entry["step"]] = (int(entry["tokens"]), values)
+        except (ValueError, KeyError, TypeError, OverflowError):
+            damaged += 1
+    if lines.faults:
+        notes.append(f"Its metrics.jsonl is damaged: {'; '.join(lines.faults[:3])}.")
+    if lines.unchecked:
+        notes.append("Lines of its metrics.jsonl have no checks, as in version 0.5.0.")
+    if damaged:
+        notes.append(f"{damaged:,} damaged lines of its metrics.jsonl are left out.")
+    history = {name: [found[step] for step in sorted(found)] for name, found in layers.items() if found}
+    return _curve(rows["train"]), _curve(rows["eval"]), {name: _few(found) for name, found in history.items()}
+
+
+def _few(history: History) -> History:
+    """At most as many evaluations as a small chart can show, the first and the last among them."""
+    n = len(history)
+    most = min(n, MOST_EVALUATIONS)
+    return [history[round(i * (n - 1) / max(1, most - 1))] for i in range(most)]
+
+
+def _curve(rows: dict[int, tuple[int, float, float]]) -> Curve:
+    steps = sorted(rows)
+    tokens, seconds, losses = zip(*(rows[step] for step in steps), strict=True) if rows else ((), (), ())
+    return Curve(steps, list(tokens), list(seconds), list(losses))
+
+
+def smoothed(curve: Curve, points: int) -> Curve:
+    """A noisy curve as running means over a fiftieth of it, at no more than `points` places."""
+    n = len(curve)
+    half = n // 100  # the window is centred, so that the curve does not lag behind
+    sums = [0.0]
+    for loss in curve.loss:
+        sums.append(sums[-1] + loss)
+    means = []
+    for i in range(n):
+        # narrow at the start, where the loss falls steeply; at the end, where it is flat, the past alone will do
+        before = min(half, i)
+        after = min(before, n - 1 - i)
+        means.append((sums[i + after + 1] - sums[i - before]) / (before + after + 1))
+    whole = Curve(curve.step, curve.tokens, curve.seconds, means, 2 * half + 1)
+    return thinned(whole, points)
+
+
+def thinned(curve: Curve, points: int) -> Curve:
+    """At most `points` points, evenly over the curve, the first, the last and the lowest among them."""
+    n = len(curve)
+    if n <= points:
+        return curve
+    places = {round(i * (n - 1) / (points - 2)) for i in range(points - 1)}
+    places.add(min(range(n), key=curve.loss.__getitem__))
+    kept = sorted(places)
+    return Curve(
+        [curve.step[i] for i in kept],
+        [curve.tokens[i] for i in kept],
+        [curve.seconds[i] for i in kept],
+        [curve.loss[i] for i in kept],
+        curve.window,
+    )
+
+
+def mean_curve(curves: Sequence[Curve]) -> Curve:
+    """The mean over several runs at the steps that all of them have."""
+    rows = [dict(zip(c.step, zip(c.tokens, c.seconds, c.loss, strict=True), strict=True)) for c in curves]
+    steps = sorted(set(rows[0]).intersection(*rows[1:]))
+    n = len(rows)
+    seconds = [math.fsum(row[step][1] for row in rows) / n for step in steps]
+    loss = [math.fsum(row[step][2] for row in rows) / n for step in steps]
+    return Curve(steps, [rows[0][step][0] for step in steps], seconds, loss)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,306 @@
+"""Everything that a report says, before it becomes a page or a paper."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
+from stepformer.pages.reports import charts, evaluated, parts
+from stepformer.pages.reports.agreement import cautions
+from stepformer.pages.reports.collect import Gathered, RunData
+from stepformer.pages.reports.published import published_tables
+from stepformer.pages.reports.samples import Samples, first_of_each
+from stepformer.present.tables import MINUS, NAMED, Table, listed
+from stepformer.study import Comparison, Facts, Row, compare
+from stepformer.study.tables import percent
+from stepformer.training.runs import as_toml
+
+FEW = 3  # paired seeds with which an interval is wide: Student's t is above 4 there
+
+# What can be measured of a run besides its losses, and by which command.
+MEASURES = {
+    "hessian": ("the curvature of the loss", "stepformer diagnose RUN --hessian"),
+    "jacobian": ("the Jacobians of the layers", "stepformer diagnose RUN --jacobian"),
+    "depth": ("what happens inside, layer by layer", "stepformer diagnose RUN --depth"),
+    "perplexity": ("perplexity on other texts", "stepformer eval RUN --on TEXT"),
+    "tasks": ("downstream tasks", "stepformer eval RUN --tasks NAMES"),
+}
+
+
+@dataclass
+class Report:
+    """A report on runs, labels in the order in which they are coloured, the baseline first."""
+
+    title: str
+    verdict: str
+    dates: str
+    made: datetime
+    runs: list[RunData]
+    labels: list[str]
+    comparison: Comparison | None
+    incomparable: str  # why there are no paired differences
+    tables: dict[str, Table]
+    published: list[Table]
+    forgetting: list[Table]
+    charts: dict[str, charts.Charts]
+    samples: Samples | None
+    commands: list[str]
+    again: list[tuple[str, str, str]]  # label, command and TOML that train it again
+    notes: list[str] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)  # what was not measured of which, and the command
+    cautions: dict[str, list[str]] = field(default_factory=dict)  # which runs were not measured alike, by kind
+
+
+def build(
+    gathered: Gathered,
+    *,
+    baseline: str | None = None,
+    confidence: float = 0.95,
+    samples: Samples | None = None,
+    title: str | None = None,
+) -> Report:
+    """Put a report together; a baseline that no run has is refused."""
+    runs = gathered.runs
+    labels = list(dict.fromkeys(run.label for run in runs))
+    if baseline is not None and baseline not in labels:
+        known = ", ".join(f"'{label}'" for label in labels)
+        raise UnknownNameError(
+            f"No run is labelled '{baseline}', the baseline.{suggestion(baseline, labels) or f' Labels: {known}.'}"
+        )
+    chosen = baseline or (gathered.baseline if gathered.baseline in labels else labels[0])
+    labels = [chosen, *(label for label in labels if label != chosen)]
+    runs = sorted(runs, key=lambda run: labels.index(run.label))  # stable: seeds stay in order
+    comparison, incomparable = _compared(runs, chosen, confidence, gathered.facts)
+    differing, common = parts.config_tables(runs)
+    tables = {
+        "comparison": parts.comparison_table(comparison) if comparison else None,
+        "runs": parts.runs_table(runs),
+        "hessian": parts.hessian_table(runs),
+        "jacobian": parts.jacobian_table(runs),
+        "perplexity": evaluated.perplexity_table(runs),
+        "tasks": evaluated.tasks_table(runs),
+        "differing": differing if differing.rows else None,
+        "common": common,
+        "environment": parts.environment_table(runs),
+    }
+    forgetting = [
+        table for folder, found in gathered.forgetting if (table := parts.forgetting_table(found, folder)) is not None
+    ]
+    forgotten = forgetting_words([found for _, found in gathered.forgetting])
+    return Report(
+        title=title or _title(labels, runs),
+        verdict=" ".join([*([verdict(comparison)] if comparison else []), *forgotten]) or incomparable,
+        dates=_dates(runs),
+        made=datetime.now(),
+        runs=runs,
+        labels=labels,
+        comparison=comparison,
+        incomparable=incomparable,
+        tables={name: table for name, table in tables.items() if table is not None},
+        published=published_tables(runs, [found for _, found in gathered.forgetting]),
+        forgetting=forgetting,
+        charts={
+            "coefficients": charts.coefficient_charts(runs),
+            "depth": charts.depth_charts(runs),
+            "jacobian": charts.jacobian_charts(runs),
+            "hessian": charts.hessian_charts(runs),
+            "forgetting": charts.forgetting_charts(runs, [found for _, found in gathered.forgetting]),
+        },
+        samples=samples if samples and (samples.texts or samples.problems) else None,
+        commands=list(dict.fromkeys(shlex.join(run.command) for run in runs if run.command)),
+        again=_again(runs),
+        notes=[*gathered.notes, *_notes(runs)],
+        missing=_missing(runs),
+        cautions=cautions(runs),
+    )
+
+
+def _notes(runs: Sequence[RunData]) -> list[str]:
+    """Sentences about single runs; one that is true of several is said once."""
+    about: dict[str, list[str]] = {}
+    for run in runs:
+        for note in dict.fromkeys([*([run.state] if run.state else []), *run.notes]):
+            about.setdefault(note, []).append(run.name)
+    return [f"{listed(names)}: {note}" for note, names in about.items()]
+
+
+def _missing(runs: Sequence[RunData]) -> list[tuple[str, str]]:
+    """What no run was measured for, or which runs were not; each with the command that does it."""
+    found = []
+    for kind, (what, command) in MEASURES.items():
+        without = [run for run in runs if kind not in run.measured]
+        if len(without) == len(runs):
+            found.append((f"Not measured: {what}", command))
+        elif without:
+            folders = shlex.quote(str(without[0].folder)) if len(without) == 1 else "RUN"
+            names = listed([run.name for run in without], len(without))
+            found.append((f"Not measured of {names}: {what}", command.replace("RUN", folders)))
+    return found
+
+
+def _compared(runs: Sequence[RunData], baseline: str, confidence: float, facts: Facts) -> tuple[Comparison | None, str]:
+    """The paired comparison of the finished runs, or why there is none."""
+    records = [run.record for run in runs if run.record]
+    if not records:
+        return None, "No run is finished yet: there are curves, and nothing to compare."
+    if not any(record.label == baseline for record in records):
+        return None, f"No run of the baseline {baseline} is finished: there are losses, and no paired differences."
+    try:
+        return compare(records, baseline, confidence, facts), ""
+    except InputError as error:
+        if not 0 < confidence < 1:
+            raise
+        return None, f"These runs cannot be paired, so there are losses and no differences. {error}"
+
+
+def verdict(comparison: Comparison) -> str:
+    """What the paired differences show, in a sentence or three, and no more than they show."""
+    others = [row for row in comparison.rows if not row.is_baseline]
+    base = comparison.baseline
+    if not others:
+        return f"Only {base} was trained: there is nothing to compare it with."
+    same = [row for row in others if row.identical]
+    firm = [row for row in others if not row.provisional and not row.identical]
+    better = sorted((row for row in firm if _word(row) == "better"), key=_mean)
+    worse = sorted((row for row in firm if _word(row) == "worse"), key=_mean)
+    words = []
+    if better:
+        best = better[0]
+        words.append(f"{best.label} ends at a lower loss than {base}: {_interval(best, comparison)}.")
+        if len(better) > 1:
+            words.append(f"So {'does' if len(better) == 2 else 'do'} {_names(better[1:])}.")
+    if worse:
+        detail = f": {_interval(worse[0], comparison)}" if len(worse) == 1 else ""
+        words.append(f"{_names(worse)} {'ends' if len(worse) == 1 else 'end'} at a higher loss than {base}{detail}.")
+    undecided = [row for row in firm if _word(row) == "no difference shown"]
+    if undecided:
+        words.append(f"For {_names(undecided)} no difference to {base} is shown ({_reached(undecided)}).")
+    small = [row for row in others if row.provisional]
+    if small:
+        words.append(f"{_names(small)} {'differs' if len(small) == 1 else 'differ'} by too little to be claimed yet.")
+    single = sorted((row for row in firm if row.difference and row.difference.low is None), key=_mean)
+    if single:
+        ends = ", ".join(f"{row.label} {_signed(_mean(row))}" for row in single[:NAMED])
+        words.append(f"One paired seed has no interval and shows nothing yet: {ends} nats per token to {base}.")
+    alone = [row for row in others if row.difference is None and row.paired]
+    if alone:
+        words.append(f"{_names(alone)} {'has' if len(alone) == 1 else 'have'} no seed in common with {base}.")
+    if same:
+        words.append(f"{_names(same)} {'is' if len(same) == 1 else 'are'} {base}, weight for weight.")
+    if not comparison.paired:
+        words.append("The rows differ in their batches or their budget: there are losses and no paired differences.")
+    for row in others:
+        if row.matched is not None and row.matched[1] != base:
+            what, other, found = row.matched
+            words.append(f"At equal {what}, {row.label} against {other}: {found.verdict} ({found}).")
+    return " ".join(words)
+
+
+def forgetting_words(tables: Sequence[Any]) -> list[str]:
+    """For each direction, the paired differences in forgetting with their intervals: numbers, and no claim."""
+    said: dict[str, list[str]] = {}
+    for found in tables:
+        rows = charts.inside(found, "rows")
+        for row in rows if isinstance(rows, list) else []:
+            mean, low, high, level = (
+                charts.real(charts.inside(row, key))
+                for key in (*(f"forgetting_difference{end}" for end in ("", "_low", "_high")), "confidence")
+            )
+            if mean is None:
+                continue
+            known = low is not None and high is not None and level is not None
+            bounds = f"[{_signed(low or 0.0)}, {_signed(high or 0.0)}]"
+            spread = (
+                f"{percent(level or 0.0)} confidence interval {bounds}"
+                if known
+                else "one seed, which shows nothing yet"
+            )
+            own = ", own optimizers" if charts.inside(found, "settings", "native") is True else ""
+            where = f"Forgetting, {row.get('direction', '')}{own}, against {row.get('baseline', '')}"
+            said.setdefault(where, []).append(
+                f"{row.get('architecture', '')} {_signed(mean)} nats per token ({spread})"
+            )
+    return [
+        f"{where}: {'; '.join(words[:NAMED])}{f' and {len(words) - NAMED} more' if len(words) > NAMED else ''}."
+        for where, words in said.items()
+    ]
+
+
+def _word(row: Row) -> str:
+    """The verdict at equal tokens."""
+    return row.difference.verdict if row.difference else ""
+
+
+def _mean(row: Row) -> float:
+    return row.difference.mean if row.difference else 0.0
+
+
+def _interval(row: Row, comparison: Comparison) -> str:
+    found = row.difference
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    return (
+        f"{_signed(found.mean)} nats per token, {percent(comparison.confidence)} confidence interval "
+        f"[{_signed(found.low)}, {_signed(found.high)}], {found.n} paired seeds"
+    )
+
+
+def _reached(rows: Sequence[Row]) -> str:
+    """How many seeds the rows have and how far their intervals reach: what is not shown may still be there."""
+    found = []
+    for row in rows[:NAMED]:
+        known = row.difference
+        assert known is not None
+        assert known.low is not None
+        assert known.high is not None
+        wide = "is wide and reaches" if known.n <= FEW else "reaches"
+        about = f"{row.label}, " if len(rows) > 1 else ""
+        found.append(f"{about}{known.n} seeds: the interval {wide} from {_signed(known.low)} to {_signed(known.high)}")
+    return "; ".join(found)
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", MINUS)
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return listed([row.label for row in rows])
+
+
+def _title(labels: Sequence[str], runs: Sequence[RunData]) -> str:
+    corpora = {Path(str(_corpus(run))).name for run in runs if _corpus(run)}
+    where = f" on {listed(sorted(corpora))}" if corpora else ""
+    return f"{listed(labels)}{where}"
+
+
+def _corpus(run: RunData) -> Any:
+    found = run.facts.get("corpus")
+    return found.get("folder") if isinstance(found, dict) else None
+
+
+def _dates(runs: Sequence[RunData]) -> str:
+    first, last = min(run.begun for run in runs), max(run.ended for run in runs)
+    begin, end = (f"{day.day} {day:%B %Y}" for day in (first, last))
+    return begin if begin == end else f"{begin} to {end}"
+
+
+def _again(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
+    """For each label, how its first run is trained again."""
+    found = []
+    for run in first_of_each(runs):
+        words = ["stepformer", "train", str(run.folder / "config.toml"), "--out", f"{run.folder}-again"]
+        for plugin in run.facts.get("plugins") or []:
+            words += ["--plugin", str(plugin)]
+        words += ["--label", run.label]
+        try:
+            toml = as_toml(run.config) if run.config else ""
+        except StepformerError:
+            toml = ""
+        found.append((run.label, shlex.join(words), toml))
+    return found

@@ -1,0 +1,266 @@
+"""Published figures beside ours, with every setting in which our runs differ from the recipe's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepformer.base.errors import StepformerError
+from stepformer.catalogue import closest_preset, preset
+from stepformer.catalogue.recipes import Recipe, load_recipe
+from stepformer.pages.reports.charts import inside, layers_of, real, result
+from stepformer.pages.reports.collect import RunData
+from stepformer.pages.reports.parts import mean_of
+from stepformer.present.tables import Cell, Column, Table, columns, number, text
+from stepformer.training import RunConfig, run_config
+
+# What changes a result by rounding at most, or only what is kept and shown.
+IMMATERIAL = {"seed", "device", "micro_batch", "compile", "log_every", "save_every", "keep", "parallel", "eval_every"}
+IMMATERIAL |= {"tensorboard", "wandb", "tokenizer", "dialect", "count", "real_vocab", "precision", "deterministic"}
+MOST_NAMED = 6
+
+# What recipes hold under [recipe.measured]: its name, and what the papers measured it on.
+QUANTITIES = {
+    "hellaswag": ("HellaSwag, acc_norm as a fraction", "10 shots"),
+    "arc_easy": ("ARC-Easy, acc_norm as a fraction", "25 shots"),
+    "trace_per_parameter": ("trace of the Hessian per parameter", "2,048 tokens, 10 probes"),
+    "largest_eigenvalue": ("eigenvalue of largest magnitude", "2,048 tokens, 15 power iterations"),
+    "curve_range": ("range of the loss curve", "2,048 tokens"),
+    "persistence": ("persistence, sum of log sigma_64 of the blocks", "12 layers, no rounds after the first sketch"),
+    "forgetting": ("forgetting", "1,000 steps, OpenWebText to TinyStories"),
+    "plasticity": ("plasticity", "1,000 steps, OpenWebText to TinyStories"),
+    "wikitext": ("perplexity of WikiText", "1,638,400 tokens, random windows"),
+    "lambada": ("perplexity of LAMBADA", "1,638,400 tokens, random windows"),
+    "c4": ("perplexity of C4", "1,638,400 tokens, random windows"),
+    "ood": ("mean perplexity of the three", "1,638,400 tokens each, random windows"),
+}
+PER_TOKEN = {"forgetting", "plasticity", "wikitext", "lambada", "c4", "ood"}  # as many numbers as there are tokenizers
+TASKS = {"hellaswag": "hellaswag@10", "arc_easy": "arc_easy@25"}
+PERSISTENT = 64  # which singular value the published persistence is about
+
+
+def published_tables(runs: Sequence[RunData], forgetting: Sequence[Any] = ()) -> list[Table]:
+    """Tables for every recipe that runs were trained by and that has figures or remarks for them: losses, and more."""
+    recipes = list(dict.fromkeys(run.config.recipe for run in runs if run.config and run.config.recipe))
+    tables = []
+    for name in recipes:
+        try:
+            recipe = load_recipe(name)
+        except StepformerError:
+            continue  # a recipe of another version
+        mine = [run for run in runs if run.config and run.config.recipe == name]
+        tables += [table for table in (_table(recipe, mine), _measured(recipe, mine, forgetting)) if table.rows]
+    return tables
+
+
+def _table(recipe: Recipe, runs: Sequence[RunData]) -> Table:
+    titles = columns(
+        Column("architecture"),
+        Column("published best", True),
+        Column("ours best", True),
+        Column("published final", True),
+        Column("ours final", True),
+        Column("our runs", True),
+        Column("remark"),
+    )
+    rows: list[list[Cell]] = []
+    caveats: dict[str, list[str]] = {}
+    for label in dict.fromkeys(run.label for run in runs):
+        mine = [run for run in runs if run.label == label]
+        config = mine[0].config
+        assert config is not None
+        key = _key(recipe, config)
+        if key is None:
+            continue
+        facts = recipe.runs[key]
+        rows.append(
+            [
+                text(label),
+                number(facts.get("published"), ".4g" if facts.get("published", 0) < 1 else ".4f"),
+                number(mean_of(mine, "best_val_loss")),
+                number(facts.get("published_final"), ".4f"),
+                number(mean_of(mine, "val_loss")),
+                number(sum(run.record is not None for run in mine), "d"),
+                text(facts.get("note", "")),
+            ]
+        )
+        caveats.setdefault(_caveat(recipe, key, facts, mine), []).append(label)
+    about = recipe.about
+    notes = [f"Published: {about.get('published_what', '')} ({about.get('paper', '')}, {about.get('figure', '')})."]
+    for caveat, labels in caveats.items():
+        notes.append(caveat if len(caveats) == 1 else f"{', '.join(labels)}: {caveat}")
+    return Table(titles, rows, f"Recipe {recipe.name}", notes)
+
+
+def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]) -> Table:
+    """What was published about the trained models beside what was measured of ours, where that is the same quantity."""
+    titles = columns(
+        Column("architecture"),
+        Column("quantity"),
+        Column("published", True),
+        Column("ours", True, "mean over our runs"),
+        Column("our runs", True),
+        Column("published on"),
+        Column("ours on"),
+    )
+    rows: list[list[Cell]] = []
+    scales: dict[str, list[str]] = {}
+    for label in dict.fromkeys(run.label for run in runs):
+        mine = [run for run in runs if run.label == label]
+        config = mine[0].config
+        key = _key(recipe, config) if config else None
+        published = recipe.measured.get(key, {}) if key else {}
+        before = len(rows)
+        for name, (title, on) in QUANTITIES.items():
+            found: dict[str, list[float]] = {}
+            for run in mine if name in published else ():
+                for where, value in _ours(run, name, forgetting):
+                    if not (name in PER_TOKEN and _other_tokenizer(recipe, run)):
+                        found.setdefault(where, []).append(value)
+            for where, values in found.items():
+                ours = number(math.fsum(values) / len(values), ".4g")
+                words = (text(label), text(title), number(published[name], ".4g"), ours)
+                rows.append([*words, number(len(values), "d"), text(on), text(where)])
+        if len(rows) > before and key:
+            scales.setdefault(_scale(recipe, key, mine), []).append(label)
+    notes = [f"Published: {recipe.about.get('paper', '')}, from the authors' public results."]
+    for scale, labels in scales.items():
+        notes.append(scale if len(scales) == 1 else f"{', '.join(labels)}: {scale}")
+    return Table(titles, rows, f"Recipe {recipe.name}: what else was measured", notes)
+
+
+def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, float]]:
+    """Our values of a published quantity, each with what it was measured on; none where ours is another quantity."""
+    for where, value in _candidates(run, name, forgetting):
+        if (known := real(value)) is not None:
+            yield where, known
+
+
+def _candidates(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    if name in TASKS:
+        found = inside(result(run, "tasks"), "tasks", TASKS[name])
+        items, whole = real(inside(found, "items")), real(inside(found, "of"))
+        of = f" of {whole:,.0f}" if whole is not None and whole != items else ""
+        yield "" if items is None else f"{items:,.0f}{of} items", inside(found, "acc_norm")
+    elif name in ("trace_per_parameter", "largest_eigenvalue", "curve_range"):
+        found = result(run, "hessian")
+        tokens = real(found.get("tokens"))
+        where = "" if tokens is None else f"{tokens:,.0f} tokens"
+        if name == "trace_per_parameter":
+            yield where, found.get(name)
+        elif name == "largest_eigenvalue":
+            listed = found.get("eigenvalues")
+            yield where, inside(listed[0], "value") if isinstance(listed, list) and listed else None
+        elif _published_curve(found.get("curve")):
+            yield where, inside(found, "curve", "range")
+    elif name == "persistence":
+        kept = [inside(layer, "block", "k") for layer in layers_of(run, "jacobian")]
+        if set(kept) == {PERSISTENT}:
+            yield f"{len(kept)} layers", inside(result(run, "jacobian"), "summary", "block", "persistence")
+    elif name in ("forgetting", "plasticity"):
+        yield from _forgotten(run, name, forgetting)
+    elif name == "ood":
+        found = result(run, "perplexity")
+        if str(found.get("protocol", "")).startswith("mean over wikitext, lambada, c4;"):
+            yield str(found["protocol"]).partition("; ")[2], found.get("mean_perplexity")
+    else:
+        texts = result(run, "perplexity").get("texts")
+        for entry in texts if isinstance(texts, list) else []:
+            if inside(entry, "name") == name:
+                tokens, stride = real(inside(entry, "tokens")), real(inside(entry, "stride"))
+                how = f"{inside(entry, 'mode') or ''}{'' if stride is None else f' {stride:.0f}'}"
+                yield f"{tokens or 0:,.0f} tokens, {how}", inside(entry, "perplexity")
+
+
+def _published_curve(curve: Any) -> bool:
+    """Whether a loss curve goes as far as the published ones, along a direction that is scaled alike."""
+    alpha = inside(curve, "alpha")
+    ends = [real(alpha[0]), real(alpha[-1])] if isinstance(alpha, list) and alpha else []
+    return ends == [-0.5, 0.5] and inside(curve, "normalise") == "tensor"
+
+
+def _forgotten(run: RunData, name: str, tables: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """What a run forgot, or learned, in the fine-tunings that began with it, those by one AdamW for all."""
+    mine = run.facts.get("id")
+    for found in tables:
+        listed = inside(found, "runs")
+        if mine is None or inside(found, "settings", "native") is True or not isinstance(listed, list):
+            continue
+        for entry in listed:
+            steps = inside(entry, "steps")
+            if inside(entry, "init", "id") == mine and isinstance(steps, list) and steps:
+                yield f"{real(steps[-1]) or 0:,.0f} steps, {inside(entry, 'direction') or ''}", inside(entry, name)
+
+
+def _scale(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
+    """How far apart the models are that the numbers are about."""
+    record = next((run.record for run in runs if run.record), None)
+    theirs = run_config(recipe.name, [f"model.preset={key}"])
+    parameters, tokens = recipe.runs[key].get("parameters"), theirs.train.steps * theirs.step_tokens
+    if record is None:
+        return "Ours is not finished, so its numbers are of a model in training."
+    if (record.parameters, record.tokens) == (parameters, tokens):
+        return "The models have one size and saw as many tokens; texts, windows and estimators may still differ."
+    size = "" if parameters is None else f"{parameters:,} parameters and "
+    return (
+        f"Not the same scale: the published model has {size}{tokens:,} training tokens, ours {record.parameters:,} and "
+        f"{record.tokens:,}. These numbers depend on both, so they stand beside each other and neither confirm nor "
+        "contradict each other."
+    )
+
+
+def _other_tokenizer(recipe: Recipe, run: RunData) -> str:
+    """The name of a run's tokenizer if it is not the recipe's, else nothing."""
+    name = inside(run.facts, "corpus", "tokenizer", "name")
+    return "" if name in (None, run_config(recipe.name).data.tokenizer) else str(name)
+
+
+def _key(recipe: Recipe, config: RunConfig) -> str | None:
+    """The architecture of the recipe that a run is; None if it is none of them."""
+    row, _ = closest_preset(config.model)
+    return next((key for key in recipe.runs if row is not None and preset(key).name == row.name), None)
+
+
+def _caveat(recipe: Recipe, key: str, facts: dict[str, Any], runs: Sequence[RunData]) -> str:
+    """What keeps our number from being a reproduction, in a sentence."""
+    config = runs[0].config
+    assert config is not None
+    theirs, ours = _flat(run_config(recipe.name, [f"model.preset={key}"])), _flat(config)
+    differing = [k for k in dict.fromkeys((*theirs, *ours)) if theirs.get(k) != ours.get(k)]
+    record = next((run.record for run in runs if run.record), None)
+    sentences = []
+    if differing:
+        named = [f"{k} {_word(ours, k)} instead of {_word(theirs, k)}" for k in differing[:MOST_NAMED]]
+        more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+        sentences.append(f"Not the published setting, so not a reproduction: {', '.join(named)}{more}.")
+    other = _other_tokenizer(recipe, runs[0])
+    if other:
+        sentences.append(
+            f"Ours has the tokenizer '{other}', the published one '{run_config(recipe.name).data.tokenizer}': "
+            "losses per token of different tokenizers cannot be compared."
+        )
+    if record and facts.get("parameters") not in (None, record.parameters):
+        sentences.append(f"The published model has {facts['parameters']:,} parameters, ours {record.parameters:,}.")
+    if record:
+        sentences.append(f"Ours was evaluated on {record.val_tokens:,} tokens of the split {record.val_hash[:12]}.")
+    if not differing:
+        sentences.append("The settings are the recipe's; data, its split and the evaluation may still differ.")
+    return " ".join(sentences)
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    sections = {name: values for name, values in config.to_dict().items() if isinstance(values, dict)}
+    flat = {
+        f"{name}.{key}": value
+        for name, values in sections.items()
+        for key, value in values.items()
+        if key not in IMMATERIAL
+    }
+    flat["data.corpus"] = Path(str(flat["data.corpus"])).name.removesuffix("-gpt2")
+    return flat
+
+
+def _word(settings: dict[str, Any], key: str) -> str:
+    return str(settings.get(key, "default"))

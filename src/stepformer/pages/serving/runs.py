@@ -1,0 +1,168 @@
+"""The runs behind the page: their weights, one caller at a time, and newer ones once there are any."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from stepformer.base.errors import InputError, StepformerError
+from stepformer.cli.runs import prompt_ids, readable
+from stepformer.data.corpus import TokenSplit
+from stepformer.decoding.sampling import Generation, stream
+from stepformer.pages.serving.inspect import Reading, prediction_view, predictions, read, token_view
+from stepformer.pages.serving.watching import Tail, progress
+from stepformer.training.checkpoints import Checkpoints
+from stepformer.training.parallel import World
+from stepformer.training.run import LoadedRun, corpus_of, load_run
+from stepformer.training.runs import RunFolder
+
+WHICH = ("best", "last")
+
+
+class ServedRun:
+    """A run folder and, once it has a checkpoint, its model. Whoever calls the model holds `lock`."""
+
+    def __init__(self, path: Path, which: str = "best", device: str = "auto") -> None:
+        self.folder, self.which, self.device = RunFolder(path), which, device
+        record, self.config = self.folder.opened()
+        self.tokenizer = self.folder.read_tokenizer(record)
+        self.lock = threading.Lock()
+        self.tail = Tail(self.folder.metrics)
+        self.run: LoadedRun | None = None
+        self.loaded: tuple[str, int] | None = None
+        self._validation: TokenSplit | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.resolve().name
+
+    @property
+    def context(self) -> int:
+        return self.config.model.context
+
+    def newest(self) -> tuple[str, int] | None:
+        """Kind ("best" or "last") and step of the checkpoint that `load` would take now."""
+        kept = Checkpoints(self.folder.checkpoints, World(0, 1, torch.device("cpu")))
+        for which in ("best", "last") if self.which == "best" else ("last",):  # before the first best, the last
+            if names := kept.names("best" if which == "best" else "step"):
+                return which, int(names[-1].partition("-")[2])
+        return None
+
+    def load(self) -> None:
+        """Take the newest weights."""
+        newest = self.newest()
+        if newest is None:
+            raise InputError(f"The run '{self.folder.path}' has no checkpoint yet.")
+        try:
+            self.run = load_run(self.folder.path, newest[0], self.device)
+        except (OSError, SafetensorError) as error:
+            raise StepformerError(f"The checkpoint of '{self.folder.path}' cannot be read: {error}.") from None
+        self.loaded = (newest[0], self.run.step)
+
+    def ready(self) -> LoadedRun:
+        if self.run is None:
+            raise InputError(f"The run '{self.name}' has no checkpoint yet: there is nothing to ask.")
+        return self.run
+
+    def facts(self) -> dict[str, Any]:
+        """What the page says about the run."""
+        run, loaded, newest = self.run, self.loaded, self.newest()
+        return {
+            "name": self.name,
+            "title": self.config.title,
+            "which": self.which,
+            "loaded": None if loaded is None else {"kind": loaded[0], "step": loaded[1]},
+            "newer": None if newest is None or newest == loaded else {"kind": newest[0], "step": newest[1]},
+            "context": self.context,
+            "tokenizer": self.tokenizer.name,
+            "parameters": None if run is None else run.model.num_parameters(),
+        }
+
+    def progress(self) -> dict[str, Any]:
+        return {"name": self.name, "title": self.config.title, **progress(self.folder, self.config, self.tail)}
+
+    def text_ids(self, text: str, room: int) -> list[int]:
+        """A document that is the text, after the end of another; every token of it has a place that predicts it."""
+        ids = [self.tokenizer.eot, *self.tokenizer.encode(text)]
+        if len(ids) == 1:
+            raise InputError("There is no text: type some, or take a sample.")
+        if len(ids) - 1 > room:
+            raise InputError(f"The text has {len(ids) - 1:,} tokens, but there is room for {room:,}, the context.")
+        return ids
+
+    def read(self, ids: list[int]) -> Reading:
+        return read(self.ready().model, ids)
+
+    def sample(self, number: int, room: int) -> str:
+        """A document of the validation split, or as much of its beginning as there is room for."""
+        if self._validation is None:
+            self._validation = corpus_of(self.ready()).split("val")
+        return document(self._validation, self.tokenizer, number, room)
+
+    def generate(self, prompt: str, **settings: Any) -> Generator[dict[str, Any], None, None]:
+        """Each new token with what the model thought of it, then why the text ended; settings as in `stream`."""
+        run = self.ready()
+        ids = prompt_ids(run, prompt)
+        made, seen = Generation([], []), [torch.empty(0)]
+
+        def look(logits: Tensor) -> None:
+            seen[0] = logits
+
+        steps = stream(
+            run.model, [ids], stop=run.tokenizer.eot, on_context_end="slide", result=made, look=look, **settings
+        )
+        for (token,) in steps:
+            drawn = torch.tensor([token], device=run.device)
+            (found,) = predictions(seen[0], drawn, run.config.model.real_vocab)
+            yield {
+                "token": {
+                    **token_view(run.tokenizer, int(drawn)),
+                    "side": prediction_view(run.tokenizer, found),
+                }
+            }
+        yield {"end": made.finish[0], "text": readable(run, made.tokens[0])}
+
+
+def place(word: str, which: str) -> tuple[Path, str]:
+    """Folder and checkpoint of RUN, RUN@best or RUN@last."""
+    path, at, kind = word.rpartition("@")
+    if at and not Path(word).is_dir():
+        if kind not in WHICH:
+            raise InputError(f"'{word}' asks for the checkpoint '{kind}': it is RUN@best or RUN@last.")
+        return Path(path), kind
+    return Path(word), which
+
+
+def why_apart(runs: list[ServedRun]) -> str:
+    """Why two runs cannot be compared token by token; empty if they can."""
+    names = [f"{run.tokenizer.name} ({run.tokenizer.fingerprint})" for run in runs]
+    if len(set(names)) < 2:
+        return ""
+    return (
+        f"The two runs cannot be compared token by token: '{runs[0].name}' was trained with the tokenizer {names[0]}, "
+        f"'{runs[1].name}' with {names[1]}."
+    )
+
+
+def document(split: TokenSplit, tokenizer: Any, number: int, room: int) -> str:
+    """The document of a split that begins after a place that `number` decides; places are spread over the split."""
+    begin = int(number * 0.6180339887498949 % 1 * len(split))
+    span = split.tokens(begin, min(len(split), begin + 50 * room)).tolist()
+    if tokenizer.eot in span[:-1]:
+        span = span[span.index(tokenizer.eot) + 1 :]
+    elif begin + len(span) == len(split):  # inside the last document: the first one, then
+        span = split.tokens(0, min(len(split), room + 1)).tolist()
+    ids = span[:room]
+    if tokenizer.eot in ids:
+        ids = ids[: ids.index(tokenizer.eot)]
+    while True:
+        text = str(tokenizer.decode(ids)).rstrip("\N{REPLACEMENT CHARACTER}")
+        if len(tokenizer.encode(text)) <= room:  # cut inside a word, the rest may need more tokens than before
+            return text
+        ids = ids[:-1]

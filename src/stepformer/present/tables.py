@@ -1,0 +1,354 @@
+"""Tables, made once and written for the terminal, as Markdown, CSV, HTML or LaTeX, or as a pandas.DataFrame."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import re
+import textwrap
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from stepformer.base.errors import StepformerError
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table as RichTable
+
+MINUS = "\N{MINUS SIGN}"
+NOTHING = "\N{EN DASH}"
+TIMES = "\N{MULTIPLICATION SIGN}"
+NAMED = 5  # names that a sentence gives before it counts
+GAP = 2  # between columns
+PROSE = 24  # width of a column of words, after which they fold
+LONG = 44  # characters after which a page breaks a cell into lines
+CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # nothing to see, and no space either
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is shown, what it is sorted by and written to CSV as, and whether it is to be noticed."""
+
+    text: str
+    value: float | str | None = None
+    marked: bool = False
+    code: bool = False  # a command, a path, a hash: shown as it is typed
+    style: str = ""  # colour of its row in a terminal
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    numeric: bool = False
+    hint: str = ""
+    key: str = ""  # its name in CSV, if not the title
+    spare: int = 0  # a narrow terminal leaves out those with 1 first, then 2; never those with 0
+
+
+@dataclass
+class Table:
+    """Rows under columns; the first column names the row."""
+
+    columns: list[Column]
+    rows: list[list[Cell]]
+    caption: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    # For a terminal.
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What `console.print` shows of it."""
+        yield self.rich(options.max_width)
+
+    def rich(self, width: int = 120, *, rule: bool = True) -> RichTable:
+        """For a terminal of this width. What is too wide loses its spare columns, then has its cells in two lines."""
+        from rich import box  # a machine that only measures may lack it
+        from rich.markup import escape
+        from rich.table import Table as RichTable
+
+        shown = self.fitting(width)
+        left_out = [column.title for column in self.columns if column not in shown.columns]
+        below = [*self.notes, *([f"Too wide for this terminal: {listed(left_out)}."] if left_out else [])]
+        table = RichTable(
+            box=box.SIMPLE_HEAD if rule else None,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0) if rule else (0, GAP, 0, 0),  # a box puts a blank between columns
+            header_style="bold",
+            caption=escape("\n" + "\n".join(below)) if below else None,
+            caption_justify="left",
+            caption_style="",
+        )
+        spacious = sum(shown.widths()) + GAP * (len(shown.columns) - 1) <= width
+        for place, column in enumerate(shown.columns):
+            lines = [column.title] if spacious else _heading(column, [row[place].text for row in shown.rows])
+            title = "\n".join(lines)
+            justify: Literal["left", "right"] = "right" if column.numeric else "left"
+            whole = column.numeric or (place == 0 and shown.widths()[0] <= width // 3)
+            table.add_column(escape(title), justify=justify, no_wrap=whole, overflow="fold", vertical="top")
+        for row in shown.rows:
+            style = next((cell.style for cell in row if cell.style), None)
+            table.add_row(*(escape(cell.text) for cell in row), style=style)
+        return table
+
+    def plain(self) -> str:
+        """For a terminal without colours, or a file."""
+        lines = [[column.title for column in self.columns], *([cell.text for cell in row] for row in self.rows)]
+        out = [(" " * GAP).join(_padded(line, self.widths(), self.columns)).rstrip() for line in lines]
+        return "\n".join([*out, *self.notes])
+
+    def widths(self) -> list[int]:
+        """Of every column with its title, as text on one line."""
+        lines = [[column.title for column in self.columns], *([cell.text for cell in row] for row in self.rows)]
+        return [max(map(_width, column)) for column in zip(*lines, strict=True)]
+
+    def fitting(self, width: int) -> Table:
+        """What fits: all of it, or without spare columns, or with cells of two lines, or both."""
+        smaller = [self]
+        for rank in sorted({column.spare for column in self.columns if column.spare}):
+            smaller.append(smaller[-1].without(i for i, c in enumerate(smaller[-1].columns) if c.spare == rank))
+        for table in (*smaller, *(table.stacked() for table in smaller)):
+            if table._least() <= width:
+                return table
+        return smaller[-1].stacked()
+
+    def without(self, places: Iterable[int]) -> Table:
+        """The table less some columns."""
+        gone = set(places)
+        kept = [[cell for i, cell in enumerate(row) if i not in gone] for row in self.rows]
+        return replace(self, columns=[c for i, c in enumerate(self.columns) if i not in gone], rows=kept)
+
+    def stacked(self) -> Table:
+        """The table with what follows a number, its error or interval, below it."""
+        rows = [
+            [
+                replace(cell, text=_stacked(cell.text)) if c.numeric else cell
+                for c, cell in zip(self.columns, row, strict=True)
+            ]
+            for row in self.rows
+        ]
+        return replace(self, rows=rows)
+
+    def _least(self) -> int:
+        """The width that it needs, words folded."""
+        found = 0
+        for place, column in enumerate(self.columns):
+            cells = [row[place].text for row in self.rows]
+            needed = max(map(_width, [*_heading(column, cells), *cells]))
+            found += needed if column.numeric or place == 0 else min(needed, PROSE)
+        return found + GAP * (len(self.columns) - 1)
+
+    # For files.
+
+    def markdown(self) -> str:
+        """A GitHub table, padded so that it also reads well as text, with its notes below."""
+        lines = [[_markdown(column.title) for column in self.columns]]
+        lines += [[markdown_cell(cell) for cell in row] for row in self.rows]
+        # at least two: a delimiter such as "-:" needs its hyphen
+        widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
+        rule = ["-" * (w - 1) + (":" if c.numeric else "-") for c, w in zip(self.columns, widths, strict=True)]
+        body = [f"| {' | '.join(_padded(line, widths, self.columns))} |" for line in [lines[0], rule, *lines[1:]]]
+        return "\n\n".join(["\n".join(body), *(markdown_text(note) for note in self.notes)]) + "\n"
+
+    def csv(self) -> str:
+        """Plain values under the columns' keys."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow([column.key or column.title for column in self.columns])
+        writer.writerows([["" if cell.value is None else cell.value for cell in row] for row in self.rows])
+        return out.getvalue()
+
+    def html(self, style: str = "", mark: Callable[[str], str] | None = None) -> str:
+        """A table whose cells carry what they are sorted by; `mark` gives what stands before the name of a row."""
+        head = "".join(_html_heading(column) for column in self.columns)
+        rows = []
+        for row in self.rows:
+            cells = [_html_cell(cell, c, i, mark) for i, (cell, c) in enumerate(zip(row, self.columns, strict=True))]
+            rows.append(f"<tr>{''.join(cells)}</tr>")
+        notes = "".join(f'<p class="note">{html_text(note)}</p>' for note in self.notes)
+        return (
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{html_text(self.caption)}">'
+            f'<table class="sortable {style}"><caption class="visually-hidden">{html_text(self.caption)}</caption>'
+            f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{notes}"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def latex(self, shown: Sequence[int] | None = None) -> str:
+        """A tabular with the rules of the booktabs package; `shown` are the columns that fit on paper."""
+        chosen = range(len(self.columns)) if shown is None else shown
+        layout = "".join("r" if self.columns[c].numeric else "l" for c in chosen)
+        head = " & ".join(latex_text(self.columns[c].title) for c in chosen)
+        rows = [" & ".join(latex_text(row[c].text) for c in chosen) + r" \\" for row in self.rows]
+        # there LaTeX would take a bracket or an asterisk for an option of the line above
+        rows = ["{}" * row.startswith(("[", "(", "*")) + row for row in rows]
+        notes = [f"% {on_one_line(note)}" for note in self.notes]
+        lines = [
+            "% needs \\usepackage{booktabs}",
+            *notes,
+            rf"\begin{{tabular}}{{{layout}}}",
+            r"\toprule",
+            head + r" \\",
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def to_frame(self) -> Any:
+        """The values as a pandas.DataFrame."""
+        try:
+            import pandas  # type: ignore[import-untyped, unused-ignore]
+        except ImportError:
+            raise StepformerError("to_frame needs pandas: pip install pandas.") from None
+        return pandas.read_csv(io.StringIO(self.csv()))
+
+
+def number(value: float | None, digits: str = ".4f", suffix: str = "") -> Cell:
+    """A number with a true minus sign; a dash when there is none."""
+    if value is None or value != value:
+        return Cell(NOTHING)
+    return Cell(format(value, digits).replace("-", MINUS) + suffix, value)
+
+
+def text(value: object, *, marked: bool = False, code: bool = False, style: str = "") -> Cell:
+    shown = str(value)
+    return Cell(shown or NOTHING, shown, marked, code, style)
+
+
+def of_texts(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Container[str] = (), notes: Sequence[str] = ()
+) -> Table:
+    """Cells as they are to be read; the first column and those in `words` are words, the others numbers."""
+    titles = [Column(name, numeric=place > 0 and name not in words) for place, name in enumerate(header)]
+    return Table(titles, [[Cell(cell, cell) for cell in row] for row in rows], notes=list(notes))
+
+
+def columns(*titles: str | Column) -> list[Column]:
+    """Columns of words for bare titles."""
+    return [title if isinstance(title, Column) else Column(title) for title in titles]
+
+
+def listed(names: Sequence[str], most: int = NAMED) -> str:
+    """a, b and c; after some names, how many more."""
+    if len(names) > most + 1:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def on_one_line(words: object) -> str:
+    return " ".join(CONTROL.sub("", str(words)).split())
+
+
+def markdown_text(words: object) -> str:
+    """Words that Markdown shows as they are, on one line, wherever it begins: no tag, link, formula, list or fence."""
+    words = on_one_line(words)
+    special = "\\`*_<"
+    special += "[" if any(sign in words for sign in ("](", "]:", "][")) else ""  # an interval stays as it is
+    special += "$" if words.count("$") > 1 else ""  # and so does a price
+    special += "~" if "~~" in words else ""
+    words = "".join(f"\\{character}" if character in special else character for character in words)
+    words = re.sub(r"&(?=#?\w+;)", r"\\&", words)
+    words = re.sub(r"^(?=#|>(?!=)|[-+](?:[ -]|$))", r"\\", words)
+    return re.sub(r"^([0-9]+)(?=[.)](?: |$))", r"\1\\", words)
+
+
+def markdown_code(words: object) -> str:
+    """Words as they are typed, on one line."""
+    words = on_one_line(words)
+    return markdown_text(words) if "`" in words else f"`{words}`"
+
+
+def markdown_block(text: str, kind: str = "text") -> str:
+    """A code block whose fence is longer than any in the text."""
+    longest = max((len(found) for found in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{kind}\n{text}\n{fence}"
+
+
+def markdown_cell(cell: Cell) -> str:
+    """What stands in a table; code in which a backslash would undo that of a bar is written as words."""
+    typed = cell.code and not ("|" in cell.text and "\\" in cell.text)
+    return (markdown_code(cell.text) if typed else markdown_text(cell.text)).replace("|", "\\|")
+
+
+def _markdown(words: str) -> str:
+    return markdown_text(words).replace("|", "\\|")
+
+
+def _padded(line: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> list[str]:
+    return [t.rjust(w) if c.numeric else t.ljust(w) for t, w, c in zip(line, widths, columns, strict=True)]
+
+
+def _width(words: str) -> int:
+    return max(map(len, words.split("\n")))
+
+
+def _stacked(words: str) -> str:
+    for sign in ("±", "[", "->"):
+        words = words.replace(f" {sign}", f"\n{sign}")
+    return words
+
+
+def _heading(column: Column, cells: Sequence[str]) -> list[str]:
+    """A title in the two lines that make a column narrow, in one if its cells are as wide."""
+    words = column.title.split() or [""]
+    least = max([*map(len, words), *map(_width, cells)])
+    for width in range(least, len(column.title) + 1):
+        lines = textwrap.wrap(column.title, width)
+        if len(lines) <= 2:
+            return lines
+    return [column.title]
+
+
+def html_text(words: object) -> str:
+    """Words for HTML, in text and in attributes; characters that no page may hold are left out."""
+    return html.escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]", "", str(words)), quote=True)
+
+
+def _html_heading(column: Column) -> str:
+    words = html_text(column.title)
+    if column.hint:
+        words = f'<span class="hint" title="{html_text(column.hint)}">{words}</span>'
+    return f'<th scope="col" class="{"number" if column.numeric else ""}">{words}</th>'
+
+
+def _html_cell(cell: Cell, column: Column, place: int, mark: Callable[[str], str] | None) -> str:
+    styles = [name for name, on in (("number", column.numeric), ("marked", cell.marked)) if on]
+    if len(cell.text) > LONG:
+        styles.append("wrap")
+    value = "" if cell.value is None else f' data-value="{html_text(cell.value)}"'
+    word = f' data-word="{html_text(cell.text)}"' if cell.marked else ""
+    shown = f"<code>{html_text(cell.text)}</code>" if cell.code else html_text(cell.text)
+    if place == 0 and mark is not None and column.title in ("architecture", "run"):
+        shown = mark(cell.text) + shown
+    name = 'th scope="row"' if place == 0 else "td"
+    return f'<{name} class="{" ".join(styles)}"{value}{word}>{shown}</{name[:2]}>'
+
+
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    TIMES: r"$\times$",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    MINUS: "$-$",
+    NOTHING: "--",
+}
+
+
+def latex_text(words: str) -> str:
+    return "".join(LATEX.get(character, character) for character in on_one_line(words))

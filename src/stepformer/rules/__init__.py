@@ -1,0 +1,27 @@
+"""The mathematics of depth: state, coefficients, templates and splittings."""
+
+# Importing a module registers its rules.
+from stepformer.rules import adaptive, first_order, hamiltonian, kronecker, spectral  # noqa: F401
+from stepformer.rules.coefficients import Coefficient, Values, free, positive, unit
+from stepformer.rules.hamiltonian import HamiltonianStep
+from stepformer.rules.splittings import Splitting, Substep, register_splitting, splittings
+from stepformer.rules.state import State
+from stepformer.rules.template import Stream, Template, register_template, templates
+
+__all__ = [
+    "Coefficient",
+    "HamiltonianStep",
+    "Splitting",
+    "State",
+    "Stream",
+    "Substep",
+    "Template",
+    "Values",
+    "free",
+    "positive",
+    "register_splitting",
+    "register_template",
+    "splittings",
+    "templates",
+    "unit",
+]

@@ -1,0 +1,172 @@
+"""Learned scalars of a depth rule, each behind a map that keeps it in its range.
+
+A rule declares specifications (`unit(0.5)`, `positive(1.0)`); a block turns them into raw parameters of shape
+(1,) and hands the mapped values to the rule. An attention may have one of each per head, shape (n_head,).
+A test can pin a value the map never reaches (0 or 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepformer.base.errors import InputError
+
+Kind = Literal["memory", "lookahead", "step", "drift", "decay", "damping", "mix", "target"]
+"""What a coefficient does; a splitting shares whole kinds inside a layer.
+
+memory: how much of an old stream survives (beta); lookahead: how far ahead the oracle looks (mu);
+step: the gain on the oracle's answer (gamma); drift: how far x follows the streams (nu, delta);
+decay: how much of x itself is forgotten (lambda); damping: friction of a momentum in time (c_log, c_lin);
+mix: how much of an older tensor enters (values, embedding, prior); target: what a constraint asks for (r).
+"""
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """Range, initial value and kind of one learned scalar."""
+
+    start: float
+    range: Literal["unit", "positive", "free"]
+    kind: Kind
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InputError(f"A coefficient's kind is one of {', '.join(get_args(Kind))}, not '{self.kind}'.")
+        if self.range == "unit" and not 0.0 < self.start < 1.0:
+            raise InputError(f"A unit coefficient starts strictly between 0 and 1, not at {self.start}.")
+        if self.range == "positive" and not 0.0 < self.start < math.inf:
+            raise InputError(f"A positive coefficient starts above 0, not at {self.start}.")
+
+    @property
+    def raw_start(self) -> float:
+        """The unconstrained parameter whose mapped value is `start`."""
+        if self.range == "free":
+            return self.start
+        if self.range == "unit":
+            raw = math.log(self.start / (1.0 - self.start))
+        else:
+            raw = math.log(math.expm1(self.start))
+        return round(raw, 12)  # so that 0.5 and ln 2 start at exactly 0
+
+    def value(self, raw: Tensor) -> Tensor:
+        if self.range == "free":
+            return raw
+        return torch.sigmoid(raw) if self.range == "unit" else F.softplus(raw)
+
+    @property
+    def interval(self) -> str:
+        return {"unit": "(0, 1)", "positive": "(0, inf)", "free": "(-inf, inf)"}[self.range]
+
+
+def unit(start: float = 0.5, kind: Kind = "step", size: int = 1) -> Coefficient:
+    """A coefficient in (0, 1), behind a sigmoid; `size` of them, e.g. one per head."""
+    return Coefficient(start, "unit", kind, size)
+
+
+def positive(start: float = math.log(2.0), kind: Kind = "step") -> Coefficient:
+    """A positive coefficient, behind a softplus."""
+    return Coefficient(start, "positive", kind)
+
+
+def free(start: float, kind: Kind = "step") -> Coefficient:
+    """A coefficient of any sign, without a map."""
+    return Coefficient(start, "free", kind)
+
+
+class Values:
+    """Mapped values of one substep, read as attributes: `c.mu`, `c.beta`."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_values" or name not in self._values:
+            raise AttributeError(f"this substep has no coefficient '{name}'")
+        return self._values[name]
+
+
+class CoefficientBank(nn.Module):
+    """The raw coefficients of one layer, stored under `name` (shared or alone) or `name_substep`.
+
+    `substeps` says which coefficients each substep uses; a kind in `shared` exists once for all of them. `constants`
+    are numbers that a substep reads the same way but nobody learns.
+    """
+
+    def __init__(
+        self,
+        substeps: Mapping[str, Mapping[str, Coefficient]],
+        shared: frozenset[str] = frozenset(),
+        constants: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.constants = constants or {}
+        self.specs: dict[str, Coefficient] = {}
+        self.keys_of: dict[str, dict[str, str]] = {substep: {} for substep in substeps}
+        self.pinned: dict[str, Tensor] = {}
+        for substep, specs in substeps.items():
+            for name, spec in specs.items():
+                users = [other for other in substeps.values() if name in other]
+                key = name if len(users) == 1 or spec.kind in shared else f"{name}_{substep}"
+                self.keys_of[substep][name] = key
+                if key not in self.specs:
+                    self.specs[key] = spec
+                    self.register_parameter(key, nn.Parameter(torch.empty(spec.size)))
+
+    def initialise(self) -> None:
+        for key, spec in self.specs.items():
+            self.get_parameter(key).fill_(spec.raw_start)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CoefficientBank:
+        """Let pinned values follow `.to()`, `.cuda()`, `.double()`."""
+        super()._apply(fn, recurse)
+        self.pinned = {key: fn(value) for key, value in self.pinned.items()}
+        return self
+
+    def value(self, key: str) -> Tensor:
+        if key in self.pinned:
+            return self.pinned[key]
+        return self.specs[key].value(getattr(self, key))
+
+    def values(self) -> dict[str, Values]:
+        """Mapped values for every substep, each coefficient mapped once."""
+        mapped = {key: self.value(key) for key in self.specs}
+        return {
+            sub: Values({**{name: mapped[k] for name, k in keys.items()}, **self.constants.get(sub, {})})
+            for sub, keys in self.keys_of.items()
+        }
+
+    def raw_values(self, substep: str) -> dict[str, tuple[Tensor | None, str, float]]:
+        """What `values` maps: (raw parameter, range, 1) of each coefficient, (None, "free", number) of a constant."""
+        raw: dict[str, tuple[Tensor | None, str, float]] = {
+            name: (getattr(self, key), self.specs[key].range, 1.0) for name, key in self.keys_of[substep].items()
+        }
+        return raw | {name: (None, "free", number) for name, number in self.constants.get(substep, {}).items()}
+
+    def names(self) -> list[str]:
+        """Every word that `pin` understands."""
+        return [*{name for keys in self.keys_of.values() for name in keys}, *self.specs]
+
+    def owned_by(self, substep: str) -> list[str]:
+        """Keys that only this substep uses."""
+        others = {k for sub, keys in self.keys_of.items() if sub != substep for k in keys.values()}
+        return [k for k in self.keys_of[substep].values() if k not in others]
+
+    def pin(self, word: str, value: float | Tensor) -> int:
+        """Replace the mapped value of a key (`mu_attn`) or of every key of a name (`mu`); returns how many."""
+        keys = [k for k in self.specs if k == word]
+        keys = keys or sorted({ks[word] for ks in self.keys_of.values() if word in ks})
+        for key in keys:
+            raw = self.get_parameter(key)
+            pinned = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).expand(raw.shape)
+            if not bool(pinned.isfinite().all()):
+                raise InputError(f"{word} = {value} is not finite.")
+            self.pinned[key] = pinned
+        return len(keys)

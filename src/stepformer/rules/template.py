@@ -1,0 +1,121 @@
+"""What a depth rule is: where to look, how the answer changes the streams, how x moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch import Tensor
+
+from stepformer.base.errors import InputError
+from stepformer.base.registry import Component, Registry
+from stepformer.rules.coefficients import Coefficient, Values
+from stepformer.rules.state import State
+
+if TYPE_CHECKING:
+    from stepformer.model.config import ModelConfig
+
+Start = Literal["embed", "zero", "ones", "identity"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A per-token tensor carried through depth.
+
+    start = "embed": its own token and position tables (or zero, `aux_init`), shape (B, T, d);
+    "zero" and "ones": constant, (B, T, d); "identity": one identity matrix per token, (B, T, head_dim, head_dim);
+    a number: one scalar for all tokens that starts there, such as a clock.
+    """
+
+    start: Start | float
+    meaning: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.start, float) and self.start not in get_args(Start):
+            words = ", ".join(map(repr, get_args(Start)))
+            raise InputError(f"A stream starts from {words} or a float, not {self.start!r}.")
+
+
+class Template(Component):
+    """An optimizer whose step a layer takes. Subclass, declare, register; nothing here may mix tokens.
+
+    The splitting calls, for each oracle in its turn, `query`, `kick`, `normalise`, `drift`:
+
+    * `query(s, c)`: the point at which the oracle is evaluated;
+    * `kick(s, c, g, scale)`: what the oracle's answer g does to the streams. `x` stays where it is;
+    * `normalise(s, norm)`: the auxiliary norm, on the stream named by `normalises`;
+    * `drift(s, c, scale)`: how x moves.
+
+    `scale` is the step fraction: 1/2 in a half step, -1 where a kick subtracts. A rule that works on a velocity
+    applies it in `kick`; a rule whose auxiliary norm would erase it applies it in `drift`, never in both.
+    A rule without velocity proposes its update as the stream `u` in `kick`, and `drift` consumes it.
+
+    A rule with `integrates = True` takes the attention's turn as a whole instead (`integrate`), from the velocity and
+    force fields of a Hamiltonian attention; its other turns go as above (schemes/hamiltonian.py).
+    """
+
+    streams: Mapping[str, Stream] = {}
+    coefficients: Mapping[str, Coefficient] = {}
+    normalises: str | None = None
+    integrates = False
+    attention_calls = 1  # how often an integrator evaluates its attention in one turn
+    goes_with: Mapping[str, str] = {}  # settings without which the bare name of this template has no meaning
+    first = last = False  # whether the block is the first, the last of its model; set by the block
+
+    def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
+        self.n_head = n_head
+        self.head_dim = head_dim
+        for key, option in self.options.items():
+            setattr(self, key, options.get(key, option.default))
+
+    @classmethod
+    def has_velocity(cls) -> bool:
+        """Whether there is a stream named `v`: by that name it is the velocity, which x follows.
+
+        Momentum splittings (IMEX, symplectic Euler) and hybrid inference need one.
+        """
+        return "v" in cls.streams
+
+    def coefficients_of(self, turn: str) -> Mapping[str, Coefficient]:
+        """The learned scalars that one turn ("attn", "mlp" or "both") uses."""
+        return self.coefficients
+
+    def constants_of(self, turn: str) -> Mapping[str, float]:
+        """Numbers that a turn reads like coefficients, but that are set and not learned."""
+        return {}
+
+    def normalises_in(self, turn: str) -> str | None:
+        """The stream that the auxiliary norm of this turn acts on, None for a turn without one."""
+        return self.normalises
+
+    def unused(self, config: ModelConfig) -> tuple[str, ...]:
+        """Parts of the block, by name, that cannot reach the logits: modules (`attn`) or parameters of them."""
+        return ()
+
+    def query(self, s: State, c: Values) -> Tensor:
+        return s.x
+
+    def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        raise NotImplementedError(f"{type(self).__name__} does not say what an oracle's answer does: define kick().")
+
+    def normalise(self, s: State, norm: Callable[[Tensor], Tensor]) -> State:
+        if self.normalises is None:
+            return s
+        return s.replace(**{self.normalises: norm(getattr(s, self.normalises))})
+
+    def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
+        raise NotImplementedError(f"{type(self).__name__} does not say how x moves: define drift().")
+
+    def heads(self, g: Tensor) -> Tensor:
+        """A token's d-vector as its matrix of heads, (..., d) -> (..., n_head, head_dim)."""
+        return g.unflatten(-1, (self.n_head, self.head_dim))
+
+
+templates: Registry[Template] = Registry("template", Template)
+register_template = templates.register
+
+
+def scaled(scale: float | Tensor, value: Tensor) -> Tensor:
+    """`scale * value` without the multiplication when there is nothing to scale."""
+    return value if isinstance(scale, float) and scale == 1.0 else scale * value

@@ -1,6 +1,0 @@
-"""A page on this machine alone: type a prompt, compare two checkpoints token by token, watch a training."""
-
-from stepformer.serving.runs import ServedRun
-from stepformer.serving.server import PageServer
-
-__all__ = ["PageServer", "ServedRun"]

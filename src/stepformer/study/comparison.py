@@ -1,0 +1,423 @@
+"""What a set of finished runs says about the difference between architectures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from stepformer.base.errors import InputError, UnknownNameError, suggestion
+from stepformer.present.tables import Table
+from stepformer.study.differences import LISTED, MATCHED, Difference, differences
+from stepformer.study.records import RunRecord
+from stepformer.study.statistics import (
+    PAIRS_FOR_SMALL,
+    SMALL_DIFFERENCE,
+    PairedDifference,
+    Summary,
+    check_confidence,
+    mean_ratio,
+    paired,
+    seed_words,
+    summarise,
+    tokens_to_reach,
+)
+
+# What may differ between the seeds of one row: the machine they ran on, what else was imported, how the work was cut
+# into pieces, and the runs they began with.
+BETWEEN_SEEDS = (*LISTED, "train.init", "train.micro_batch", "train.device", "train.parallel", "train.graph")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What has to be known of a study: settings that differ on purpose, the axes of a grid, baselines made as large as
+    a row, and what to say. It is kept in study.json, so that a report knows it too.
+    """
+
+    baseline: str = ""
+    meant: tuple[str, ...] = ()
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a sweep: key -> values
+    matches: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # row -> what of, and the other baseline
+    remarks: tuple[str, ...] = ()
+
+    def __add__(self, other: Facts) -> Facts:
+        return Facts(
+            self.baseline or other.baseline,
+            (*self.meant, *other.meant),
+            {**self.axes, **other.axes},
+            {**self.matches, **other.matches},
+            (*self.remarks, *other.remarks),
+        )
+
+    @classmethod
+    def of_study(cls, study: Any) -> Self:
+        """What study.json says; nothing if it is older or says it in another way."""
+        found = study.get("facts", {}) if isinstance(study, dict) else {}
+        try:
+            return cls(
+                str(found["baseline"]),
+                tuple(map(str, found["meant"])),
+                {str(key): tuple(map(str, values)) for key, values in found["axes"].items()},
+                {str(label): (str(what), str(other)) for label, (what, other) in found["matches"].items()},
+                tuple(map(str, found["remarks"])),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return cls()
+
+
+def time_ratio(baseline: Mapping[int, RunRecord], other: Mapping[int, RunRecord]) -> float:
+    """Training time per token over the baseline's: 1.2 takes a fifth longer for the same tokens."""
+    seconds = [{seed: run.train_seconds / run.tokens for seed, run in runs.items()} for runs in (baseline, other)]
+    return mean_ratio(*seconds)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture against the baseline, over its seeds.
+
+    `tokens_fraction` is the mean over common seeds of the tokens after which it reached the final loss of the
+    baseline's run on that seed, as a fraction of that run's tokens; None unless all of them did, since a mean of only
+    the successes would flatter. `reached` counts those that did. Ratios are over common seeds, None without any;
+    `difference` is None for the baseline itself and when no seed is common.
+    """
+
+    label: str
+    is_baseline: bool
+    records: tuple[RunRecord, ...]
+    loss: Summary
+    best: Summary
+    difference: PairedDifference | None
+    common_seeds: tuple[int, ...]
+    reached: int
+    tokens_fraction: float | None
+    speed_ratio: float | None  # tokens per second, over the baseline's
+    time_ratio: float | None  # seconds for the same tokens, over the baseline's
+    parameters: int
+    notes: tuple[str, ...]
+    identical: bool = False  # on every common seed the very weights and the loss of the baseline
+    matched: tuple[str, str, PairedDifference] | None = None  # of what it has as much as which other row, and to that
+    paired: bool = True  # False: its batches or its budget are others than the baseline's
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(record.seed for record in self.records)
+
+    @property
+    def verdict(self) -> str:
+        if self.is_baseline:
+            return "baseline"
+        if self.identical:
+            return "identical"
+        if self.difference is None:
+            return "no common seed" if self.paired else "not paired"
+        if self.matched is None:
+            return self.difference.verdict
+        what, _, to_that = self.matched
+        if to_that == self.difference:  # the baseline itself has as much
+            return f"{self.difference.verdict} at equal tokens and {what}"
+        return f"{self.difference.verdict} at equal tokens; at equal {what} {to_that.verdict}"
+
+    @property
+    def provisional(self) -> bool:
+        return self.difference is not None and self.difference.provisional and not self.identical
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows, the baseline first, and what their numbers are numbers of."""
+
+    baseline: str
+    rows: tuple[Row, ...]
+    confidence: float
+    tokens: int
+    val_tokens: int
+    val_hash: str
+    seeds: tuple[int, ...]
+    unigram_entropy: float | None
+    differences: tuple[Difference, ...] = ()  # settings in which the rows differ
+    remarks: tuple[str, ...] = ()  # what was done so that they compare
+
+    @property
+    def paired(self) -> bool:
+        """Whether the runs of one seed saw the same batches, as many tokens and the same evaluation."""
+        return all(row.paired for row in self.rows)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know before quoting the table."""
+        notes = [*self.remarks]
+        notes += [f"The rows also differ in {found}." for found in self.differences if not found.meant]
+        notes += [note for row in self.rows for note in row.notes]
+        second = [row.matched[2] for row in self.rows if row.matched and row.matched[1] != self.baseline]
+        intervals = sum(d is not None and d.low is not None for d in (*(row.difference for row in self.rows), *second))
+        if intervals > 1:
+            chance = min(1.0, intervals * (1 - self.confidence))
+            notes.append(
+                f"Each interval holds on its own: among {intervals}, the chance that at least one misses the true "
+                f"difference is up to {chance:.0%}."
+            )
+        return tuple(notes)
+
+    # Its forms are in stepformer.study.tables and .plots, which know this class.
+
+    @property
+    def table(self) -> Table:
+        """What is shown: `.rich()`, `.markdown()`, `.html()`, `.latex()`."""
+        from stepformer.study.tables import summary_table
+
+        return summary_table(self)
+
+    @property
+    def details(self) -> Table:
+        """Everything, a line for each row: `.csv()`."""
+        from stepformer.study.tables import full_table
+
+        return full_table(self)
+
+    def to_frame(self) -> Any:
+        """`details` as a pandas.DataFrame; numbers are numbers."""
+        return self.details.to_frame()
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """The curves and differences: a figure that a notebook shows, or a PNG in `path`."""
+        from stepformer.study.plots import draw_comparison, plot_comparison
+
+        return draw_comparison(self) if path is None else plot_comparison(self, path)
+
+    def __str__(self) -> str:
+        return self.table.markdown()
+
+    def _repr_html_(self) -> str:
+        return self.table.html()
+
+
+def compare(
+    records: Iterable[RunRecord], baseline: str, confidence: float = 0.95, facts: Facts | None = None
+) -> Comparison:
+    """Compare runs by label with the runs labelled `baseline`; refuses runs whose losses do not measure one thing.
+
+    Settings in which rows differ are listed, unless they make an architecture or `facts` says that they were meant.
+    """
+    check_confidence(confidence)
+    records, facts = list(records), facts or Facts()
+    if not records:
+        raise InputError("There are no runs to compare.")
+    by_label: dict[str, dict[int, RunRecord]] = {}
+    for record in records:
+        runs = by_label.setdefault(record.label, {})
+        if not facts.axes:
+            _check_same(records[0], record)
+        _check_one_row(runs, record)
+        runs[record.seed] = record
+    if baseline not in by_label:
+        known = ", ".join(f"'{label}'" for label in by_label)
+        raise UnknownNameError(
+            f"No run is labelled '{baseline}', the baseline.{suggestion(baseline, by_label) or f' Labels: {known}.'}"
+        )
+    # a grid over batch, steps or context has losses and no paired differences
+    pairs = len({(run.pairing, run.tokens, run.val_hash, run.val_tokens) for run in records}) == 1
+    rows = {}
+    order = [baseline, *(label for label in by_label if label != baseline)]
+    for label in order:
+        if not pairs:
+            row = _row(label, {}, by_label[label], label == baseline, confidence)
+            rows[label] = replace(row, paired=False, notes=())
+            continue
+        rows[label] = _row(label, by_label[baseline], by_label[label], label == baseline, confidence)
+        what, other = facts.matches.get(label, ("", ""))
+        if other in by_label and by_label[other].keys() & by_label[label].keys():
+            rows[label] = _matched(rows[label], what, other, by_label[other], confidence)
+    entropies = {record.unigram_entropy for record in records}
+    remarks = [*facts.remarks, *best_point(list(rows.values()), facts.axes, confidence if pairs else None)]
+    remarks += [said for label in order for said in _between_seeds(label, by_label[label])]
+    failed = {other for _, other in facts.matches.values()} - {*by_label}
+    remarks += [f"There is no finished run of {other}: nothing is compared with it." for other in sorted(failed)]
+    return Comparison(
+        baseline=baseline,
+        rows=tuple(rows.values()),
+        remarks=tuple(remarks),
+        confidence=confidence,
+        tokens=max(record.tokens for record in records),
+        val_tokens=records[0].val_tokens,
+        val_hash=records[0].val_hash,
+        seeds=tuple(sorted({record.seed for record in records})),
+        unigram_entropy=entropies.pop() if len(entropies) == 1 else None,
+        differences=tuple(_all_differences(by_label, order, facts)),
+    )
+
+
+def _between_seeds(label: str, runs: Mapping[int, RunRecord]) -> list[str]:
+    """What is not the same for all seeds of a row and may change their losses or times."""
+    found = differences({f"seed {seed}": runs[seed].settings for seed in sorted(runs)}, one_row=True)
+    return [f"The seeds of {label} differ in {apart}." for apart in found if apart.key.startswith(LISTED)]
+
+
+def _matched(row: Row, what: str, other: str, runs: Mapping[int, RunRecord], confidence: float) -> Row:
+    """The row with its difference to another baseline, which has as much of something."""
+    own = {record.seed: record for record in row.records}
+    difference = paired(_values(runs, "val_loss"), _values(own, "val_loss"), confidence)
+    if row.difference == difference:
+        return replace(row, matched=(what, other, difference))
+    said = f"{row.label} to {other}, which has equal {what}: {difference}"
+    if what == "time":
+        said += f"; in training it took {time_ratio(runs, own):.2f} x its time"
+    notes = [f"{said}.", *([_too_small(f"{row.label} to {other}", difference)] if difference.provisional else [])]
+    return replace(row, matched=(what, other, difference), notes=(*row.notes, *notes))
+
+
+def _check_one_row(runs: Mapping[int, RunRecord], record: RunRecord) -> None:
+    """The seeds of a row are one architecture, made by one code under one set of settings."""
+    if record.seed in runs:
+        raise InputError(
+            f"'{runs[record.seed].folder}' and '{record.folder}' are both seed {record.seed} of '{record.label}': "
+            f"give one of them."
+        )
+    first = next(iter(runs.values()), record)
+    if record.parameters != first.parameters:
+        raise InputError(
+            f"'{first.folder}' and '{record.folder}' are both labelled '{record.label}' but have "
+            f"{first.parameters:,} and {record.parameters:,} parameters: they are not one architecture."
+        )
+    for apart in differences({str(run.folder): run.settings for run in (first, record)}, one_row=True):
+        fresh = apart.key == "train.init" and not all(apart.values.values())
+        if fresh or not apart.key.startswith(BETWEEN_SEEDS):
+            raise InputError(
+                f"'{first.folder}' and '{record.folder}' are both labelled '{record.label}' but are not one row: "
+                f"they differ in {apart}."
+            )
+
+
+def best_point(rows: Sequence[Row], axes: Mapping[str, Sequence[str]], confidence: float | None) -> list[str]:
+    """Of a sweep: the point of lowest loss, how sure that is, and whether it lies at the edge of the grid."""
+    if not axes or len(rows) < 2:
+        return []
+    if len({(record.val_hash, record.val_tokens) for row in rows for record in row.records}) > 1:
+        return []  # losses on different texts have no best one
+    best, second = sorted(rows, key=lambda row: row.loss.mean)[:2]
+    said = f"Best of {len(rows)} points: {best.label}, {best.loss.mean:.4f}"
+    values = [{record.seed: record.val_loss for record in row.records} for row in (second, best)]
+    if confidence is not None and values[0].keys() & values[1].keys():
+        difference = paired(values[0], values[1], confidence)
+        said += f"; to the next best, {second.label}, {difference}"
+        if difference.low is not None:
+            said += f" ({difference.verdict}{', not to be claimed from so few pairs' * difference.provisional})"
+    edge = ", ".join(at_the_edge(axes, best.label))
+    warning = f"{best.label} lies at the edge of the grid in {edge}: a better value may lie beyond."
+    return [f"{said}.", *([warning] if edge else [])]
+
+
+def grid_points(axes: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
+    """Every point of a grid under its label."""
+    points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    labels = ["_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in point.items()) for point in points]
+    return {label.replace("/", "-"): point for label, point in zip(labels, points, strict=True)}
+
+
+def at_the_edge(axes: Mapping[str, Sequence[str]], label: str) -> list[str]:
+    """The keys whose value at a point is the smallest or largest of its axis; words have no order."""
+    found = []
+    for key, value in grid_points(axes).get(label, {}).items():
+        try:
+            numbers = sorted({float(text) for text in axes[key]})
+            if len(numbers) > 1 and float(value) in (numbers[0], numbers[-1]):
+                found.append(key)
+        except ValueError:
+            continue
+    return found
+
+
+def _all_differences(
+    by_label: Mapping[str, Mapping[int, RunRecord]], order: Sequence[str], facts: Facts
+) -> list[Difference]:
+    """Settings in which rows differ on any seed, each once; baselines made larger differ in size on purpose."""
+    found: dict[str, Difference] = {}
+    meant = (*facts.meant, *facts.axes)
+    larger = {other for _, other in facts.matches.values()} - {facts.baseline}
+    for seed in sorted({seed for runs in by_label.values() for seed in runs}):
+        rows = {label: by_label[label][seed].settings for label in order if seed in by_label[label]}
+        named = {label: settings for label, settings in rows.items() if label not in larger}
+        for difference in [*differences(named, meant), *differences(rows, (*meant, *MATCHED))]:
+            found.setdefault(difference.key, difference)
+    return sorted(found.values(), key=lambda difference: difference.meant)
+
+
+def _check_same(first: RunRecord, other: RunRecord) -> None:
+    pair = f"'{first.folder}' and '{other.folder}' cannot be compared"
+    if first.val_hash != other.val_hash:
+        hashes = f"{first.val_hash[:12]} and {other.val_hash[:12]}"
+        raise InputError(f"{pair}: they were evaluated on different splits (hashes {hashes}).")
+    if first.val_tokens != other.val_tokens:
+        counts = f"{first.val_tokens:,} and {other.val_tokens:,}"
+        raise InputError(f"{pair}: they were evaluated on different numbers of tokens ({counts}).")
+    if first.tokens != other.tokens:
+        raise InputError(f"{pair}: their budgets are {first.tokens:,} and {other.tokens:,} training tokens.")
+    if first.pairing != other.pairing:
+        pairings = f"{first.pairing} and {other.pairing}"
+        raise InputError(f"{pair}: the same seed gives them different batches (pairing {pairings}).")
+
+
+def _row(
+    label: str, base: Mapping[int, RunRecord], runs: Mapping[int, RunRecord], is_baseline: bool, confidence: float
+) -> Row:
+    common = sorted(base.keys() & runs.keys())
+    fractions = []
+    for seed in common:
+        tokens = tokens_to_reach(runs[seed].curve, base[seed].val_loss)
+        fractions += [] if tokens is None else [tokens / base[seed].tokens]
+    difference = ratio = speed = None
+    if common:
+        ratio = time_ratio(base, runs)
+        speed = mean_ratio(_values(base, "tokens_per_second"), _values(runs, "tokens_per_second"))
+        if not is_baseline:
+            difference = paired(_values(base, "val_loss"), _values(runs, "val_loss"), confidence)
+    records = tuple(runs[seed] for seed in sorted(runs))
+    identical = bool(common) and all(
+        (runs[seed].weights_sha256, runs[seed].val_loss) == (base[seed].weights_sha256, base[seed].val_loss)
+        for seed in common
+    )
+    return Row(
+        label=label,
+        is_baseline=is_baseline,
+        records=records,
+        loss=summarise(record.val_loss for record in records),
+        best=summarise(record.best_val_loss for record in records),
+        difference=difference,
+        common_seeds=tuple(common),
+        reached=len(fractions),
+        tokens_fraction=summarise(fractions).mean if common and len(fractions) == len(common) else None,
+        speed_ratio=speed,
+        time_ratio=ratio,
+        parameters=records[0].parameters,
+        notes=() if is_baseline or identical else _notes(label, base, runs, difference),
+        identical=identical,
+    )
+
+
+def _values(runs: Mapping[int, RunRecord], name: str) -> dict[int, float]:
+    return {seed: getattr(record, name) for seed, record in runs.items()}
+
+
+def _too_small(label: str, difference: PairedDifference) -> str:
+    pairs = "one paired seed" if difference.n == 1 else f"{difference.n} paired seeds"
+    return (
+        f"{label}: a difference under {SMALL_DIFFERENCE} is not to be claimed from {pairs}; it needs at least "
+        f"{PAIRS_FOR_SMALL}."
+    )
+
+
+def _notes(
+    label: str, base: Mapping[int, RunRecord], runs: Mapping[int, RunRecord], difference: PairedDifference | None
+) -> tuple[str, ...]:
+    notes = []
+    if difference and difference.provisional:
+        notes.append(_too_small(label, difference))
+    alone, missing = sorted(runs.keys() - base.keys()), sorted(base.keys() - runs.keys())
+    if alone:
+        notes.append(f"{label}: {seed_words(alone)} left out of the difference, the baseline has no such run.")
+    if missing:
+        notes.append(
+            f"{label}: {seed_words(missing)} of the baseline left out of the difference, there is no such run."
+        )
+    return tuple(notes)

@@ -1,0 +1,99 @@
+"""Forgetting as a picture: losses against steps, and F and P of every architecture."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepformer.base.errors import StepformerError
+from stepformer.base.files import writing
+from stepformer.study.forgetting import Direction, ForgettingRow
+from stepformer.study.plots import GREY, NAME_WIDTH, looks
+from stepformer.study.statistics import summarise, t_quantile
+from stepformer.study.tables import percent
+
+
+def plot_forgetting(directions: Sequence[Direction], path: str | Path) -> None:
+    """Write a PNG, a line of three pictures for each direction."""
+    try:
+        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
+    except ImportError:
+        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
+    figure = Figure(figsize=(12.5, 3.9 * len(directions)), layout="constrained", facecolor="white")
+    grid = figure.subplots(len(directions), 3, width_ratios=(1.5, 1, 1), squeeze=False)
+    for (curves, left, right), direction in zip(grid, directions, strict=True):
+        _draw_curves(curves, direction)
+        _draw_amounts(left, direction, "forgetting", "rise of the source loss (left is better)")
+        _draw_amounts(right, direction, "plasticity", "fall of the target loss (right is better)")
+    first = directions[0]
+    figure.supxlabel(
+        f"points: seeds; lines: mean and its {percent(first.confidence)} interval (Student's t). "
+        f"Nats per token on {first.first.source_tokens:,} source and {first.first.record.val_tokens:,} target tokens.",
+        fontsize=8,
+        color=GREY,
+    )
+    with writing(Path(path)) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def _draw_curves(axes: Any, direction: Direction) -> None:
+    handles: list[Any] = []
+    for index, row in enumerate(direction.rows):
+        colour = looks(index)["color"]
+        steps = row.runs[0].steps
+        for corpus, dashes in (("source", "-"), ("target", (0, (4, 2)))):
+            for run in row.runs if len(row.runs) > 1 else ():
+                axes.plot(steps, getattr(run, corpus), color=colour, linestyle=dashes, linewidth=0.7, alpha=0.35)
+            means = [summarise(values).mean for values in zip(*(getattr(r, corpus) for r in row.runs), strict=True)]
+            line = axes.plot(steps, means, color=colour, linestyle=dashes, linewidth=1.9)
+            handles += line if corpus == "source" else []
+    legend = axes.legend(
+        handles, [_name(row) for row in direction.rows], fontsize=8.5, facecolor="white", edgecolor="none"
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a label with dollar signs is a label
+    axes.set_xlabel("fine-tuning steps")
+    axes.xaxis.set_major_locator(_few_ticks(integer=True))
+    axes.set_ylabel("validation loss (nats per token)")
+    title = f"{direction.name}: source (solid) and target (dashed)"
+    axes.set_title(title, loc="left", fontsize=10.5, parse_math=False)
+    _clean(axes)
+
+
+def _draw_amounts(axes: Any, direction: Direction, what: str, label: str) -> None:
+    for place, row in enumerate(direction.rows):
+        colour = looks(place)["color"]
+        summary = getattr(row, what)
+        values = [getattr(run, what) for run in row.runs]
+        axes.plot(values, [place] * len(values), "o", markersize=4, color=colour, alpha=0.5)
+        if summary.standard_error is not None:
+            half = t_quantile((1 + direction.confidence) / 2, summary.n - 1) * summary.standard_error
+            axes.plot([summary.mean - half, summary.mean + half], [place, place], linewidth=1.6, color=colour)
+            axes.plot(summary.mean, place, "|", markersize=16, markeredgewidth=2.4, color=colour)
+    ticks = axes.set_yticks(range(len(direction.rows)), [_name(row) for row in direction.rows])
+    for tick in ticks:
+        tick.label1.set_parse_math(False)
+    axes.set_ylim(len(direction.rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(label)
+    axes.xaxis.set_major_locator(_few_ticks(integer=False))
+    axes.set_title(what, loc="left", fontsize=10.5)
+    _clean(axes)
+
+
+def _name(row: ForgettingRow) -> str:
+    return textwrap.fill(row.label, NAME_WIDTH)
+
+
+def _few_ticks(*, integer: bool) -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=6 if integer else 4, integer=integer)
+
+
+def _clean(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)

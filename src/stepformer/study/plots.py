@@ -1,0 +1,206 @@
+"""A comparison as a picture: curves on the left, paired differences on the right."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from stepformer.base.errors import StepformerError
+from stepformer.base.files import writing
+from stepformer.study.comparison import Comparison, Row
+from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words
+from stepformer.study.tables import MARK, percent
+
+# Okabe and Ito's palette, black for the baseline; told apart with every common kind of colour blindness.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))  # the second sign, once the colours are used up
+GREY = "#666666"
+INSIDE = 6  # names that a legend may have inside the picture; more go below it
+NAME_WIDTH = 26  # characters; longer labels go on on the next line
+
+
+def plot_comparison(comparison: Comparison, path: str | Path) -> None:
+    """Write a PNG of evaluation loss against tokens and of each difference to the baseline with its interval."""
+    figure = draw_comparison(comparison)
+    with writing(Path(path)) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def draw_comparison(comparison: Comparison) -> Any:
+    """The same as a matplotlib figure."""
+    try:
+        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
+    except ImportError:
+        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
+    others = [row for row in comparison.rows if row.difference is not None]
+    height = _height(comparison)
+    figure = Figure(figsize=(11 if others else 6.5, height), layout="constrained", facecolor="white")
+    if others:
+        left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+        _draw_differences(right, comparison)
+    else:
+        left = figure.subplots()
+    _draw_curves(left, comparison)
+    figure.supxlabel(_footer(comparison), fontsize=8, color=GREY, parse_math=False)
+    return figure
+
+
+def plot_differences(comparison: Comparison, path: str | Path) -> None:
+    """Write a PNG of the differences to the baseline alone."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
+    figure = Figure(figsize=(6.5, _height(comparison) - 1.4), layout="constrained", facecolor="white")
+    _draw_differences(figure.subplots(), comparison)
+    figure.supxlabel(_footer(comparison), fontsize=8, color=GREY, parse_math=False)
+    with writing(Path(path)) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def _height(comparison: Comparison) -> float:
+    """Inches that give every row of the differences its two lines of words."""
+    lines = sum(1 + len(row.verdict) // NAME_WIDTH for row in comparison.rows)
+    return max(4.4, 2.2 + 0.36 * len(comparison.rows), 2.0 + 0.3 * lines)
+
+
+def _footer(comparison: Comparison) -> str:
+    seeds = seed_words(comparison.seeds) if len(comparison.seeds) <= 8 else f"{len(comparison.seeds)} seeds"
+    footer = f"evaluated on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}; {seeds}"
+    if comparison.unigram_entropy is not None:
+        footer += f"; unigram entropy {comparison.unigram_entropy:.3f}"
+    apart = ", ".join(found.key for found in comparison.differences if not found.meant)
+    if apart:
+        footer += "\n" + textwrap.fill(f"the rows also differ in {apart}", 140)
+    if any(row.provisional for row in comparison.rows):
+        footer += f"\n*  under {SMALL_DIFFERENCE} with fewer than {PAIRS_FOR_SMALL} paired seeds: not to be claimed"
+    return footer
+
+
+def looks(index: int) -> dict[str, Any]:
+    """Colour and dashes of the architecture at this place; 0 is the baseline."""
+    if index == 0:
+        return {"color": COLOURS[0], "linestyle": DASHES[0]}
+    cycle, position = divmod(index - 1, len(COLOURS) - 1)
+    return {"color": COLOURS[1 + position], "linestyle": DASHES[cycle % len(DASHES)]}
+
+
+def _draw_curves(axes: Any, comparison: Comparison) -> None:
+    handles = []
+    for index, row in enumerate(comparison.rows):
+        style = looks(index)
+        if len(row.records) > 1:
+            for record in row.records:
+                axes.plot(*zip(*record.curve, strict=True), linewidth=0.8, alpha=0.35, **style)
+        # the baseline below and wider, so that a curve that lies on it still shows
+        handles += axes.plot(*_mean_curve(row), linewidth=1.8 if index else 2.8, zorder=3 + bool(index), **style)
+    top = _show_end(axes, comparison)
+    labels = [textwrap.fill(row.label, NAME_WIDTH) for row in comparison.rows]
+    looks_of_legend = {"facecolor": "white", "edgecolor": "none", "fontsize": 9}
+    if len(labels) <= INSIDE:
+        legend = axes.legend(handles, labels, loc="upper right", bbox_to_anchor=(1, top), **looks_of_legend)
+    else:  # inside it would cover the curves
+        width = axes.figure.get_size_inches()[0]
+        columns = max(1, int(width / (0.75 + 0.08 * max(len(line) for label in labels for line in label.split("\n")))))
+        legend = axes.figure.legend(handles, labels, loc="outside upper left", ncols=columns, **looks_of_legend)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a label with dollar signs is a label
+    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel("evaluation loss (nats per token)")
+    several = any(len(row.records) > 1 for row in comparison.rows)
+    axes.set_title(f"Evaluation loss{', mean (bold) and seeds (thin)' if several else ''}", loc="left", fontsize=11)
+    _clean(axes)
+
+
+def _mean_curve(row: Row) -> tuple[list[int], list[float]]:
+    """Mean over seeds where all of them were evaluated."""
+    curves = [dict(record.curve) for record in row.records]
+    tokens = sorted(set(curves[0]).intersection(*curves[1:]))
+    return tokens, [math.fsum(curve[t] for curve in curves) / len(curves) for t in tokens]
+
+
+def _show_end(axes: Any, comparison: Comparison) -> float:
+    """Give the room to where the curves differ: the fall from chance, in the first fifth, may leave the picture.
+
+    Returns the height, as a part of the axes, under which the legend is clear of the entropy's line.
+    """
+    curves = [record.curve for row in comparison.rows for record in row.records]
+    late = [[loss for tokens, loss in curve if tokens >= 0.2 * comparison.tokens] for curve in curves]
+    cut = min(map(len, late)) >= 4  # with fewer evaluations all of them are needed to see a curve
+    shown = late if cut else [[loss for _, loss in curve] for curve in curves]
+    low, high = min(map(min, shown)), max(map(max, shown))
+    axes.set_xlim(comparison.tokens * (0.1 if cut else 0), comparison.tokens * 1.01)
+    entropy, span = comparison.unigram_entropy, high - low
+    drawn = entropy is not None and low - 0.7 * span <= entropy <= high + 0.7 * span  # further off it costs too much
+    if entropy is not None and drawn:
+        axes.axhline(entropy, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+        place = {"xy": (0.99, entropy), "xycoords": axes.get_yaxis_transform(), "ha": "right"}
+        lift = {"xytext": (0, 3), "textcoords": "offset points"}
+        axes.annotate("unigram entropy", **place, **lift, fontsize=8, color=GREY)
+        low, high = min(low, entropy), max(high, entropy)
+    margin = 0.07 * (high - low) or 0.01
+    bottom, top = low - margin, high + margin
+    axes.set_ylim(bottom, top)
+    height = (entropy - bottom) / (top - bottom) if entropy is not None and drawn else 0.0
+    return height - 0.01 if height > 0.6 else 1.0
+
+
+def _draw_differences(axes: Any, comparison: Comparison) -> None:
+    rows = [(index, row, row.difference) for index, row in enumerate(comparison.rows) if row.difference is not None]
+    axes.axvline(0, color=COLOURS[0], linewidth=1.2, zorder=1)
+    for place, (index, _, difference) in enumerate(rows):
+        colour = looks(index)["color"]
+        if difference.low is not None and difference.high is not None:
+            axes.plot(
+                [difference.low, difference.high], [place, place], linewidth=2.2, color=colour, solid_capstyle="butt"
+            )
+        face = colour if difference.low is not None else "white"  # hollow: a mean without an interval
+        axes.plot(difference.mean, place, "o", markersize=7, color=colour, markerfacecolor=face, markeredgewidth=1.8)
+    labels = axes.set_yticks(range(len(rows)), [textwrap.fill(row.label, NAME_WIDTH) for _, row, _ in rows])
+    for label in labels:
+        label.label1.set_parse_math(False)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    values = axes.secondary_yaxis("right")
+    verdicts = [textwrap.fill(row.verdict + (MARK if row.provisional else ""), NAME_WIDTH) for _, row, _ in rows]
+    words = [f"{_signed(d.mean)}\n{verdict}" for (_, _, d), verdict in zip(rows, verdicts, strict=True)]
+    values.set_yticks(range(len(rows)), words, fontsize=8.5)
+    values.tick_params(length=0)
+    values.spines["right"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("difference in final loss (left of zero is better)")
+    axes.xaxis.set_major_locator(_few_ticks())
+    several = any(difference.low is not None for _, _, difference in rows)
+    confidence = f", {percent(comparison.confidence)} confidence" if several else ""
+    name = comparison.baseline
+    name = name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
+    title = f"Paired difference to {name}{confidence}"
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
+    _clean(axes)
+    axes.spines["left"].set_visible(False)
+
+
+def _few_ticks() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=5, min_n_ticks=3)
+
+
+def _clean(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def short_number(value: float) -> str:
+    """1500 as 1.5k, 2e6 as 2M."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.3g}{name}"
+    return f"{value:g}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "\N{MINUS SIGN}")  # as on the axis
