@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draws import seeded
-from stepformer.oracles.constraint import BETA_MAX, Weights, constrained_softmax, solve
+from stepformer.ops.constraint import BETA_MAX, Weights, constrained_softmax, solve
 
 LENGTHS = (2, 3, 8, 32, 128, 512, 1024)
 SHARES = (0.01, 0.1, 0.5, 0.9)

@@ -15,7 +15,7 @@ from helpers import shake, tiny, tokens
 from stepformer.ops import kernels
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.constrained import ConstrainedAttention
-from stepformer.oracles.constraint import BETA_MAX, constrained_softmax, solve
+from stepformer.ops.constraint import BETA_MAX, constrained_softmax, solve
 from test_constraint import FAMILIES, family
 
 if not kernels.has_triton():

@@ -15,8 +15,8 @@ from helpers import shake, tiny, tokens
 from stepformer.ops import kernels
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.constrained import ConstrainedAttention
-from stepformer.oracles.constraint import BETA_MAX, constrained_softmax
-from stepformer.oracles.constraint import solve as twin_solve
+from stepformer.ops.constraint import BETA_MAX, constrained_softmax
+from stepformer.ops.constraint import solve as twin_solve
 
 if not kernels.has_triton():
     pytest.skip("needs Triton", allow_module_level=True)

@@ -4,14 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from stepformer.base.errors import StepformerError, UnknownNameError, suggestion
 from stepformer.base.options import Option
 from stepformer.base.plugins import remember
 
-if TYPE_CHECKING:
-    from stepformer.model.config import ModelConfig
+
+class Selection(Protocol):
+    """What a component may ask of the config that selects it."""
+
+    @property
+    def template(self) -> str: ...
+
+    @property
+    def splitting(self) -> str: ...
+
+    @property
+    def attention(self) -> str: ...
+
+    @property
+    def n_layer(self) -> int: ...
+
+    @property
+    def positions(self) -> str: ...
+
+    @property
+    def bias(self) -> bool: ...
+
+    @property
+    def aux_init(self) -> str: ...
+
+    def option(self, name: str) -> Any:
+        """The value of a component option, set or default."""
+
+    def component(self, kind: str) -> Any:
+        """The class selected as 'template', 'splitting', 'attention' or 'mlp'."""
 
 
 class Component:
@@ -23,18 +51,18 @@ class Component:
     all_active: Mapping[str, Any] = {}  # options under which every part acts and none is held constant, for the audit
 
     @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
+    def refusal(cls, config: Selection) -> str | None:
         """Why a config that selects this component has no meaning, in a sentence that says what would; or None."""
         return None
 
     @classmethod
-    def refusals(cls, config: ModelConfig) -> list[str]:
+    def refusals(cls, config: Selection) -> list[str]:
         """All such reasons, for a component that knows of several. Each names the keys that it comes from."""
         found = cls.refusal(config)
         return [found] if found else []
 
     @classmethod
-    def reasons(cls, config: ModelConfig) -> list[str]:
+    def reasons(cls, config: Selection) -> list[str]:
         """`refusals`, or what a class's own `refusal` says instead of all that it inherits."""
         own = next(part for part in cls.__mro__ if not {"refusal", "refusals"}.isdisjoint(vars(part)))
         if "refusals" in vars(own):

@@ -124,6 +124,10 @@ class ModelConfig:
         """The options of one component, defaults filled in."""
         return {name: self.option(name) for name, (owner, _) in declared_options(self).items() if owner == kind}
 
+    def component(self, kind: str) -> Any:
+        """The class selected as 'template', 'splitting', 'attention' or 'mlp'."""
+        return _COMPONENTS[kind][getattr(self, kind)].component
+
     def components(self) -> dict[str, type]:
         """The classes behind the names: `template 'gd'` and so on."""
         names = {kind: getattr(self, kind) for kind in _COMPONENTS}
@@ -217,9 +221,9 @@ def _problems(config: ModelConfig) -> list[str]:
     if clashes:  # of a component itself: no setting would help
         return problems
     if not (wrong or option_problems):
-        for kind, registry in _COMPONENTS.items():
-            problems += registry[getattr(config, kind)].component.reasons(config)
-        return problems + _extra_problems(config)
+        for kind in _COMPONENTS:
+            problems += config.component(kind).reasons(config)
+        return problems + _pair_problems(config) + _extra_problems(config)
     wrong |= option_problems.keys()
     right = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in wrong}
     right["options"] = {key: value for key, value in config.options.items() if key not in wrong}
@@ -227,6 +231,32 @@ def _problems(config: ModelConfig) -> list[str]:
         ModelConfig(**right)
     except ConfigError as error:
         problems += [p for p in independent(error.problems, wrong) if p not in problems]
+    return problems
+
+
+def _pair_problems(config: ModelConfig) -> list[str]:
+    """What two of the chosen components demand of one another."""
+    template, splitting, attention = map(config.component, ("template", "splitting", "attention"))
+    problems = []
+    if template.integrates and not attention.has_fields:
+        able = " or ".join(repr(e.name) for e in attentions if e.component.has_fields)
+        problems.append(
+            f"Template '{config.template}' integrates the two fields of a Hamiltonian attention, and attention "
+            f"'{config.attention}' has none: use attention = {able}."
+        )
+    if attention.has_fields and not template.integrates:
+        able = ", ".join(repr(e.name) for e in templates if e.component.integrates)
+        problems.append(
+            f"Attention '{config.attention}' moves x and a momentum by its own two fields, and template "
+            f"'{config.template}' does not integrate them: use template = {able}."
+        )
+    if splitting.needs_velocity and not template.has_velocity() and not template.integrates:
+        usable = ", ".join(e.name for e in templates if e.component.has_velocity())
+        others = ", ".join(e.name for e in splittings if not e.component.needs_velocity)
+        problems.append(
+            f"Splitting '{config.splitting}' works on a velocity stream, and template '{config.template}' has none. "
+            f"Use a velocity template ({usable}), or a splitting that needs none ({others})."
+        )
     return problems
 
 

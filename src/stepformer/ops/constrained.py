@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stepformer.ops.constrained_backward import key_gradient, query_gradient
 from stepformer.ops.constrained_forward import gather_rows, solve_rows
-from stepformer.oracles.constraint import BETA_MAX
+from stepformer.ops.constraint import BETA_MAX
 
 HEAD_DIMS = (16, 32, 64, 128)
 PASSES = 12  # over the keys at most; blocks of hard scores took 4 to 7, one 10

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from stepformer.ops import constrained
 from stepformer.ops.constrained import HEAD_DIMS, Tile, Tiles, _precision, _rows, _wider
+from stepformer.ops.constraint import BETA_MAX, EVALUATIONS_WITH_PRIOR, UNSOLVED
 from stepformer.ops.prior_backward import prior_key_gradient, prior_query_gradient
 from stepformer.ops.prior_forward import gather_prior_rows, solve_prior_rows, write_log_weights
-from stepformer.oracles.constraint import BETA_MAX, EVALUATIONS_WITH_PRIOR, UNSOLVED
 
 LONGEST = 2048
 PASSES = EVALUATIONS_WITH_PRIOR[torch.float32]

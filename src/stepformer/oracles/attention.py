@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stepformer.base.registry import Component, Registry
+from stepformer.base.registry import Component, Registry, Selection
 from stepformer.oracles.caches import Call, Slot
 from stepformer.rules.hamiltonian import Fields
-
-if TYPE_CHECKING:
-    from stepformer.model.config import ModelConfig
 
 
 class Attention(Component, nn.Module):
@@ -53,7 +50,7 @@ class Attention(Component, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no fields: define fields().")
 
     @classmethod
-    def refusals(cls, config: ModelConfig) -> list[str]:
+    def refusals(cls, config: Selection) -> list[str]:
         found = super().refusals(config)
         if config.positions == "rotary" and not cls.can_rotate:
             found.append(
@@ -68,17 +65,17 @@ class Attention(Component, nn.Module):
     # for Hamiltonian attentions: which parameters do nothing in special places
 
     @classmethod
-    def forces_at_rest(cls, config: ModelConfig) -> bool:
+    def forces_at_rest(cls, config: Selection) -> bool:
         """Whether there is a force where all momenta are zero."""
         return True
 
     @classmethod
-    def idle_at_rest(cls, config: ModelConfig) -> tuple[str, ...]:
+    def idle_at_rest(cls, config: Selection) -> tuple[str, ...]:
         """Parameters without effect while all momenta are zero."""
         return ()
 
     @classmethod
-    def idle_without_force(cls, config: ModelConfig) -> tuple[str, ...]:
+    def idle_without_force(cls, config: Selection) -> tuple[str, ...]:
         """Parameters that only the force uses."""
         return ()
 

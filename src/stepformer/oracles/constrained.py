@@ -11,21 +11,19 @@ scale of the scores does not matter; the target is what is set or learned.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepformer.base.options import Option, choice, flag, integer
+from stepformer.base.registry import Selection
 from stepformer.ops import kernels
+from stepformer.ops.constraint import constrained_softmax
 from stepformer.oracles.attention import at_least_fp32, over_queries, register_attention
 from stepformer.oracles.caches import Call
-from stepformer.oracles.constraint import constrained_softmax
 from stepformer.oracles.softmax import MultiHeadAttention
 from stepformer.rules.coefficients import CoefficientBank, unit
-
-if TYPE_CHECKING:
-    from stepformer.model.config import ModelConfig
 
 CITE = "constrained-transformers"
 
@@ -65,7 +63,7 @@ class ConstrainedAttention(MultiHeadAttention):
             self.ratio_map.weight.zero_()
 
     @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
+    def refusal(cls, config: Selection) -> str | None:
         if not 0 < config.option("ratio") < 1:
             return f"ratio = {config.option('ratio'):g} should lie strictly between 0 and 1."
         return None

@@ -15,13 +15,13 @@ row to what it may see. Where the soft bound on the scores acts, its slope is le
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepformer.base.options import Option, choice, flag, integer
+from stepformer.base.registry import Selection
 from stepformer.ops import kernels
 from stepformer.ops.adapters import weight_of
 from stepformer.oracles.attention import (
@@ -34,14 +34,10 @@ from stepformer.oracles.attention import (
     softmax_rows,
 )
 from stepformer.oracles.caches import Call, TokenSlot
-from stepformer.oracles.linear import needs_integrator
 from stepformer.oracles.maps import Linear, linear_map
 from stepformer.oracles.softmax import rotate
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
-
-if TYPE_CHECKING:
-    from stepformer.model.config import ModelConfig
 
 RIDGE = 1e-6
 LONGEST_FUSED = 16_384  # tokens, as a kernel holds a whole row of scores
@@ -112,8 +108,8 @@ class HamiltonianAttention(Attention):
             nn.init.eye_(self.root.weight)
 
     @classmethod
-    def refusals(cls, config: ModelConfig) -> list[str]:
-        found = [*super().refusals(config), *needs_integrator(config)]
+    def refusals(cls, config: Selection) -> list[str]:
+        found = super().refusals(config)
         if config.option("force") == "full":
             found.append(
                 "force = 'full', the whole gradient of the masked energy, hears from later tokens and reads the future "
@@ -130,15 +126,15 @@ class HamiltonianAttention(Attention):
         return found
 
     @classmethod
-    def forces_at_rest(cls, config: ModelConfig) -> bool:
+    def forces_at_rest(cls, config: Selection) -> bool:
         return config.option("kappa") > 0
 
     @classmethod
-    def idle_at_rest(cls, config: ModelConfig) -> tuple[str, ...]:
+    def idle_at_rest(cls, config: Selection) -> tuple[str, ...]:
         return ("root",) if config.option("metric") == "learned" else ("value",)
 
     @classmethod
-    def idle_without_force(cls, config: ModelConfig) -> tuple[str, ...]:
+    def idle_without_force(cls, config: Selection) -> tuple[str, ...]:
         return ("coefficients",) if config.option("learned_kappa") else ()
 
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> TokenSlot:

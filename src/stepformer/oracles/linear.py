@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from stepformer.base.options import integer
+from stepformer.base.registry import Selection
 from stepformer.ops import kernels
 from stepformer.ops.sharding import is_sharded
 from stepformer.oracles.attention import Attention, as_products, at_least_fp32, product_dtype, register_attention
@@ -15,9 +14,6 @@ from stepformer.oracles.caches import Call, StateSlot
 from stepformer.oracles.maps import Linear
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
-
-if TYPE_CHECKING:
-    from stepformer.model.config import ModelConfig
 
 CHUNK = 128
 CUDA_CHUNK = 1024  # a state of d x d for so many tokens costs less to move than to multiply
@@ -158,15 +154,11 @@ class LinearHamiltonian(BilinearAttention):
     has_fields = True
 
     @classmethod
-    def refusals(cls, config: ModelConfig) -> list[str]:
-        return [*super().refusals(config), *needs_integrator(config)]
-
-    @classmethod
-    def idle_at_rest(cls, config: ModelConfig) -> tuple[str, ...]:
+    def idle_at_rest(cls, config: Selection) -> tuple[str, ...]:
         return ("kernel",)
 
     @classmethod
-    def idle_without_force(cls, config: ModelConfig) -> tuple[str, ...]:
+    def idle_without_force(cls, config: Selection) -> tuple[str, ...]:
         return ("value",)
 
     def fields(self, u: Tensor, y: Tensor, call: Call) -> Fields:
@@ -280,16 +272,3 @@ class FusedLinearFields:
         from stepformer.ops.linear_flow import causal_sum
 
         return self.force_from(causal_sum(self.momenta, self.momenta, self.u, segment=self.segment))
-
-
-def needs_integrator(config: ModelConfig) -> list[str]:
-    """Why a Hamiltonian attention cannot go with this template, if it cannot."""
-    from stepformer.rules import templates
-
-    able = [entry.name for entry in templates if entry.component.integrates]
-    if config.template in able:
-        return []
-    return [
-        f"Attention '{config.attention}' moves x and a momentum by its own two fields, and template "
-        f"'{config.template}' does not integrate them: use template = {', '.join(map(repr, able))}."
-    ]

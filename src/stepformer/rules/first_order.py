@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from stepformer.base.options import Option, flag
+from stepformer.base.registry import Selection
 from stepformer.rules.coefficients import Coefficient, Values, positive, unit
 from stepformer.rules.state import State
 from stepformer.rules.template import Stream, Template, register_template, scaled
-
-if TYPE_CHECKING:
-    from stepformer.model.config import ModelConfig
 
 VELOCITY = Stream("embed", "velocity")
 
@@ -37,7 +34,7 @@ class GradientDescent(Template):
     learned_steps: bool
 
     @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
+    def refusal(cls, config: Selection) -> str | None:
         if config.splitting == "parallel" and config.option("beta") != 1:
             return "Splitting 'parallel' takes one step with both oracles: its step size is alpha, leave beta out."
         return None
@@ -72,7 +69,7 @@ class HeavyBall(Template):
     normalises = "v"
 
     @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
+    def refusal(cls, config: Selection) -> str | None:
         if cls is HeavyBall and config.splitting == "imex" and config.option("k") > 1:
             return (
                 f"Template 'heavy-ball' with splitting 'imex' and k = {config.option('k')} repeats itself: without "
@@ -113,7 +110,7 @@ class TripleMomentum(Nesterov):
     coefficients = {**Nesterov.coefficients, "nu": positive(1.0, "drift")}
 
     @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
+    def refusal(cls, config: Selection) -> str | None:
         if config.splitting == "symplectic-euler":
             return (
                 "Template 'triple-momentum' with splitting 'symplectic-euler' has two names for one number: the drift "

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from stepformer.base.options import Option, choice, flag
+from stepformer.base.registry import Selection
 from stepformer.rules.coefficients import Coefficient, Values, positive, unit
 from stepformer.rules.state import State
 from stepformer.rules.template import Stream, Template, register_template, scaled
-
-if TYPE_CHECKING:
-    from stepformer.model.config import ModelConfig
 
 MOST_DAMPING = 12.0  # bound on s: beyond it e^{-s} < 1e-5 forgets everything anyway
 SHORTEST_STEP = 1e-8
@@ -82,16 +80,8 @@ class HamiltonianStep(Template):
         self.normalises = {"A": None, "B": "y", "C": "v"}[self.mlp_step]  # in the MLP's turn
 
     @classmethod
-    def refusals(cls, config: ModelConfig) -> list[str]:
-        from stepformer.oracles import attentions
-
+    def refusals(cls, config: Selection) -> list[str]:
         found = super().refusals(config)
-        able = [e.name for e in attentions if e.component.has_fields]
-        if config.attention not in able:
-            found.append(
-                f"Template '{config.template}' integrates the two fields of a Hamiltonian attention, and attention "
-                f"'{config.attention}' has none: use attention = {' or '.join(map(repr, able))}."
-            )
         if config.splitting != "lie-trotter":
             found.append(
                 f"Template '{config.template}' brings its own integrator, which splitting '{config.splitting}' cannot "
@@ -103,7 +93,7 @@ class HamiltonianStep(Template):
                 "In a single layer a momentum that starts at zero moves nothing, unless the MLP follows it: "
                 "use n_layer > 1, aux_init = 'embed' or mlp_step = 'B'."
             )
-        if still and not attentions[config.attention].component.forces_at_rest(config):
+        if still and not config.component("attention").forces_at_rest(config):
             found.append(
                 "With no potential (kappa = 0), momentum starting at zero and an MLP that leaves it alone "
                 f"(mlp_step = '{config.option('mlp_step')}'), y stays zero and the attention does nothing: "
@@ -126,10 +116,8 @@ class HamiltonianStep(Template):
     def normalises_in(self, turn: str) -> str | None:
         return "y" if turn == "attn" else self.normalises
 
-    def unused(self, config: ModelConfig) -> tuple[str, ...]:
-        from stepformer.oracles import attentions
-
-        attention = attentions[config.attention].component
+    def unused(self, config: Selection) -> tuple[str, ...]:
+        attention = config.component("attention")
         names: list[str] = []
         at_rest = self.first and config.aux_init == "zero"
         if at_rest and not attention.forces_at_rest(config):

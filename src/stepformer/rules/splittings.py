@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -12,10 +12,7 @@ from stepformer.base.registry import Component, Registry
 from stepformer.rules.coefficients import Coefficient, Values, positive
 from stepformer.rules.hamiltonian import FieldsAt, HamiltonianStep
 from stepformer.rules.state import State
-from stepformer.rules.template import Template, templates
-
-if TYPE_CHECKING:
-    from stepformer.model.config import ModelConfig
+from stepformer.rules.template import Template
 
 
 class Substep:
@@ -84,18 +81,6 @@ class Splitting(Component):
         self.layer, self.last = layer, layer == n_layer - 1
         for key, option in self.options.items():
             setattr(self, key, options.get(key, option.default))
-
-    @classmethod
-    def refusal(cls, config: ModelConfig) -> str | None:
-        template = templates[config.template].component
-        if cls.needs_velocity and not template.has_velocity() and not template.integrates:
-            usable = ", ".join(e.name for e in templates if e.component.has_velocity())
-            others = ", ".join(e.name for e in splittings if not e.component.needs_velocity)
-            return (
-                f"Splitting '{cls.name}' works on a velocity stream, and template '{config.template}' has none. "
-                f"Use a velocity template ({usable}), or a splitting that needs none ({others})."
-            )
-        return None
 
     def defers(self) -> bool:
         """Whether this very class says `deferrable`: a subclass may do something else with the state."""

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from stepformer.base.errors import InputError
-from stepformer.base.registry import Component, Registry
+from stepformer.base.registry import Component, Registry, Selection
 from stepformer.rules.coefficients import Coefficient, Values
 from stepformer.rules.state import State
-
-if TYPE_CHECKING:
-    from stepformer.model.config import ModelConfig
 
 Start = Literal["embed", "zero", "ones", "identity"]
 
@@ -89,7 +86,7 @@ class Template(Component):
         """The stream that the auxiliary norm of this turn acts on, None for a turn without one."""
         return self.normalises
 
-    def unused(self, config: ModelConfig) -> tuple[str, ...]:
+    def unused(self, config: Selection) -> tuple[str, ...]:
         """Parts of the block, by name, that cannot reach the logits: modules (`attn`) or parameters of them."""
         return ()
 

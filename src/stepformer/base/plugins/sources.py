@@ -16,8 +16,7 @@ from types import ModuleType
 
 from stepformer.base.errors import InputError
 from stepformer.base.files import sha256 as checksum
-
-PACKAGE = Path(__file__).parents[1]
+from stepformer.base.version import PACKAGE
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from stepformer.base.errors import ConfigError, InputError, StepformerError
 from stepformer.base.plugins import import_file
+from stepformer.base.version import PACKAGE
 from stepformer.catalogue import model_config, preset_of
 from stepformer.model import Model
 from stepformer.model.config import ModelConfig
@@ -125,8 +126,7 @@ def _explain(error: Exception) -> str:
     if isinstance(error, StepformerError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(__file__).parents[2])
-    outside = [f for f in frames if "torch" not in Path(f.filename).parts and not f.filename.startswith(package)]
+    outside = [f for f in frames if "torch" not in Path(f.filename).parts and not f.filename.startswith(str(PACKAGE))]
     place = (outside or frames)[-1]  # the rule's own line rather than the library's
     return f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {error}"
 
