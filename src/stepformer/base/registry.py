@@ -35,6 +35,9 @@ class Selection(Protocol):
     @property
     def aux_init(self) -> str: ...
 
+    def get(self, key: str) -> Any:
+        """The value of any key of the config."""
+
     def option(self, name: str) -> Any:
         """The value of a component option, set or default."""
 
@@ -43,7 +46,7 @@ class Selection(Protocol):
 
 
 class Component:
-    """Anything a config selects by name: a template, a splitting, an attention, an MLP."""
+    """Anything a config selects by name: a template, a splitting, an attention, an MLP, an extra."""
 
     name: str = ""
     options: Mapping[str, Option] = {}
@@ -86,7 +89,7 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Maps names (and aliases) to component classes of one kind: templates, splittings, attentions, MLPs."""
+    """Maps names (and aliases) to component classes of one kind: templates, splittings, attentions, MLPs, extras."""
 
     def __init__(self, kind: str, base: type[T]) -> None:
         self.kind = kind

@@ -1,6 +1,6 @@
 """What has a name: presets, sizes, recipes, references."""
 
-from stepformer.catalogue.presets import (
+from stepformer.catalogue.lookup import (
     SIZES,
     Preset,
     build,

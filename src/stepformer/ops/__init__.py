@@ -3,6 +3,26 @@
 Nothing above this folder knows Triton, CUDA graphs or sharded tensors. `kernels` decides which of the two runs.
 """
 
+from stepformer.ops.dtypes import as_products, at_least_fp32, product_dtype
 from stepformer.ops.kernels import has_triton, interpreted, off, switched_on, twice_differentiable, usable
+from stepformer.ops.linear import Linear, linear
+from stepformer.ops.matrix_functions import newton_schulz, whiten
+from stepformer.ops.operation import faster, operation
 
-__all__ = ["has_triton", "interpreted", "off", "switched_on", "twice_differentiable", "usable"]
+__all__ = [
+    "Linear",
+    "as_products",
+    "at_least_fp32",
+    "faster",
+    "has_triton",
+    "interpreted",
+    "linear",
+    "newton_schulz",
+    "off",
+    "operation",
+    "product_dtype",
+    "switched_on",
+    "twice_differentiable",
+    "usable",
+    "whiten",
+]

@@ -244,3 +244,12 @@ class _Beta(torch.autograd.Function):
         grad_s = -grad * (b.square() / std) * a * d if ctx.needs_input_grad[0] else None
         grad_q = grad * a * (1 - b * d) if ctx.needs_input_grad[1] else None
         return grad_s, grad_q, grad.squeeze(-1), None, None
+
+
+def unpacked(log_weights: Tensor) -> Tensor:
+    """ln a as numbers, also where kernels have left it as the bits that they need."""
+    if log_weights.dtype != torch.bfloat16:
+        return log_weights
+    from stepformer.ops.prior_attention import unpack
+
+    return unpack(log_weights)

@@ -115,25 +115,3 @@ def softmax_rows(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     log_weights = scores.log_softmax(dim=-1)
     entropy = -(log_weights.exp() * log_weights.masked_fill(~visible, 0.0)).sum(dim=-1)
     return entropy, scores.logsumexp(dim=-1) - visible.sum(dim=-1).to(scores.dtype).log()
-
-
-def at_least_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors in fp32, or in fp64 if they are."""
-    return tuple(t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
-
-
-def product_dtype(*tensors: Tensor) -> torch.dtype:
-    """In which matrix products of these tensors run here: that of autocast, or else the widest among them."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    dtype = tensors[0].dtype
-    for t in tensors[1:]:
-        dtype = torch.promote_types(dtype, t.dtype)
-    return dtype
-
-
-def as_products(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors in the dtype of their products."""
-    dtype = product_dtype(*tensors)
-    return tuple(t.to(dtype) for t in tensors)

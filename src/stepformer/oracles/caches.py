@@ -11,7 +11,7 @@ natural, and padding can neither be seen nor shift anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -92,7 +92,7 @@ class Call:
     lengths: (B,), how many of each row's tokens are real, when prompts are padded on the right.
     origins: (B, T), where each token's document begins, if documents do not see each other.
     memory: what this and shallower layers leave for deeper ones (`State.memory`), to read and to write.
-    value_mix: lambda of the value residual, None without one.
+    mixes: what extras make of an attention's values, each a function of them and of the memory.
     observe: called with a name and a tensor by oracles that have something to report.
     rows: whether `observe` also wants entropy and energy of every row, (B, H, T), which cost a look at all scores.
     """
@@ -107,7 +107,7 @@ class Call:
     used: int = 0
     origins: Tensor | None = None
     memory: dict[str, Tensor] = field(default_factory=dict)
-    value_mix: Tensor | float | None = None
+    mixes: Sequence[Callable[[Tensor, dict[str, Tensor]], Tensor]] = ()
     observe: Callable[[str, Tensor], None] | None = None
     rows: bool = False
 
@@ -135,34 +135,15 @@ class Call:
         return self.positions + 1 if self.origins is None else self.positions - self.origins + 1
 
     def mix_values(self, v: Tensor) -> Tensor:
-        """The value residual: (1 - lambda) v + lambda v_1, v_1 being the values of the model's first call."""
-        if self.value_mix is None:
-            return v
-        if "v1" not in self.memory:
-            self.memory["v1"] = v
-            return v
-        # back to the values' dtype, which an fp32 lambda widens: kernels want one for queries, keys and values
-        return ((1 - self.value_mix) * v + self.value_mix * self.memory["v1"]).to(v.dtype)
+        """An attention's values as the model's extras want them gathered."""
+        for mix in self.mixes:
+            v = mix(v, self.memory)
+        return v
 
 
-def fresh_call(tokens: Tensor, lengths: Tensor | None = None, separator: int | None = None) -> Call:
+def fresh_call(tokens: Tensor, lengths: Tensor | None = None) -> Call:
     """How a forward pass without a cache sees its tokens (B, T)."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    call = Call(positions, end=tokens.shape[1], lengths=lengths)
-    return call if separator is None else within_documents(call, tokens == separator, torch.zeros_like(tokens[:, 0]))
-
-
-def within_documents(call: Call, begins: Tensor, origin: Tensor) -> Call:
-    """The same call with every token confined to its document.
-
-    begins: (B, T), True where a token opens a new document; origin: (B,), where the document before them began.
-    A document is a contiguous stretch, so its first position says all: keys from there to the query are visible.
-    """
-    positions = call.positions.expand(begins.shape)
-    origins = torch.where(begins, positions, origin[:, None]).cummax(dim=1).values
-    keys = torch.arange(max(call.end, begins.shape[1]), device=begins.device)
-    mask = (keys <= positions[..., None]) & (keys >= origins[..., None])
-    return replace(call, mask=mask[:, None], origins=origins)
+    return Call(torch.arange(tokens.shape[1], device=tokens.device), end=tokens.shape[1], lengths=lengths)
 
 
 class Cache:
@@ -180,7 +161,7 @@ class Cache:
     def batch(self) -> int:
         return self.lengths.shape[0]
 
-    def call(self, tokens: Tensor, lengths: Tensor | None = None, separator: int | None = None) -> Call:
+    def call(self, tokens: Tensor, lengths: Tensor | None = None) -> Call:
         """How a forward pass over `tokens` (B, T) sees this cache."""
         batch, width = tokens.shape
         if batch != self.batch:
@@ -199,8 +180,7 @@ class Cache:
         else:
             positions = self.lengths[:, None] + steps
             mask = (torch.arange(end, device=tokens.device) <= positions[..., None])[:, None]
-        call = Call(positions, mask, start, end, self.uniform, lengths)
-        return call if separator is None else within_documents(call, tokens == separator, self.origins)
+        return Call(positions, mask, start, end, self.uniform, lengths)
 
     def advance(self, call: Call, width: int) -> None:
         """Count the tokens just written: `width` in every row, or `lengths[b]` real ones in row b."""

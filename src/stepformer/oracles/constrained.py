@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from stepformer.base.options import Option, choice, flag, integer
 from stepformer.base.registry import Selection
-from stepformer.ops import kernels
-from stepformer.ops.constraint import constrained_softmax
-from stepformer.oracles.attention import at_least_fp32, over_queries, register_attention
+from stepformer.ops import at_least_fp32, operation
+from stepformer.ops.constraint import constrained_softmax, unpacked
+from stepformer.oracles.attention import over_queries, register_attention
 from stepformer.oracles.caches import Call
 from stepformer.oracles.softmax import MultiHeadAttention
 from stepformer.rules.coefficients import CoefficientBank, unit
@@ -86,55 +86,37 @@ class ConstrainedAttention(MultiHeadAttention):
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
         q, k, v = self.project(u, call)
-        if self.fusable(q, k, v, call):
-            with torch.autocast(u.device.type, enabled=False):
-                radius = self.radius(u, call).float().expand(q.shape[:3])
-                gathered = self.fused(q, k, v, radius, call)
-            return self.merge(gathered)
         with torch.autocast(u.device.type, enabled=False):
-            q, k = at_least_fp32(q, k)
-            radius = self.radius(u, call).to(q.dtype).expand(q.shape[:3])
-            prior = self.log_prior(call)
+            radius = self.radius(u, call).to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[:3])
+            gathered = self.attend(q, k, v, radius, call)
+        return self.merge(gathered)
 
-            watched = call.observe is not None and call.rows
+    @operation
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
+        """What every query gathers at its radius (B, H, T), (B, H, T, head_dim)."""
+        q, k = at_least_fp32(q, k)
+        prior = self.log_prior(call)
+        watched = call.observe is not None and call.rows
 
-            def attend(begin: int, end: int) -> tuple[Tensor, ...]:
-                scores = q[:, :, begin:end] @ k.mT / math.sqrt(self.head_dim)
-                solved = constrained_softmax(
-                    scores, radius[:, :, begin:end], call.visible(begin, end), prior, ceiling=self.ceiling
-                )
-                self.remember(solved.log_weights, call)
-                a = solved.weights
-                rows = (-(a * solved.log_weights).sum(dim=-1), -(a * scores).sum(dim=-1)) if watched else ()
-                return a @ v.to(scores.dtype), solved.beta, solved.capped, *rows
+        def attend(begin: int, end: int) -> tuple[Tensor, ...]:
+            scores = q[:, :, begin:end] @ k.mT / math.sqrt(self.head_dim)
+            solved = constrained_softmax(
+                scores, radius[:, :, begin:end], call.visible(begin, end), prior, ceiling=self.ceiling
+            )
+            self.remember(solved.log_weights, call)
+            a = solved.weights
+            rows = (-(a * solved.log_weights).sum(dim=-1), -(a * scores).sum(dim=-1)) if watched else ()
+            return a @ v.to(scores.dtype), solved.beta, solved.capped, *rows
 
-            chunk = self.query_chunk if self.chunks() else 0
-            gathered, beta, capped, *rows = over_queries(attend, q.shape[2], chunk, dim=2)
+        chunk = self.query_chunk if self.chunks() else 0
+        gathered, beta, capped, *rows = over_queries(attend, q.shape[2], chunk, dim=2)
         if call.observe is not None:
             call.observe("capped_rows", capped.float().mean())
             call.observe("beta", beta)
             # the energy is what the constrained problem minimises: -s.a
             for name, value in zip(("entropy", "energy"), rows, strict=False):
                 call.observe(name, value)
-        return self.merge(gathered.to(v.dtype))
-
-    def fusable(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-        """Whether the kernels may take this call: plain causal attention that nobody watches."""
-        if call.mask is not None or call.slots is not None or call.observe is not None:
-            return False
-        if not kernels.usable(q, k, v):
-            return False
-        from stepformer.ops import constrained, prior_attention
-
-        if self.chunks():
-            return constrained.takes(q, k, v)
-        return prior_attention.takes(q, k, v)
-
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
-        """O (B, H, T, head_dim) by the kernels."""
-        from stepformer.ops.constrained import constrained_attention
-
-        return constrained_attention(q, k, v, radius, self.ceiling)
+        return gathered.to(v.dtype)
 
     def chunks(self) -> bool:
         """Whether queries may be treated some at a time."""
@@ -213,24 +195,9 @@ class KLAttention(ConstrainedAttention):
     def log_prior(self, call: Call) -> Tensor | None:
         if self.prior == "uniform" or "log_prior" not in call.memory:
             return None
-        below = call.memory["log_prior"]
-        if below.dtype == torch.bfloat16:
-            from stepformer.ops.prior_attention import unpack
-
-            below = unpack(below)
+        below = unpacked(call.memory["log_prior"])
         # The uniform part of ln p is constant over the visible keys, so it vanishes in the normalisation.
         return below if self.prior == "previous" else self.coefficients.value("keep")[:, None, None] * below
-
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
-        if self.prior == "uniform":
-            return super().fused(q, k, v, radius, call)
-        from stepformer.ops.prior_attention import prior_attention
-
-        below = call.memory.get("log_prior")
-        keep = None if below is None or self.prior == "previous" else self.coefficients.value("keep")
-        gathered, log_weights = prior_attention(q, k, v, radius, below, keep, packed=q.dtype != torch.float32)
-        self.remember(log_weights, call)
-        return gathered
 
     def chunks(self) -> bool:
         return self.prior == "uniform"

@@ -22,25 +22,20 @@ from torch import Tensor, nn
 
 from stepformer.base.options import Option, choice, flag, integer
 from stepformer.base.registry import Selection
-from stepformer.ops import kernels
+from stepformer.ops import Linear, at_least_fp32, linear, operation
 from stepformer.ops.adapters import weight_of
 from stepformer.oracles.attention import (
     Attention,
-    as_products,
-    at_least_fp32,
     over_queries,
-    product_dtype,
     register_attention,
     softmax_rows,
 )
 from stepformer.oracles.caches import Call, TokenSlot
-from stepformer.oracles.maps import Linear, linear_map
 from stepformer.oracles.softmax import rotate
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
 
 RIDGE = 1e-6
-LONGEST_FUSED = 16_384  # tokens, as a kernel holds a whole row of scores
 
 
 @register_attention(
@@ -177,11 +172,8 @@ class HamiltonianAttention(Attention):
         """kappa, set or learned."""
         return self.coefficients.value("kappa") if self.coefficients.specs else self.kappa
 
+    @operation
     def fields(self, u: Tensor, y: Tensor, call: Call) -> Fields:
-        plain = call.mask is None and call.slots is None and call.observe is None and u.shape[1] <= LONGEST_FUSED
-        plain = plain and type(self) is HamiltonianAttention  # a subclass may have changed the equations
-        if plain and product_dtype(u) in kernels.DTYPES and kernels.usable(u, y):
-            return FusedFields(self, u, y, call)
         return SoftmaxFields(self, u, y, call)
 
     def queries_and_keys(self, u: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -195,7 +187,7 @@ class HamiltonianAttention(Attention):
         """W_Q^T of sums of keys (B, kernels, T, width), as A u_j = tau W_Q^T k_j."""
         if self.rotary:
             total = rotate(total, -call.positions)
-        return linear_map(total.transpose(1, 2).flatten(-2).to(dtype), self.weight("query").mT)
+        return linear(total.transpose(1, 2).flatten(-2).to(dtype), self.weight("query").mT)
 
     def scores(self, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
         """S between some queries and all keys, bounded, -inf where not visible."""
@@ -275,56 +267,3 @@ class SoftmaxFields:
                 others = over_queries(self.second_pass, self.q.shape[2], attention.query_chunk, dim=2)
                 total = (0.5 * self.a / z + kappa * z) * self.gathered + 0.5 * others
         return attention.from_keys((attention.tau / attention.kernels) * total, self.call, self.dtype)
-
-
-class FusedFields:
-    """The same F and G of plain causal tokens by kernels, products in the dtype of autocast.
-
-    In bf16 q, k, By and the weights of the sums are rounded, 2^-9 relative each; scores, z, a and all sums are fp32.
-    """
-
-    def __init__(self, attention: HamiltonianAttention, u: Tensor, y: Tensor, call: Call) -> None:
-        from stepformer.ops.hamiltonian import force_and_log_z
-        from stepformer.ops.token_rows import row_dot
-
-        self.attention, self.call, self.y, self.dtype = attention, call, y, y.dtype
-        q, k = as_products(*attention.queries_and_keys(u, call))
-        self.metric = attention.metric_matrix()
-        self.by = self.lower(y)
-        a = row_dot(y, self.by, 1 / attention.d_model)
-        row = attention.rule == "row"
-        kappa = attention.kappa_now() * torch.full((), 1.0 if row else 0.5, device=a.device)
-        self.total, self.log_z = force_and_log_z(
-            q,
-            k,
-            a,
-            kappa,
-            tau=attention.tau,
-            bound=attention.bound,
-            n0=attention.n0,
-            factor=attention.tau / attention.kernels,
-            keys=row,
-            chunk=attention.query_chunk,
-        )
-
-    def lower(self, y: Tensor) -> Tensor:
-        y, metric = as_products(y, self.metric)
-        return F.linear(y, metric)
-
-    def factor(self) -> Tensor:
-        """1 / z, (B, T) in fp32; the mean over kernels if there are several."""
-        if self.attention.kernels == 1:
-            return torch.exp(-self.log_z.squeeze(1))
-        return torch.exp(-self.log_z).mean(dim=1)
-
-    def scaled_velocity(self) -> tuple[Tensor, Tensor]:
-        """F at the own y as rows (B, T, d) and their factors (B, T) in fp32, which the caller multiplies."""
-        return self.by, self.factor()
-
-    def velocity(self, y: Tensor) -> Tensor:
-        from stepformer.ops.token_rows import scale_rows
-
-        return scale_rows(self.by if y is self.y else self.lower(y), self.factor(), self.dtype)
-
-    def force(self) -> Tensor:
-        return self.attention.from_keys(self.total, self.call, self.total.dtype)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepformer.base.registry import Component, Registry
-from stepformer.ops import kernels
-from stepformer.oracles.maps import Linear, trainable_by_kernels
+from stepformer.ops import Linear, operation
 
 
 class MLP(Component, nn.Module):
@@ -37,14 +35,12 @@ class MLP(Component, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no nonlinearity: define activation().")
 
     def forward(self, u: Tensor) -> Tensor:
-        h, down = self.up(u), self.down
-        if torch.is_grad_enabled() and type(down) is Linear and trainable_by_kernels(h, down.weight):
-            known = FUSED.get(type(self))
-            if known is not None and kernels.may_replace(down):
-                from stepformer.ops.maps import activated_linear
+        return self.project(self.up(u))
 
-                return activated_linear(h, down.weight, down.bias, known)
-        return down(self.activation(h))
+    @operation
+    def project(self, h: Tensor) -> Tensor:
+        """The activation and the output layer."""
+        return self.down(self.activation(h))
 
 
 mlps: Registry[MLP] = Registry("mlp", MLP)
@@ -80,7 +76,3 @@ class SwigluMLP(MLP):
     def activation(self, h: Tensor) -> Tensor:
         gate, value = h.chunk(2, dim=-1)
         return F.silu(gate) * value
-
-
-# Activations that kernels know, by class: one that inherits from these may have another.
-FUSED: dict[type[MLP], str] = {GeluMLP: "gelu", TanhGeluMLP: "gelu-tanh", SwigluMLP: "swiglu"}

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepformer.base.options import choice, flag
-from stepformer.ops import kernels
-from stepformer.oracles.attention import Attention, at_least_fp32, over_queries, register_attention, softmax_rows
+from stepformer.ops import Linear, at_least_fp32, operation
+from stepformer.oracles.attention import Attention, over_queries, register_attention, softmax_rows
 from stepformer.oracles.caches import Call, TokenSlot
-from stepformer.oracles.maps import Linear
 
 QK_NORM_EPS = 1e-5
 REPORTED_AT_ONCE = 256  # queries whose scores exist at the same time while rows are reported
@@ -86,17 +85,17 @@ class SoftmaxAttention(MultiHeadAttention):
         q, k, v = self.project(u, call)
         if call.observe is not None and call.rows:
             self.report_rows(q, k, call)
+        return self.merge(self.attend(q, k, v, call))
+
+    @operation
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """softmax(q k^T / sqrt(head_dim)) v over what each query sees, (B, H, T, head_dim)."""
         # Only a single new token that sees every stored key may do without causal masking.
         causal = call.mask is None
         if q.shape[2] != k.shape[2]:  # a branch: under torch.compile the comparison is a symbol, which SDPA refuses
             causal = False
-        if causal and self.backend == "sdpa" and kernels.usable(q):
-            from stepformer.ops import attention
-
-            if attention.serves(q, k, v):
-                return self.merge(attention.causal_attention(q, k, v))
         attend = attend_math if self.backend == "math" else F.scaled_dot_product_attention
-        return self.merge(attend(q, k, v, attn_mask=call.mask, is_causal=causal))
+        return attend(q, k, v, attn_mask=call.mask, is_causal=causal)
 
     def report_rows(self, q: Tensor, k: Tensor, call: Call) -> None:
         """Entropy of the weights a, and the energy -ln z = min_a [-s.a + KL(a || uniform)] that they attain."""

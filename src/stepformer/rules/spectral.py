@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from stepformer import ops
 from stepformer.base.options import choice
-from stepformer.ops import kernels
-from stepformer.ops.matrix_functions import newton_schulz
 from stepformer.rules.adaptive import FIRST_MOMENT
 from stepformer.rules.coefficients import Values, positive, unit
 from stepformer.rules.state import State
@@ -35,21 +34,7 @@ class Ortho(Template):
 
     def orthogonal(self, g: Tensor, dtype: torch.dtype) -> Tensor:
         """NS5 of each token's matrix of heads, flattened back; (B, T, d) -> (B, T, d) in `dtype`."""
-        if self.in_kernel(g):
-            from stepformer.ops.newton_schulz import newton_schulz as fused
-
-            return fused(g, self.n_head, dtype, fast=self.newton_schulz_dtype == "bfloat16")
-        low = torch.bfloat16 if self.newton_schulz_dtype == "bfloat16" else torch.float32
-        return newton_schulz(self.heads(g), dtype=low).flatten(-2).to(dtype)
-
-    def in_kernel(self, *vectors: Tensor) -> bool:
-        """Whether kernels/newton_schulz.py takes these and a matrix of heads of this size."""
-        # a subclass may have changed the equations
-        if type(self) not in (Ortho, Muon) or not kernels.usable(*vectors):
-            return False
-        from stepformer.ops.newton_schulz import supports
-
-        return supports(self.n_head, self.head_dim)
+        return ops.newton_schulz(g, heads=self.n_head, dtype=dtype, low=getattr(torch, self.newton_schulz_dtype))
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
         return s.replace(u=self.orthogonal(g, s.x.dtype))
@@ -70,16 +55,5 @@ class Muon(Ortho):
     coefficients = {"beta": unit(0.5, "memory"), **Ortho.coefficients}
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
-        if self.in_kernel(g, s.m):
-            return s.replace(**self.fused_kick(s, c, g))
         mean = c.beta * s.m + (1 - c.beta) * g
         return s.replace(m=mean, u=self.orthogonal(mean, s.x.dtype))
-
-    def fused_kick(self, s: State, c: Values, g: Tensor) -> dict[str, Tensor]:
-        """The same mean and update in one pass; the mean stays in its dtype."""
-        from stepformer.ops.common import Scalar
-        from stepformer.ops.newton_schulz import muon_pass
-
-        fast = self.newton_schulz_dtype == "bfloat16"
-        mean, u = muon_pass(g, s.m, Scalar(c.beta), self.n_head, s.x.dtype, fast)
-        return {"m": mean, "u": u}

@@ -1,4 +1,4 @@
-"""Linear maps of tokens, for all oracles: as in plain PyTorch, with better weight gradients where kernels may run."""
+"""Linear layers of tokens, for all oracles: as in plain PyTorch, with better weight gradients where kernels may run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepformer.ops import kernels
+from stepformer.ops.dtypes import product_dtype
 from stepformer.ops.sharding import is_sharded
-from stepformer.oracles.attention import product_dtype
 
 
-def linear_map(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b. Where kernels may run under bf16 autocast, dW is in fp32 as it was summed, not rounded to bf16."""
     # the cheapest question first: on a CPU a small model spends its time in Python
     if (
@@ -24,28 +24,28 @@ def linear_map(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         dtype = product_dtype(x, weight)
         if dtype == torch.bfloat16:
-            from stepformer.ops import maps
+            from stepformer.ops import linear_kernels
 
-            return maps.linear(x.to(dtype), weight, bias)
+            return linear_kernels.linear(x.to(dtype), weight, bias)
     return F.linear(x, weight, bias)
 
 
 def trainable_by_kernels(x: Tensor, weight: Tensor) -> bool:
-    """Whether kernels may take a map whose gradients may be asked for; without any there is nothing to gain."""
+    """Whether kernels may take a layer whose gradients may be asked for; without any there is nothing to gain."""
     return kernels.usable(x, weight) and torch.is_grad_enabled() and not is_sharded(weight)
 
 
 class Linear(nn.Linear):
-    """nn.Linear through `linear_map`."""
+    """nn.Linear through `linear`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
-        return linear_map(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
-def rounded_maps(root: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Inside, all `Linear` maps of a module have bf16 weights that were rounded at once; nothing where none would be.
+def rounded_weights(root: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Inside, all `Linear` layers of a module have bf16 weights that were rounded at once; nothing where none would be.
 
     At the size small on an H200, 48 casts of single weights took 0.31 ms and as many launches.
     """
@@ -62,6 +62,6 @@ def rounded_maps(root: nn.Module) -> contextlib.AbstractContextManager[None]:
     weights = [w for w in weights if w.dtype == torch.float32 and not is_sharded(w)]
     if not weights or not kernels.usable(*weights):
         return contextlib.nullcontext()
-    from stepformer.ops.maps import rounded_together
+    from stepformer.ops.linear_kernels import rounded_together
 
     return rounded_together(weights, torch.bfloat16)

@@ -1,0 +1,78 @@
+"""What an extra is: something beside rule, splitting and oracles that acts on the embedding, the values or the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from stepformer.base.registry import Component, Registry, Selection
+from stepformer.oracles.caches import Call
+from stepformer.rules.coefficients import Coefficient, Values
+from stepformer.rules.state import State
+
+
+class Extra(Component):
+    """Subclass, override what it changes, register. A config lists extras by name: `extras = ["my-extra"]`.
+
+    Learned scalars (`coefficients`) exist once in every layer and come as `c`. What later layers have to know goes
+    into the memory of the state, which belongs to the tokens of one forward pass; nothing here may mix tokens.
+    """
+
+    cap: float | None = None  # c of logits = c tanh(logits / c), for an extra that does this and no more to them
+
+    def __init__(self, config: Selection) -> None:
+        for key in self.options:
+            setattr(self, key, config.option(key))
+
+    @classmethod
+    def chosen(cls, config: Selection) -> bool:
+        return cls.name in config.get("extras")
+
+    def coefficients(self) -> Mapping[str, Coefficient]:
+        """The learned scalars of a layer."""
+        return {}
+
+    def unused(self, *, first: bool, calls: int) -> tuple[str, ...]:
+        """Those that cannot reach the logits in the first layer, or where a layer asks its attention so many times."""
+        return ()
+
+    def start(self, x: Tensor) -> dict[str, Tensor]:
+        """What the state remembers from before the first layer, by name."""
+        return {}
+
+    def enter(self, s: State, c: Values) -> State:
+        """The state with which a layer begins."""
+        return s
+
+    def values(self, v: Tensor, c: Values, memory: dict[str, Tensor]) -> Tensor:
+        """The values that an attention gathers, from its own; `memory` may be read and written."""
+        return v
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """The logits, from those of the head; in fp32 at least."""
+        return logits
+
+    def confine(self, call: Call, tokens: Tensor, origins: Tensor) -> Call:
+        """Who sees whom: `tokens` (B, T) follow rows whose documents began at `origins` (B,)."""
+        return call
+
+    def describe(self) -> str:
+        """What it does under these settings, for people."""
+        return extras[self.name].equation
+
+    def changes(self, method: str) -> bool:
+        """Whether it has a method of its own by this name."""
+        return getattr(type(self), method) is not getattr(Extra, method)
+
+
+extras: Registry[Extra] = Registry("extra", Extra)
+register_extra = extras.register
+
+
+def chosen(config: Selection) -> list[Any]:
+    """The extras of a config, ready to work: in the order of registration, listed ones in that of the list."""
+    listed = list(config.get("extras"))
+    own = [entry.name for entry in extras if entry.name not in listed and entry.component.chosen(config)]
+    return [extras[name].component(config) for name in (*own, *listed)]
