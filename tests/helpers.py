@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import stepformer as sf
 from draws import seeded, shifted
+from stepformer.extras.documents import within_documents
+from stepformer.oracles import Call, fresh_call
+from stepformer.oracles.constrained import ConstrainedAttention
 
 TINY: dict[str, Any] = {"n_layer": 2, "n_head": 3, "d_model": 12, "context": 8, "vocab_size": 11}
 
@@ -106,3 +110,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def pair_id(pair: dict[str, Any]) -> str:
     return "-".join(str(value) for value in pair.values())
+
+
+def in_documents(ids: Tensor, separator: int = 0) -> Call:
+    """The call of a forward pass whose tokens see those of their own document alone."""
+    return within_documents(fresh_call(ids), ids == separator, torch.zeros_like(ids[:, 0]))
+
+
+def served(attention: ConstrainedAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+    """Whether a kernel gathers for this call of a constrained attention."""
+    fast = ConstrainedAttention.attend.versions  # type: ignore[attr-defined]
+    return any(version.serves(attention, q, k, v, q[..., 0], call) for version in fast)

@@ -14,8 +14,8 @@ from torch import Tensor
 import stepformer as sf
 from draws import seeded
 from helpers import shake, tiny, tokens
-from stepformer.decoding import steps as decoding
 from stepformer.exchange.huggingface import StepformerForCausalLM
+from stepformer.model.engines import steps as decoding
 from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
 

@@ -12,7 +12,7 @@ import pytest
 
 import stepformer as sf
 from helpers import TINY
-from stepformer.model.config import parse_override
+from stepformer.base.words import parse_override
 from stepformer.training import RunConfig
 
 

@@ -13,8 +13,8 @@ import stepformer as sf
 from architectures import covering_presets
 from draws import fixed, seeded
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
-from stepformer.decoding import steps as decoding
 from stepformer.decoding.sampling import Generation, encode, sample, stream
+from stepformer.model.engines import steps as decoding
 from stepformer.ops import kernels
 
 TOLERANCE = 1e-10  # the catalogue's: fp64, kernels may sum in another order when shapes change
@@ -280,7 +280,7 @@ def test_bad_prompts_are_refused() -> None:
         model.generate(list(range(9)))
 
 
-# Fixed steps (stepformer.decoding.steps): on the CPU each one runs as it comes, on a GPU they are recorded.
+# Fixed steps (stepformer.model.engines.steps): on the CPU each one runs as it comes, on a GPU they are recorded.
 
 
 def both_ways(model: sf.Model, prompts: Any, **settings: Any) -> Generation:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 import stepformer as sf
 from draws import nudged
 from helpers import shake, tiny, tokens
-from stepformer.model.engines import fused
+from stepformer.model.engines import turns as fused
 from stepformer.ops import kernels
 from stepformer.ops.common import Scalar
 from stepformer.rules import State, Template

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepformer as sf
 from draws import seeded
-from helpers import INTEGRATORS, shake, tiny, tokens
+from helpers import INTEGRATORS, in_documents, shake, tiny, tokens
 from stepformer.oracles.caches import Call, fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
 from stepformer.oracles.linear import LinearHamiltonian, gather
@@ -153,7 +153,7 @@ def naive_gather(q: Tensor, k: Tensor, v: Tensor, origins: Tensor | None) -> Ten
 def test_recurrence_chunks_and_dense_agree(documents: bool) -> None:
     """Values, states and gradients; fp64 sums of seven terms in different order: 1e-12."""
     ids = torch.tensor([[1, 0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 0, 1]])
-    call = fresh_call(ids, separator=0 if documents else None)
+    call = in_documents(ids) if documents else fresh_call(ids)
     q, k, v = (draw(B, T, D, seed=i).requires_grad_() for i in range(3))
     weight = draw(B, T, D, seed=3)
     expected = naive_gather(q, k, v, call.origins)

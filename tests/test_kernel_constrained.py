@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from draws import seeded
-from helpers import shake, tiny, tokens
+from helpers import in_documents, served, shake, tiny, tokens
 from stepformer.ops import kernels
+from stepformer.ops.constraint import BETA_MAX, constrained_softmax, solve
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.constrained import ConstrainedAttention
-from stepformer.ops.constraint import BETA_MAX, constrained_softmax, solve
 from test_constraint import FAMILIES, family
 
 if not kernels.has_triton():
@@ -280,17 +280,17 @@ def test_the_twin_takes_what_kernels_do_not() -> None:
     attention = next(m for m in model.modules() if isinstance(m, ConstrainedAttention))
     call = fresh_call(tokens())
     q = torch.randn(2, 1, 8, 32)
-    assert not attention.fusable(q, q, q, call)  # a CPU tensor
+    assert not served(attention, q, q, q, call)  # a CPU tensor
     with kernels.interpreted():
-        assert attention.fusable(q, q, q, call)
-        assert not attention.fusable(q.double(), q.double(), q.double(), call)
-        assert not attention.fusable(q[:, :, -1:], q, q, call)  # fewer queries than keys
-        assert not attention.fusable(q[..., :12], q[..., :12], q[..., :12], call)  # no power of two
+        assert served(attention, q, q, q, call)
+        assert not served(attention, q.double(), q.double(), q.double(), call)
+        assert not served(attention, q[:, :, -1:], q, q, call)  # fewer queries than keys
+        assert not served(attention, q[..., :12], q[..., :12], q[..., :12], call)  # no power of two
         call.observe = lambda name, value: None
-        assert not attention.fusable(q, q, q, call)
-        assert not attention.fusable(q, q, q, fresh_call(tokens(), separator=0))  # documents
+        assert not served(attention, q, q, q, call)
+        assert not served(attention, q, q, q, in_documents(tokens()))  # documents
         with kernels.off():
-            assert not attention.fusable(q, q, q, fresh_call(tokens()))
+            assert not served(attention, q, q, q, fresh_call(tokens()))
 
 
 def test_the_operator_is_well_formed() -> None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from draws import seeded
+from stepformer.model.engines.oracles import FusedFields
 from stepformer.ops import kernels
 from stepformer.oracles.caches import fresh_call
-from stepformer.oracles.hamiltonian import FusedFields, HamiltonianAttention
+from stepformer.oracles.hamiltonian import HamiltonianAttention
 from stepformer.oracles.linear import LinearAttention, LinearHamiltonian
 
 pytest.importorskip("triton")

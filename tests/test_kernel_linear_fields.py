@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import stepformer as sf
 from draws import seeded
-from helpers import shake, tiny, tokens
+from helpers import in_documents, shake, tiny, tokens
 from stepformer.model.block import Block
+from stepformer.model.engines.oracles import FusedFields, FusedLinearFields
 from stepformer.ops import kernels
 from stepformer.oracles.caches import fresh_call
-from stepformer.oracles.hamiltonian import FusedFields, HamiltonianAttention
-from stepformer.oracles.linear import FusedLinearFields, LinearFields, LinearHamiltonian
+from stepformer.oracles.hamiltonian import HamiltonianAttention
+from stepformer.oracles.linear import LinearFields, LinearHamiltonian
 
 pytest.importorskip("triton")
 from stepformer.ops import linear_fields, linear_flow
@@ -317,7 +318,7 @@ def test_what_is_not_plain_takes_the_twin(interpreted: None) -> None:
     u, y = (draw(1, 5, 8, seed=i).float() for i in range(2))
     made, call = module(LinearHamiltonian, 8).float(), fresh_call(torch.zeros(1, 5))
     assert isinstance(made.fields(u, y, call), FusedLinearFields)
-    documents = fresh_call(torch.tensor([[1, 0, 1, 1, 0]]), separator=0)
+    documents = in_documents(torch.tensor([[1, 0, 1, 1, 0]]))
     assert isinstance(made.fields(u, y, documents), LinearFields)
     assert isinstance(module(Changed, 8).float().fields(u, y, call), LinearFields)
     call.observe = lambda *_: None

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from draws import seeded, shifted
 from helpers import tiny, tokens
-from stepformer.ops import kernels
-from stepformer.oracles.maps import Linear, linear_map
-from stepformer.oracles.mlp import FUSED, MLP, GeluMLP, mlps
+from stepformer.model.engines.oracles import ACTIVATIONS
+from stepformer.ops import Linear, kernels
+from stepformer.ops import linear as linear_map
+from stepformer.oracles.mlp import MLP, GeluMLP, mlps
 
 pytest.importorskip("triton")
-maps = pytest.importorskip("stepformer.ops.maps")
+maps = pytest.importorskip("stepformer.ops.linear_kernels")
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU in this process")
@@ -298,7 +299,7 @@ def test_another_activation_stays_plain() -> None:
         expected = module(u)
         with kernels.interpreted():
             assert torch.equal(module(u), expected)
-    assert set(FUSED.values()) == set(maps.CODES)
+    assert set(ACTIVATIONS) == set(maps.CODES)
 
 
 @in_interpreter
@@ -381,7 +382,7 @@ def test_weights_are_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 6
     assert len(set(asked)) == 4
     assert maps._COPIES.get() is None
-    monkeypatch.setattr("stepformer.model.rounded_maps", lambda root: contextlib.nullcontext())
+    monkeypatch.setattr("stepformer.model.model.rounded_weights", lambda root: contextlib.nullcontext())
     for found, expected in zip(together, results(), strict=True):
         assert torch.equal(found, expected)
 

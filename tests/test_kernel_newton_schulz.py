@@ -12,10 +12,10 @@ from torch import Tensor
 from draws import seeded
 from helpers import shake, tiny, tokens
 from stepformer.ops import kernels
-from stepformer.ops.matrix_functions import newton_schulz as plain
+from stepformer.ops.matrix_functions import polar_steps as plain
 
 pytest.importorskip("triton")
-ns = pytest.importorskip("stepformer.ops.newton_schulz")
+ns = pytest.importorskip("stepformer.ops.newton_schulz_kernels")
 common = pytest.importorskip("stepformer.ops.common")
 
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU in this process")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from draws import seeded
-from helpers import shake, tiny, tokens
+from helpers import in_documents, served, shake, tiny, tokens
 from stepformer.ops import kernels
-from stepformer.oracles.caches import fresh_call
-from stepformer.oracles.constrained import ConstrainedAttention
 from stepformer.ops.constraint import BETA_MAX, constrained_softmax
 from stepformer.ops.constraint import solve as twin_solve
+from stepformer.oracles.caches import fresh_call
+from stepformer.oracles.constrained import ConstrainedAttention
 
 if not kernels.has_triton():
     pytest.skip("needs Triton", allow_module_level=True)
@@ -295,9 +295,9 @@ def test_the_twin_takes_what_kernels_do_not() -> None:
     q = torch.randn(2, 1, 8, 32)
     long = torch.empty(1, 1, prior_attention.LONGEST + 1, 32)
     with kernels.interpreted():
-        assert attention.fusable(q, q, q, fresh_call(tokens()))
-        assert not attention.fusable(long, long, long, fresh_call(tokens()))
-        assert not attention.fusable(q, q, q, fresh_call(tokens(), separator=0))  # documents
+        assert served(attention, q, q, q, fresh_call(tokens()))
+        assert not served(attention, long, long, long, fresh_call(tokens()))
+        assert not served(attention, q, q, q, in_documents(tokens()))  # documents
 
 
 def test_the_operator_is_well_formed() -> None:

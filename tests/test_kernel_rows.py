@@ -16,9 +16,9 @@ from torch import Tensor
 import stepformer as sf
 from draws import seeded
 from helpers import shake
-from stepformer.decoding import rows as decoding_rows
-from stepformer.decoding import steps as decoding
 from stepformer.decoding.sampling import encode
+from stepformer.model.engines import rows as decoding_rows
+from stepformer.model.engines import steps as decoding
 from stepformer.ops import kernels
 
 SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "d_model": 32, "context": 12, "vocab_size": 29}

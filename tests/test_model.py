@@ -15,7 +15,7 @@ from draws import seeded, shifted
 from helpers import shake, tiny, tokens
 from stepformer.model.memory import estimate_memory
 from stepformer.model.roles import declare, named_roles
-from stepformer.ops.matrix_functions import inverse_square_root, newton_schulz
+from stepformer.ops.matrix_functions import inverse_square_root, polar_steps
 from stepformer.oracles.mlp import MLP
 from stepformer.oracles.softmax import SoftmaxAttention, rotate
 
@@ -385,7 +385,7 @@ def test_newton_schulz_works_in_the_left_gram_space() -> None:
     """12 heads of 64: 12x64x12 + 12x12x12 + 12x12x64 products a step, not 64x12x64 + ... of the right Gram form."""
     y = torch.randn(7, 12, 64)
     with FlopCounterMode(display=False) as counter:
-        newton_schulz(y)
+        polar_steps(y)
     assert counter.get_total_flops() == 7 * 5 * 2 * (12 * 64 * 12 + 12 * 12 * 12 + 12 * 12 * 64)
 
 

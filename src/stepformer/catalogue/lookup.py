@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepformer.base.errors import ConfigError, StepformerError, UnknownNameError, independent, suggestion
+from stepformer.base.words import merge, read_toml
 from stepformer.catalogue import architectures
-from stepformer.model.config import NOT_THE_FUNCTION, ModelConfig, declared_options, merge, read_toml
+from stepformer.model.config import NOT_THE_FUNCTION, ModelConfig, declared_options
 from stepformer.oracles import attentions, mlps
 from stepformer.rules import splittings, templates
 

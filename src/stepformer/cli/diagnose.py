@@ -12,9 +12,9 @@ from typing import Any
 
 from stepformer.base.errors import ConfigError, InputError, StepformerError, suggestion
 from stepformer.base.settings import Settings
+from stepformer.base.words import parse_overrides
 from stepformer.cli.show import console
 from stepformer.measure import measured
-from stepformer.model.config import parse_overrides
 from stepformer.training import load_run
 
 # Each has SETTINGS (a Settings class), measure(run, settings, quiet=), text(result) and plot(result, path).

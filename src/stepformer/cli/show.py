@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stepformer.base.errors import InputError
+from stepformer.base.words import merge
 from stepformer.catalogue import (
     SIZES,
     Preset,
@@ -27,7 +28,7 @@ from stepformer.catalogue import (
 )
 from stepformer.catalogue.references import BIBTEX
 from stepformer.model import Model
-from stepformer.model.config import ModelConfig, declared_options, merge
+from stepformer.model.config import ModelConfig, declared_options
 from stepformer.model.memory import estimate_memory
 from stepformer.oracles import attentions, mlps
 from stepformer.present.tables import of_texts

@@ -150,7 +150,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def run_resume(args: argparse.Namespace) -> int:
-    from stepformer.model.config import parse_overrides
+    from stepformer.base.words import parse_overrides
 
     changes = {key.removeprefix("train."): value for key, value in parse_overrides(args.overrides)}
     limit = None if args.max_time is None else seconds(args.max_time)
@@ -158,7 +158,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
 
 def run_extend(args: argparse.Namespace) -> int:
-    from stepformer.model.config import parse_overrides
+    from stepformer.base.words import parse_overrides
     from stepformer.training.extending import extend
 
     changes = dict(parse_overrides(args.overrides))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from stepformer.base.errors import InputError
 from stepformer.decoding.sampling import (
+    Decodes,
     Finish,
     Generation,
     Prompts,
@@ -19,10 +20,6 @@ from stepformer.decoding.sampling import (
     check_settings,
     encode,
 )
-
-if TYPE_CHECKING:
-    from stepformer.model import Model
-
 
 MOST = 1024  # beams of a prompt
 
@@ -38,7 +35,7 @@ class Beam:
 
 @torch.no_grad()
 def beam_search(
-    model: Model,
+    model: Decodes,
     prompts: Prompts,
     *,
     beams: int,

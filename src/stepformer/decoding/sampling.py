@@ -6,21 +6,63 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError, StepformerError
-
-if TYPE_CHECKING:
-    from stepformer.decoding.steps import Decoder
-    from stepformer.model import Model
-    from stepformer.oracles import Cache
+from stepformer.ops.tables import check_ids
+from stepformer.oracles import Cache
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Finish = Literal["length", "stop", "context"]
 NOT_FINITE = "The model's logits are not finite: no token can be chosen by them."
+
+
+class Sampling(NamedTuple):
+    """How a token is drawn (`stream`)."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+class Steps(Protocol):
+    """Decoding steps that were recorded for a batch of prompts."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def generator(self) -> torch.Generator: ...
+
+    def reads(self, rows: list[list[int]]) -> bool: ...
+
+    def after(self, rows: list[list[int]], count: int) -> Generator[list[int], None, None]: ...
+
+    def stretch(self, cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]: ...
+
+
+class Decodes(Protocol):
+    """What a model must be for its text to be drawn: `stepformer.Model` is."""
+
+    config: Any
+    training: bool
+    __call__: Callable[..., Any]
+
+    def eval(self) -> Any: ...
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_cache(self, batch: int, capacity: int | None = None) -> Cache: ...
+
+    def recorded_steps(
+        self, batch: int, longest: int, max_new_tokens: int, sampling: Sampling
+    ) -> tuple[contextlib.AbstractContextManager[Steps] | None, str | None]: ...
 
 
 @dataclass
@@ -29,7 +71,7 @@ class Generation:
 
     "stop": a stop token (it is the last of `tokens`); "length": `max_new_tokens` reached; "context": the model's
     context is full (see `on_context_end`). `scores`: what beam search ranks by (beams.py), else empty.
-    `ordinary`: why `stream` did not decode them by recorded steps (steps.py), None if it did.
+    `ordinary`: why `stream` did not decode them by recorded steps (model/engines/steps.py), None if it did.
     """
 
     tokens: list[list[int]]
@@ -40,7 +82,7 @@ class Generation:
 
 @torch.no_grad()
 def stream(
-    model: Model,
+    model: Decodes,
     prompts: Prompts,
     *,
     max_new_tokens: int = 100,
@@ -60,7 +102,7 @@ def stream(
     context is full, "stop" ends the row with finish reason "context", and "slide" goes on with the later half of the
     context re-encoded. Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
     `look` is shown the logits (B, V) of every step before its tokens are drawn. On CUDA a recorded step decodes
-    (steps.py) where it can; the tokens are the same, `result` says which way they took.
+    (model/engines/steps.py) where it can; the tokens are the same, `result` says which way they took.
     """
     rows = as_rows(prompts)
     check_settings(model, rows, max_new_tokens, on_context_end, temperature, top_k, top_p)
@@ -77,9 +119,11 @@ def stream(
     model.eval()
     held = contextlib.ExitStack()
     try:
-        decoder, result.ordinary = fixed(model, rows, max_new_tokens, (temperature, top_k, top_p), look, held)
+        decoder, result.ordinary = recorded(
+            model, rows, max_new_tokens, Sampling(temperature, top_k, top_p), look, held
+        )
         capacity = min(context, max(map(len, rows)) + max_new_tokens) if decoder is None else decoder.capacity
-        generator = torch.Generator(model.embed.tok_emb.weight.device) if decoder is None else decoder.generator
+        generator = torch.Generator(model.device) if decoder is None else decoder.generator
         generator.seed() if seed is None else generator.manual_seed(seed)
 
         def choose(logits: Tensor) -> Tensor:
@@ -129,11 +173,11 @@ def stream(
         model.train(was_training)
 
 
-Stretch = Callable[["Cache", Tensor, int], Generator[list[int], None, None]]
+Stretch = Callable[[Cache, Tensor, int], Generator[list[int], None, None]]
 """Decodes so many tokens of every row after a cache and its last logits (B, 1, V), without a look at stop tokens."""
 
 
-def ordinary(model: Model, choose: Callable[[Tensor], Tensor]) -> Stretch:
+def ordinary(model: Decodes, choose: Callable[[Tensor], Tensor]) -> Stretch:
     """Decoding that launches every kernel of every step and waits for the tokens of each."""
 
     def stretch(cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
@@ -146,25 +190,21 @@ def ordinary(model: Model, choose: Callable[[Tensor], Tensor]) -> Stretch:
     return stretch
 
 
-def fixed(
-    model: Model,
+def recorded(
+    model: Decodes,
     rows: list[list[int]],
     max_new_tokens: int,
-    sampling: tuple[float, int | None, float | None],
+    sampling: Sampling,
     look: Callable[[Tensor], None] | None,
     held: contextlib.ExitStack,
-) -> tuple[Decoder | None, str | None]:
-    """A decoder with recorded steps, used until `held` is closed; or why there is none."""
+) -> tuple[Steps | None, str | None]:
+    """Recorded steps of a model, used until `held` is closed; or why there are none."""
     if look is not None:
         return None, "somebody looks at the logits of every step"
-    from stepformer.decoding import steps as decoding
-
-    reason = decoding.refusal(model, max_new_tokens)
-    if reason is not None:
+    wanted, reason = model.recorded_steps(len(rows), max(map(len, rows)), max_new_tokens, sampling)
+    if wanted is None:
         return None, reason
-    capacity = decoding.capacity_for(max(map(len, rows)), max_new_tokens, model.config.context)
     try:
-        wanted = decoding.decoder_for(model, len(rows), capacity, decoding.Sampling(*sampling))
         return held.enter_context(wanted), None
     except RuntimeError as error:
         if torch.cuda.is_available():
@@ -172,9 +212,9 @@ def fixed(
         return None, f"recording its step failed: {error}"
 
 
-def encode(model: Model, rows: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
+def encode(model: Decodes, rows: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
     """A fresh cache holding all rows, and the logits after each row's last token."""
-    device = model.embed.tok_emb.weight.device
+    device = model.device
     lengths = torch.tensor([len(row) for row in rows], device=device)
     width = max(map(len, rows))
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
@@ -248,7 +288,7 @@ def check_finite(logits: Tensor) -> None:
 
 
 def check_settings(
-    model: Model,
+    model: Decodes,
     rows: list[list[int]],
     max_new_tokens: int,
     on_context_end: str,
@@ -256,8 +296,6 @@ def check_settings(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> None:
-    from stepformer.model import check_ids
-
     context = model.config.context
     check_ids(torch.tensor([t for row in rows for t in row]), model.config.vocab_size)
     if max(map(len, rows)) > context:

@@ -1,7 +1,10 @@
 """The fourth axis: what a model may have beside its rule, its splitting and its oracles."""
 
-# Importing a module registers its extra.
-from stepformer.extras import documents, embedding_skip, softcap, value_residual  # noqa: F401
 from stepformer.extras.extra import Extra, chosen, extras, register_extra
+
+# Importing a module registers its extra, in the order in which a layer has their coefficients.
+# isort: off
+from stepformer.extras import value_residual, embedding_skip, softcap, documents  # noqa: F401
+# isort: on
 
 __all__ = ["Extra", "chosen", "extras", "register_extra"]

@@ -14,7 +14,7 @@ from stepformer.oracles.caches import Call
 
 @register_extra("documents", equation="j visible to i: o_i <= j <= i, o_i where the document of i begins")
 class Documents(Extra):
-    """document_separator = the token id that begins a document. A cache keeps one number a row: where its last began."""
+    """document_separator = the id that begins a document. A cache keeps one number a row: where its last one began."""
 
     def __init__(self, config: Selection) -> None:
         super().__init__(config)

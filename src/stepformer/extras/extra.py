@@ -1,4 +1,4 @@
-"""What an extra is: something beside rule, splitting and oracles that acts on the embedding, the values or the logits."""
+"""What an extra is: it acts beside rule, splitting and oracles, on what a layer begins with, on values or logits."""
 
 from __future__ import annotations
 

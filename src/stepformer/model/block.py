@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
 
+from stepformer.extras import Extra, chosen
 from stepformer.model.config import ModelConfig
-from stepformer.model.engines.fused import FAMILIES, FusedSubstep, Moving, same_norms
-from stepformer.model.engines.fused_hamiltonian import FusedIntegrator, integrates_by_weights
-from stepformer.ops import kernels
-from stepformer.ops.sharding import is_managed, is_sharded
 from stepformer.oracles import Call, attentions, make_norm, mlps
-from stepformer.rules import State, Substep, free, splittings, templates, unit
-from stepformer.rules.coefficients import Coefficient, CoefficientBank
-from stepformer.rules.hamiltonian import Fields, HamiltonianStep
-
-VALUE_MIX = 0.5  # lambda of the value residual, fixed or at its start
+from stepformer.rules import State, Substep, splittings, templates
+from stepformer.rules.coefficients import CoefficientBank, Values
+from stepformer.rules.hamiltonian import Fields
 
 
 class Block(nn.Module):
@@ -53,8 +47,8 @@ class Block(nn.Module):
             self.splitting.shares,
             {turn: self.template.constants_of(turn) for turn in turns},
         )
-        self.extras = CoefficientBank({"block": _extra_coefficients(config)})
-        self.embedding_skip, self.value_residual = config.embedding_skip, config.value_residual
+        self.parts = chosen(config)  # the extras, whose learned scalars are the bank `extras`
+        self.extras = CoefficientBank({"block": {k: c for part in self.parts for k, c in part.coefficients().items()}})
         keys = self.splitting.norm_keys()
         self.norm_keys = {turn: key for turn, key in keys.items() if self.template.normalises_in(turn)}
         self.aux_norms = nn.ModuleDict(
@@ -67,11 +61,10 @@ class Block(nn.Module):
 
     def _find_unused(self, config: ModelConfig) -> frozenset[str]:
         """Names of the parameters that cannot reach the logits in this block."""
-        calls = self.calls()["attn"]
-        alone = self.template.first and calls == 1  # the model's first and this block's only attention call
+        first, calls = self.template.first, self.calls()["attn"]
         parts = [*self.template.unused(config)]
-        parts += [f"attn.{name}" for name in self.attn.unused(first=self.template.first, calls=calls)]
-        parts += ["extras.lambda_v"] if alone and "lambda_v" in self.extras.specs else []
+        parts += [f"attn.{name}" for name in self.attn.unused(first=first, calls=calls)]
+        parts += [f"extras.{name}" for part in self.parts for name in part.unused(first=first, calls=calls)]
         names = {name for turn in self.splitting.idle() for name in self._owned_by(turn)}
         for part in parts:
             found = {name for name, _ in self.named_parameters() if f"{name}.".startswith(f"{part}.")}
@@ -118,50 +111,18 @@ class Block(nn.Module):
 
     def forward(self, s: State, call: Call, plain: bool = False) -> State:
         """One step of the template; with `plain`, the ordinary residual block (hybrid inference)."""
-        # Its own count of attention calls and its own memory, also when checkpointing runs it twice.
-        call = replace(call, used=0, memory=dict(s.memory), value_mix=self.value_mix())
-        if isinstance(s, Moving):
-            moved = self.splitting.step(self.fused_turns(call), s)
-            moved.memory = call.memory
-            return moved
-        before = s
-        if self.embedding_skip:
-            x, x0 = self.extras.value("skip_x"), self.extras.value("skip_x0")
-            s = s.replace(x=x * s.x + x0 * s.memory["x0"])
+        c = self.extras.values()["block"]
+        call, before = self.own_call(call, s.memory, c), s
+        for part in self.parts:
+            s = part.enter(s, c)
         s = self.residual(s, call) if plain else self.splitting.step(self.turns(call), s)
         return State(s.x, s.streams, call.memory).in_dtypes_of(before)
 
-    def fuses(self, call: Call) -> bool:
-        """Whether kernels may defer this block's stream updates (schemes/fused.py)."""
-        return (
-            (type(self.template) in FAMILIES or integrates_by_weights(self.template))
-            and self.splitting.defers()
-            and same_norms(self.attn_norm, self.mlp_norm)
-            and all(type(norm) is nn.LayerNorm for norm in self.aux_norms.values())
-            and kernels.may_replace(*self.aux_norms.values())
-            and not self.embedding_skip
-            and call.observe is None
-            and not self.coefficients.pinned
-            and not is_managed(self)
-            and not any(map(is_sharded, self.mlp.parameters()))
-        )
-
-    def fused_turns(self, call: Call) -> dict[str, FusedSubstep]:
-        """As `turns`, deferring what they do to the streams."""
-        values = self.coefficients.values()
-        parts: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
-            "attn": (self.attn_norm, partial(self.attn, call=call)),
-            "mlp": (self.mlp_norm, self.mlp),
-        }
-        turns: dict[str, FusedSubstep] = {}
-        for turn, oracles in self.splitting.oracles.items():
-            norm = self.aux_norms[self.norm_keys[turn]] if turn in self.norm_keys else None
-            assert norm is None or isinstance(norm, nn.LayerNorm)
-            raw = self.coefficients.raw_values(turn)
-            turns[turn] = FusedSubstep(self.template, [parts[o] for o in oracles], values[turn], raw, norm)
-        if isinstance(self.template, HamiltonianStep):
-            turns["attn"] = FusedIntegrator(turns["attn"], partial(self.attn.fields, call=call), turns["mlp"])
-        return turns
+    def own_call(self, call: Call, memory: dict[str, Tensor], c: Values | None = None) -> Call:
+        """The call as this block's oracles see it: its own count, its own memory (checkpointing runs it twice)."""
+        c = self.extras.values()["block"] if c is None else c
+        mixes = [partial(_mixed, part, c) for part in self.parts if part.changes("values")]
+        return replace(call, used=0, memory=dict(memory), mixes=mixes)
 
     def turns(self, call: Call) -> dict[str, Substep]:
         """The template bound to what each turn uses."""
@@ -173,12 +134,6 @@ class Block(nn.Module):
             turns[turn] = Substep(self.template, partial(self.ask, oracles, call=call), values[turn], norm, fields)
         return turns
 
-    def value_mix(self) -> Tensor | float | None:
-        """lambda of the value residual in this layer; None without one."""
-        if self.value_residual == "off":
-            return None
-        return VALUE_MIX if self.value_residual == "fixed" else self.extras.value("lambda_v")
-
     def residual(self, s: State, call: Call) -> State:
         """The ordinary residual block with this layer's oracles; streams pass through."""
         x = s.x
@@ -187,12 +142,5 @@ class Block(nn.Module):
         return s.replace(x=x)
 
 
-def _extra_coefficients(config: ModelConfig) -> dict[str, Coefficient]:
-    """Learned scalars of the value residual and the embedding skip."""
-    extras: dict[str, Coefficient] = {}
-    if config.value_residual in ("free", "unit"):
-        extras["lambda_v"] = (free if config.value_residual == "free" else unit)(VALUE_MIX, "mix")
-    if config.embedding_skip:
-        extras["skip_x"] = free(1 - config.embedding_skip_start, "mix")
-        extras["skip_x0"] = free(config.embedding_skip_start, "mix")
-    return extras
+def _mixed(part: Extra, c: Values, v: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    return part.values(v, c, memory)

@@ -11,18 +11,16 @@ import dataclasses
 import hashlib
 import json
 import math
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-from stepformer.base import files
-from stepformer.base.errors import ConfigError, InputError, UnknownNameError, independent, suggestion
+from stepformer.base.errors import ConfigError, UnknownNameError, independent, suggestion
 from stepformer.base.options import Option
-from stepformer.base.registry import Registry
+from stepformer.base.registry import Component, Registry
 from stepformer.base.settings import setting, type_hints, type_problem
+from stepformer.extras import Extra, extras
 from stepformer.oracles import attentions, mlps
 from stepformer.rules import splittings, templates
 
@@ -64,6 +62,7 @@ class ModelConfig:
     document_separator: int | None = setting(
         None, "token id that begins a document; attention stays inside documents (default: they see each other)"
     )
+    extras: tuple[str, ...] = setting((), "other extras, by name: `stepformer list extras`")
     activation_checkpointing: bool = setting(False, "recompute each block in the backward pass to save memory")
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -124,14 +123,17 @@ class ModelConfig:
         """The options of one component, defaults filled in."""
         return {name: self.option(name) for name, (owner, _) in declared_options(self).items() if owner == kind}
 
+    def get(self, key: str) -> Any:
+        """The value of any key: one that every model has, or a component's option."""
+        return getattr(self, key) if key in self.__dataclass_fields__ else self.option(key)
+
     def component(self, kind: str) -> Any:
         """The class selected as 'template', 'splitting', 'attention' or 'mlp'."""
         return _COMPONENTS[kind][getattr(self, kind)].component
 
     def components(self) -> dict[str, type]:
-        """The classes behind the names: `template 'gd'` and so on."""
-        names = {kind: getattr(self, kind) for kind in _COMPONENTS}
-        return {f"{kind} '{name}'": _COMPONENTS[kind][name].component for kind, name in names.items()}
+        """The classes behind the names: `template 'gd'` and so on, listed extras too."""
+        return {f"{kind} '{name}'": part for kind, name, part in selected(self)}
 
     @property
     def head_dim(self) -> int:
@@ -184,15 +186,20 @@ def _canonicalise(config: ModelConfig) -> None:
     settle("options", kept)
 
 
-def declared_options(config: ModelConfig | Mapping[str, Any]) -> dict[str, tuple[str, Option]]:
-    """Options that the selected components declare: name -> (component kind, option); unknown components have none."""
-    declared: dict[str, tuple[str, Option]] = {}
+def selected(config: ModelConfig | Mapping[str, Any]) -> Iterator[tuple[str, str, type[Component]]]:
+    """Kind, name and class of every component that a config names; unknown names are left out."""
+    own = config.get if isinstance(config, ModelConfig) else lambda key: config.get(key, getattr(ModelConfig, key))
     for kind, registry in _COMPONENTS.items():
-        own = config.get(kind, getattr(ModelConfig, kind)) if isinstance(config, Mapping) else getattr(config, kind)
-        if str(own) in registry:
-            options = registry[str(own)].component.options
-            declared.update({key: (kind, option) for key, option in options.items()})
-    return declared
+        if str(own(kind)) in registry:
+            yield kind, str(own(kind)), registry[str(own(kind))].component
+    for name in own("extras"):
+        if name in extras:
+            yield "extra", name, extras[name].component
+
+
+def declared_options(config: ModelConfig | Mapping[str, Any]) -> dict[str, tuple[str, Option]]:
+    """Options that the selected components declare: name -> (component kind, option)."""
+    return {key: (kind, option) for kind, _, part in selected(config) for key, option in part.options.items()}
 
 
 def _problems(config: ModelConfig) -> list[str]:
@@ -206,10 +213,11 @@ def _problems(config: ModelConfig) -> list[str]:
         except UnknownNameError as error:
             problems.append(str(error))
             wrong.add(kind)
+    problems += _extras_problems(config)
 
     hints = type_hints(ModelConfig)
     for f in dataclasses.fields(config):
-        if f.name != "options" and f.name not in _COMPONENTS:
+        if f.name not in ("options", "extras", *_COMPONENTS):
             problem = type_problem(f.name, getattr(config, f.name), hints[f.name])
             if problem:
                 problems.append(problem)
@@ -221,9 +229,10 @@ def _problems(config: ModelConfig) -> list[str]:
     if clashes:  # of a component itself: no setting would help
         return problems
     if not (wrong or option_problems):
+        problems += _pair_problems(config)
         for kind in _COMPONENTS:
             problems += config.component(kind).reasons(config)
-        return problems + _pair_problems(config) + _extra_problems(config)
+        return problems + [p for e in extras if e.component.chosen(config) for p in e.component.reasons(config)]
     wrong |= option_problems.keys()
     right = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in wrong}
     right["options"] = {key: value for key, value in config.options.items() if key not in wrong}
@@ -231,6 +240,27 @@ def _problems(config: ModelConfig) -> list[str]:
         ModelConfig(**right)
     except ConfigError as error:
         problems += [p for p in independent(error.problems, wrong) if p not in problems]
+    return problems
+
+
+def _extras_problems(config: ModelConfig) -> list[str]:
+    """What is wrong with the list of extras, which is settled as a tuple of registered names."""
+    given, problems, names = config.extras, [], []
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        problems.append(f"extras = {given!r} should be a list of names.")
+        given = ()
+    for word in given:
+        try:
+            entry = extras[word]
+        except UnknownNameError as error:
+            problems.append(str(error))
+            continue
+        names.append(entry.name)
+        if entry.component.chosen.__func__ is not Extra.chosen.__func__:  # type: ignore[attr-defined]
+            problems.append(f"The extra '{entry.name}' has a key of its own: {(entry.component.__doc__ or '').strip()}")
+    if len(set(names)) < len(names):
+        problems.append(f"extras = {names} names one of them twice.")
+    object.__setattr__(config, "extras", tuple(names))
     return problems
 
 
@@ -260,16 +290,6 @@ def _pair_problems(config: ModelConfig) -> list[str]:
     return problems
 
 
-def _extra_problems(config: ModelConfig) -> list[str]:
-    """Extras that the chosen components cannot take."""
-    if config.value_residual != "off" and not attentions[config.attention].component.has_values:
-        return [
-            f"value_residual = '{config.value_residual}' mixes values, and attention '{config.attention}' has none: "
-            "leave it off, or use another attention."
-        ]
-    return []
-
-
 def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
     """Numbers out of range, among the keys that have the right type."""
     problems = []
@@ -285,10 +305,6 @@ def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
             problems.append(f"{key} = {value} should be above 0 and finite.")
     if "embedding_skip_start" not in wrong and not math.isfinite(config.embedding_skip_start):
         problems.append(f"embedding_skip_start = {config.embedding_skip_start} should be finite.")
-    separator = config.document_separator
-    known = not wrong & {"document_separator", "vocab_size"}
-    if known and separator is not None and not 0 <= separator < config.vocab_size:
-        problems.append(f"document_separator = {separator} is no id of a vocabulary of {config.vocab_size}.")
     real = config.real_vocab
     if not wrong & {"real_vocab", "vocab_size"} and real is not None and not 1 <= real <= config.vocab_size:
         problems.append(f"real_vocab = {real} should lie between 1 and vocab_size = {config.vocab_size}.")
@@ -310,15 +326,15 @@ def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
 
 def _clashes(config: ModelConfig) -> list[str]:
     """Options that a component calls like a config key, or like an option of another component."""
-    declared = declared_options(config)
-    problems = []
     fields = {f.name for f in dataclasses.fields(config)}
-    for kind, registry in _COMPONENTS.items():
-        if getattr(config, kind) in registry:
-            for key in registry[getattr(config, kind)].component.options:
-                if key in fields or declared[key][0] != kind:
-                    other = "a config key" if key in fields else f"an option of the {declared[key][0]}"
-                    problems.append(f"The {kind} '{getattr(config, kind)}' names an option '{key}', which is {other}.")
+    owners: dict[str, str] = {}
+    problems = []
+    for kind, name, part in selected(config):
+        for key in part.options:
+            if key in fields or key in owners:
+                other = "a config key" if key in fields else f"an option of the {owners[key]}"
+                problems.append(f"The {kind} '{name}' names an option '{key}', which is {other}.")
+            owners.setdefault(key, kind)
     return problems
 
 
@@ -334,13 +350,13 @@ def _option_problems(config: ModelConfig) -> dict[str, str]:
             continue
         owners = [
             f"{kind} = '{entry.name}'"
-            for kind, registry in _COMPONENTS.items()
+            for kind, registry in {**_COMPONENTS, "extras": extras}.items()
             for entry in registry
             if key in entry.component.options
         ]
         if owners:
             kinds = {owner.split(" ")[0] for owner in owners}
-            here = " and ".join(f"{kind} = '{getattr(config, kind)}'" for kind in sorted(kinds))
+            here = " and ".join(f"{kind} = {getattr(config, kind)!r}" for kind in sorted(kinds))
             problems[key] = (
                 f"{key} = {value!r} has no meaning here: it is an option of {' or '.join(owners)}; "
                 f"this model has {here}."
@@ -350,50 +366,3 @@ def _option_problems(config: ModelConfig) -> dict[str, str]:
             hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
             problems[key] = f"Unknown key '{key}'.{hint}"
     return problems
-
-
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """A TOML file as nested dictionaries, with a sentence instead of a traceback when that fails."""
-    path = Path(path)
-    if path.is_dir():
-        raise InputError(f"'{path}' is a folder, not a config file.")
-    try:
-        return tomllib.loads(files.read_text(path, "config file").replace("\r\n", "\n"))
-    except RecursionError:
-        raise InputError(f"'{path}' is not valid TOML: it is nested too deeply.") from None
-    except ValueError as error:  # a number of thousands of digits, too
-        raise InputError(f"'{path}' is not valid TOML: {str(error).rstrip('.')}.") from None
-
-
-def parse_override(word: str) -> tuple[str, Any]:
-    """`key=value` with the value read as TOML; a bare word is a string (`template=nesterov`)."""
-    key, equals, text = word.partition("=")
-    if not equals or not key:
-        raise InputError(f"'{word}' is not of the form key=value.")
-    try:
-        return key, tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return key, text
-
-
-def parse_overrides(words: Iterable[str], problems: list[str] | None = None) -> list[tuple[str, Any]]:
-    """All words; those that are not of the form key=value go to `problems`, or are refused together."""
-    found, bad = [], []
-    for word in words:
-        try:
-            found.append(parse_override(word))
-        except InputError as error:
-            bad.append(str(error))
-    if problems is not None:
-        problems += bad
-    elif bad:
-        raise InputError("\n".join(bad))
-    return found
-
-
-def merge(
-    base: Mapping[str, Any], overrides: Iterable[str], section: str, problems: list[str] | None = None
-) -> dict[str, Any]:
-    """Apply `key=value` or `section.key=value` words to one section's values."""
-    given = parse_overrides(overrides, problems)
-    return {**base, **{key.removeprefix(f"{section}."): value for key, value in given}}

@@ -46,7 +46,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepformer.ops import linear_flow, maps
+from stepformer.ops import linear_flow
+from stepformer.ops import linear_kernels as maps
 from stepformer.ops.linear_flow import (
     CHUNK,
     fp32_product,

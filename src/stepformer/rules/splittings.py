@@ -82,10 +82,6 @@ class Splitting(Component):
         for key, option in self.options.items():
             setattr(self, key, options.get(key, option.default))
 
-    def defers(self) -> bool:
-        """Whether this very class says `deferrable`: a subclass may do something else with the state."""
-        return bool(type(self).__dict__.get("deferrable", False))
-
     def describe(self) -> str:
         """What a block does under these options, for people."""
         return splittings[self.name].equation

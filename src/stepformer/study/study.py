@@ -25,7 +25,7 @@ from stepformer.base import files
 from stepformer.base.errors import ConfigError, InputError, StepformerError
 from stepformer.base.plugins import package_digest
 from stepformer.base.version import __version__
-from stepformer.model.config import parse_override
+from stepformer.base.words import parse_override
 from stepformer.study.comparison import Facts, grid_points
 from stepformer.study.differences import differences, last, recorded
 from stepformer.training import RunConfig, Stopped, resume, run_config, train

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import InputError, suggestion
-from stepformer.model.config import parse_override
+from stepformer.base.words import parse_override
 from stepformer.study.records import load_records
 from stepformer.study.study import Planned, plan_runs
 from stepformer.training import RunConfig

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from stepformer.base.errors import ConfigError, UnknownNameError, independent, suggestion
 from stepformer.base.settings import Settings, setting
+from stepformer.base.words import parse_overrides
 from stepformer.catalogue import closest_preset, model_config, preset
 from stepformer.data.sources import TALES_COUNT
-from stepformer.model.config import ModelConfig, parse_overrides
+from stepformer.model.config import ModelConfig
 from stepformer.optim import OptimConfig, Schedule
 
 EVAL_TOKENS = 4_915_200  # what YuriiFormer evaluates on: 160 batches of 30 x 1024

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import ConfigError, UnknownNameError, suggestion
-from stepformer.model.config import read_toml
+from stepformer.base.words import read_toml
 
 FOLDER = Path(__file__).parent
 

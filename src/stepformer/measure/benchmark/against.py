@@ -19,9 +19,9 @@ from typing import Any
 
 import stepformer
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.words import merge
 from stepformer.catalogue import model_config
 from stepformer.measure.benchmark.table import made
-from stepformer.model.config import merge
 from stepformer.present.tables import Table
 
 KINDS = ("forward + backward", "optimizer", "16 tokens decoded")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from stepformer.decoding.sampling import Generation, stream
-from stepformer.decoding.steps import BEHIND
 from stepformer.measure.benchmark.planning import BenchSettings, Case
 from stepformer.measure.benchmark.profiling import profile
 from stepformer.measure.benchmark.timing import Limit, spread, timed
 from stepformer.model import Model
+from stepformer.model.engines.steps import BEHIND
 from stepformer.model.memory import estimate_memory
 from stepformer.ops import kernels
 from stepformer.optim import OptimConfig, Optimizers

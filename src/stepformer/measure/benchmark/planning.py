@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from stepformer.base.errors import InputError
+from stepformer.base.words import merge
 from stepformer.catalogue import SIZES, load_config, model_config
-from stepformer.model.config import ModelConfig, merge
-from stepformer.model.engines.fused_hamiltonian import integrates_by_weights
+from stepformer.model.config import ModelConfig
+from stepformer.model.engines.integrators import integrates_by_weights
 from stepformer.ops import kernels
 from stepformer.rules import templates
 

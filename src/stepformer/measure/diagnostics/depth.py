@@ -31,9 +31,8 @@ from stepformer.base.errors import InputError
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
 from stepformer.measure.diagnostics.depth_view import plot, text
-from stepformer.measure.diagnostics.states import Passage, through_depth
 from stepformer.measure.diagnostics.windows import fixed_windows
-from stepformer.model import Model
+from stepformer.model import Model, Passage
 from stepformer.rules import State
 from stepformer.training.run import LoadedRun, corpus_of
 
@@ -96,7 +95,7 @@ def _look(model: Model, windows: Tensor) -> dict[str, Any]:
     start: dict[str, Any] = {}
     layers = []
     step_before: Tensor | None = None
-    for at in through_depth(model, inputs, rows=True):
+    for at in model.passages(inputs, rows=True):
         if at.layer == 0:
             start = {"norms": _squares(at.before), "readout_loss": _loss(model, at.before, targets)}
         step = at.after.x - at.before.x

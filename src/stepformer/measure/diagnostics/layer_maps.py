@@ -12,15 +12,14 @@ for all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
-from stepformer.measure.diagnostics.states import Passage, per_token, through_depth
+from stepformer.measure.diagnostics.states import per_token
 from stepformer.measure.diagnostics.twins import twin
-from stepformer.model import Model
+from stepformer.model import Model, Passage
 from stepformer.model.block import Block
 from stepformer.ops import kernels
 from stepformer.oracles import Call
@@ -121,7 +120,7 @@ class LayerMaps:
 
     def __init__(self, model: Model, tokens: Tensor, *, dtype: torch.dtype = torch.float32) -> None:
         self.model = twice_differentiable(model, dtype)
-        self.passages = list(through_depth(self.model, tokens.to(self.model.embed.tok_emb.weight.device)))
+        self.passages = list(self.model.passages(tokens.to(self.model.device)))
 
     def jacobian(self, layer: int, kind: str) -> Linearised | None:
         """Of one layer; None for the oracle of a layer that has none (`why_no_oracle`)."""
@@ -186,7 +185,7 @@ class LayerMaps:
 
     def _call(self, at: Passage, block: Block) -> Call:
         """What `Block.forward` hands to its oracles."""
-        return replace(at.call, used=0, memory=dict(at.before.memory), value_mix=block.value_mix())
+        return block.own_call(at.call, at.before.memory)
 
 
 def why_no_oracle(block: Block, plain: bool = False) -> str | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.model import Model, check_ids
-from stepformer.oracles import fresh_call
 from stepformer.training.checkpoints import weights_sha256
 from stepformer.training.evaluation import autocasting
 from stepformer.training.loop import precision_of
@@ -103,7 +102,7 @@ def final_states(model: Model, tokens: Tensor) -> Tensor:
     config = model.config
     if tokens.shape[1] > config.context:
         raise InputError(f"The sequence has {tokens.shape[1]} tokens, but the model's context is {config.context}.")
-    call = fresh_call(tokens, None, config.document_separator)
+    call = model.call_of(tokens)
     state = model.start(tokens, call.positions)
     for i, block in enumerate(model.blocks):
         state = block(state, call, i in model.plain_layers)

@@ -1,263 +1,87 @@
-"""The same turns with the streams left behind: one fused pass per boundary between two oracle calls.
-
-A substep is memory traffic: kick, velocity norm, drift, then the next substep's look-ahead and pre-norm, each reading
-and writing vectors of every token. `FusedSubstep` only notes what a turn does to the streams. When the next turn asks
-its oracle, everything noted is done in one pass (kernels/velocity.py, kernels/adaptive.py), which ends with the
-normalised point at which that oracle looks. So boundaries between blocks are fused like those inside a block.
-
-The velocity is carried as V = (beta / (scale gamma)) v with the coefficients of the turn that will kick it. Then
-beta v + scale gamma g = scale gamma (V + g): V and g have the same gradient, and one vector less is written.
-
-Splittings run unchanged if they touch the state through their turns alone (`Splitting.deferrable`). Only rules whose
-exact class is listed in FAMILIES are served: a subclass may have changed the equations. The twin of all this is
-`Substep` with the template's own methods. Integrators of Hamiltonian fields are in `fused_hamiltonian`.
-"""
+"""The engine of training: the streams are left behind and moved in one pass between two oracle calls (turns.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from stepformer.base.errors import InputError
+from stepformer.model.backbone import Backbone
+from stepformer.model.block import Block
+from stepformer.model.engines.integrators import FusedIntegrator, alike, integrates_by_weights, weights_of
+from stepformer.model.engines.turns import FAMILIES, FusedSubstep, Moving, defers, same_norms
 from stepformer.ops import kernels
-from stepformer.rules.adaptive import Adam, AdamW, RMSProp
-from stepformer.rules.coefficients import Values
-from stepformer.rules.first_order import GradientDescent, HeavyBall, Nesterov, TripleMomentum
-from stepformer.rules.kronecker import SOAP, Shampoo
-from stepformer.rules.spectral import Muon, Ortho
-from stepformer.rules.splittings import Substep
-from stepformer.rules.state import State
-from stepformer.rules.template import Template
-
-if TYPE_CHECKING:
-    from stepformer.ops.common import Scalar
-
-FAMILIES: dict[type[Template], str] = {
-    GradientDescent: "plain",
-    HeavyBall: "velocity",
-    Nesterov: "velocity",
-    TripleMomentum: "velocity",
-    RMSProp: "adaptive",
-    Adam: "adaptive",
-    AdamW: "adaptive",
-    # these propose an update by kernels of their own; the rest of the turn is fused
-    Ortho: "proposal",
-    Muon: "proposal",
-    Shampoo: "proposal",
-    SOAP: "proposal",
-}
+from stepformer.ops.sharding import is_managed, is_sharded
+from stepformer.oracles import Cache, Call
+from stepformer.rules import State
+from stepformer.rules.hamiltonian import HamiltonianStep
 
 
-@dataclass(eq=False)
-class Moving:
-    """A state whose last answer waits: `x` and `streams` are those before it, the other fields what it will do."""
-
-    x: Tensor
-    streams: dict[str, Tensor]
-    memory: dict[str, Tensor]
-    weights: tuple[tuple[Tensor, Tensor], ...] = ()  # of an integrator's layers to come (schemes/fused_hamiltonian.py)
-    turn: FusedSubstep | None = None  # whose answer waits
-    answers: tuple[Tensor, ...] = ()
-    scale: float = 1.0
-    normalises: bool = False
-    moves: bool = False
-    gain: Scalar | None = None  # of the drift; None for 1
-    start: Moving | None = None  # the settled state that the answer kicks, of a velocity that others may kick again
-    settled: Moving | None = None  # the same state with nothing waiting, once somebody has asked
-    asker: FusedSubstep | None = None  # who that was: its coefficients scale V
-
-    @classmethod
-    def begin(cls, s: State, weights: tuple[tuple[Tensor, Tensor], ...] = ()) -> Moving:
-        return cls(s.x, dict(s.streams), s.memory, weights)
-
-    def finish(self, norm: nn.Module) -> Tensor:
-        """The final norm of x after the last turn."""
-        if self.turn is None:
-            result: Tensor = norm(self.x)
-            return result
-        _, (u,) = self.turn.settle(self, None, 1.0, [norm])
-        return u
+def refusal(model: Backbone, s: State, call: Call) -> str | None:
+    """Why the blocks run as they are written now; None if this engine takes the pass."""
+    if not kernels.usable(s.x, *s.streams.values()):
+        return "kernels cannot take these tensors"
+    if model.plain_layers:
+        return "some of its layers are plain residual blocks"
+    if call.observe is not None:
+        return "somebody watches its oracles"
+    for block in model.blocks:
+        if block.coefficients.pinned:
+            return "coefficients are pinned"
+        if is_managed(block) or any(map(is_sharded, block.mlp.parameters())):
+            return "its weights are sharded"
+        norms = (block.attn_norm, block.mlp_norm, *block.aux_norms.values())
+        if not kernels.may_replace(block, *norms, model.final_norm):
+            return "a hook wants to see a block or a norm at work"
+    return structural(model)
 
 
-class FusedSubstep(Substep):
-    """A turn that defers what it does to the streams; `asks` are its oracles with the norms before them."""
-
-    def __init__(
-        self,
-        template: Template,
-        asks: Sequence[tuple[nn.Module, Callable[[Tensor], Tensor]]],
-        c: Values,
-        scalars: Mapping[str, tuple[Tensor | None, str, float]],
-        norm: nn.LayerNorm | None,
-    ) -> None:
-        self.template, self.asks, self.c, self.fields = template, asks, c, None
-        self.layer_norm = norm
-        self.family = FAMILIES.get(type(template), "velocity")  # an integrator's y is the velocity of its MLP
-        self.scalars = scalars
-
-    def scalar(self, name: str) -> Scalar | None:
-        """A coefficient as the kernels take it: raw, with the map that keeps it in its range."""
-        from stepformer.ops.common import Scalar
-
-        return Scalar(*self.scalars[name]) if name in self.scalars else None  # type: ignore[arg-type]
-
-    def needed(self, name: str) -> Scalar:
-        found = self.scalar(name)
-        assert found is not None, name
-        return found
-
-    # what splittings call
-
-    def ask(self, s: Any, scale: float = 1.0) -> Any:
-        """The oracles' answers at the point where the template looks."""
-        norms = [norm for norm, _ in self.asks]
-        if s.turn is None:
-            s.settled, inputs = self._start(s, scale, norms)
-        else:
-            s.settled, inputs = s.turn.settle(s, self, scale, norms)
-            if s.start is not None and not s.moves and torch.is_grad_enabled():
-                s.start.x = s.settled.x  # who starts there again takes x as it came through this pass
-        s.asker = self
-        return tuple(oracle(u) for (_, oracle), u in zip(self.asks, inputs, strict=True))
-
-    def kick(self, s: Any, g: Any, scale: float = 1.0) -> Any:
-        assert s.asker is self, "a turn kicks the state at which it has asked"
-        at = s.settled
-        streams, answers = at.streams, g
-        if self.family == "proposal":
-            whole = answers[0] if len(answers) == 1 else answers[0] + answers[1]
-            proposed = self.template.kick(State(at.x, streams), self.c, whole, scale)
-            streams, answers = proposed.without("u").streams, (proposed.u,)
-        start = at if self.family == "velocity" else None
-        return Moving(at.x, streams, s.memory, at.weights, turn=self, answers=answers, scale=scale, start=start)
-
-    def normalise(self, s: Any) -> Any:
-        return replace(s, normalises=True) if self.layer_norm is not None else s
-
-    def drift(self, s: Any, scale: float = 1.0) -> Any:
-        if self.family == "proposal":
-            return replace(s, moves=True, gain=self.needed("gamma").times(scale))
-        return replace(s, moves=True, gain=self.scalar("nu"))
-
-    def follow(self, s: Any, name: str) -> Any:
-        return replace(s, moves=True, gain=self.scalar(name))
-
-    def take(self, s: Any, scale: float = 1.0) -> Any:
-        return self.drift(self.normalise(self.kick(s, self.ask(s, scale), scale)), scale)
-
-    # the passes
-
-    def _start(self, s: Moving, scale: float, norms: Sequence[nn.Module]) -> tuple[Moving, list[Tensor]]:
-        """Before the first turn of the model nothing waits: only look ahead and normalise."""
-        from stepformer.ops.velocity import velocity_pass
-
-        streams = dict(s.streams)
-        moving = self.family == "velocity"
-        x, v, *inputs = velocity_pass(
-            streams["v"] if moving else None,
-            x=s.x,
-            drift=False,
-            mu_next=self.scalar("mu"),
-            beta_next=self.scalar("beta") if moving else None,
-            gamma_next=self.scalar("gamma") if moving else None,
-            scale_next=scale,
-            **norm_settings(s.x, norms),
-        )
-        if v is not None and moving:
-            streams["v"] = v
-        return Moving(x, streams, s.memory, s.weights), [u for u in inputs if u is not None]
-
-    def settle(
-        self, s: Moving, after: FusedSubstep | None, scale_after: float, norms: Sequence[nn.Module]
-    ) -> tuple[Moving, list[Tensor]]:
-        """Do what waits in `s`, and give the normalised points at which the turn `after` looks."""
-        settings: dict[str, Any] = {
-            "x": s.x,
-            "g2": s.answers[1] if len(s.answers) > 1 else None,
-            # a proposal is normalised as it is: its step fraction is in the drift
-            "scale": 1.0 if self.family == "proposal" else s.scale,
-            "gain_v": self.layer_norm.weight if s.normalises and self.layer_norm is not None else None,
-            "eps_v": self.layer_norm.eps if self.layer_norm is not None else 0.0,
-            **norm_settings(s.x, norms),
-        }
-        pass_ = self._adaptive if self.family == "adaptive" else self._velocity
-        x, streams, inputs = pass_(s, after, scale_after, settings)
-        return Moving(x, streams, s.memory, s.weights), inputs
-
-    def _velocity(
-        self, s: Moving, after: FusedSubstep | None, scale_after: float, settings: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-        from stepformer.ops.common import Scalar
-        from stepformer.ops.velocity import velocity_pass
-
-        streams = dict(s.streams)
-        moving = self.family == "velocity"
-        if self.family == "plain":  # x' = x + scale step g: the step is the kick's, the drift is by 1
-            gamma = self.needed("step")
-        else:
-            gamma = self.needed("gamma") if moving else Scalar()
-        follows = after is not None and moving
-        x, v, *inputs = velocity_pass(
-            s.answers[0],
-            V=streams["v"] if moving else None,
-            gamma=gamma,
-            nu=s.gain,
-            lam=None,
-            drift=s.moves,
-            mu_next=after.scalar("mu") if after is not None else None,
-            beta_next=after.scalar("beta") if after is not None and follows else None,
-            gamma_next=after.scalar("gamma") if after is not None and follows else None,
-            scale_next=scale_after,
-            **settings,
-        )
-        if v is not None and moving:
-            streams["v"] = v
-        return x, streams, [u for u in inputs if u is not None]
-
-    def _adaptive(
-        self, s: Moving, after: FusedSubstep | None, scale_after: float, settings: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-        from stepformer.ops.adaptive import adaptive_pass
-
-        if not s.moves:
-            raise InputError(
-                f"Template '{self.template.name}' moves x with every answer, and this splitting does not: "
-                "it cannot be `deferrable` with it."
-            )
-        x, m, second, *inputs = adaptive_pass(
-            s.answers[0],
-            m=s.streams.get("m"),
-            s=s.streams["s"],
-            beta1=self.scalar("beta1"),
-            beta2=self.needed("beta2"),
-            gamma=self.needed("gamma"),
-            lam=self.scalar("lam"),
-            **settings,
-        )
-        streams = {"s": second} if m is None else {"m": m, "s": second}
-        return x, streams, [u for u in inputs if u is not None]
+def structural(model: Backbone) -> str | None:
+    """Why this engine does not know an architecture, whatever it runs on."""
+    config = model.config
+    for part in model.parts:
+        if part.changes("enter"):
+            return f"{part.name} changes x between two layers"
+    for block in model.blocks:
+        if type(block.template) not in FAMILIES and not integrates_by_weights(block.template):
+            return f"template '{config.template}' as it is set here has no fused pass"
+        if not defers(block.splitting):
+            return f"splitting '{config.splitting}' touches the state outside its turns"
+        if not same_norms(block.attn_norm, block.mlp_norm):
+            return "its norms are not LayerNorm or RMSNorm themselves"
+        if any(type(norm) is not nn.LayerNorm for norm in block.aux_norms.values()):
+            return "its auxiliary norms are not LayerNorm itself"
+    if not same_norms(model.final_norm):
+        return "its final norm is not LayerNorm or RMSNorm itself"
+    return None if alike([block.template for block in model.blocks]) else "its layers follow different rules"
 
 
-def same_norms(*norms: nn.Module) -> bool:
-    """Whether a pass can end with these: LayerNorm or RMSNorm themselves, of one kind and eps, nobody listening."""
-    first = norms[0]
-    known = type(first) in (nn.LayerNorm, nn.RMSNorm)
-    alike = all(type(n) is type(first) and n.eps == first.eps for n in norms)
-    return known and alike and kernels.may_replace(*norms)
+def run(model: Backbone, start: State, call: Call, cache: Cache | None) -> Tensor:
+    """The normalised x after the last layer."""
+    blocks = list(model.blocks)
+    s = Moving.begin(start, weights_of([b.template for b in blocks], [b.coefficients for b in blocks]))
+    for i, block in enumerate(blocks):
+        own = block.own_call(call if cache is None else replace(call, slots=cache.slots[i]), s.memory)
+        s = block.splitting.step(turns_of(block, own), s)  # type: ignore[arg-type, assignment]
+        s.memory = own.memory
+    return s.finish(model.final_norm)
 
 
-def norm_settings(x: Tensor, norms: Sequence[nn.Module]) -> dict[str, Any]:
-    """The norms that end a pass, for the kernels; their results are what autocast would cast to anyway."""
-    first = norms[0]
-    assert isinstance(first, nn.LayerNorm | nn.RMSNorm)
-    kind = x.device.type
-    return {
-        "norms": tuple((norm.weight, getattr(norm, "bias", None)) for norm in norms),
-        "norm_kind": "rmsnorm" if isinstance(first, nn.RMSNorm) else "layernorm",
-        "eps": first.eps,
-        "out_dtype": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype,
+def turns_of(block: Block, call: Call) -> dict[str, FusedSubstep]:
+    """As `Block.turns`, deferring what they do to the streams."""
+    values = block.coefficients.values()
+    parts: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
+        "attn": (block.attn_norm, partial(block.attn, call=call)),
+        "mlp": (block.mlp_norm, block.mlp),
     }
+    turns: dict[str, FusedSubstep] = {}
+    for turn, oracles in block.splitting.oracles.items():
+        norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else None
+        assert norm is None or isinstance(norm, nn.LayerNorm)
+        raw = block.coefficients.raw_values(turn)
+        turns[turn] = FusedSubstep(block.template, [parts[o] for o in oracles], values[turn], raw, norm)
+    if isinstance(block.template, HamiltonianStep):
+        turns["attn"] = FusedIntegrator(turns["attn"], partial(block.attn.fields, call=call), turns["mlp"])
+    return turns

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +21,11 @@ from stepformer.oracles.softmax import SoftmaxAttention
 
 CUDA_CHUNK = 1024  # a state of d x d for so many tokens costs less to move than to multiply
 LONGEST = 16_384  # tokens, as a kernel of Hamiltonian attention holds a whole row of scores
-ACTIVATIONS = {"gelu": GeluMLP.activation, "gelu-tanh": TanhGeluMLP.activation, "swiglu": SwigluMLP.activation}
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "gelu": GeluMLP.activation,
+    "gelu-tanh": TanhGeluMLP.activation,
+    "swiglu": SwigluMLP.activation,
+}
 
 
 def unlike_training(call: Call, *tensors: Tensor) -> str | None:

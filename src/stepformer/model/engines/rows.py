@@ -2,28 +2,27 @@
 
 The model's own blocks would launch every operation of a step by itself, and for one token the launches are what takes
 time. Here the splittings run as they are, over turns that remember what a kick, a norm and a drift do to the streams
-until an oracle is asked; the first product of that oracle then does it (kernels/rows.py).
+until an oracle is asked; the first product of that oracle then does it (ops/rows.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from stepformer.model import Model
+from stepformer.decoding.sampling import Sampling
+from stepformer.model.backbone import Backbone
 from stepformer.model.block import Block
+from stepformer.model.engines.turns import defers
 from stepformer.ops import kernels
-from stepformer.oracles.caches import TokenSlot
+from stepformer.oracles.caches import Cache, TokenSlot
 from stepformer.oracles.mlp import GeluMLP, SwigluMLP, TanhGeluMLP
 from stepformer.oracles.softmax import QK_NORM_EPS, SoftmaxAttention, rotate
 from stepformer.rules.coefficients import CoefficientBank
 from stepformer.rules.first_order import GradientDescent, HeavyBall, Nesterov, TripleMomentum
-
-if TYPE_CHECKING:
-    from stepformer.decoding.steps import Decoder
 
 MOST_ROWS = 4  # beyond, products of matrices are faster than rows of products with vectors
 WIDEST = 2048
@@ -31,25 +30,50 @@ MLPS: dict[type[nn.Module], str] = {GeluMLP: "gelu", TanhGeluMLP: "gelu-tanh", S
 TEMPLATES = (GradientDescent, HeavyBall, Nesterov, TripleMomentum)
 
 
-def refusal(model: Model, batch: int) -> str | None:
+def refusal(model: Backbone, batch: int) -> str | None:
     """Why the model's own blocks take the steps; None if the kernels of this file do."""
-    config, block = model.config, model.blocks[0]
     if not kernels.usable(*model.parameters()):
         return "kernels cannot take these weights"
     if batch > MOST_ROWS:
         return f"there are more than {MOST_ROWS} rows"
-    if type(block.template) not in TEMPLATES or not block.splitting.defers():
+    if len({p.dtype for p in model.parameters()}) > 1:
+        return "the weights have several dtypes"
+    return structural(model)
+
+
+def structural(model: Backbone) -> str | None:
+    """Why these kernels do not know an architecture, whatever it runs on."""
+    config, block = model.config, model.blocks[0]
+    if type(block.template) not in TEMPLATES or not defers(block.splitting):
         return f"template '{config.template}' under '{config.splitting}' has no such step"
     if type(block.attn) is not SoftmaxAttention or type(block.mlp) not in MLPS:
         return f"attention '{config.attention}' with MLP '{config.mlp}' has no such step"
-    if config.value_residual != "off" or config.embedding_skip or config.document_separator is not None:
-        return "value residual, embedding skip and documents have no such step"
+    strange = [part.name for part in model.parts if part.cap is None]
+    if strange:
+        return f"{' and '.join(strange)} {'has' if len(strange) == 1 else 'have'} no such step"
     head = config.head_dim
     if head & (head - 1) or not 16 <= config.d_model <= WIDEST:
         return f"heads of width {head} in a model of width {config.d_model} do not fit the kernels"
-    if len({p.dtype for p in model.parameters()}) > 1:
-        return "the weights have several dtypes"
     return None
+
+
+class Memory(Protocol):
+    """What a step works on: the tensors of a `steps.Decoder`."""
+
+    batch: int
+    capacity: int
+    real_vocab: int | None
+    sampling: Sampling
+    cache: Cache
+    coefficients: dict[Any, Tensor]
+    tokens: Tensor
+    positions: Tensor
+    keys: Tensor
+    given: Tensor
+    lengths: Tensor
+    out: Tensor
+
+    def choose(self, logits: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +133,7 @@ class Streams:
 
 
 class RowTurn:
-    """A turn as a splitting sees it (`schemes.splittings.Substep`)."""
+    """A turn as a splitting sees it (`rules.splittings.Substep`)."""
 
     def __init__(self, step: RowStep, layer: int, turn: str, plain: bool = False) -> None:
         self.step, self.layer, self.turn, self.plain = step, layer, turn, plain
@@ -161,10 +185,11 @@ class RowTurn:
 
 
 class RowStep:
-    """One token per row, from the tensors of a decoder back into them, as `decoding.FixedStep`."""
+    """One token per row, from the tensors of a decoder back into them, as `steps.FixedStep`."""
 
-    def __init__(self, model: Model, decoder: Decoder) -> None:
+    def __init__(self, model: Backbone, decoder: Memory) -> None:
         self.model, self.decoder = model, decoder
+        self.cap = next((part.cap for part in model.parts), None)
         device = decoder.positions.device
         attn = model.blocks[0].attn
         self.angles: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
@@ -196,7 +221,7 @@ class RowStep:
         from stepformer.ops import rows
 
         assert u is not None
-        found, best = rows.logits(u, model.embed.tok_emb.weight, model.config.logit_softcap, own.real_vocab)
+        found, best = rows.logits(u, model.embed.tok_emb.weight, self.cap, own.real_vocab)
         if own.sampling.temperature == 0:
             rows.finish(best, own.tokens, own.positions, own.out)
         else:

@@ -5,9 +5,9 @@ Every integrator of `hamiltonian` moves (x, y) by a sum of fields and streams,
     x' = x + f F + f_older F_older,     y' = LN(y y + g G + g_older G_older + y_older y_older),
 
 with numbers that only the coefficients and the clock decide, never the tokens. So they are computed at once for all
-layers, a table of (layers, weights), and one pass per layer does the rest (kernels/integrator.py). `WEIGHTS` holds the
+layers, a table of (layers, weights), and one pass per layer does the rest (ops/integrator.py). `WEIGHTS` holds the
 table's row for each rule; its twin is that rule's `advance`. Where F waits for a new momentum, that is mixed first
-(kernels/mixing.py): y* = new_y y + new_g G.
+(ops/mixing.py): y* = new_y y + new_g G.
 
 The MLP's turn is that of a velocity rule: with `mlp_step = "B"` its velocity is y, which the pass above scales and
 looks along; with "C" it is a stream of its own, V = (beta / gamma) v by the coefficients of the turn to come, and that
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stepformer.model.engines.fused import FusedSubstep, Moving, norm_settings
+from stepformer.model.engines.turns import FusedSubstep, Moving, norm_settings
 from stepformer.rules.coefficients import CoefficientBank, Values
 from stepformer.rules.hamiltonian import (
     AB2,

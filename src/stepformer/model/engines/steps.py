@@ -15,21 +15,21 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from stepformer.base.errors import StepformerError
-from stepformer.decoding import rows as decoding_rows
-from stepformer.decoding.rows import Numbers
-from stepformer.decoding.sampling import NOT_FINITE, probabilities
-from stepformer.model import Model
+from stepformer.decoding.sampling import NOT_FINITE, Sampling, probabilities
+from stepformer.model.backbone import Backbone
+from stepformer.model.engines import rows as row_steps
+from stepformer.model.engines.rows import Numbers
 from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.graphs import capture
-from stepformer.oracles.caches import Cache, Call, StateSlot, TokenSlot, within_documents
+from stepformer.oracles.caches import Cache, Call, StateSlot, TokenSlot
 from stepformer.rules.coefficients import Coefficient, CoefficientBank
 
 FEWEST = 16  # new tokens that repay a recording
@@ -37,14 +37,6 @@ BEHIND = 4  # steps that the device may be ahead of the reader, where they are r
 SEVERAL = 8  # short steps that are recorded as one: launching and reading them one by one would take longer
 SHORT = 32  # prompts up to so many tokens are read by such steps: a pass of all of them at once has more launches
 WIDTH = 64  # capacities are multiples of it
-
-
-class Sampling(NamedTuple):
-    """How a token is drawn (`generation.stream`)."""
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
 
 
 class _Switch:
@@ -63,7 +55,7 @@ def anywhere() -> Iterator[None]:
         _Switch.anywhere = before
 
 
-def refusal(model: Model, max_new_tokens: int) -> str | None:
+def refusal(model: Backbone, max_new_tokens: int) -> str | None:
     """Why tokens of this model are decoded in the ordinary way now; None if its steps can be fixed."""
     weight = model.embed.tok_emb.weight
     if not kernels.switched_on():
@@ -80,14 +72,17 @@ def refusal(model: Model, max_new_tokens: int) -> str | None:
         return "a hook wants to see every step"
     if any(map(is_adapted, model.modules())):
         return "its adapters may be switched between two texts"
-    nowhere = torch.device("meta")
-    slots = [block.attn.new_slot(1, 1, nowhere, weight.dtype) for block in model.blocks]
-    strange = {type(slot).__name__ for slot in slots if type(slot) not in (TokenSlot, StateSlot)}
-    if strange:
-        return f"what {', '.join(sorted(strange))} remembers may change its shape"
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return "somebody else is recording a CUDA graph"
-    return None
+    return structural(model)
+
+
+def structural(model: Backbone) -> str | None:
+    """Why an architecture cannot be decoded at fixed shapes, whatever it runs on."""
+    nowhere = torch.device("meta")
+    slots = [block.attn.new_slot(1, 1, nowhere, torch.float32) for block in model.blocks]
+    strange = {type(slot).__name__ for slot in slots if type(slot) not in (TokenSlot, StateSlot)}
+    return f"what {', '.join(sorted(strange))} remembers may change its shape" if strange else None
 
 
 def capacity_for(longest: int, max_new_tokens: int, context: int) -> int:
@@ -100,12 +95,12 @@ class Decoder:
 
     `stretch` decodes from a cache that holds the prompts. The model itself is not kept: only its weights' memory is,
     and `fits` asks whether they are still there. `unfused` says why its step has as many kernels as the model has
-    operations; None if it is one of those in `decoding_rows`.
+    operations; None if it is one of those in `row_steps`.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: Backbone,
         batch: int,
         capacity: int,
         sampling: Sampling,
@@ -137,7 +132,7 @@ class Decoder:
         # a recording knows addresses only, so what a step looks up is kept here
         self.numbers: Numbers | None = None
         self.angles: tuple[Tensor, Tensor] | None = None
-        self.unfused = "it is compiled" if compiled else decoding_rows.refusal(model, batch)
+        self.unfused = "it is compiled" if compiled else row_steps.refusal(model, batch)
         self.several = SEVERAL if self.unfused is None or not record else 1
         self.behind = 0 if not record else BEHIND if self.several == 1 else 2 * self.several
         # of each of so many steps the tokens and whether logits are finite, in rows of whole 16 bytes as kernels like
@@ -148,7 +143,7 @@ class Decoder:
         self.read = [torch.cuda.Event() for _ in self.host] if record else []
         step: Any = FixedStep(model, self)
         if self.unfused is None:
-            step = decoding_rows.RowStep(model, self)
+            step = row_steps.RowStep(model, self)
             self.numbers, self.angles = step.numbers, step.angles
         elif compiled:
             kernels.prepare_compiler()
@@ -164,7 +159,7 @@ class Decoder:
             self.advance: Callable[[], None] = self._recorded(step) if record else step
             self.advance_several = steps if not record else self.advance if self.several == 1 else self._recorded(steps)
 
-    def fits(self, model: Model, batch: int, capacity: int, sampling: Sampling) -> bool:
+    def fits(self, model: Backbone, batch: int, capacity: int, sampling: Sampling) -> bool:
         """Whether this decoder, as it is, decodes that."""
         same = (self.batch, self.sampling) == (batch, sampling) and self.capacity >= capacity
         return same and not self.busy and self.fingerprint == fingerprint(model)
@@ -302,15 +297,14 @@ class Decoder:
 class FixedStep:
     """One token per row through the model's own blocks, from the tensors of a decoder back into them."""
 
-    def __init__(self, model: Model, decoder: Decoder) -> None:
+    def __init__(self, model: Backbone, decoder: Decoder) -> None:
         self.model, self.decoder = model, decoder
 
     def __call__(self) -> None:
         model, own = self.model, self.decoder
         positions = own.positions.clamp(max=own.capacity - 1)  # a step too many writes over the last token
         call = Call(positions, (own.keys <= positions[..., None])[:, None], 0, own.capacity, uniform=False)
-        if model.config.document_separator is not None:
-            call = within_documents(call, own.tokens == model.config.document_separator, own.origins)
+        call = model.confined(call, own.tokens, own.origins)
         s = model.start(own.tokens, positions)
         for i, block in enumerate(model.blocks):
             slots = own.cache.slots[i]
@@ -334,7 +328,7 @@ def draw(logits: Tensor, real_vocab: int | None, sampling: Sampling, generator: 
     return (p / torch.empty_like(p).exponential_(1, generator=generator)).argmax(dim=-1)
 
 
-def fingerprint(model: Model) -> tuple[object, ...]:
+def fingerprint(model: Backbone) -> tuple[object, ...]:
     """What a recording depends on besides the shapes: where the weights lie, and the settings of torch."""
     weights = tuple((t.data_ptr(), t.dtype) for t in (*model.parameters(), *model.buffers()))
     return (
@@ -347,11 +341,11 @@ def fingerprint(model: Model) -> tuple[object, ...]:
     )
 
 
-_kept: WeakKeyDictionary[Model, Decoder] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Backbone, Decoder] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def decoder_for(model: Model, batch: int, capacity: int, sampling: Sampling) -> Iterator[Decoder]:
+def decoder_for(model: Backbone, batch: int, capacity: int, sampling: Sampling) -> Iterator[Decoder]:
     """The model's last decoder if it fits and nobody uses it, else a new one. Raises what recording raises."""
     decoder = _kept.get(model)
     if decoder is None or not decoder.fits(model, batch, capacity, sampling):

@@ -1,0 +1,58 @@
+"""Settings as people write them: TOML files and `key=value` words."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stepformer.base import files
+from stepformer.base.errors import InputError
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """A TOML file as nested dictionaries, with a sentence instead of a traceback when that fails."""
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"'{path}' is a folder, not a config file.")
+    try:
+        return tomllib.loads(files.read_text(path, "config file").replace("\r\n", "\n"))
+    except RecursionError:
+        raise InputError(f"'{path}' is not valid TOML: it is nested too deeply.") from None
+    except ValueError as error:  # a number of thousands of digits, too
+        raise InputError(f"'{path}' is not valid TOML: {str(error).rstrip('.')}.") from None
+
+
+def parse_override(word: str) -> tuple[str, Any]:
+    """`key=value` with the value read as TOML; a bare word is a string (`template=nesterov`)."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise InputError(f"'{word}' is not of the form key=value.")
+    try:
+        return key, tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return key, text
+
+
+def parse_overrides(words: Iterable[str], problems: list[str] | None = None) -> list[tuple[str, Any]]:
+    """All words; those that are not of the form key=value go to `problems`, or are refused together."""
+    found, bad = [], []
+    for word in words:
+        try:
+            found.append(parse_override(word))
+        except InputError as error:
+            bad.append(str(error))
+    if problems is not None:
+        problems += bad
+    elif bad:
+        raise InputError("\n".join(bad))
+    return found
+
+
+def merge(
+    base: Mapping[str, Any], overrides: Iterable[str], section: str, problems: list[str] | None = None
+) -> dict[str, Any]:
+    """Apply `key=value` or `section.key=value` words to one section's values."""
+    given = parse_overrides(overrides, problems)
+    return {**base, **{key.removeprefix(f"{section}."): value for key, value in given}}

@@ -1,0 +1,162 @@
+"""What a language model is made of: embedding tables, blocks, a final norm and the head tied to the token table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepformer.base.errors import InputError
+from stepformer.extras import chosen
+from stepformer.model.block import Block
+from stepformer.model.config import ModelConfig
+from stepformer.model.start import draw_parameters
+from stepformer.ops.adapters import weight_of
+from stepformer.ops.cross_entropy import wide
+from stepformer.ops.tables import Tables, token_order
+from stepformer.oracles import Cache, Call, fresh_call, make_norm
+from stepformer.rules import State
+
+
+class Blocks(nn.ModuleList):
+    """A ModuleList whose items are known to be blocks."""
+
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[Block]: ...
+
+        def __getitem__(self, index: int) -> Block: ...  # type: ignore[override]
+
+
+class Backbone(nn.Module):
+    """The parameters of a model, what state its tokens start in, and what the head makes of the last one."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        seed: int | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.plain_layers: frozenset[int] = frozenset()
+        # under autocast: what x and the streams that start from tables are carried in; None: as the weights
+        self.stream_dtype: torch.dtype | None = None
+        self.parts = chosen(config)
+
+        def tables() -> Tables:
+            learned = config.positions == "learned"
+            return Tables(config.vocab_size, config.d_model, config.context if learned else None)
+
+        with torch.device("meta"):  # allocated and drawn once, in reset_parameters
+            self.embed = tables()
+            blocks = Blocks(Block(config, layer=i) for i in range(config.n_layer))
+            self.starts = {name: stream.start for name, stream in blocks[0].template.streams.items()}
+            tabled = [name for name, start in self.starts.items() if start == "embed" and config.aux_init == "embed"]
+            self.aux_embed = nn.ModuleDict({name: tables() for name in tabled})
+            self.blocks = blocks
+            self.final_norm = make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
+        target = torch.get_default_device() if device is None else torch.device(device)
+        if target.type == "cuda" and not torch.cuda.is_available():
+            raise InputError(f"device = '{target}' was asked for, but this torch sees no CUDA device.")
+        if target.type != "meta":
+            self.to_empty(device=target)
+            if dtype is not None:
+                self.to(dtype)
+            self.reset_parameters(seed)
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw the initial weights (start.py); without a seed one is drawn from torch's global generator."""
+        deep = {
+            f"blocks.{i}.{oracle}.{getattr(block, oracle).output_map}.weight"
+            for i, block in enumerate(self.blocks)
+            for oracle in ("attn", "mlp")
+            if getattr(block, oracle).output_map is not None
+        }
+        draw_parameters(self, seed, deep, self.config.n_layer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.tok_emb.weight.device
+
+    def call_of(self, tokens: Tensor, lengths: Tensor | None = None, cache: Cache | None = None) -> Call:
+        """How a forward pass over tokens (B, T) sees them, after those in a cache."""
+        if cache is None:
+            return self.confined(fresh_call(tokens, lengths), tokens, torch.zeros_like(tokens[:, 0]))
+        return self.confined(cache.call(tokens, lengths), tokens, cache.origins)
+
+    def confined(self, call: Call, tokens: Tensor, origins: Tensor) -> Call:
+        """The call as the extras restrict it; the rows' last documents began at `origins` (B,)."""
+        for part in self.parts:
+            call = part.confine(call, tokens, origins)
+        return call
+
+    def start(self, tokens: Tensor, positions: Tensor, *, from_zero: bool = False) -> State:
+        """The state before the first layer: token embedding, and each auxiliary stream at its start.
+
+        `from_zero` promises that the positions are 0, 1, ... in every row: a kernel counts for itself then.
+        """
+        order = token_order(tokens, (self.embed, self.aux_embed)) if from_zero else None
+        narrow = self.stream_dtype is not None and torch.is_autocast_enabled(tokens.device.type)
+        dtype = self.stream_dtype if narrow else None
+
+        def look_up(tables: nn.Module) -> Tensor:
+            found: Tensor = tables(tokens, positions, order, dtype)
+            return found if dtype is None else found.to(dtype)
+
+        x = look_up(self.embed)
+        streams = {}
+        for name, start in self.starts.items():
+            if start == "embed":
+                streams[name] = look_up(self.aux_embed[name]) if name in self.aux_embed else torch.zeros_like(x)
+            elif isinstance(start, float):
+                wide_dtype = torch.promote_types(x.dtype, torch.float32)
+                streams[name] = torch.full((1,), start, dtype=wide_dtype, device=x.device)
+            elif start == "zero":
+                streams[name] = torch.zeros_like(x)
+            elif start == "ones":
+                streams[name] = torch.ones_like(x)
+            else:  # a root is taken of these matrices, which needs the digits
+                eye = torch.eye(self.config.head_dim, dtype=self.embed.tok_emb.weight.dtype, device=x.device)
+                streams[name] = eye.expand(*x.shape[:2], -1, -1)
+        return State(x, streams, {name: t for part in self.parts for name, t in part.start(x).items()})
+
+    def table(self) -> Tensor:
+        """The token table as the head has it, adapters included."""
+        return weight_of(self.embed.tok_emb, "The token table is also the head")
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits (B, T, V) from the last x: final norm, the token table, and what extras make of them."""
+        return self.logits_of(self.final_norm(x))
+
+    def logits_of(self, h: Tensor) -> Tensor:
+        """Logits from the normalised last x."""
+        logits = F.linear(h, self.table())
+        for part in self.parts:
+            if part.changes("logits"):
+                logits = part.logits(wide(logits))
+        return logits
+
+    def attention_calls(self) -> list[int]:
+        """How often each block asks its attention."""
+        return [block.calls()["attn"] for block in self.blocks]
+
+    def new_cache(self, batch: int, capacity: int | None = None, dtype: torch.dtype | None = None) -> Cache:
+        """An empty cache for incremental decoding; `capacity` defaults to the context."""
+        capacity = self.config.context if capacity is None else capacity
+        if not 1 <= capacity <= self.config.context:
+            raise InputError(f"A cache holds 1 to {self.config.context} tokens, the model's context, not {capacity}.")
+        weight = self.embed.tok_emb.weight
+        kind = weight.device.type
+        if dtype is None:
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        slots = [
+            [block.attn.new_slot(batch, capacity, weight.device, dtype) for _ in range(calls)]
+            for block, calls in zip(self.blocks, self.attention_calls(), strict=True)
+        ]
+        return Cache(slots, batch, capacity, weight.device)
