@@ -12,7 +12,6 @@ from stepformer.base import documents
 from stepformer.base.errors import InputError, StepformerError, command_line
 from stepformer.base.files import write_text
 from stepformer.catalogue.recipes import load_recipe
-from stepformer.cli.runs import continue_text
 from stepformer.cli.show import console
 from stepformer.cli.train import duration
 from stepformer.model import Model
@@ -27,6 +26,7 @@ from stepformer.training import Stopped, load_run, run_config
 from stepformer.training.forecast import forecast
 from stepformer.training.parallel import choose_device
 from stepformer.training.runs import RunFolder
+from stepformer.training.text import continue_text
 
 # Few tokens, well used: small batches for many steps, and a vocabulary in which most words are one token, so that the
 # text can be read. Four minutes of training where vanilla at this size trains on 5,000 tokens a second (batches of 32).

@@ -9,7 +9,7 @@ from typing import Any
 
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_text
-from stepformer.measure.measured import counting
+from stepformer.base.progress import counting
 
 
 def add_report(commands: Any, common: argparse.ArgumentParser) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from stepformer.base.errors import InputError
-from stepformer.decoding.sampling import Generation, stream
 from stepformer.training import load_run
 from stepformer.training.loop import precision_of
 from stepformer.training.run import LoadedRun
+from stepformer.training.text import continue_text, prompt_ids, readable
 
 
 def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -93,32 +93,3 @@ def set_precision(run: LoadedRun, asked: str) -> None:
         run.model.to(torch.bfloat16 if asked == "bf16" else torch.float32)
     if device.type == "cuda":
         print(f"decoding on {device} with weights in {asked}", file=sys.stderr)
-
-
-def prompt_ids(run: LoadedRun, prompt: str) -> list[int]:
-    """A new document that begins with the prompt."""
-    ids = [run.tokenizer.eot, *(int(i) for i in run.tokenizer.encode(prompt))]
-    room = run.config.model.context
-    if len(ids) > room:
-        raise InputError(f"The prompt has {len(ids)} tokens, but the model's context is {room}.")
-    return ids
-
-
-def readable(run: LoadedRun, tokens: list[int]) -> str:
-    """The text of new tokens; a character may be spread over several of them, a last one not whole yet is left out."""
-    text: str = run.tokenizer.decode([token for token in tokens if token != run.tokenizer.eot])
-    return text.rstrip("\N{REPLACEMENT CHARACTER}")
-
-
-def continue_text(run: LoadedRun, prompt: str, **settings: Any) -> Any:
-    """The prompt, then its continuation in pieces of whole characters, until the document ends."""
-    ids = prompt_ids(run, prompt)
-    made = Generation([], [])
-    shown = ""
-    steps = stream(run.model, [ids], stop=run.tokenizer.eot, on_context_end="slide", result=made, **settings)
-    for number, _ in enumerate(steps):
-        if number == 0 and prompt:  # not before the settings have been found good
-            yield prompt
-        whole = readable(run, made.tokens[0])
-        yield whole[len(shown) :]
-        shown = whole

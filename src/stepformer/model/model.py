@@ -199,6 +199,11 @@ class Model(Backbone):
             layers.append({name.removesuffix(".weight"): float(value) for name, value in rms.items()})
         return layers
 
+    def stream_norms(self, tokens: Tensor) -> list[dict[str, float]]:
+        """Root mean square of x and of every stream after each layer, on tokens (B, T)."""
+        after = [{"x": passage.after.x, **passage.after.streams} for passage in self.passages(tokens)]
+        return [{name: float(t.double().square().mean().sqrt()) for name, t in streams.items()} for streams in after]
+
     def pin_coefficients(self, layer: int | None = None, **values: float | Tensor) -> None:
         """Replace mapped coefficient values, e.g. `pin_coefficients(mu=0.0)` or `(layer=3, nu_attn=0.5)`.
 

@@ -4,9 +4,9 @@ Nothing above this folder knows Triton, CUDA graphs or sharded tensors. `kernels
 """
 
 from stepformer.ops.dtypes import as_products, at_least_fp32, product_dtype
+from stepformer.ops.heads import newton_schulz, whiten
 from stepformer.ops.kernels import has_triton, interpreted, off, switched_on, twice_differentiable, usable
 from stepformer.ops.linear import Linear, linear
-from stepformer.ops.matrix_functions import newton_schulz, whiten
 from stepformer.ops.operation import faster, operation
 
 __all__ = [

@@ -24,6 +24,7 @@ EVALUATIONS = {torch.float32: 8, torch.float64: 20}  # of the row statistics, th
 # Priors that are attention weights themselves, chained over layers, become nearly one-hot and need more: with 8, rows
 # of a 12-layer chain missed their radius by hundreds of nats.
 EVALUATIONS_WITH_PRIOR = {torch.float32: 16, torch.float64: 32}
+PACKED = torch.bfloat16  # the bits of fp16 in the dtype of the other tensors: what kernels keep of ln a
 UNSOLVED = 1e-2  # nats, relative to 1 + D(inf): rows left farther from their radius count as capped
 
 NEVER = -1e4  # a logit that underflows
@@ -246,10 +247,17 @@ class _Beta(torch.autograd.Function):
         return grad_s, grad_q, grad.squeeze(-1), None, None
 
 
-def unpacked(log_weights: Tensor) -> Tensor:
-    """ln a as numbers, also where kernels have left it as the bits that they need."""
-    if log_weights.dtype != torch.bfloat16:
-        return log_weights
-    from stepformer.ops.prior_attention import unpack
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor) -> Tensor:
+        return packed.view(torch.float16).float()
 
-    return unpack(log_weights)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].to(PACKED)
+
+
+def unpacked(log_a: Tensor) -> Tensor:
+    """ln a as numbers, from what `prior_attention` returns; anything else as it is."""
+    # the diagonal and below alone: the rest was never written
+    return _Unpack.apply(log_a).tril() if log_a.dtype == PACKED else log_a

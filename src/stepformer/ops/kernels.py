@@ -70,7 +70,7 @@ def may_replace(*modules: nn.Module) -> bool:
     )
 
 
-def prepare_compiler() -> None:
+def prepare_compiler(narrow: bool = False) -> None:
     """Tell inductor before it meets our operators that it is to call them as they are.
 
     It would find out by itself, but first describe them, with all that led to their inputs, in a message that nobody
@@ -78,6 +78,9 @@ def prepare_compiler() -> None:
     """
     if not _INSTALLED:
         return
+    if narrow:
+        # torch 2.11 with triton 3.6 cannot compile several rules at widths up to 128 otherwise (docs/lab-notebook.md)
+        torch._inductor.config.triton.persistent_reductions = False
     from torch._inductor.lowering import lowerings, make_fallback
 
     for module in pkgutil.iter_modules([os.path.dirname(__file__)]):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from stepformer.ops import constrained
 from stepformer.ops.constrained import HEAD_DIMS, Tile, Tiles, _precision, _rows, _wider
-from stepformer.ops.constraint import BETA_MAX, EVALUATIONS_WITH_PRIOR, UNSOLVED
+from stepformer.ops.constraint import BETA_MAX, EVALUATIONS_WITH_PRIOR, PACKED, UNSOLVED
 from stepformer.ops.prior_backward import prior_key_gradient, prior_query_gradient
 from stepformer.ops.prior_forward import gather_prior_rows, solve_prior_rows, write_log_weights
 
@@ -37,7 +37,6 @@ PASSES = EVALUATIONS_WITH_PRIOR[torch.float32]
 # As in `constrained`, but no pass corrects what is left: the cube of it in D, the fourth power in ln a.
 CLOSE = {torch.float32: 0.005, torch.bfloat16: 0.05}
 EXACT = {torch.float32: 2**30, torch.bfloat16: 64}  # as there; radii from a prior are small, so fewer rows need it
-PACKED = torch.bfloat16
 
 
 def tiles(like: Tensor) -> Tiles:
@@ -81,22 +80,6 @@ def prior_attention(
         keep = keep.float().contiguous()
     out, log_a, _, _ = _forward(q, k, v, radius, below, keep, packed)
     return out.transpose(1, 2), log_a
-
-
-class _Unpack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor) -> Tensor:
-        return packed.view(torch.float16).float()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].to(PACKED)
-
-
-def unpack(log_a: Tensor) -> Tensor:
-    """ln a as numbers, from what `prior_attention` returns; anything else as it is."""
-    # the diagonal and below alone: the rest was never written
-    return _Unpack.apply(log_a).tril() if log_a.dtype == PACKED else log_a
 
 
 def _bits(log_a: Tensor) -> Tensor:

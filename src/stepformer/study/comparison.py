@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from stepformer.base.errors import InputError, UnknownNameError, suggestion
 from stepformer.present.tables import Table
+from stepformer.study.compared import Compared, Facts, Row
 from stepformer.study.differences import LISTED, MATCHED, Difference, differences
+from stepformer.study.plots import draw_comparison, plot_comparison
 from stepformer.study.records import RunRecord
 from stepformer.study.statistics import (
     PAIRS_FOR_SMALL,
     SMALL_DIFFERENCE,
     PairedDifference,
-    Summary,
     check_confidence,
     mean_ratio,
     paired,
@@ -24,47 +25,11 @@ from stepformer.study.statistics import (
     summarise,
     tokens_to_reach,
 )
+from stepformer.study.tables import full_table, summary_table
 
 # What may differ between the seeds of one row: the machine they ran on, what else was imported, how the work was cut
 # into pieces, and the runs they began with.
 BETWEEN_SEEDS = (*LISTED, "train.init", "train.micro_batch", "train.device", "train.parallel", "train.graph")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What has to be known of a study: settings that differ on purpose, the axes of a grid, baselines made as large as
-    a row, and what to say. It is kept in study.json, so that a report knows it too.
-    """
-
-    baseline: str = ""
-    meant: tuple[str, ...] = ()
-    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a sweep: key -> values
-    matches: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # row -> what of, and the other baseline
-    remarks: tuple[str, ...] = ()
-
-    def __add__(self, other: Facts) -> Facts:
-        return Facts(
-            self.baseline or other.baseline,
-            (*self.meant, *other.meant),
-            {**self.axes, **other.axes},
-            {**self.matches, **other.matches},
-            (*self.remarks, *other.remarks),
-        )
-
-    @classmethod
-    def of_study(cls, study: Any) -> Self:
-        """What study.json says; nothing if it is older or says it in another way."""
-        found = study.get("facts", {}) if isinstance(study, dict) else {}
-        try:
-            return cls(
-                str(found["baseline"]),
-                tuple(map(str, found["meant"])),
-                {str(key): tuple(map(str, values)) for key, values in found["axes"].items()},
-                {str(label): (str(what), str(other)) for label, (what, other) in found["matches"].items()},
-                tuple(map(str, found["remarks"])),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return cls()
 
 
 def time_ratio(baseline: Mapping[int, RunRecord], other: Mapping[int, RunRecord]) -> float:
@@ -74,106 +39,17 @@ def time_ratio(baseline: Mapping[int, RunRecord], other: Mapping[int, RunRecord]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One architecture against the baseline, over its seeds.
-
-    `tokens_fraction` is the mean over common seeds of the tokens after which it reached the final loss of the
-    baseline's run on that seed, as a fraction of that run's tokens; None unless all of them did, since a mean of only
-    the successes would flatter. `reached` counts those that did. Ratios are over common seeds, None without any;
-    `difference` is None for the baseline itself and when no seed is common.
-    """
-
-    label: str
-    is_baseline: bool
-    records: tuple[RunRecord, ...]
-    loss: Summary
-    best: Summary
-    difference: PairedDifference | None
-    common_seeds: tuple[int, ...]
-    reached: int
-    tokens_fraction: float | None
-    speed_ratio: float | None  # tokens per second, over the baseline's
-    time_ratio: float | None  # seconds for the same tokens, over the baseline's
-    parameters: int
-    notes: tuple[str, ...]
-    identical: bool = False  # on every common seed the very weights and the loss of the baseline
-    matched: tuple[str, str, PairedDifference] | None = None  # of what it has as much as which other row, and to that
-    paired: bool = True  # False: its batches or its budget are others than the baseline's
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(record.seed for record in self.records)
-
-    @property
-    def verdict(self) -> str:
-        if self.is_baseline:
-            return "baseline"
-        if self.identical:
-            return "identical"
-        if self.difference is None:
-            return "no common seed" if self.paired else "not paired"
-        if self.matched is None:
-            return self.difference.verdict
-        what, _, to_that = self.matched
-        if to_that == self.difference:  # the baseline itself has as much
-            return f"{self.difference.verdict} at equal tokens and {what}"
-        return f"{self.difference.verdict} at equal tokens; at equal {what} {to_that.verdict}"
-
-    @property
-    def provisional(self) -> bool:
-        return self.difference is not None and self.difference.provisional and not self.identical
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All rows, the baseline first, and what their numbers are numbers of."""
-
-    baseline: str
-    rows: tuple[Row, ...]
-    confidence: float
-    tokens: int
-    val_tokens: int
-    val_hash: str
-    seeds: tuple[int, ...]
-    unigram_entropy: float | None
-    differences: tuple[Difference, ...] = ()  # settings in which the rows differ
-    remarks: tuple[str, ...] = ()  # what was done so that they compare
-
-    @property
-    def paired(self) -> bool:
-        """Whether the runs of one seed saw the same batches, as many tokens and the same evaluation."""
-        return all(row.paired for row in self.rows)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a reader has to know before quoting the table."""
-        notes = [*self.remarks]
-        notes += [f"The rows also differ in {found}." for found in self.differences if not found.meant]
-        notes += [note for row in self.rows for note in row.notes]
-        second = [row.matched[2] for row in self.rows if row.matched and row.matched[1] != self.baseline]
-        intervals = sum(d is not None and d.low is not None for d in (*(row.difference for row in self.rows), *second))
-        if intervals > 1:
-            chance = min(1.0, intervals * (1 - self.confidence))
-            notes.append(
-                f"Each interval holds on its own: among {intervals}, the chance that at least one misses the true "
-                f"difference is up to {chance:.0%}."
-            )
-        return tuple(notes)
-
-    # Its forms are in stepformer.study.tables and .plots, which know this class.
+class Comparison(Compared):
+    """A comparison with its forms."""
 
     @property
     def table(self) -> Table:
         """What is shown: `.rich()`, `.markdown()`, `.html()`, `.latex()`."""
-        from stepformer.study.tables import summary_table
-
         return summary_table(self)
 
     @property
     def details(self) -> Table:
         """Everything, a line for each row: `.csv()`."""
-        from stepformer.study.tables import full_table
-
         return full_table(self)
 
     def to_frame(self) -> Any:
@@ -182,8 +58,6 @@ class Comparison:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """The curves and differences: a figure that a notebook shows, or a PNG in `path`."""
-        from stepformer.study.plots import draw_comparison, plot_comparison
-
         return draw_comparison(self) if path is None else plot_comparison(self, path)
 
     def __str__(self) -> str:

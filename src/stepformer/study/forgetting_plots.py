@@ -7,21 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import StepformerError
-from stepformer.base.files import writing
+from stepformer.present.style import GREY, looks, new_figure, save_figure
 from stepformer.study.forgetting import Direction, ForgettingRow
-from stepformer.study.plots import GREY, NAME_WIDTH, looks
+from stepformer.study.plots import NAME_WIDTH
 from stepformer.study.statistics import summarise, t_quantile
 from stepformer.study.tables import percent
 
 
 def plot_forgetting(directions: Sequence[Direction], path: str | Path) -> None:
     """Write a PNG, a line of three pictures for each direction."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
-    except ImportError:
-        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
-    figure = Figure(figsize=(12.5, 3.9 * len(directions)), layout="constrained", facecolor="white")
+    figure = new_figure((12.5, 3.9 * len(directions)))
     grid = figure.subplots(len(directions), 3, width_ratios=(1.5, 1, 1), squeeze=False)
     for (curves, left, right), direction in zip(grid, directions, strict=True):
         _draw_curves(curves, direction)
@@ -34,8 +29,7 @@ def plot_forgetting(directions: Sequence[Direction], path: str | Path) -> None:
         fontsize=8,
         color=GREY,
     )
-    with writing(Path(path)) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path)
 
 
 def _draw_curves(axes: Any, direction: Direction) -> None:

@@ -7,36 +7,26 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import StepformerError
-from stepformer.base.files import writing
-from stepformer.study.comparison import Comparison, Row
+from stepformer.present.style import COLOURS, GREY, looks, new_figure, save_figure, short_number
+from stepformer.study.compared import Compared, Row
 from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words
 from stepformer.study.tables import MARK, percent
 
-# Okabe and Ito's palette, black for the baseline; told apart with every common kind of colour blindness.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))  # the second sign, once the colours are used up
-GREY = "#666666"
 INSIDE = 6  # names that a legend may have inside the picture; more go below it
 NAME_WIDTH = 26  # characters; longer labels go on on the next line
 
 
-def plot_comparison(comparison: Comparison, path: str | Path) -> None:
+def plot_comparison(comparison: Compared, path: str | Path) -> None:
     """Write a PNG of evaluation loss against tokens and of each difference to the baseline with its interval."""
     figure = draw_comparison(comparison)
-    with writing(Path(path)) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path)
 
 
-def draw_comparison(comparison: Comparison) -> Any:
+def draw_comparison(comparison: Compared) -> Any:
     """The same as a matplotlib figure."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
-    except ImportError:
-        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
     others = [row for row in comparison.rows if row.difference is not None]
     height = _height(comparison)
-    figure = Figure(figsize=(11 if others else 6.5, height), layout="constrained", facecolor="white")
+    figure = new_figure((11 if others else 6.5, height))
     if others:
         left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
         _draw_differences(right, comparison)
@@ -47,26 +37,21 @@ def draw_comparison(comparison: Comparison) -> Any:
     return figure
 
 
-def plot_differences(comparison: Comparison, path: str | Path) -> None:
+def plot_differences(comparison: Compared, path: str | Path) -> None:
     """Write a PNG of the differences to the baseline alone."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
-    figure = Figure(figsize=(6.5, _height(comparison) - 1.4), layout="constrained", facecolor="white")
+    figure = new_figure((6.5, _height(comparison) - 1.4))
     _draw_differences(figure.subplots(), comparison)
     figure.supxlabel(_footer(comparison), fontsize=8, color=GREY, parse_math=False)
-    with writing(Path(path)) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path)
 
 
-def _height(comparison: Comparison) -> float:
+def _height(comparison: Compared) -> float:
     """Inches that give every row of the differences its two lines of words."""
     lines = sum(1 + len(row.verdict) // NAME_WIDTH for row in comparison.rows)
     return max(4.4, 2.2 + 0.36 * len(comparison.rows), 2.0 + 0.3 * lines)
 
 
-def _footer(comparison: Comparison) -> str:
+def _footer(comparison: Compared) -> str:
     seeds = seed_words(comparison.seeds) if len(comparison.seeds) <= 8 else f"{len(comparison.seeds)} seeds"
     footer = f"evaluated on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}; {seeds}"
     if comparison.unigram_entropy is not None:
@@ -79,15 +64,7 @@ def _footer(comparison: Comparison) -> str:
     return footer
 
 
-def looks(index: int) -> dict[str, Any]:
-    """Colour and dashes of the architecture at this place; 0 is the baseline."""
-    if index == 0:
-        return {"color": COLOURS[0], "linestyle": DASHES[0]}
-    cycle, position = divmod(index - 1, len(COLOURS) - 1)
-    return {"color": COLOURS[1 + position], "linestyle": DASHES[cycle % len(DASHES)]}
-
-
-def _draw_curves(axes: Any, comparison: Comparison) -> None:
+def _draw_curves(axes: Any, comparison: Compared) -> None:
     handles = []
     for index, row in enumerate(comparison.rows):
         style = looks(index)
@@ -122,7 +99,7 @@ def _mean_curve(row: Row) -> tuple[list[int], list[float]]:
     return tokens, [math.fsum(curve[t] for curve in curves) / len(curves) for t in tokens]
 
 
-def _show_end(axes: Any, comparison: Comparison) -> float:
+def _show_end(axes: Any, comparison: Compared) -> float:
     """Give the room to where the curves differ: the fall from chance, in the first fifth, may leave the picture.
 
     Returns the height, as a part of the axes, under which the legend is clear of the entropy's line.
@@ -148,7 +125,7 @@ def _show_end(axes: Any, comparison: Comparison) -> float:
     return height - 0.01 if height > 0.6 else 1.0
 
 
-def _draw_differences(axes: Any, comparison: Comparison) -> None:
+def _draw_differences(axes: Any, comparison: Compared) -> None:
     rows = [(index, row, row.difference) for index, row in enumerate(comparison.rows) if row.difference is not None]
     axes.axvline(0, color=COLOURS[0], linewidth=1.2, zorder=1)
     for place, (index, _, difference) in enumerate(rows):
@@ -192,14 +169,6 @@ def _clean(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def short_number(value: float) -> str:
-    """1500 as 1.5k, 2e6 as 2M."""
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:g}"
 
 
 def _signed(value: float) -> str:

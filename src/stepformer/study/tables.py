@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepformer.present.tables import Cell, Column, Table, text
-from stepformer.study.comparison import Comparison, Row
+from stepformer.study.compared import Compared, Row
 from stepformer.study.statistics import PairedDifference, Summary, seed_words
 
 MARK = " *"  # beside a verdict that has a note against claiming it
@@ -13,7 +13,7 @@ REACH = (
 )
 
 
-def summary_table(comparison: Comparison) -> Table:
+def summary_table(comparison: Compared) -> Table:
     """For the terminal, Markdown and notebooks: every row, then what was measured and what has to be known."""
     budgets = len({row.records[0].tokens for row in comparison.rows}) > 1
     texts = len({_text(row) for row in comparison.rows}) > 1
@@ -39,7 +39,7 @@ def _name(row: Row) -> Cell:
     return text(row.label, style=style)
 
 
-def full_table(comparison: Comparison) -> Table:
+def full_table(comparison: Compared) -> Table:
     """One line per architecture; every line carries what was measured, so lines can be pooled."""
     records = [_record(comparison, row) for row in comparison.rows]
     return Table([Column(key) for key in records[0]], [list(map(text, record.values())) for record in records])
@@ -86,7 +86,7 @@ def _text(row: Row) -> str:
     return f"{row.records[0].val_tokens:,} of {row.records[0].val_hash[:8]}"
 
 
-def losses_of(comparison: Comparison) -> str:
+def losses_of(comparison: Compared) -> str:
     """What the losses are losses of."""
     if len({_text(row) for row in comparison.rows}) > 1:
         return f"Loss in nats per token of each row's own text; {seed_words(comparison.seeds)}."
@@ -97,7 +97,7 @@ def losses_of(comparison: Comparison) -> str:
     )
 
 
-def _facts(comparison: Comparison) -> list[str]:
+def _facts(comparison: Compared) -> list[str]:
     differences = (
         f"Differences are to {comparison.baseline}, paired by seed, with {percent(comparison.confidence)} confidence "
         "intervals (Student's t)."
@@ -112,7 +112,7 @@ def _facts(comparison: Comparison) -> list[str]:
     ]
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def _notes(comparison: Compared) -> list[str]:
     marked = {note for row in comparison.rows if row.provisional for note in row.notes[:1]}
     return [f"{MARK.strip()} {note}" if note in marked else note for note in comparison.notes]
 
@@ -121,7 +121,7 @@ def percent(confidence: float) -> str:
     return f"{100 * confidence:.6g}%"
 
 
-def _record(comparison: Comparison, row: Row) -> dict[str, str | int]:
+def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
     difference = row.difference
     return {
         "architecture": row.label,

@@ -29,12 +29,12 @@ from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus, TokenSplit
 from stepformer.model import Model
 from stepformer.ops import kernels
+from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import Optimizers, scion_init
 from stepformer.training import checkpoints as stored
 from stepformer.training.config import RunConfig
 from stepformer.training.display import Display
 from stepformer.training.evaluation import Evaluation, autocasting, check_blocks, evaluate
-from stepformer.training.graphs import CapturedPass
 from stepformer.training.loggers import Loggers
 from stepformer.training.metrics import Metrics
 from stepformer.training.parallel import ParallelModel, World
@@ -342,12 +342,10 @@ class Trainer:
 
     def _norms(self) -> list[dict[str, float]]:
         """Of the streams by layer, on the first windows of the validation split."""
-        from stepformer.measure.diagnostics.states import norms_by_layer
-
         context = self.config.model.context
         starts = np.arange(min(NORM_WINDOWS, len(self.val) // context), dtype=np.int64) * context
         windows = torch.from_numpy(self.val.gather(starts, context)).to(self.world.device)
-        return norms_by_layer(self.model, windows)
+        return self.model.stream_norms(windows)
 
     def _evaluation(self, split: TokenSplit) -> Evaluation:
         try:

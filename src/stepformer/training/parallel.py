@@ -187,10 +187,7 @@ def prepare_compiler(model: Model, device: torch.device) -> None:
     """What `torch.compile` has to know about our models."""
     if device.type != "cuda":
         return
-    kernels.prepare_compiler()
-    if model.config.d_model <= 128:
-        # torch 2.11 with triton 3.6 cannot compile several rules at these widths otherwise (docs/lab-notebook.md)
-        torch._inductor.config.triton.persistent_reductions = False
+    kernels.prepare_compiler(narrow=model.config.d_model <= 128)
 
 
 class ParallelModel:

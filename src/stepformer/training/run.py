@@ -16,9 +16,9 @@ from stepformer.base import documents
 from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
 from stepformer.base.files import write_text
 from stepformer.base.plugins import lasting
+from stepformer.base.progress import counting
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer
-from stepformer.measure import measured
 from stepformer.model import Model
 from stepformer.training import checkpoints as stored
 from stepformer.training import shortage
@@ -374,7 +374,7 @@ def evaluate_run(
     split, context = corpus_of(run, corpus).split("val"), run.config.model.context
     split = split if corpus else split.half(run.config.train.eval_half)
     tokens = run.config.train.eval_tokens if tokens is None else tokens
-    with measured.counting("validation loss", check_blocks(split, context, tokens), quiet=quiet) as count:
+    with counting("validation loss", check_blocks(split, context, tokens), quiet=quiet) as count:
         found = evaluate(
             run.model,
             split,

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.progress import counting
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
 from stepformer.measure.diagnostics.curvature_view import plot, text
@@ -175,7 +176,7 @@ class _Pieces:
         plan, tolerance = self.plan, self.settings.tolerance
         by_power = plan.method == "power"
         check_memory(self.operator, count + 1 if by_power else plan.iterations + 1)
-        with measured.counting("eigenvalues", plan.iterations * (count if by_power else 1), quiet=self.quiet) as step:
+        with counting("eigenvalues", plan.iterations * (count if by_power else 1), quiet=self.quiet) as step:
             pairs, steps = METHODS[plan.method](
                 self.operator.product,
                 partial(self.operator.start, seed=self.settings.seed),
@@ -225,7 +226,7 @@ class _Pieces:
 
     def _each(self, title: str, parts: Sequence[tuple[str, Callable[[], Any]]]) -> list[Any]:
         found = []
-        with measured.counting(title, len(parts), quiet=self.quiet) as step:
+        with counting(title, len(parts), quiet=self.quiet) as step:
             for name, compute in parts:
                 found.append(self.journal.get(name, compute))
                 step(1)

@@ -8,10 +8,8 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from stepformer.base.errors import StepformerError
-from stepformer.base.files import writing
+from stepformer.present.style import COLOURS, GREY, new_figure, save_figure
 from stepformer.present.tables import of_texts
-from stepformer.study.plots import COLOURS, GREY
 
 POSITIVE, NEGATIVE = COLOURS[1], COLOURS[2]
 
@@ -51,10 +49,6 @@ def text(result: dict[str, Any]) -> RenderableType:
 
 def plot(result: dict[str, Any], path: str | Path) -> None:
     """Write a PNG: the loss curve, eigenvalues and the trace's probes, and the surface if there is one."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
-    except ImportError:
-        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
     panels = [
         draw
         for draw, there in (
@@ -65,13 +59,12 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
         )
         if there
     ]
-    figure = Figure(figsize=(1 + 3.6 * max(1, len(panels)), 3.9), layout="constrained", facecolor="white")
+    figure = new_figure((1 + 3.6 * max(1, len(panels)), 3.9))
     for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0] if panels else [], panels, strict=True):
         draw(figure, axes, result)
     footer = f"loss {result['loss']:.4f} on {result['tokens']:,} tokens, windows {result['windows_hash']}"
     figure.supxlabel(footer, fontsize=8, color=GREY)
-    with writing(Path(path)) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path)
 
 
 def _draw_curve(figure: Any, axes: Any, result: dict[str, Any]) -> None:

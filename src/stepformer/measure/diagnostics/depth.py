@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepformer.base.errors import InputError
+from stepformer.base.progress import counting
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
 from stepformer.measure.diagnostics.depth_view import plot, text
@@ -74,7 +75,7 @@ def measure(run: LoadedRun, settings: DepthSettings, *, quiet: bool = False) -> 
     journal = measured.journal(run.folder.path, "depth", about, quiet=quiet)
     batches = windows.split(settings.window_batch)
     found = []
-    with measured.counting("inside the network", len(batches), quiet=quiet) as step:
+    with counting("inside the network", len(batches), quiet=quiet) as step:
         for number, batch in enumerate(batches):
             found.append(journal.get(f"batch {number}", partial(_look, run.model, batch)))
             step(1)

@@ -10,10 +10,8 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from stepformer.base.errors import StepformerError
-from stepformer.base.files import writing
+from stepformer.present.style import COLOURS, DASHES, GREY, new_figure, save_figure
 from stepformer.present.tables import of_texts
-from stepformer.study.plots import COLOURS, DASHES, GREY
 
 COLUMNS = {
     "readout_loss": "loss here",
@@ -73,10 +71,6 @@ def _number(value: float | None) -> str:
 
 def plot(result: dict[str, Any], path: str | Path) -> None:
     """Write a PNG: a panel for every kind of number, along depth."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
-    except ImportError:
-        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
     layers, start = result["layers"], result["start"]
     places = [row["layer"] for row in layers]
     panels: list[tuple[str, str, dict[str, tuple[list[int], list[Any]]]]] = []
@@ -107,7 +101,7 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
         panels.append((f"Coefficient {kind}", "", each))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(1 + 3.8 * columns, 0.6 + 2.9 * rows), layout="constrained", facecolor="white")
+    figure = new_figure((1 + 3.8 * columns, 0.6 + 2.9 * rows))
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, (title, unit, lines) in zip(grid, panels, strict=False):
         _draw(axes, title, unit, lines)
@@ -115,8 +109,7 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
         axes.set_axis_off()
     windows = f", windows {result['windows_hash']}" if "windows_hash" in result else ""
     figure.supxlabel(f"by layer, -1 is the start; {result['tokens']:,} tokens{windows}", fontsize=8, color=GREY)
-    with writing(Path(path)) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path)
 
 
 def _column(layers: Sequence[dict[str, Any]], key: str) -> list[Any]:

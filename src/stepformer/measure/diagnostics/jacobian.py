@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
+from stepformer.base.progress import counting
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
 from stepformer.measure.diagnostics.jacobian_view import plot, text
@@ -105,7 +106,7 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
     pieces: dict[tuple[int, str], list[Spectrum]] = {}
     notes: list[str] = []
     layers, kinds = range(len(model.blocks)), settings.kinds()
-    with measured.counting("Jacobians", len(batches) * len(layers) * len(kinds), quiet=quiet) as step:
+    with counting("Jacobians", len(batches) * len(layers) * len(kinds), quiet=quiet) as step:
         for number, tokens in enumerate(batches):
             batch = _Batch(model, tokens, number, settings)
             notes = notes or journal.get("notes", batch.notes)

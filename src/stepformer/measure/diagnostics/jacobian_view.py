@@ -9,10 +9,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from stepformer.base.errors import StepformerError
-from stepformer.base.files import writing
+from stepformer.present.style import COLOURS, GREY, new_figure, save_figure
 from stepformer.present.tables import Table, of_texts
-from stepformer.study.plots import COLOURS, GREY
 
 TITLES = {
     "block": "block: x to x', streams held",
@@ -79,13 +77,9 @@ def _number(value: float | None) -> str:
 
 def plot(result: dict[str, Any], path: str | Path) -> None:
     """Write a PNG: the singular values of every layer for each Jacobian, and gains along depth."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
-    except ImportError:
-        raise StepformerError("The plot needs matplotlib: pip install 'stepformer[plot]'.") from None
     kinds = [kind for kind in TITLES if result["summary"][kind] is not None]
     columns = max(1, len(kinds))
-    figure = Figure(figsize=(1 + 3.6 * columns, 6.6), layout="constrained", facecolor="white")
+    figure = new_figure((1 + 3.6 * columns, 6.6))
     panels = figure.subplots(2, columns, squeeze=False)
     for above, below, kind in zip(panels[0], panels[1], kinds, strict=False):
         rows = [row for row in result["layers"] if row[kind] is not None]
@@ -93,8 +87,7 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
         _draw_gains(below, kind, rows)
     footer = f"{result['tokens']:,} tokens in {result['batches']} batches, windows {result['windows_hash']}"
     figure.supxlabel(footer, fontsize=8, color=GREY)
-    with writing(Path(path)) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path)
 
 
 def _draw_spectra(axes: Any, kind: str, rows: Sequence[dict[str, Any]]) -> None:

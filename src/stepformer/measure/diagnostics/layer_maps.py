@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
-from stepformer.measure.diagnostics.states import per_token
 from stepformer.measure.diagnostics.twins import twin
 from stepformer.model import Model, Passage
 from stepformer.model.block import Block
@@ -201,3 +200,8 @@ def why_no_oracle(block: Block, plain: bool = False) -> str | None:
             "Jacobian is left out (it is defined for lie-trotter and parallel)."
         )
     return None
+
+
+def per_token(s: State) -> list[str]:
+    """The streams that belong to the tokens; the others, such as a clock, are the same for all."""
+    return [name for name, stream in s.streams.items() if stream.shape[:2] == s.x.shape[:2]]

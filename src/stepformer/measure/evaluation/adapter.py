@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stepformer.base.progress import counting
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.decoding.sampling import Generation, stream
 from stepformer.measure import measured
@@ -144,7 +145,7 @@ def adapter() -> Any:
             self.asked_for(rows)
             todo = {name: part for name, part in rows.items() if name not in self.kept}
             order, waiting = list(todo), list(todo.values())
-            with measured.counting(self.title, len(rows), quiet=self.quiet) as count:
+            with counting(self.title, len(rows), quiet=self.quiet) as count:
                 count(len(rows) - len(todo))
                 for batch in self.scorer.batches(waiting):
                     for i, found in zip(batch, self.scorer.score([waiting[i] for i in batch]), strict=True):
@@ -161,7 +162,7 @@ def adapter() -> Any:
             """Requests with the same settings in batches, the longest first; drawn texts are not kept."""
             asked = [(str(request.args[0]), Generating.read(request.args[1])) for request in requests]
             made: dict[int, str] = {}
-            with measured.counting(self.title, len(asked), quiet=self.quiet) as count:
+            with counting(self.title, len(asked), quiet=self.quiet) as count:
                 for settings in dict.fromkeys(settings for _, settings in asked):
                     same = {i: settings.key(text) for i, (text, other) in enumerate(asked) if other == settings}
                     self.asked_for(same.values())

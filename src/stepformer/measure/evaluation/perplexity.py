@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepformer.base.errors import InputError
+from stepformer.base.progress import counting
 from stepformer.measure import measured
 from stepformer.measure.evaluation.scoring import Part, Scorer, about_run, say_continues, scorer_of
 from stepformer.measure.evaluation.texts import Text, count_bytes, exponential, token_hash
@@ -155,7 +156,7 @@ def total_nats(
         earlier = [some for piece, some in pieces.items() if piece in journal.pieces and piece not in journal.used]
         kept = sum(scored for some in earlier for _, _, scored in some)
         say_continues(text.name, kept, everything, "tokens", quiet=quiet)
-    with measured.counting(text.name, everything, quiet=quiet) as count:
+    with counting(text.name, everything, quiet=quiet) as count:
         for piece, some in pieces.items():
             if journal is None:
                 total.append(nats(some))

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import StepformerError
-from stepformer.base.files import writing
 from stepformer.measure.flows.results import Result
-from stepformer.study.plots import COLOURS, GREY
+from stepformer.present.style import COLOURS, GREY, new_figure, save_figure
 
 LOOKS: dict[str, dict[str, Any]] = {
     "standard": {"color": COLOURS[0], "linewidth": 2.4},
@@ -35,15 +33,10 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 def draw(name: str, result: Result, path: Path) -> None:
     """Write the picture of one experiment as PNG."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
-    except ImportError:
-        raise StepformerError("The pictures need matplotlib: pip install 'stepformer[plot]'.") from None
     size, painter = PAINTERS[name]
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    figure = new_figure(size)
     painter(figure, result)
-    with writing(path) as file:
-        figure.savefig(file, format="png", dpi=130)
+    save_figure(figure, path)
 
 
 def _finish(axes: Any, title: str, xlabel: str, ylabel: str) -> None:

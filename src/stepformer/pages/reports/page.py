@@ -82,7 +82,7 @@ def _finite(value: Any) -> Any:
 
 
 def _asset(name: str) -> str:
-    return (resources.files("stepformer.pages.reports") / "assets" / name).read_text(encoding="utf-8")
+    return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
 def _facts(report: Report) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.files import write_text, writing
+from stepformer.base.files import write_text
 from stepformer.base.version import __version__
 from stepformer.data.tokenizers import valid
 from stepformer.pages.reports.charts import Chart, Charts, Line
@@ -15,9 +15,9 @@ from stepformer.pages.reports.collect import Curve, mean_curve
 from stepformer.pages.reports.contents import Report
 from stepformer.pages.reports.page import PARTS
 from stepformer.pages.reports.samples import Samples
+from stepformer.present.style import COLOURS, looks, new_figure, save_figure, short_number
 from stepformer.present.tables import Table, markdown_block, markdown_text
 from stepformer.study import plot_differences
-from stepformer.study.plots import COLOURS, looks, short_number
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
@@ -149,17 +149,6 @@ def look(index: int) -> dict[str, Any]:
     return {"color": looks(index)["color"], "linestyle": (1.5 * index, DASHES[(place + cycle) % len(DASHES)])}
 
 
-def _figure(**settings: Any) -> Any:
-    from matplotlib.figure import Figure  # not pyplot: it would choose a backend for the whole process
-
-    return Figure(layout="constrained", facecolor="white", **settings)
-
-
-def _save(figure: Any, path: Path) -> None:
-    with writing(path) as file:
-        figure.savefig(file, format="png", dpi=150)
-
-
 def _legend(figure: Any, labels: Sequence[str], chosen: Sequence[int]) -> None:
     """One legend for the figure, outside of all axes, where it covers nothing."""
     from matplotlib.lines import Line2D
@@ -183,7 +172,7 @@ def plot_curves(report: Report, path: Path) -> None:
         ("Training loss, running mean", [run.training for run in report.runs]),
     ]
     kinds = [(title, curves) for title, curves in kinds if any(map(len, curves))]
-    figure = _figure(figsize=(5.5 * len(kinds), 4.2 + 0.2 * (len(report.labels) // 5)))
+    figure = new_figure((5.5 * len(kinds), 4.2 + 0.2 * (len(report.labels) // 5)))
     for axes, (title, curves) in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         for index, label in enumerate(report.labels):
             mine = [(run, c) for run, c in zip(report.runs, curves, strict=True) if run.label == label and len(c)]
@@ -198,7 +187,7 @@ def plot_curves(report: Report, path: Path) -> None:
         axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
         _label(axes, title, "training tokens", "nats per token")
     _legend(figure, report.labels, range(len(report.labels)))
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _limit(axes: Any, curves: Sequence[Curve]) -> None:
@@ -230,7 +219,7 @@ def plot_charts(charts: Charts, labels: Sequence[str], path: Path) -> None:
     count = len(panels) + len(charts.surfaces)
     columns = min(COLUMNS, count)
     rows = math.ceil(count / columns)
-    figure = _figure(figsize=(3.7 * columns, 2.7 * rows + 0.5 + 0.2 * (len(labels) // 5)))
+    figure = new_figure((3.7 * columns, 2.7 * rows + 0.5 + 0.2 * (len(labels) // 5)))
     places = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, (chart, choice, lines) in zip(places, panels, strict=False):
         averaged = {line.label for line in lines if line.seed is None}
@@ -255,4 +244,4 @@ def plot_charts(charts: Charts, labels: Sequence[str], path: Path) -> None:
         axes.set_visible(False)
     drawn_labels = {line.label for _, _, lines in panels for line in lines}
     _legend(figure, labels, [index for index, label in enumerate(labels) if label in drawn_labels])
-    _save(figure, path)
+    save_figure(figure, path)

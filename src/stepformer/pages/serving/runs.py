@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from stepformer.base.errors import InputError, StepformerError
-from stepformer.cli.runs import prompt_ids, readable
 from stepformer.data.corpus import TokenSplit
 from stepformer.decoding.sampling import Generation, stream
 from stepformer.pages.serving.inspect import Reading, prediction_view, predictions, read, token_view
@@ -21,6 +20,7 @@ from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.parallel import World
 from stepformer.training.run import LoadedRun, corpus_of, load_run
 from stepformer.training.runs import RunFolder
+from stepformer.training.text import prompt_ids, readable
 
 WHICH = ("best", "last")
 

@@ -295,7 +295,7 @@ class Handler(BaseHTTPRequestHandler):
         self._check_token()
         if path in FILES:
             name, kind = FILES[path]
-            content = resources.files("stepformer.pages.serving").joinpath("page", name).read_bytes()
+            content = resources.files(__package__).joinpath("page", name).read_bytes()
             self._send(200, f"{kind}; charset=utf-8", content)
             return
         self._check_origin()

@@ -1,0 +1,48 @@
+"""Functions of a token's matrix of heads: its polar factor, and its whitening by a covariance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stepformer.ops import kernels
+from stepformer.ops.dtypes import working_dtype
+from stepformer.ops.matrix_functions import inverse_square_root, polar_steps
+
+
+def newton_schulz(
+    g: Tensor, *, heads: int, dtype: torch.dtype | None = None, low: torch.dtype = torch.float32
+) -> Tensor:
+    """NS5 of each token's matrix of heads, (..., d) -> (..., d) in `dtype`; products in `low`, of fp64 in fp64."""
+    dtype = g.dtype if dtype is None else dtype
+    if kernels.usable(g):
+        from stepformer.ops import newton_schulz_kernels as fast
+
+        if fast.supports(heads, g.shape[-1] // heads):
+            return fast.newton_schulz(g, heads, dtype, fast=low == torch.bfloat16)
+    return polar_steps(g.unflatten(-1, (heads, -1)), dtype=low).flatten(-2).to(dtype)
+
+
+def whiten(
+    direction: Tensor, g: Tensor, covariance: Tensor, beta: Tensor, *, heads: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """R' = beta R + (1 - beta) G^T G, and D R'^{-1/2} in `dtype`, (B, T, d).
+
+    G and D are the matrices of heads of `g` and `direction` (B, T, d), R (B, T, k, k) is in fp32 at least, whatever
+    autocast says.
+    """
+    dtype = direction.dtype if dtype is None else dtype
+    if kernels.usable(direction, g, covariance):
+        from stepformer.ops import whitening as fast
+
+        if fast.supports(heads, g.shape[-1] // heads):
+            if direction is g:
+                return fast.shampoo_pass(g, covariance, beta, heads, dtype)
+            _, covariance, u = fast.soap_pass(g, direction, covariance, torch.ones_like(beta), beta, heads, dtype)
+            return covariance, u  # a running mean that forgets nothing and learns nothing is the direction itself
+    with torch.autocast(g.device.type, enabled=False):
+        wide = working_dtype(g.dtype)
+        rows = g.unflatten(-1, (heads, -1)).to(wide)
+        covariance = beta * covariance + (1 - beta) * rows.mT @ rows
+        matrix = direction.unflatten(-1, (heads, -1)).to(covariance.dtype)
+        return covariance, (matrix @ inverse_square_root(covariance)).flatten(-2).to(dtype)
