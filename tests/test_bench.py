@@ -11,29 +11,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import against
 import pytest
+import targets
 import torch
+from targets import judged
 
 import stepformer
 from stepformer.base.errors import InputError
 from stepformer.cli import main
-from stepformer.measure.benchmark import against, command, measuring, records, targets
+from stepformer.measure.benchmark import command, measuring, records
 from stepformer.measure.benchmark.planning import BASELINE, BenchSettings, Wanted, plan
 from stepformer.measure.benchmark.profiling import group_of, own_kernels
-from stepformer.measure.benchmark.table import judged, newest, page, speed_table
+from stepformer.measure.benchmark.table import newest, page, speed_table
 from stepformer.measure.benchmark.timing import Limit, spread, timed
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 SHAPE = ("n_layer=1", "n_head=2", "d_model=16", "vocab_size=64")
-QUICK = ("--context", "16", "--micro-batch", "2", "--steps", "3", "--decode-tokens", "4")
-
-NO_RICH = """
+BARE = """
 import sys
-sys.modules.update(dict.fromkeys(("rich", "matplotlib", "triton")))  # None: importing them fails
-from stepformer.measure.benchmark.command import main
+sys.modules.update(dict.fromkeys(("matplotlib", "triton")))  # None: importing them fails
+from stepformer.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+QUICK = ("--context", "16", "--micro-batch", "2", "--steps", "3", "--decode-tokens", "4")
 
 
 def quick_settings(**changes: Any) -> BenchSettings:
@@ -154,7 +156,7 @@ def test_a_ratio_on_the_cpu_is_of_steps_taken_in_turn(stored: Path) -> None:
     for record in (yurii, again):
         assert len(record["beside"]["ms"]) == len(record["forward_backward"]["ms"])
         expected = record["beside"]["median_ms"] / record["forward_backward"]["median_ms"]
-        assert targets.value_of("ratio", record, vanilla) == pytest.approx(expected)
+        assert records.value_of("ratio", record, vanilla) == pytest.approx(expected)
 
 
 def test_numbers_stand_on_one_line(stored: Path) -> None:
@@ -189,10 +191,10 @@ def test_the_first_line_says_where_it_measures(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_it_works_without_rich_and_triton(tmp_path: Path) -> None:
+def test_it_works_without_matplotlib_and_triton(tmp_path: Path) -> None:
     path = tmp_path / "plain.json"
     path_of_code = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    command_line = [sys.executable, "-c", NO_RICH, "yurii", *SHAPE, *QUICK, "--json", str(path)]
+    command_line = [sys.executable, "-c", BARE, "bench", "yurii", *SHAPE, *QUICK, "--json", str(path)]
     done = subprocess.run(command_line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path_of_code})
     assert done.returncode == 0, done.stderr
     assert "architecture" in done.stdout
@@ -200,22 +202,14 @@ def test_it_works_without_rich_and_triton(tmp_path: Path) -> None:
     assert "No CUDA device" in done.stdout or torch.cuda.is_available()
 
 
-def test_the_module_answers_mistakes_as_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["yurri"]) == 2
-    assert "Did you mean 'yurii'?" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["yurri"], "Did you mean 'yurii'?"),
-        (["--targets"], "The targets are for a GPU"),
         (["--json", "yurii"], "should end in .json"),
         (["yurii", "--all"], "Give --all or names, not both."),
         (["--steps", "2"], "--steps 2 should be at least 3."),
         (["--streams", "bf16"], "on the CPU nothing runs in bf16"),
-        (["--against", "nowhere"], "no package stepformer in 'nowhere'"),
-        (["--against", "nowhere", "--profile"], "compares named architectures"),
         (["--table", "nowhere"], "There is no benchmark result 'nowhere'."),
         (["yurii", "size=small"], "--size small"),
         (["yurii", "context=8", "--context", "16"], "Two contexts"),
@@ -375,7 +369,7 @@ def test_every_target_names_presets_and_quantities_that_exist() -> None:
     assert len(set(rows)) == len(rows)
     full = made_up("vanilla", 600e3, batch={"optimizer_share": 0.01}, decode={"tokens_per_second": 4000.0})
     for target in targets.TARGETS:
-        assert targets.value_of(target.quantity, full, full) is not None
+        assert records.value_of(target.quantity, full, full) is not None
         for name in target.presets:
             stepformer.preset(name)
     judged_presets = {stepformer.preset(name).name for target in targets.TARGETS for name in target.presets}
@@ -486,13 +480,21 @@ def test_a_narrow_terminal_misses_the_spare_columns() -> None:
 def test_against_takes_steps_of_two_checkouts_in_turn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The other one is this one as well."""
     path = tmp_path / "ratio.json"
-    words = ["bench", "vanilla", *SHAPE, *QUICK, "--rounds", "1", "--no-step", "--json", str(path)]
-    assert main([*words, "--against", str(ROOT / "src")]) == 0
+    words = ["vanilla", *SHAPE, "context=16", "--micro-batch", "2", "--steps", "3", "--rounds", "1", "--kinds", "1"]
+    assert against.main([str(ROOT / "src"), *words, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     [entry] = found["measured"]
     assert (entry["name"], entry["kind"]) == ("vanilla", "forward + backward")
     assert len(entry["there_ms"]) == len(entry["here_ms"]) == 3
     assert "ratio [low, high]" in capsys.readouterr().out
+
+
+def test_mistakes_of_the_maintainers_tools(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert against.main(["nowhere"]) == 2
+    assert "no package stepformer in 'nowhere'" in capsys.readouterr().err
+    assert targets.main([]) == 2
+    assert "The targets are for a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""`stepformer bench` without its looks: arguments, plan, measuring, writing. Needs nothing but torch and numpy."""
+"""`stepformer bench` without its looks: arguments, plan, measuring, writing."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 import time
@@ -15,7 +14,7 @@ from typing import Any
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_text
 from stepformer.catalogue import SIZES, preset, presets
-from stepformer.measure.benchmark import against, machine, records, targets
+from stepformer.measure.benchmark import machine, records
 from stepformer.measure.benchmark.measuring import measure
 from stepformer.measure.benchmark.planning import (
     BASELINE,
@@ -28,7 +27,7 @@ from stepformer.measure.benchmark.planning import (
     introduction,
     plan,
 )
-from stepformer.measure.benchmark.table import judged, legend, page, profile_table, speed_table, target_table
+from stepformer.measure.benchmark.table import legend, page, profile_table, speed_table
 from stepformer.measure.benchmark.timing import product_rate
 from stepformer.present.tables import Table
 from stepformer.training.parallel import choose_device
@@ -44,9 +43,7 @@ examples:
   stepformer bench yurii splitting=strang --profile
   stepformer bench --all --append speed.json     every preset, added to what the file holds
   stepformer bench yurii --kernels both          with our kernels and with plain PyTorch
-  stepformer bench --targets muon,symp           rows of the targets table: reached or not
   stepformer bench --table FOLDER -o README.md   a Markdown page from stored results
-  stepformer bench yurii --against ../old/src    is this checkout slower than another one?
 """
 Show = Callable[[Table], None]
 
@@ -57,14 +54,10 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     )
     what = sub.add_argument_group("what")
     what.add_argument("--all", action="store_true", help="every preset")
-    what.add_argument(
-        "--targets", nargs="?", const="all", metavar="ROWS", help="rows of the targets table (a,b; without: all), a GPU"
-    )
     what.add_argument("--no-step", action="store_true", help="no optimizer and no whole step")
     what.add_argument("--no-decode", action="store_true", help="no decoding")
     what.add_argument("--profile", action="store_true", help="also where the time goes, by kind of kernel")
     what.add_argument("--again", action="store_true", help="vanilla once more at the end: did the machine drift?")
-    what.add_argument("--against", metavar="SRC", help="another checkout's src: compare both on the CPU, in turn")
     how = sub.add_argument_group("how")
     how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     how.add_argument("--size", choices=list(SIZES), help="(CPU: tiny, CUDA: small)")
@@ -90,7 +83,6 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     how.add_argument("--batch-tokens", type=int, metavar="N", help="tokens in a whole step (CUDA: 491,520, CPU: 4,096)")
     how.add_argument("--decode-tokens", type=int, metavar="N", help="tokens to decode (CUDA: 512, CPU: 48)")
     how.add_argument("--seconds", type=float, metavar="S", help="limit per architecture; the rest of it is left out")
-    how.add_argument("--rounds", type=int, default=3, metavar="N", help="--against: fresh pairs of processes (3)")
     out = sub.add_argument_group("output")
     out.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="all numbers as JSON, into a file or (-) here"
@@ -100,25 +92,21 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     out.add_argument("-o", "--out", metavar="FILE", help="--table: where the page goes (standard output)")
 
 
-def run(args: argparse.Namespace, show: Show | None = None) -> int:
+def run(args: argparse.Namespace, show: Show) -> int:
     """Carry out a parsed command; `show` prints a table."""
-    show = show or (lambda table: print(table.plain()))
     check(args)
     if args.table:
         return _page(Path(args.table), args.out)
-    if args.against:
-        return _against(args, show)
     settings = settings_of(args)
-    rows = targets.select(args.targets) if args.targets else []
-    cases = plan(_wanted(args, rows), settings)
-    save = _writer(args)
+    cases = plan(_wanted(args), settings)
+    save = writer(args)
     if args.json != "-":
         print(introduction(cases, settings), flush=True)
     process, interrupted = carry_out(cases, settings, save)
     if args.json == "-":
         print(records.as_json([process]), end="")
     else:
-        _present(process, rows, show)
+        _present(process, show)
     if interrupted:
         whole = sum("interrupted" not in record["notes"] for record in process["results"])
         print(f"stepformer: interrupted after {whole} of {len(cases)} measurements", file=sys.stderr)
@@ -132,7 +120,6 @@ def check(args: argparse.Namespace) -> None:
         ("context", 2),
         ("micro_batch", 1),
         ("steps", 3),
-        ("rounds", 1),
         ("decode_tokens", 2),
         ("batch_tokens", 1),
     ):
@@ -141,17 +128,13 @@ def check(args: argparse.Namespace) -> None:
             raise InputError(f"--{option.replace('_', '-')} {value} should be at least {least}.")
     if args.seconds is not None and not args.seconds > 0:
         raise InputError(f"--seconds {args.seconds:g} should be above 0.")
-    if args.against and (args.targets or args.all or args.append or args.profile):
-        raise InputError(
-            "--against compares named architectures on the CPU: no --targets, --all, --append or --profile."
-        )
     if args.json not in (None, "-") and not args.json.endswith(".json"):
         raise InputError(f"--json {args.json}: the file's name should end in .json (names of architectures go first).")
     if args.json and args.append:
         raise InputError("Give --json for a new file or --append to add to one, not both.")
     if args.out and not args.table:
         raise InputError("-o belongs to --table; --json FILE writes the measurements.")
-    given = [word for word in ("all", "targets", "table") if getattr(args, word)]
+    given = [word for word in ("all", "table") if getattr(args, word)]
     if len(given) > 1 or (given and args.names):
         other = "names" if args.names else f"--{given[1]}"
         raise InputError(f"Give --{given[0]} or {other}, not both.")
@@ -162,11 +145,6 @@ def settings_of(args: argparse.Namespace) -> BenchSettings:
     device = choose_device(args.device)
     on_cuda = device.type == "cuda"
     size = args.size or ("small" if on_cuda else "tiny")
-    if args.targets and (not on_cuda or size != "small" or args.context):
-        raise InputError(
-            "The targets are for a GPU at size small and their own contexts: leave --size and --context out, "
-            "or name architectures instead."
-        )
     decode = args.decode_tokens or (512 if on_cuda else 48)
     return BenchSettings(
         device=device,
@@ -189,9 +167,7 @@ def settings_of(args: argparse.Namespace) -> BenchSettings:
     )
 
 
-def _wanted(args: argparse.Namespace, rows: list[targets.Target]) -> list[Wanted]:
-    if rows:
-        return targets.wanted(rows)
+def _wanted(args: argparse.Namespace) -> list[Wanted]:
     names = [word for word in args.names if "=" not in word]
     words = tuple(word for word in args.names if "=" in word)
     if args.all:
@@ -245,7 +221,7 @@ def carry_out(
     return process, False
 
 
-def _writer(args: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
+def writer(args: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
     """Writes the whole file after every architecture: whatever ends the process leaves the rest."""
     path = args.append or (args.json if args.json != "-" else None)
     if path is None:
@@ -254,7 +230,7 @@ def _writer(args: argparse.Namespace) -> Callable[[dict[str, Any]], None]:
     return lambda process: records.write(Path(path), [*before, process])
 
 
-def _present(process: dict[str, Any], rows: list[targets.Target], show: Show) -> None:
+def _present(process: dict[str, Any], show: Show) -> None:
     measured = list(records.pairs(process["results"]))
     if not measured:
         return
@@ -266,9 +242,6 @@ def _present(process: dict[str, Any], rows: list[targets.Target], show: Show) ->
     if times is not None:
         print()
         show(times)
-    if rows:
-        print()
-        show(target_table(judged([process], rows)))
 
 
 def _page(where: Path, out: str | None) -> int:
@@ -278,24 +251,6 @@ def _page(where: Path, out: str | None) -> int:
     else:
         write_text(Path(out), text)
         print(f"written: {out}")
-    return 0
-
-
-def _against(args: argparse.Namespace, show: Show) -> int:
-    names = [word for word in args.names if "=" not in word] or ["vanilla", "yurii", "muon"]
-    words = [word for word in args.names if "=" in word]
-    if args.context:
-        words.append(f"context={args.context}")
-    kinds = against.KINDS[: 3 - args.no_decode] if not args.no_step else against.KINDS[:1]
-    job = against.Job(names, words, args.size or "tiny", args.micro_batch, args.steps or 15, kinds)
-    found = against.compare(job, Path(args.against), args.rounds)
-    show(against.table(found))
-    print("\n" + textwrap.fill(against.SAYING, 118))
-    path = args.json if args.json != "-" else None
-    if path:
-        write_text(Path(path), json.dumps(found, indent=2) + "\n")
-    elif args.json:
-        print(json.dumps(found, indent=2))
     return 0
 
 
@@ -333,25 +288,3 @@ class Progress:
     def _line(self, text: str) -> None:
         sys.stderr.write(f"\r\033[K{text[:118]}")
         sys.stderr.flush()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m stepformer.measure.benchmark`: the same command where `rich` is not installed."""
-    from stepformer.base.errors import StepformerError
-
-    parser = argparse.ArgumentParser(
-        prog="python -m stepformer.measure.benchmark",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    args = parser.parse_intermixed_args(argv)
-    try:
-        return run(args)
-    except StepformerError as error:
-        print(f"stepformer: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stepformer: interrupted", file=sys.stderr)
-        return 130

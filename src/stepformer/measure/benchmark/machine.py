@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import stepformer
+from stepformer.base.version import PACKAGE, __version__
 from stepformer.training.runs import cpu_name
 
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {
-        "stepformer": stepformer.__version__,
+        "stepformer": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
@@ -47,7 +46,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 def commit() -> dict[str, Any] | None:
     """The commit of the checkout this package runs from, and whether its files were changed; None outside of one."""
-    here = Path(stepformer.__file__)
+    here = PACKAGE / "__init__.py"
     if _output("git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name) is None:
         return None
     found = _output("git", "-C", str(here.parent), "rev-parse", "HEAD")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +67,27 @@ def pairs(results: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
             baselines.setdefault(frame(record), record)
     for record in results:
         yield record, baselines.get(frame(record), {})
+
+
+def ratio(record: dict[str, Any], baseline: dict[str, Any]) -> float:
+    """The speed as a part of vanilla's: of the steps taken in turn with it, or of those it took before."""
+    if "beside" in record:
+        return float(record["beside"]["median_ms"] / record["forward_backward"]["median_ms"])
+    return float(record["tokens_per_second"] / baseline["tokens_per_second"])
+
+
+def value_of(quantity: str, record: dict[str, Any], baseline: dict[str, Any]) -> float | None:
+    """One measured quantity of a record, in the unit of its target; None if it was not measured."""
+    ways: dict[str, Callable[[], float]] = {
+        "ktok/s": lambda: record["tokens_per_second"] / 1000,
+        "peak GiB": lambda: record["memory"]["peak_bytes"] / 2**30,
+        "ratio": lambda: ratio(record, baseline),
+        "ratio by FLOPs": lambda: ratio(record, baseline) * record["flops_per_token"] / baseline["flops_per_token"],
+        "optimizer % of a step": lambda: 100 * record["batch"]["optimizer_share"],
+        "decode tok/s": lambda: record["decode"]["tokens_per_second"],
+        "decode ratio": lambda: record["decode"]["tokens_per_second"] / baseline["decode"]["tokens_per_second"],
+    }
+    try:
+        return ways[quantity]()
+    except (KeyError, TypeError):
+        return None

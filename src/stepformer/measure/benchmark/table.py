@@ -7,8 +7,7 @@ from typing import Any
 
 from stepformer.catalogue import SIZES
 from stepformer.measure.benchmark.planning import BASELINE, HOW_COMPILED
-from stepformer.measure.benchmark.records import Process, Record, frame, pairs
-from stepformer.measure.benchmark.targets import TARGETS, Target, Verdict, value_of, verdicts
+from stepformer.measure.benchmark.records import Process, Record, frame, pairs, value_of
 from stepformer.present.tables import Cell, Column, Table
 
 Pair = tuple[Record, Record]
@@ -103,24 +102,6 @@ def legend(process: Process, table: Table) -> str:
     return f"{text}."
 
 
-def target_table(found: Iterable[Verdict]) -> Table:
-    rows = []
-    for verdict in found:
-        target = verdict.target
-        number = "" if verdict.value is None else _amount(verdict.value)
-        word = {True: "reached", False: "NOT reached", None: "not measured"}[verdict.reached]
-        sign = "<=" if target.at_most else ">="
-        where = "" if target.context == 1024 else f" at T = {target.context}"
-        rows.append(
-            [target.row, verdict.preset, f"{target.quantity}{where}", word, f"{sign} {_amount(target.bound)}", number]
-        )
-    return made(["row", "architecture", "quantity", "verdict", "target", "measured"], rows, left=4)
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 20 else f"{value:.3f}"
-
-
 def profile_table(measured: Sequence[Pair]) -> Table | None:
     """Milliseconds of one step by kind of kernel, a column per architecture; None if nothing was profiled."""
     records = [record for record, _ in measured if record.get("profile")]
@@ -162,18 +143,8 @@ def newest(processes: Iterable[Process]) -> list[Pair]:
     return sorted(found.values(), key=lambda pair: (pair[0]["context"], pair[0]["label"] != BASELINE))
 
 
-def judged(processes: Iterable[Process], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
-    """Verdicts on measurements at the size and with the settings that the targets are for."""
-    fitting: list[Pair] = []
-    for process in processes:
-        if process["device"]["kind"] == "cuda" and process["settings"]["size"] == "small":
-            of_process = [pair for pair in pairs(process["results"]) if pair[0]["kernels"] != "off"]
-            fitting += reversed(of_process)  # of several ways to store streams the first counts: the last one here
-    return verdicts(targets, fitting)
-
-
 def page(processes: Sequence[Process]) -> str:
-    """The Markdown page: per machine and size a table, the targets, where the time goes, and what was measured when."""
+    """The Markdown page: per machine and size a table, where the time goes, and what was measured when."""
     groups: dict[tuple[Any, ...], list[Process]] = {}
     for process in processes:
         if process["results"]:
@@ -188,9 +159,6 @@ def page(processes: Sequence[Process]) -> str:
         out.append(_conditions(members))
         out.append(table.markdown())
         out.append(f"\n{legend(members[-1], table)}")
-        if members[0]["device"]["kind"] == "cuda" and size == "small":
-            out.append("\n### Targets\n")
-            out.append(target_table(judged(members)).markdown())
         times = profile_table(measured)
         if times is not None:
             out.append("\n### Where the time goes\n")

@@ -2,23 +2,29 @@
 
 Each round starts two fresh processes. For every architecture and kind of work they take one step each, in the order
 A B, then B A, and so on; a ratio is that of two steps taken one after the other.
+
+    python benchmarks/against.py ../old/src                    vanilla, yurii and muon at size tiny
+    python benchmarks/against.py ../old/src adam context=256   others, and settings for all of them
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import stepformer
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.files import write_text
+from stepformer.base.version import PACKAGE
 from stepformer.base.words import merge
 from stepformer.catalogue import model_config
 from stepformer.measure.benchmark.table import made
@@ -95,11 +101,11 @@ def worker(source: Path, job: Job, settings: dict[str, Any]) -> Iterator[Worker]
 def compare(job: Job, other: Path, rounds: int) -> dict[str, Any]:
     """All times of both, by round, architecture and kind of work."""
     if not (other / "stepformer" / "__init__.py").is_file():
-        raise InputError(f"There is no package stepformer in '{other}': --against takes another checkout's src folder.")
+        raise InputError(f"There is no package stepformer in '{other}': give another checkout's src folder.")
     settings = merge({}, job.words, "model")
     for name in job.names:
         model_config(name, size=job.size, **settings)  # a wrong name is said here, not by a process
-    here = Path(stepformer.__file__).parents[1]
+    here = PACKAGE.parent
     found = []
     for number in range(rounds):
         with worker(other, job, settings) as there, worker(here, job, settings) as now:
@@ -137,3 +143,33 @@ def table(found: dict[str, Any]) -> Table:
         best = [min(ms for entry in entries for ms in entry[side]) for side in ("there_ms", "here_ms")]
         rows.append([name, kind, f"{there:.2f}", f"{here:.2f}", spread, f"{best[0] / best[1]:.3f}"])
     return made(["architecture", "work", "there ms", "here ms", "ratio [low, high]", "fastest"], rows, left=2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", metavar="SRC", help="another checkout's src")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="presets or templates; key=value applies to all")
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--micro-batch", type=int, metavar="N")
+    parser.add_argument("--steps", type=int, default=15, metavar="N", help="timed steps (15)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="fresh pairs of processes (3)")
+    parser.add_argument("--kinds", type=int, default=len(KINDS), metavar="N", help=f"the first N of {', '.join(KINDS)}")
+    parser.add_argument("--json", metavar="FILE", help="all times")
+    args = parser.parse_intermixed_args(argv)
+    names = [word for word in args.names if "=" not in word] or ["vanilla", "yurii", "muon"]
+    words = [word for word in args.names if "=" in word]
+    job = Job(names, words, args.size, args.micro_batch, args.steps, KINDS[: args.kinds])
+    try:
+        found = compare(job, Path(args.other), args.rounds)
+    except StepformerError as error:
+        print(f"against: {error}", file=sys.stderr)
+        return 2
+    print(table(found).markdown())
+    print("\n" + textwrap.fill(SAYING, 118))
+    if args.json:
+        write_text(Path(args.json), json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,17 +1,29 @@
 """What the architectures should reach on one H200: size small, context 1024, micro-batch 32, bf16 autocast.
 
 Each row names presets and a bound on one measured quantity. Ratios are to vanilla in the same process.
+
+    python benchmarks/targets.py                           measure every row on this GPU, and judge
+    python benchmarks/targets.py muon,symp --append FILE   some rows, added to the results in FILE
+    python benchmarks/targets.py --results benchmarks/results -o benchmarks/TARGETS.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import UnknownNameError, suggestion
+from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
+from stepformer.base.files import write_text
 from stepformer.catalogue import preset
-from stepformer.measure.benchmark.planning import Wanted
+from stepformer.measure.benchmark import command, records
+from stepformer.measure.benchmark.planning import Wanted, plan
+from stepformer.measure.benchmark.records import Process, pairs, value_of
+from stepformer.measure.benchmark.table import made
+from stepformer.present.tables import Table
 
 MOMENTUM = ("hb", "yurii", "tmm", "symplectic-euler", "polyak-euler", "nesterov-euler")
 IMEX_K1 = ("imex-k1-ama", "imex-k1-mam", "imex-ln-k1-ama", "imex-ln-k1-mam")
@@ -85,30 +97,6 @@ class Verdict:
     reached: bool | None
 
 
-def ratio(record: dict[str, Any], baseline: dict[str, Any]) -> float:
-    """The speed as a part of vanilla's: of the steps taken in turn with it, or of those it took before."""
-    if "beside" in record:
-        return float(record["beside"]["median_ms"] / record["forward_backward"]["median_ms"])
-    return float(record["tokens_per_second"] / baseline["tokens_per_second"])
-
-
-def value_of(quantity: str, record: dict[str, Any], baseline: dict[str, Any]) -> float | None:
-    """One measured quantity of a record, in the unit of its target; None if it was not measured."""
-    ways: dict[str, Callable[[], float]] = {
-        "ktok/s": lambda: record["tokens_per_second"] / 1000,
-        "peak GiB": lambda: record["memory"]["peak_bytes"] / 2**30,
-        "ratio": lambda: ratio(record, baseline),
-        "ratio by FLOPs": lambda: ratio(record, baseline) * record["flops_per_token"] / baseline["flops_per_token"],
-        "optimizer % of a step": lambda: 100 * record["batch"]["optimizer_share"],
-        "decode tok/s": lambda: record["decode"]["tokens_per_second"],
-        "decode ratio": lambda: record["decode"]["tokens_per_second"] / baseline["decode"]["tokens_per_second"],
-    }
-    try:
-        return ways[quantity]()
-    except (KeyError, TypeError):
-        return None
-
-
 def _canonical(label: str) -> str:
     """One name for a preset, whichever of its names was given; other labels are no preset's."""
     try:
@@ -129,3 +117,66 @@ def verdicts(targets: Iterable[Target], pairs: Iterable[tuple[dict[str, Any], di
             value = next((v for v in reversed(values) if v is not None), None)
             found.append(Verdict(target, name, value, None if value is None else target.holds(value)))
     return found
+
+
+def judged(processes: Iterable[Process], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
+    """Verdicts on measurements at the size and with the settings that the targets are for."""
+    fitting: list[Any] = []
+    for process in processes:
+        if process["device"]["kind"] == "cuda" and process["settings"]["size"] == "small":
+            of_process = [pair for pair in pairs(process["results"]) if pair[0]["kernels"] != "off"]
+            fitting += reversed(of_process)  # of several ways to store streams the first counts: the last one here
+    return verdicts(targets, fitting)
+
+
+def target_table(found: Iterable[Verdict]) -> Table:
+    rows = []
+    for verdict in found:
+        target = verdict.target
+        number = "" if verdict.value is None else _amount(verdict.value)
+        word = {True: "reached", False: "NOT reached", None: "not measured"}[verdict.reached]
+        sign = "<=" if target.at_most else ">="
+        where = "" if target.context == 1024 else f" at T = {target.context}"
+        rows.append(
+            [target.row, verdict.preset, f"{target.quantity}{where}", word, f"{sign} {_amount(target.bound)}", number]
+        )
+    return made(["row", "architecture", "quantity", "verdict", "target", "measured"], rows, left=4)
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 20 else f"{value:.3f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="?", metavar="ROWS", help="rows of the table, a,b (all of them)")
+    parser.add_argument("--results", metavar="FOLDER", help="measure nothing: judge the results in a folder or file")
+    parser.add_argument("--append", metavar="FILE", help="add what is measured to the results in FILE")
+    parser.add_argument("-o", "--out", metavar="FILE", help="--results: where the table goes as Markdown")
+    args = parser.parse_args(argv)
+    try:
+        rows = select(args.rows)
+        if args.results:
+            table = target_table(judged(records.read_all(Path(args.results)), rows))
+            if args.out:
+                made_by = "`python benchmarks/targets.py --results benchmarks/results -o benchmarks/TARGETS.md`"
+                write_text(Path(args.out), f"# Targets on one H200\n\nMade by {made_by}.\n\n{table.markdown()}\n")
+            else:
+                print(table.markdown())
+            return 0
+        bench = argparse.ArgumentParser()
+        command.add_arguments(bench)
+        given = bench.parse_args(["--append", args.append] if args.append else [])
+        settings = command.settings_of(given)
+        if settings.device.type != "cuda":
+            raise InputError("The targets are for a GPU: `stepformer bench` measures on a CPU.")
+        process, interrupted = command.carry_out(plan(wanted(rows), settings), settings, command.writer(given))
+        print(target_table(judged([process], rows)).markdown())
+        return 130 if interrupted else 0
+    except StepformerError as error:
+        print(f"targets: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,0 @@
-"""`python -m stepformer.measure.benchmark`."""
-
-import sys
-
-from stepformer.measure.benchmark.command import main
-
-sys.exit(main())
