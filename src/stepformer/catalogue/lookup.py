@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from stepformer.base.errors import ConfigError, StepformerError, UnknownNameError, independent, suggestion
 from stepformer.base.words import merge, read_toml
-from stepformer.catalogue import architectures
-from stepformer.model.config import NOT_THE_FUNCTION, ModelConfig, declared_options
-from stepformer.oracles import attentions, mlps
+from stepformer.catalogue.recipes import load_recipe
+from stepformer.extras import chosen, extras
+from stepformer.model.config import NOT_THE_FUNCTION, REGISTRIES, ModelConfig, declared_options
+from stepformer.oracles import attentions
 from stepformer.rules import splittings, templates
 
 if TYPE_CHECKING:
@@ -21,25 +23,8 @@ if TYPE_CHECKING:
 
     from stepformer.model import Model
 
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"n_layer": 4, "n_head": 4, "d_model": 128, "context": 128, "vocab_size": 256},
-    "small": {
-        "n_layer": 12,
-        "n_head": 12,
-        "d_model": 768,
-        "context": 1024,
-        "vocab_size": 50_304,
-        "real_vocab": 50_257,
-    },
-    "medium": {
-        "n_layer": 24,
-        "n_head": 16,
-        "d_model": 1024,
-        "context": 1024,
-        "vocab_size": 50_304,
-        "real_vocab": 50_257,
-    },
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+SIZES: dict[str, dict[str, Any]] = _TABLE["sizes"]
 
 
 @dataclass(frozen=True)
@@ -48,14 +33,39 @@ class Preset:
 
     name: str
     settings: Mapping[str, Any]
-    equation: str
     cite: str
     aliases: tuple[str, ...] = ()
-    published: str = ""
+    written: str = ""  # its equation, of a preset that brings its own
 
     @functools.cached_property
     def config(self) -> ModelConfig:
         return ModelConfig.from_dict({**SIZES["small"], **self.settings})
+
+    @property
+    def equation(self) -> str:
+        """What a layer does, composed from the components unless it was given."""
+        return self.written or layer_equation(self.config)
+
+    @property
+    def published(self) -> str:
+        """Its loss at size small in the paper, if there is one."""
+        where = _TABLE["published"].get(self.cite)
+        runs = load_recipe(where["recipe"]).runs if where else {}
+        losses = [runs[word]["published"] for word in (self.name, *self.aliases) if word in runs]
+        return f"{where['what']} {losses[0]:.3f}" if losses else ""
+
+
+def layer_equation(config: ModelConfig) -> str:
+    """A layer in one line: the rule, the turns it takes, and what is not as usual. A is attention, M the MLP."""
+    rule = templates[config.template].component(config.n_head, config.head_dim, **config.options_of("template"))
+    turns = splittings[config.splitting].component(**config.options_of("splitting"))
+    layer = rule.describe() if rule.integrates else turns.in_turns(rule.describe())
+    starts = [name for name, stream in rule.streams.items() if stream.start == "embed" and config.aux_init == "zero"]
+    layer += "".join(f";  {name}_0 = 0" for name in starts)
+    if config.attention == "softmax":
+        return layer
+    given = [f"{k} = {v}" for k, v in config.options.items() if declared_options(config)[k][0] == "attention"]
+    return f"{layer};  A: {attentions[config.attention].equation}{';  ' * bool(given)}{', '.join(given)}"
 
 
 OTHER_SECTIONS = ("data", "optim", "train", "recipe")  # of a run's file; a model alone does not read them
@@ -66,21 +76,25 @@ _ALIASES: dict[str, str] = {}
 def register_preset(
     name: str,
     *,
-    equation: str,
     cite: str,
+    equation: str = "",
     aliases: tuple[str, ...] = (),
-    published: str = "",
     **settings: Any,
 ) -> None:
-    """Add a named architecture; `settings` are config keys that differ from the defaults."""
+    """Add a named architecture; `settings` are config keys that differ from the defaults.
+
+    Without an `equation` it is composed from the components.
+    """
     for word in (name, *aliases):
         if word in _ALIASES:
             raise StepformerError(f"The preset name '{word}' is already taken.")
-    _PRESETS[name] = Preset(name, settings, equation, cite, aliases, published)
+    _PRESETS[name] = Preset(name, settings, cite, aliases, equation)
     _ALIASES.update(dict.fromkeys((name, *aliases), name))
 
 
-architectures.register_all(register_preset)
+for _paper, _rows in _TABLE["presets"].items():
+    for _name, _row in _rows.items():
+        register_preset(_name, cite=_paper, aliases=tuple(_row.pop("aliases", ())), **_row)
 
 
 def presets(pattern: str = "*") -> list[str]:
@@ -96,7 +110,7 @@ def preset(name: str) -> Preset:
         return _PRESETS[_ALIASES[name]]
     if name in templates:
         entry = templates[name]
-        return Preset(entry.name, {"template": entry.name, **entry.component.goes_with}, entry.equation, "")
+        return Preset(entry.name, {"template": entry.name, **entry.component.goes_with}, "", written=entry.equation)
     known = [*_ALIASES, *(e.name for e in templates)]
     raise UnknownNameError(f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them.")
 
@@ -231,19 +245,10 @@ def citations(config: ModelConfig) -> list[str]:
     """Keys of every reference that a model uses: its paper if it is a preset, template, splitting, oracles, norm."""
     row = preset_of(config)
     keys = [row.cite] if row else []
-    for registry, name in (
-        (templates, config.template),
-        (splittings, config.splitting),
-        (attentions, config.attention),
-        (mlps, config.mlp),
-    ):
-        keys += [key for key in registry[name].cite if key not in keys]
+    for kind, registry in REGISTRIES.items():
+        keys += registry[getattr(config, kind)].cite
     keys.append("ba2016layer" if config.norm == "layernorm" else "zhang2019root")
-    extras = {
-        "su2024roformer": config.positions == "rotary",
-        "zhou2025value": config.value_residual != "off",
-        "shortcuts": config.embedding_skip,
-        "gemma2024gemma": config.logit_softcap is not None,
-        "henry2020query": config.options.get("qk_norm", False),
-    }
-    return keys + [key for key, used in extras.items() if used and key not in keys]
+    keys += ["su2024roformer"] if config.positions == "rotary" else []
+    keys += [key for part in chosen(config) for key in extras[part.name].cite]
+    keys += ["henry2020query"] if config.options.get("qk_norm", False) else []
+    return list(dict.fromkeys(keys))

@@ -31,7 +31,6 @@ def add_audit(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "audit",
         parents=[common],
-        help="check that architectures keep their obligations; exit status 1 if one fails",
         description="Check architectures on small copies: width 32, 8 heads, two layers, V = T = 16, at any size.",
         epilog=f"obligations (docs/audit.md):\n{what}\n\nexamples:\n  stepformer audit yurii verlet-ama\n"
         "  stepformer audit adam splitting=strang order=mam\n  stepformer audit my-rule --plugin my_rule.py",

@@ -16,7 +16,6 @@ def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "bench",
         parents=[common],
-        help="how fast are architectures here? throughput, memory, decoding, each against vanilla",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -42,7 +42,6 @@ def add_compare(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "compare",
         parents=[common],
-        help="is one architecture better? paired seeds, intervals, table and plot",
         description="Train architectures x seeds under one budget on the same batches, then compare: mean and "
         "standard error, paired differences to the baseline with confidence intervals, tokens to reach the baseline's "
         "loss, time ratio. Started again, it continues and repeats nothing.",
@@ -80,7 +79,6 @@ def add_sweep(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "sweep",
         parents=[common],
-        help="train every point of a grid of settings",
         description="Train NAME at every point of a grid, with every seed; then the table of `compare`, the first "
         "point being the baseline. With --slurm the runs are submitted, and the same command later shows the table.",
         epilog="examples:\n"
@@ -122,7 +120,6 @@ def add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "demo",
         parents=[common],
-        help="a plain GPT and a Nesterov one, trained side by side in minutes",
         description="Train both on the embedded tales for a few minutes, then table, plot and text from each.",
     )
     sub.add_argument("--out", default="runs/demo", metavar="DIR", help="folder (runs/demo)")

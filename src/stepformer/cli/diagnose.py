@@ -40,7 +40,6 @@ def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "diagnose",
         parents=[common],
-        help="why is a run better? curvature, Jacobians, what happens inside",
         description="Measure a trained run on fixed windows of its validation split. Results are printed, drawn and "
         "kept in RUN/measured/ for `stepformer report`. After Ctrl-C the same command continues with what is finished "
         "(a search for eigenvalues begins again).",

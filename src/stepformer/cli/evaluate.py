@@ -33,7 +33,6 @@ def add_eval(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "eval",
         parents=[common],
-        help="how good is a run: validation loss, perplexity on any text, downstream tasks",
         description="Without --on, --ood and --tasks: the loss on a fixed number of tokens of the validation split,\n"
         "full blocks from its first token on. The count and a hash are printed with every number; only numbers\n"
         "that agree in both may be compared.",

@@ -73,7 +73,6 @@ def add_finetune(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "finetune",
         parents=[common],
-        help="what is forgotten of one corpus while another is learned",
         description=DESCRIPTION,
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -31,7 +31,6 @@ def add_flow(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "flow",
         parents=[common],
-        help="the particle systems behind Hamiltonian attention: energies, orders of accuracy, ellipses",
         description="Small experiments without weights, norms or masks, in fp64 on the CPU; with 64 tokens all of them "
         "together take less than a minute. The steps are those of the templates that models are built from.",
         epilog="experiments:\n"

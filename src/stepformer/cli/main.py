@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib
 import io
 import os
 import sys
@@ -13,25 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepformer.base.errors import ConfigError, StepformerError, StepformerWarning, suggestion
-from stepformer.base.plugins import load_plugin
 from stepformer.base.version import __version__
-from stepformer.cli import (
-    audit,
-    bench,
-    compare,
-    diagnose,
-    evaluate,
-    finetune,
-    flow,
-    prepare,
-    report,
-    runs,
-    serve,
-    share,
-    show,
-    train,
-    trust,
-)
 
 DESCRIPTION = """\
 Transformers whose layers are steps of an optimizer.
@@ -55,12 +38,53 @@ A preset is a named point in template x splitting x attention; change one word a
 """
 
 
-def parser() -> argparse.ArgumentParser:
+COMMANDS = {  # name: who adds it, and what `stepformer --help` says
+    "prepare": ("prepare.add_prepare", "make a corpus of tokens from stories, files or a dataset"),
+    "train": ("train.add_train", "train an architecture"),
+    "resume": ("train.add_resume", "continue a run from its last checkpoint"),
+    "extend": ("train.add_extend", "go on with a run for longer, or branch off it, in a new folder"),
+    "eval": ("evaluate.add_eval", "how good is a run: validation loss, perplexity on any text, downstream tasks"),
+    "generate": ("runs.add_generate", "text from a trained run"),
+    "serve": ("serve.add_serve", "a local page: prompts, two checkpoints token by token, a training to watch"),
+    "compare": ("compare.add_compare", "is one architecture better? paired seeds, intervals, table and plot"),
+    "sweep": ("compare.add_sweep", "train every point of a grid of settings"),
+    "demo": ("compare.add_demo", "a plain GPT and a Nesterov one, trained side by side in minutes"),
+    "diagnose": ("diagnose.add_diagnose", "why is a run better? curvature, Jacobians, what happens inside"),
+    "finetune": ("finetune.add_finetune", "what is forgotten of one corpus while another is learned"),
+    "report": ("report.add_report", "one page about runs to show: table, curves, coefficients, spectra, text"),
+    "export": ("share.add_export", "a run as a Hugging Face folder with tokenizer and model card"),
+    "import": ("share.add_import", "a run folder from an exported model, nanoGPT, Momentum-Streams or GPT-2"),
+    "trust": ("trust.add_trust", "let runs import the plug-ins that they were made with"),
+    "recipes": ("train.add_recipes", "list the papers' experiments that can be trained"),
+    "list": ("show.add_list", "list presets"),
+    "show": ("show.add_show", "equations, streams, coefficients, options and parameter counts of one architecture"),
+    "audit": ("audit.add_audit", "check that architectures keep their obligations; exit status 1 if one fails"),
+    "bench": ("bench.add_bench", "how fast are architectures here? throughput, memory, decoding, each against vanilla"),
+    "flow": ("flow.add_flow", "the particle systems behind Hamiltonian attention: energies, orders, ellipses"),
+}
+
+
+class Commands:
+    """The subcommands of a parser; what the table above says about each is added to its parser."""
+
+    def __init__(self, top: argparse.ArgumentParser) -> None:
+        self.choices = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add_parser(self, name: str, **settings: Any) -> argparse.ArgumentParser:
+        sub = self.choices.add_parser(name, help=COMMANDS[name][1], **settings)
+        sub.set_defaults(parser=sub)
+        return sub
+
+
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line; `only` the command named, if one is, knows its arguments.
+
+    A command's module imports torch and more, which takes seconds; `--help` and `--version` need none of them.
+    """
     top = argparse.ArgumentParser(
         prog="stepformer", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     top.add_argument("--version", action="version", version=f"stepformer {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--plugin",
@@ -69,31 +93,20 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE|MODULE",
         help="import rules of your own first (docs/write-your-own-rule.md); may be repeated",
     )
-    prepare.add_prepare(commands, common)
-    train.add_train(commands, common)
-    train.add_resume(commands, common)
-    train.add_extend(commands, common)
-    evaluate.add_eval(commands, common)
-    runs.add_generate(commands, common)
-    serve.add_serve(commands, common)
-    compare.add_compare(commands, common)
-    compare.add_sweep(commands, common)
-    compare.add_demo(commands, common)
-    diagnose.add_diagnose(commands, common)
-    finetune.add_finetune(commands, common)
-    report.add_report(commands, common)
-    share.add_export(commands, common)
-    share.add_import(commands, common)
-    trust.add_trust(commands, common)
-    train.add_recipes(commands, common)
-    show.add_list(commands, common)
-    show.add_show(commands, common)
-    audit.add_audit(commands, common)
-    bench.add_bench(commands, common)
-    flow.add_flow(commands, common)
-    for command in commands.choices.values():
-        command.set_defaults(parser=command)
+    commands = Commands(top)
+    for name, (adder, _) in COMMANDS.items():
+        if only in (None, name):
+            module, function = adder.split(".")
+            getattr(importlib.import_module(f"stepformer.cli.{module}"), function)(commands, common)
+        else:
+            commands.add_parser(name)
     return top
+
+
+def _asked(words: Sequence[str]) -> str:
+    """The command that a line asks for; nothing if it has none, or one that does not exist."""
+    first = next((word for word in words if not word.startswith("-")), "")
+    return first if first in COMMANDS else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,8 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(argv)
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    top = parser()
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command line."""
+    top = parser(only=_asked(sys.argv[1:] if argv is None else argv))
     args, extra = top.parse_known_args(argv)
     # argparse takes key=value words only before the first option; people write them anywhere
     words = getattr(args, "overrides", getattr(args, "names", None))
@@ -121,9 +135,17 @@ def _run(argv: Sequence[str] | None) -> int:
         top.error(f"unrecognized arguments: {' '.join(unknown)}.{guess}")
     if words is not None:
         words += extra
+    return args
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
-        for where in args.plugin:
-            load_plugin(where)
+        args = _parsed(argv)
+        if args.plugin:
+            from stepformer.base.plugins import load_plugin
+
+            for where in args.plugin:
+                load_plugin(where)
         status: int = args.run(args)
         sys.stdout.flush()
         return status

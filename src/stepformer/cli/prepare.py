@@ -51,7 +51,6 @@ def add_prepare(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "prepare",
         parents=[common],
-        help="make a corpus of tokens from stories, files or a dataset",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

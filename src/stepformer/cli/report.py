@@ -16,7 +16,6 @@ def add_report(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "report",
         parents=[common],
-        help="one page about runs to show: table, curves, coefficients, spectra, text",
         description="Write DIR/index.html, a page that needs nothing but itself, and DIR/report.md with pictures, CSV "
         "and LaTeX for a paper. Runs that cannot be paired are shown without differences, unfinished ones with a mark. "
         "What `diagnose` and the evaluations left in RUN/measured/ is shown too.",

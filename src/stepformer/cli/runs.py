@@ -19,7 +19,6 @@ def add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "generate",
         parents=[common],
-        help="text from a trained run",
         description="Continue a prompt with the run's own tokenizer; the text appears as it is made.",
     )
     sub.add_argument("folder", metavar="RUN", help="run folder")

@@ -16,7 +16,6 @@ def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "serve",
         parents=[common],
-        help="a page on this machine: prompts, two checkpoints token by token, a training to watch",
         description="Open a page in the browser, served to this machine alone. Type a prompt and see the text come "
         "with the probability of every token; compare two checkpoints on a text, token by token; watch a run while it "
         "trains. Ctrl-C ends it.",

@@ -11,7 +11,6 @@ def add_export(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "export",
         parents=[common],
-        help="a run as a Hugging Face folder with tokenizer and model card",
         description="Write a run's weights, tokenizer and a model card with its numbers into a folder that "
         "transformers loads and `stepformer import` reads again.",
         epilog="examples:\n  stepformer export runs/yurii-tales-s42 --out yurii-tales\n"
@@ -36,7 +35,6 @@ def add_import(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "import",
         parents=[common],
-        help="a run folder from an exported model, nanoGPT, Momentum-Streams or GPT-2",
         description="Make a run from a checkpoint of another program, to generate from, evaluate, diagnose or train "
         "on. Files are read without running anything in them, and every tensor must find its place.",
         epilog="examples:\n  stepformer import out/ckpt.pt --out runs/nanogpt\n"

@@ -19,6 +19,7 @@ from stepformer.catalogue import (
     SIZES,
     Preset,
     citations,
+    layer_equation,
     load_config,
     model_config,
     preset,
@@ -27,7 +28,8 @@ from stepformer.catalogue import (
     unlisted_templates,
 )
 from stepformer.catalogue.references import BIBTEX
-from stepformer.model import Model
+from stepformer.extras import chosen
+from stepformer.model import Model, engines
 from stepformer.model.config import ModelConfig, declared_options
 from stepformer.model.memory import estimate_memory
 from stepformer.oracles import attentions, mlps
@@ -46,7 +48,6 @@ def add_list(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "list",
         parents=[common],
-        help="list presets",
         description="List the presets whose name or alias matches PATTERN: shell wildcards, or part of a name.",
     )
     sub.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="e.g. 'imex-*' or nesterov")
@@ -58,7 +59,6 @@ def add_show(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "show",
         parents=[common],
-        help="equations, streams, coefficients, options and parameter counts of one architecture",
         description="Show an architecture: a preset, the name of a template, or a TOML file with a [model] table.",
         epilog="examples:\n  stepformer show adam --size medium\n  stepformer show tmm splitting=imex k=2 order=mam\n"
         "  stepformer show yurii --batch 32\n  stepformer show vanilla --cite",
@@ -166,14 +166,15 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "name": row.name if row else "",
         "aliases": list(row.aliases) if row else [],
         "equations": {
-            "layer": row.equation if row else "",
+            "layer": row.equation if row else layer_equation(config),
             "template": templates[config.template].equation,
             "splitting": block.splitting.describe(),
             "attention": attentions[config.attention].equation,
             "mlp": mlps[config.mlp].equation,
         },
         "config": config.to_dict(),
-        "extras": _extras(config),
+        "extras": {part.name: part.describe() for part in chosen(config)},
+        "engines": engines.describe(model),
         "options": options,
         "hash": config.hash,
         "streams": streams,
@@ -195,24 +196,6 @@ def _training(config: ModelConfig, file: str = "", words: Sequence[str] = ()) ->
     run = run_config(file, words) if file else RunConfig(config, DataConfig(), OptimConfig(), TrainConfig())
     steps = f"{run.train.steps:,} steps of {run.train.batch} sequences"
     return f"{run.optim.name} for {steps}: {run.optim.rates_text()}"
-
-
-def _extras(config: ModelConfig) -> dict[str, str]:
-    """Equations of what is switched on beside the components."""
-    mix = {"fixed": "lambda = 0.5", "unit": "lambda learned in (0, 1)", "free": "lambda learned"}
-    found = {}
-    if config.value_residual != "off":
-        found["value_residual"] = (
-            f"v = (1 - lambda) v + lambda v_1, v_1 of the first call; {mix[config.value_residual]}"
-        )
-    if config.embedding_skip:
-        start = config.embedding_skip_start
-        found["embedding_skip"] = f"before the layer x = l0 x + l1 x_0, learned from [{1 - start:g}, {start:g}]"
-    if config.logit_softcap is not None:
-        found["logit_softcap"] = f"logits = {config.logit_softcap:g} tanh(logits / {config.logit_softcap:g})"
-    if config.document_separator is not None:
-        found["document_separator"] = f"token {config.document_separator} begins a document; attention stays inside"
-    return found
 
 
 def _has_size(config: ModelConfig, size: str) -> bool:
@@ -277,6 +260,8 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
         table.add_row(f"extra {name}", escape(equation))
     for name, option in facts["options"].items():
         table.add_row(f"option {name}", f"{option['value']}  ({option['values']}: {option['help']})")
+    for work, how in facts["engines"].items():
+        table.add_row(f"{work} on a GPU", escape(how))
     out.print(table)
     if facts["coefficients_per_layer"]:
         out.print()

@@ -57,7 +57,6 @@ def add_train(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "train",
         parents=[common],
-        help="train an architecture",
         description="Train a preset, a recipe of a paper (`stepformer recipes`) or a TOML file. A preset alone trains "
         "the tiny size on the embedded tales: something for a laptop.",
         epilog="examples:\n"
@@ -84,7 +83,6 @@ def add_resume(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "resume",
         parents=[common],
-        help="continue a run from its last checkpoint",
         description="Continue a run that was stopped, killed or ran out of time. It ends with the same weights as if "
         "nothing had happened. The number of ranks may differ from before.",
         epilog="examples:\n  stepformer resume runs/yurii-tales-bpe-1024-s42\n"
@@ -109,7 +107,6 @@ def add_extend(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "extend",
         parents=[common],
-        help="go on with a run for longer, or branch off it, in a new folder",
         description="Continue a run under another length or schedule from the last checkpoint that both schedules "
         "agree on: the end of a run with schedule=constant, the begin of the decay with schedule=wsd. The old run "
         "stays as it is; the new one records it as its parent.",
@@ -131,7 +128,6 @@ def add_recipes(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "recipes",
         parents=[common],
-        help="list the papers' experiments that can be trained",
         description="List the recipes, or show one: architectures, parameter counts, published values, settings. "
         "`stepformer train RECIPE preset=NAME` trains one of its architectures.",
     )

@@ -17,7 +17,6 @@ def add_trust(commands: Any, common: argparse.ArgumentParser) -> None:
     sub = commands.add_parser(
         "trust",
         parents=[common],
-        help="let runs import the plug-ins that they were made with",
         description="A run that was made with rules of its own imports their files when it is opened. It may do so if "
         "you name them with --plugin, if you have trained with them, or once you have trusted them here: read them "
         "first, they can do whatever you can. A file that is changed afterwards is another one. Without RUN, the list.",

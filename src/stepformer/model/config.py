@@ -24,7 +24,7 @@ from stepformer.extras import Extra, extras
 from stepformer.oracles import attentions, mlps
 from stepformer.rules import splittings, templates
 
-_COMPONENTS: dict[str, Registry[Any]] = {
+REGISTRIES: dict[str, Registry[Any]] = {
     "template": templates,
     "splitting": splittings,
     "attention": attentions,
@@ -95,7 +95,7 @@ class ModelConfig:
     def replace(self, **changes: Any) -> ModelConfig:
         """The same config with some keys (or options) changed; options of components left behind are dropped."""
         merged = self.to_dict()
-        for kind, registry in _COMPONENTS.items():
+        for kind, registry in REGISTRIES.items():
             new = str(changes.get(kind, ""))
             if new in registry and registry.canonical(new) != merged[kind]:
                 kept = registry[new].component.options
@@ -111,7 +111,7 @@ class ModelConfig:
         out: dict[str, Any] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if f.name != "options" and (f.name in _COMPONENTS or f.name in _SIZE_KEYS or value != f.default):
+            if f.name != "options" and (f.name in REGISTRIES or f.name in _SIZE_KEYS or value != f.default):
                 out[f.name] = value
         return {**out, **self.options}
 
@@ -129,7 +129,7 @@ class ModelConfig:
 
     def component(self, kind: str) -> Any:
         """The class selected as 'template', 'splitting', 'attention' or 'mlp'."""
-        return _COMPONENTS[kind][getattr(self, kind)].component
+        return REGISTRIES[kind][getattr(self, kind)].component
 
     def components(self) -> dict[str, type]:
         """The classes behind the names: `template 'gd'` and so on, listed extras too."""
@@ -189,7 +189,7 @@ def _canonicalise(config: ModelConfig) -> None:
 def selected(config: ModelConfig | Mapping[str, Any]) -> Iterator[tuple[str, str, type[Component]]]:
     """Kind, name and class of every component that a config names; unknown names are left out."""
     own = config.get if isinstance(config, ModelConfig) else lambda key: config.get(key, getattr(ModelConfig, key))
-    for kind, registry in _COMPONENTS.items():
+    for kind, registry in REGISTRIES.items():
         if str(own(kind)) in registry:
             yield kind, str(own(kind)), registry[str(own(kind))].component
     for name in own("extras"):
@@ -206,7 +206,7 @@ def _problems(config: ModelConfig) -> list[str]:
     """Every reason why this config cannot be built, all at once."""
     problems = []
     wrong: set[str] = set()  # keys of the wrong type: arithmetic with them would only add noise
-    for kind, registry in _COMPONENTS.items():
+    for kind, registry in REGISTRIES.items():
         object.__setattr__(config, kind, str(getattr(config, kind)))
         try:
             object.__setattr__(config, kind, registry.canonical(getattr(config, kind)))
@@ -217,7 +217,7 @@ def _problems(config: ModelConfig) -> list[str]:
 
     hints = type_hints(ModelConfig)
     for f in dataclasses.fields(config):
-        if f.name not in ("options", "extras", *_COMPONENTS):
+        if f.name not in ("options", "extras", *REGISTRIES):
             problem = type_problem(f.name, getattr(config, f.name), hints[f.name])
             if problem:
                 problems.append(problem)
@@ -230,7 +230,7 @@ def _problems(config: ModelConfig) -> list[str]:
         return problems
     if not (wrong or option_problems):
         problems += _pair_problems(config)
-        for kind in _COMPONENTS:
+        for kind in REGISTRIES:
             problems += config.component(kind).reasons(config)
         return problems + [p for e in extras if e.component.chosen(config) for p in e.component.reasons(config)]
     wrong |= option_problems.keys()
@@ -350,7 +350,7 @@ def _option_problems(config: ModelConfig) -> dict[str, str]:
             continue
         owners = [
             f"{kind} = '{entry.name}'"
-            for kind, registry in {**_COMPONENTS, "extras": extras}.items()
+            for kind, registry in {**REGISTRIES, "extras": extras}.items()
             for entry in registry
             if key in entry.component.options
         ]

@@ -79,6 +79,14 @@ class HamiltonianStep(Template):
             self.streams["v"] = Stream("zero", "velocity of the MLP")
         self.normalises = {"A": None, "B": "y", "C": "v"}[self.mlp_step]  # in the MLP's turn
 
+    def describe(self) -> str:
+        mlp = {
+            "A": "x += gamma M(x + mu w), w = motion of x by the attention / h_x",
+            "B": "y = LN_V(beta y + gamma M(x + mu y)); x += y",
+            "C": "v = LN_V(beta v + gamma M(x + mu v)); x += v",
+        }
+        return f"{super().describe()};  then {mlp[self.mlp_step]}"
+
     @classmethod
     def refusals(cls, config: Selection) -> list[str]:
         found = super().refusals(config)

@@ -86,6 +86,10 @@ class Splitting(Component):
         """What a block does under these options, for people."""
         return splittings[self.name].equation
 
+    def in_turns(self, rule: str) -> str:
+        """A layer in one line, from a rule's step: which oracles answer, A the attention and M the MLP."""
+        return f"{rule};  {self.describe()}"
+
     def norm_keys(self) -> dict[str, str]:
         return {turn: turn for turn in self.oracles}
 
@@ -137,6 +141,9 @@ class Parallel(Splitting):
     oracles = {"both": ("attn", "mlp")}
     deferrable = True
 
+    def in_turns(self, rule: str) -> str:
+        return f"g = A + M:  {rule}"
+
     def step(self, turns: Substeps, s: State) -> State:
         return turns["both"].take(s)
 
@@ -151,6 +158,9 @@ class LieTrotter(Splitting):
     """The order everyone knows: a full attention step, then a full MLP step, each with its own coefficients."""
 
     deferrable = True
+
+    def in_turns(self, rule: str) -> str:
+        return f"g = A, then M:  {rule}"
 
     def step(self, turns: Substeps, s: State) -> State:
         for turn in (turns["attn"], turns["mlp"]):
@@ -173,6 +183,10 @@ class Strang(Ordered):
     def describe(self) -> str:
         outer, inner = self.names()
         return f"half step with {outer} (gamma/2), full step with {inner}, half step with {outer} (same coefficients)"
+
+    def in_turns(self, rule: str) -> str:
+        outer, inner = ("A", "M") if self.order == "ama" else ("M", "A")
+        return f"g = {outer}/2, then {inner}, then {outer}/2:  {rule}"
 
     def calls(self) -> dict[str, int]:
         return {"attn": 2, "mlp": 1} if self.order == "ama" else {"attn": 1, "mlp": 2}
@@ -208,6 +222,9 @@ class IMEX(Ordered):
     deferrable = True
     k: int
     velocity_norm: str
+
+    def in_turns(self, rule: str) -> str:
+        return self.describe()
 
     def describe(self) -> str:
         explicit, implicit = self.names()
@@ -260,6 +277,9 @@ class SymplecticEuler(Splitting):
     needs_velocity = True
     deferrable = True
     final_drift: bool
+
+    def in_turns(self, rule: str) -> str:
+        return self.describe()
 
     def describe(self) -> str:
         end = ";  in the last block x follows v once more" if self.final_drift else ""

@@ -74,6 +74,10 @@ class Template(Component):
         """
         return "v" in cls.streams
 
+    def describe(self) -> str:
+        """Its step under these options, for people; g is the answer of the oracle whose turn it is."""
+        return templates[self.name].equation
+
     def coefficients_of(self, turn: str) -> Mapping[str, Coefficient]:
         """The learned scalars that one turn ("attn", "mlp" or "both") uses."""
         return self.coefficients
