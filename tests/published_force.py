@@ -21,7 +21,6 @@ from torch import Tensor
 import stepformer as sf
 from stepformer.oracles.caches import Call
 from stepformer.oracles.hamiltonian import HamiltonianAttention, SoftmaxFields
-from stepformer.oracles.linear import needs_integrator
 from stepformer.oracles.softmax import rotate
 from stepformer.rules.hamiltonian import SYMP
 
@@ -37,8 +36,8 @@ class PublishedForce(HamiltonianAttention):
     options = {name: option for name, option in HamiltonianAttention.options.items() if name != "force"}
 
     @classmethod
-    def refusal(cls, config: sf.ModelConfig) -> str | None:
-        return needs_integrator(config)
+    def refusals(cls, config: sf.ModelConfig) -> list[str]:
+        return []
 
     def fields(self, u: Tensor, y: Tensor, call: Call) -> WholeGradient:
         return WholeGradient(self, u, y, call)

@@ -152,9 +152,9 @@ def test_every_refusal_of_one_component_is_reported() -> None:
     hamiltonian = {"attention": "hamiltonian", "force": "full", "kernel": "per-head", "metric": "derived", "bias": True}
     assert problems_of(lambda: sf.ModelConfig.from_dict({**hamiltonian, "template": "nesterov", "n_head": 7})) == [
         "n_head = 7 does not divide d_model = 768",
-        "Attention 'hamiltonian' is made of bilinear forms, which a bias would break",
         "Attention 'hamiltonian' moves x and a momentum by its own two fields, and template 'nesterov' does not "
         "integrate them",
+        "Attention 'hamiltonian' is made of bilinear forms, which a bias would break",
         "force = 'full', the whole gradient of the masked energy, hears from later tokens and reads the future "
         "(docs/reading-the-future.md)",
         "metric = 'derived' inverts A, which has low rank for kernel = 'per-head'",

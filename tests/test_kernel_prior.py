@@ -13,7 +13,7 @@ from torch import Tensor
 from draws import seeded
 from helpers import in_documents, served, shake, tiny, tokens
 from stepformer.ops import kernels
-from stepformer.ops.constraint import BETA_MAX, constrained_softmax
+from stepformer.ops.constraint import BETA_MAX, constrained_softmax, unpacked
 from stepformer.ops.constraint import solve as twin_solve
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.constrained import ConstrainedAttention
@@ -69,7 +69,7 @@ def kernel_chain(packed: bool, detach: bool = False) -> Chain:
             below = below.detach() if detach else below
             outs.append(out)
         assert below is not None
-        return torch.stack(outs), prior_attention.unpack(below).tril()
+        return torch.stack(outs), unpacked(below).tril()
 
     return chain
 
@@ -273,13 +273,13 @@ def test_twin_and_kernels_read_each_other() -> None:
                         q[layer], k[layer], v[layer], radius[layer], below, keep[layer]
                     )
                 else:
-                    prior = None if below is None else keep[layer, :, None, None] * prior_attention.unpack(below)
+                    prior = None if below is None else keep[layer, :, None, None] * unpacked(below)
                     scores = q[layer] @ k[layer].mT / math.sqrt(32)
                     solved = constrained_softmax(scores, radius[layer], visible, prior)
                     out, below = solved.weights @ v[layer], solved.log_weights
                 outs.append(out)
             assert below is not None
-            return torch.stack(outs), prior_attention.unpack(below).tril()
+            return torch.stack(outs), unpacked(below).tril()
 
         return chain
 

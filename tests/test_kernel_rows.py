@@ -140,7 +140,7 @@ def test_who_is_refused() -> None:
             ("yurii", {}, 5, "more than 4 rows"),
             ("adam", {}, 1, "template 'adam'"),
             ("entropy", {}, 1, "attention 'entropy'"),
-            ("yurii", {"value_residual": "fixed"}, 1, "value residual"),
+            ("yurii", {"value_residual": "fixed"}, 1, "value-residual"),
             ("yurii", {"document_separator": 0}, 1, "documents"),
             ("yurii", {"d_model": 24, "n_head": 2}, 1, "heads of width 12"),
         ):

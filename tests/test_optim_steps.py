@@ -16,9 +16,9 @@ from draws import seeded
 from helpers import tiny, tokens
 from stepformer.base.errors import ConfigError
 from stepformer.model.roles import Role, named_roles, stacked_parts
-from stepformer.ops import kernels
+from stepformer.ops import kernels, optimizer_graphs
 from stepformer.ops.optimizer_graphs import MOST, Recordings
-from stepformer.optim import LmoOptimizer, OptimConfig, Optimizers, lmo, polar, recordings
+from stepformer.optim import LmoOptimizer, OptimConfig, Optimizers, lmo, polar
 from stepping import LR, METHODS, batch_of, both_recipes, polar_file, roles_of, trainable
 from transcriptions import optimizers as naive
 
@@ -254,7 +254,7 @@ def test_what_is_recorded_when(monkeypatch: pytest.MonkeyPatch) -> None:
         plain.run("a", 1, lambda: runs.append("plain"), here)
     assert (runs, plain.known) == (["plain"] * 3, {})  # a CPU has no graphs
 
-    monkeypatch.setattr(recordings, "recordable", lambda tensor: True)
+    monkeypatch.setattr(optimizer_graphs, "recordable", lambda tensor: True)
     graph, made = Replayed(), []
     recorded = Recordings()
     monkeypatch.setattr(recorded, "_record", lambda work: made.append(1) or graph)

@@ -428,7 +428,7 @@ def test_coefficients_gains_and_norms_are_in_every_evaluation(corpus: Path, tmp_
     )
     assert [set(layer) for layer in lines[-1]["norms"]] == [{"x", "v"}] * len(model.blocks)
     ids = torch.from_numpy(Corpus(corpus).split("val").gather(np.arange(8) * model.config.context, 16))
-    call = fresh_call(ids, None, None)
+    call = fresh_call(ids)
     with torch.no_grad():
         after = first(model.start(ids, call.positions), call, False)
     assert lines[-1]["norms"][0]["v"] == pytest.approx(float(after.streams["v"].square().mean().sqrt()), rel=1e-5)

@@ -25,11 +25,11 @@ class Fast:
     means: tuple[Callable[..., Any], ...]
     refusal: Callable[..., str | None]
 
-    def serves(self, owner: Any, *inputs: Any) -> bool:
+    def serves(self, owner: Any, *inputs: Any, **named: Any) -> bool:
         kind = type(owner)
         if any(getattr(kind, method.__name__, None) is not method for method in self.means):
             return False
-        return self.refusal(owner, *inputs) is None
+        return self.refusal(owner, *inputs, **named) is None
 
 
 def operation(meaning: F) -> F:
@@ -37,12 +37,12 @@ def operation(meaning: F) -> F:
     versions: list[Fast] = []
 
     @functools.wraps(meaning)
-    def run(self: Any, first: Any, *others: Any) -> Any:
+    def run(self: Any, first: Any, *others: Any, **named: Any) -> Any:
         if versions and kernels.usable(first):
             for fast in versions:
-                if fast.serves(self, first, *others):
-                    return fast.run(self, first, *others)
-        return meaning(self, first, *others)
+                if fast.serves(self, first, *others, **named):
+                    return fast.run(self, first, *others, **named)
+        return meaning(self, first, *others, **named)
 
     run.versions = versions  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]

@@ -387,7 +387,7 @@ def _against_differences(config: ModelConfig, seed: int, inputs: Tensor, targets
 
 def load_transcription(path: str | Path | None = None) -> Transcription | None:
     """The `transcribe` function of a Python file; by default of the checkout this package runs from, if any."""
-    source = Path(__file__).resolve().parents[3] / "tests" / "transcriptions" / "adapter.py"
+    source = PACKAGE.resolve().parents[1] / "tests" / "transcriptions" / "adapter.py"
     if path is None and not source.is_file():
         return None
     file = source if path is None else Path(path)
