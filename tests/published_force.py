@@ -21,7 +21,7 @@ from torch import Tensor
 import stepformer as sf
 from stepformer.oracles.caches import Call
 from stepformer.oracles.hamiltonian import HamiltonianAttention, SoftmaxFields
-from stepformer.oracles.softmax import rotate
+from stepformer.ops.scores import rotate
 from stepformer.rules.hamiltonian import SYMP
 
 

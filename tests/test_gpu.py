@@ -13,7 +13,7 @@ import torch
 import stepformer as sf
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
-from stepformer.model.memory import estimate_memory
+from stepformer.training.memory import estimate_memory
 from stepformer.ops import kernels
 from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import OptimConfig, Optimizers

@@ -16,7 +16,8 @@ from draws import seeded
 from helpers import INTEGRATORS, in_documents, shake, tiny, tokens
 from stepformer.oracles.caches import Call, fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
-from stepformer.oracles.linear import LinearHamiltonian, gather
+from stepformer.ops.causal_sum import causal_sum
+from stepformer.oracles.linear import LinearHamiltonian
 from stepformer.rules.hamiltonian import phi1, phi2
 
 B, T, D = 2, 7, 6

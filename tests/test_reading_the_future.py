@@ -24,7 +24,7 @@ from helpers import shake, tiny, tokens
 from stepformer.measure.diagnostics.audit import BELOW_CHANCE, GEOMETRY, Audit, audit
 from stepformer.oracles import fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
-from stepformer.oracles.softmax import rotate
+from stepformer.ops.scores import rotate
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAK = {"attention": "published-force"}

@@ -27,7 +27,7 @@ from stepformer.base import files
 from stepformer.base.errors import DivergedError
 from stepformer.base.files import write_json
 from stepformer.data.corpus import Corpus
-from stepformer.model.memory import estimate_memory
+from stepformer.training.memory import estimate_memory
 from stepformer.optim import Optimizers
 from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, resume, run_config, shortage, train
 from stepformer.training.evaluation import evaluate
@@ -313,7 +313,7 @@ def test_what_is_said_to_fit_does(corpus: Path, tmp_path: Path) -> None:
     code = f"""
 import re, resource, sys
 from pathlib import Path
-import stepformer.model.memory
+import stepformer.training.memory
 from stepformer.cli.main import main
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 600 * 2**20,) * 2)

@@ -20,7 +20,7 @@ from stepformer.base.settings import type_hints
 from stepformer.catalogue.recipes import load_recipe, recipe_names
 from stepformer.cli.show import console
 from stepformer.model import Model
-from stepformer.model.memory import estimate_memory
+from stepformer.training.memory import estimate_memory
 from stepformer.present.tables import of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS

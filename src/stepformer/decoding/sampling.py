@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.ops.tables import check_ids
-from stepformer.oracles import Cache
+from stepformer.decoding.cache import Cache
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Finish = Literal["length", "stop", "context"]

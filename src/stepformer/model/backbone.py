@@ -17,7 +17,8 @@ from stepformer.model.start import draw_parameters
 from stepformer.ops.adapters import weight_of
 from stepformer.ops.cross_entropy import wide
 from stepformer.ops.tables import Tables, token_order
-from stepformer.oracles import Cache, Call, fresh_call, make_norm
+from stepformer.oracles import Call, fresh_call, make_norm
+from stepformer.decoding.cache import Cache
 from stepformer.rules import State
 
 

@@ -23,7 +23,8 @@ from stepformer.ops.adapters import is_adapted
 from stepformer.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from stepformer.ops.linear import rounded_weights
 from stepformer.ops.sharding import whole
-from stepformer.oracles import Cache, Call
+from stepformer.oracles import Call
+from stepformer.decoding.cache import Cache
 from stepformer.rules import State, templates
 
 

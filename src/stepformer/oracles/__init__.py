@@ -3,14 +3,13 @@
 # Importing a module registers its attentions.
 from stepformer.oracles import constrained, hamiltonian, linear, softmax  # noqa: F401
 from stepformer.oracles.attention import Attention, attentions, register_attention
-from stepformer.oracles.caches import Cache, Call, TokenSlot, fresh_call
+from stepformer.oracles.caches import Call, TokenSlot, fresh_call
 from stepformer.oracles.mlp import MLP, mlps, register_mlp
 from stepformer.oracles.norms import make_norm
 
 __all__ = [
     "MLP",
     "Attention",
-    "Cache",
     "Call",
     "TokenSlot",
     "attentions",

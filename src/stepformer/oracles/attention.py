@@ -82,36 +82,3 @@ class Attention(Component, nn.Module):
 
 attentions: Registry[Attention] = Registry("attention", Attention)
 register_attention = attentions.register
-
-
-def over_queries(part: Callable[[int, int], Any], queries: int, chunk: int, dim: int) -> Any:
-    """`part(begin, end)` for consecutive stretches of `chunk` queries, joined along `dim`; 0 means all at once.
-
-    Each stretch is computed again in the backward pass, so that no tensor of all queries times all keys exists.
-    `part` returns a tensor or a tuple of tensors.
-    """
-    if chunk == 0 or queries <= chunk:
-        return part(0, queries)
-    parts = []
-    for begin in range(0, queries, chunk):
-        end = min(begin + chunk, queries)
-        again = torch.is_grad_enabled()
-        # nothing here draws random numbers, and asking for their state would keep CUDA graphs away
-        if again:
-            parts.append(checkpoint(part, begin, end, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(part(begin, end))
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts, dim=dim)
-    return tuple(torch.cat(pieces, dim=dim) for pieces in zip(*parts, strict=True))
-
-
-def softmax_rows(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """What softmax makes of scores (..., T, K): the entropy of each row, and ln z, z the mean of exp(scores); (..., T).
-
-    Both are in nats and over the visible keys alone; a key that underflows counts 0 ln 0 = 0.
-    """
-    scores = scores.masked_fill(~visible, -torch.inf)
-    log_weights = scores.log_softmax(dim=-1)
-    entropy = -(log_weights.exp() * log_weights.masked_fill(~visible, 0.0)).sum(dim=-1)
-    return entropy, scores.logsumexp(dim=-1) - visible.sum(dim=-1).to(scores.dtype).log()

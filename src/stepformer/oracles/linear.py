@@ -8,47 +8,13 @@ from torch import Tensor
 from stepformer.base.options import integer
 from stepformer.base.registry import Selection
 from stepformer.ops import Linear, at_least_fp32, operation
+from stepformer.ops.causal_sum import causal_sum
 from stepformer.oracles.attention import Attention, register_attention
 from stepformer.oracles.caches import Call, StateSlot
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
 
 CHUNK = 128
-
-
-def gather(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, state: Tensor | None = None, chunk: int = 0
-) -> tuple[Tensor, Tensor]:
-    """sum_{j visible to i} (q_i.k_j) v_j for tokens (B, T, d), and the state sum_j k_j v_j^T after them.
-
-    state: what earlier tokens left, (B, d, d). Inside a chunk the sum is a masked product, between chunks the state
-    carries it; `chunk` = 0 means one chunk. Padding leaves no trace, and with documents the state holds the last one.
-    """
-    batch, length, _ = q.shape
-    chunk = chunk or length
-    state = q.new_zeros(batch, k.shape[-1], v.shape[-1]) if state is None else state.to(q.dtype)
-    gathered = []
-    for begin in range(0, length, chunk):
-        end = min(begin + chunk, length)
-        qs, ks, vs = q[:, begin:end], k[:, begin:end], v[:, begin:end]
-        within = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).tril()
-        before = qs @ state
-        if call.origins is not None:
-            positions, origins = call.positions.expand(batch, length), call.origins
-            within = within & (positions[:, None, begin:end] >= origins[:, begin:end, None])
-            before = before * (origins[:, begin:end, None] < positions[:, begin, None, None])
-        gathered.append((qs @ ks.mT).masked_fill(~within, 0.0) @ vs + before)
-        if call.lengths is not None:
-            real = torch.arange(begin, end, device=q.device) < call.lengths[:, None]
-            ks = ks * real[..., None]
-        if call.origins is not None:
-            last = torch.full_like(origins[:, 0], end - 1)  # the last token so far: whose document goes on
-            last = last if call.lengths is None else torch.minimum(last, call.lengths - 1)
-            origin = origins.gather(1, last[:, None])
-            ks = ks * (positions[:, begin:end] >= origin)[..., None]
-            state = state * (origin < positions[:, begin, None])[..., None]
-        state = state + ks.mT @ vs
-    return torch.cat(gathered, dim=1), state
 
 
 class BilinearAttention(Attention):
@@ -82,7 +48,8 @@ class BilinearAttention(Attention):
         """nu_i sum_j (q_i.k_j) v_j with nu = 1 / n_i in fp32 at least, and the new state if anyone asks for one."""
         with torch.autocast(q.device.type, enabled=False):  # operands too: a running sum needs the digits
             q, k, v = at_least_fp32(q, k, v)
-            total, state = gather(q, k, v, call, state, self.chunk_of(q.shape[1], CHUNK))
+            chunk = self.chunk_of(q.shape[1], CHUNK)
+            total, state = causal_sum(q, k, v, state, chunk, call.positions, call.origins, call.lengths)
         if self.n0:
             return total / self.n0, state
         return total / call.counts()[..., None].to(total.dtype), state

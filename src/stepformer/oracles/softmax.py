@@ -10,7 +10,8 @@ from torch import Tensor
 
 from stepformer.base.options import choice, flag
 from stepformer.ops import Linear, at_least_fp32, operation
-from stepformer.oracles.attention import Attention, over_queries, register_attention, softmax_rows
+from stepformer.oracles.attention import Attention, register_attention
+from stepformer.ops.scores import over_queries, softmax_rows
 from stepformer.oracles.caches import Call, TokenSlot
 
 QK_NORM_EPS = 1e-5
@@ -110,27 +111,3 @@ class SoftmaxAttention(MultiHeadAttention):
             entropy, log_z = over_queries(rows, q.shape[2], REPORTED_AT_ONCE, dim=2)
         call.observe("entropy", entropy)
         call.observe("energy", -log_z)
-
-
-def attend_math(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v in plain products: it has second derivatives, fused kernels have none."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if is_causal:
-        attn_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    return torch.softmax(scores, dim=-1) @ v
-
-
-def rotate(t: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary: turn the pairs (i, i + head_dim/2) of t (B, H, T, head_dim) by position * base^(-2i/head_dim)."""
-    half = t.shape[-1] // 2
-    # Angles in at least fp32: bf16 cannot tell position 1023 from 1024.
-    wide = torch.promote_types(t.dtype, torch.float32)
-    rates = base ** (-torch.arange(half, device=t.device, dtype=wide) / half)
-    angles = positions[..., None].to(wide) * rates  # (T, half) or (B, T, half)
-    if angles.ndim == 3:
-        angles = angles[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = t[..., :half], t[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(t.dtype)

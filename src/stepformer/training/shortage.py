@@ -74,7 +74,7 @@ def sentence(config: RunConfig, world: World, folder: Path) -> str:
 
 def _needed(config: RunConfig, world: World, micro_batch: int) -> tuple[float, float]:
     """Bytes on each rank, by estimate; and how many of them the weights take with what belongs to them."""
-    from stepformer.model.memory import estimate_memory  # slow to load
+    from stepformer.training.memory import estimate_memory  # slow to load
 
     precision = precision_of(config, world.device)
     copies = optimizer_copies(Model(config.model, device="meta"), config.optim)

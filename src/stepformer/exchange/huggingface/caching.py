@@ -10,7 +10,7 @@ from transformers import Cache as TransformersCache
 
 from stepformer.base.errors import InputError
 from stepformer.model import Model
-from stepformer.oracles import Cache
+from stepformer.decoding.cache import Cache
 
 
 class StepformerCache(TransformersCache):

@@ -18,7 +18,7 @@ from stepformer.measure.benchmark.profiling import profile
 from stepformer.measure.benchmark.timing import Limit, spread, timed
 from stepformer.model import Model
 from stepformer.model.engines.steps import BEHIND
-from stepformer.model.memory import estimate_memory
+from stepformer.training.memory import estimate_memory
 from stepformer.ops import kernels
 from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import OptimConfig, Optimizers

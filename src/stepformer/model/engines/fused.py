@@ -14,7 +14,8 @@ from stepformer.model.engines.integrators import FusedIntegrator, alike, integra
 from stepformer.model.engines.turns import FAMILIES, FusedSubstep, Moving, defers, same_norms
 from stepformer.ops import kernels
 from stepformer.ops.sharding import is_managed, is_sharded
-from stepformer.oracles import Cache, Call
+from stepformer.oracles import Call
+from stepformer.decoding.cache import Cache
 from stepformer.rules import State
 from stepformer.rules.hamiltonian import HamiltonianStep
 
