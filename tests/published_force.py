@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import stepformer as sf
+from stepformer.ops.scores import rotate
 from stepformer.oracles.caches import Call
 from stepformer.oracles.hamiltonian import HamiltonianAttention, SoftmaxFields
-from stepformer.ops.scores import rotate
 from stepformer.rules.hamiltonian import SYMP
 
 

@@ -13,11 +13,11 @@ import torch
 import stepformer as sf
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
-from stepformer.training.memory import estimate_memory
 from stepformer.ops import kernels
 from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training import Stopped, checkpoints, resume, train
+from stepformer.training.memory import estimate_memory
 from stepformer.training.stopping import Watch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

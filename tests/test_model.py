@@ -13,12 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import stepformer as sf
 from draws import seeded, shifted
 from helpers import shake, tiny, tokens
-from stepformer.training.memory import estimate_memory
 from stepformer.model.roles import declare, named_roles
 from stepformer.ops.matrix_functions import inverse_square_root, polar_steps
+from stepformer.ops.scores import rotate
 from stepformer.oracles.mlp import MLP
 from stepformer.oracles.softmax import SoftmaxAttention
-from stepformer.ops.scores import rotate
+from stepformer.training.memory import estimate_memory
 
 INTEGRATORS = ("presymp-euler", "exp-euler", "conformal-euler", "ab2", "etd-ab2")  # those with friction
 COUNTS = {  # as published; counted by hand from the equations where the papers are silent

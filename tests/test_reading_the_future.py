@@ -22,9 +22,9 @@ import stepformer as sf
 from draws import seeded
 from helpers import shake, tiny, tokens
 from stepformer.measure.diagnostics.audit import BELOW_CHANCE, GEOMETRY, Audit, audit
+from stepformer.ops.scores import rotate
 from stepformer.oracles import fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
-from stepformer.ops.scores import rotate
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAK = {"attention": "published-force"}

@@ -27,11 +27,11 @@ from stepformer.base import files
 from stepformer.base.errors import DivergedError
 from stepformer.base.files import write_json
 from stepformer.data.corpus import Corpus
-from stepformer.training.memory import estimate_memory
 from stepformer.optim import Optimizers
 from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, resume, run_config, shortage, train
 from stepformer.training.evaluation import evaluate
 from stepformer.training.loop import Trainer
+from stepformer.training.memory import estimate_memory
 from stepformer.training.metrics import read_metrics
 from stepformer.training.parallel import ParallelModel, World
 from stepformer.training.runs import RunFolder

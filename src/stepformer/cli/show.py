@@ -31,10 +31,10 @@ from stepformer.catalogue.references import BIBTEX
 from stepformer.extras import chosen
 from stepformer.model import Model, engines
 from stepformer.model.config import ModelConfig, declared_options
-from stepformer.training.memory import estimate_memory
 from stepformer.oracles import attentions, mlps
 from stepformer.present.tables import of_texts
 from stepformer.rules import splittings, templates
+from stepformer.training.memory import estimate_memory
 
 COUNTS = ("total", "non-positional", "non-embedding")
 

@@ -20,13 +20,13 @@ from stepformer.base.settings import type_hints
 from stepformer.catalogue.recipes import load_recipe, recipe_names
 from stepformer.cli.show import console
 from stepformer.model import Model
-from stepformer.training.memory import estimate_memory
 from stepformer.present.tables import of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
 from stepformer.training.forecast import forecast
 from stepformer.training.loop import micro_batch_of, precision_of
+from stepformer.training.memory import estimate_memory
 from stepformer.training.parallel import World, choose_device
 from stepformer.training.shortage import optimizer_copies
 from stepformer.training.stopping import seconds

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepformer.base.errors import InputError
+from stepformer.decoding.cache import Cache
 from stepformer.extras import chosen
 from stepformer.model.block import Block
 from stepformer.model.config import ModelConfig
@@ -18,7 +19,6 @@ from stepformer.ops.adapters import weight_of
 from stepformer.ops.cross_entropy import wide
 from stepformer.ops.tables import Tables, token_order
 from stepformer.oracles import Call, fresh_call, make_norm
-from stepformer.decoding.cache import Cache
 from stepformer.rules import State
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any, Literal
 from stepformer.base.errors import ConfigError, UnknownNameError, independent, suggestion
 from stepformer.base.options import Option
 from stepformer.base.registry import Component, Registry
-from stepformer.base.settings import setting, type_hints, type_problem
+from stepformer.base.settings import limit_problem, setting, type_hints, type_problem
 from stepformer.extras import Extra, extras
 from stepformer.oracles import attentions, mlps
 from stepformer.rules import splittings, templates
@@ -32,6 +31,9 @@ REGISTRIES: dict[str, Registry[Any]] = {
 }
 
 
+LARGEST = 1 << 24  # of every size: what is larger is a slip of the keyboard, or damage
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything that defines an architecture. Validated on construction; immutable; hashable."""
@@ -40,25 +42,27 @@ class ModelConfig:
     splitting: str = setting("lie-trotter", "how attention and MLP take turns inside a layer")
     attention: str = setting("softmax", "the attention oracle")
     mlp: str = setting("gelu", "the MLP oracle")
-    n_layer: int = setting(12, "number of layers")
-    n_head: int = setting(12, "number of attention heads")
-    d_model: int = setting(768, "width of the token streams")
-    context: int = setting(1024, "longest sequence")
-    vocab_size: int = setting(50_304, "rows of the token table")
+    n_layer: int = setting(12, "number of layers", least=1, most=LARGEST)
+    n_head: int = setting(12, "number of attention heads", least=1, most=LARGEST)
+    d_model: int = setting(768, "width of the token streams", least=1, most=LARGEST)
+    context: int = setting(1024, "longest sequence", least=1, most=LARGEST)
+    vocab_size: int = setting(50_304, "rows of the token table", least=1, most=LARGEST)
     real_vocab: int | None = setting(None, "ids from here on are padding and never sampled (default: none are)")
-    mlp_hidden: int | None = setting(None, "hidden width of the MLP (default: 4 d_model; gated: 8/3 d_model)")
+    mlp_hidden: int | None = setting(
+        None, "hidden width of the MLP (default: 4 d_model; gated: 8/3 d_model)", least=1, most=LARGEST
+    )
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "pre-norms and final norm; rmsnorm is gainless")
-    norm_eps: float = setting(1e-5, "epsilon of every norm")
+    norm_eps: float = setting(1e-5, "epsilon of every norm", above=0)
     positions: Literal["learned", "rotary"] = setting("learned", "position table, or rotation of queries and keys")
     bias: bool = setting(False, "biases in linear maps and norms (imported GPT-2 weights need them)")
     aux_init: Literal["embed", "zero"] = setting("embed", "auxiliary streams start from own tables, or at zero")
-    aux_norm_gain: float = setting(1.0, "initial gain of the auxiliary norms LN_v and LN_u")
+    aux_norm_gain: float = setting(1.0, "initial gain of the auxiliary norms LN_v and LN_u", above=0)
     value_residual: Literal["off", "fixed", "free", "unit"] = setting(
         "off", "values mix with those of the first layer: half and half, or by a learned lambda (unit: in (0, 1))"
     )
     embedding_skip: bool = setting(False, "before each layer x becomes a learned mix of itself and the embedding")
     embedding_skip_start: float = setting(0.0, "initial share of the embedding in that mix")
-    logit_softcap: float | None = setting(None, "logits become c tanh(logits / c) with this c (default: none)")
+    logit_softcap: float | None = setting(None, "logits become c tanh(logits / c) with this c (default: none)", above=0)
     document_separator: int | None = setting(
         None, "token id that begins a document; attention stays inside documents (default: they see each other)"
     )
@@ -165,7 +169,6 @@ class ModelConfig:
 
 NOT_THE_FUNCTION = {"activation_checkpointing", "attention_backend", "real_vocab", "chunk", "query_chunk"}
 """Keys that say how an architecture is computed or sampled, not what it computes."""
-LARGEST = 1 << 24  # of every size: what is larger is a slip of the keyboard, or damage
 _SIZE_KEYS = ("n_layer", "n_head", "d_model", "context", "vocab_size")
 
 
@@ -218,7 +221,8 @@ def _problems(config: ModelConfig) -> list[str]:
     hints = type_hints(ModelConfig)
     for f in dataclasses.fields(config):
         if f.name not in ("options", "extras", *REGISTRIES):
-            problem = type_problem(f.name, getattr(config, f.name), hints[f.name])
+            value = getattr(config, f.name)
+            problem = type_problem(f.name, value, hints[f.name]) or limit_problem(f, value)
             if problem:
                 problems.append(problem)
                 wrong.add(f.name)
@@ -291,20 +295,8 @@ def _pair_problems(config: ModelConfig) -> list[str]:
 
 
 def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
-    """Numbers out of range, among the keys that have the right type."""
+    """Numbers that do not fit each other, among the keys that are right by themselves."""
     problems = []
-    for key in (*_SIZE_KEYS, "mlp_hidden"):
-        value = getattr(config, key)
-        if key not in wrong and value is not None and not 1 <= value <= LARGEST:
-            limit = "at least 1" if value < 1 else f"at most {LARGEST:,}"
-            problems.append(f"{key} = {value} should be {limit}.")
-            wrong = wrong | {key}
-    for key in ("norm_eps", "aux_norm_gain", "logit_softcap"):
-        value = getattr(config, key)
-        if key not in wrong and value is not None and not 0 < value < math.inf:
-            problems.append(f"{key} = {value} should be above 0 and finite.")
-    if "embedding_skip_start" not in wrong and not math.isfinite(config.embedding_skip_start):
-        problems.append(f"embedding_skip_start = {config.embedding_skip_start} should be finite.")
     real = config.real_vocab
     if not wrong & {"real_vocab", "vocab_size"} and real is not None and not 1 <= real <= config.vocab_size:
         problems.append(f"real_vocab = {real} should lie between 1 and vocab_size = {config.vocab_size}.")

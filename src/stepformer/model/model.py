@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stepformer.base.errors import InputError, suggestion
 from stepformer.decoding.beams import beam_search
+from stepformer.decoding.cache import Cache
 from stepformer.decoding.sampling import Generation, Prompts, Sampling, Steps, stream
 from stepformer.model import engines
 from stepformer.model.backbone import Backbone
@@ -24,7 +25,6 @@ from stepformer.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from stepformer.ops.linear import rounded_weights
 from stepformer.ops.sharding import whole
 from stepformer.oracles import Call
-from stepformer.decoding.cache import Cache
 from stepformer.rules import State, templates
 
 

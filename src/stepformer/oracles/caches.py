@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.errors import StepformerError
 
 
 class Slot(Protocol):

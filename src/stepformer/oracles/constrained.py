@@ -20,8 +20,8 @@ from stepformer.base.options import Option, choice, flag, integer
 from stepformer.base.registry import Selection
 from stepformer.ops import at_least_fp32, operation
 from stepformer.ops.constraint import constrained_softmax, unpacked
-from stepformer.oracles.attention import register_attention
 from stepformer.ops.scores import over_queries
+from stepformer.oracles.attention import register_attention
 from stepformer.oracles.caches import Call
 from stepformer.oracles.softmax import MultiHeadAttention
 from stepformer.rules.coefficients import CoefficientBank, unit

@@ -24,10 +24,9 @@ from stepformer.base.options import Option, choice, flag, integer
 from stepformer.base.registry import Selection
 from stepformer.ops import Linear, at_least_fp32, linear, operation
 from stepformer.ops.adapters import weight_of
+from stepformer.ops.scores import over_queries, rotate, softmax_rows
 from stepformer.oracles.attention import Attention, register_attention
-from stepformer.ops.scores import over_queries, softmax_rows
 from stepformer.oracles.caches import Call, TokenSlot
-from stepformer.ops.scores import rotate
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stepformer.base.options import choice, flag
 from stepformer.ops import Linear, at_least_fp32, operation
+from stepformer.ops.scores import attend_math, over_queries, rotate, softmax_rows
 from stepformer.oracles.attention import Attention, register_attention
-from stepformer.ops.scores import over_queries, softmax_rows
 from stepformer.oracles.caches import Call, TokenSlot
 
 QK_NORM_EPS = 1e-5

@@ -18,11 +18,11 @@ from stepformer.measure.benchmark.profiling import profile
 from stepformer.measure.benchmark.timing import Limit, spread, timed
 from stepformer.model import Model
 from stepformer.model.engines.steps import BEHIND
-from stepformer.training.memory import estimate_memory
 from stepformer.ops import kernels
 from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training.evaluation import autocasting
+from stepformer.training.memory import estimate_memory
 from stepformer.training.parallel import ParallelModel, World, prepare_compiler
 from stepformer.training.speed import flops_per_token, peak_flops
 

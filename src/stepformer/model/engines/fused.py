@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from stepformer.decoding.cache import Cache
 from stepformer.model.backbone import Backbone
 from stepformer.model.block import Block
 from stepformer.model.engines.integrators import FusedIntegrator, alike, integrates_by_weights, weights_of
@@ -15,7 +16,6 @@ from stepformer.model.engines.turns import FAMILIES, FusedSubstep, Moving, defer
 from stepformer.ops import kernels
 from stepformer.ops.sharding import is_managed, is_sharded
 from stepformer.oracles import Call
-from stepformer.decoding.cache import Cache
 from stepformer.rules import State
 from stepformer.rules.hamiltonian import HamiltonianStep
 
