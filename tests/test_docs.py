@@ -112,6 +112,20 @@ def test_write_your_own_attention_page(tmp_path: Path, steps: int) -> None:
         assert "1 of 1 pass" in printed if " audit " in command else "kick-drift" in printed
 
 
+@pytest.mark.parametrize("steps", [30, pytest.param(300, marks=pytest.mark.slow)])
+def test_write_your_own_extra_page(tmp_path: Path, steps: int) -> None:
+    """The extra of the page, of at most 25 lines, is shown and passes the audit the page tells you to run."""
+    page = ROOT / "docs/write-your-own-extra.md"
+    (block,) = blocks(page, "python")
+    assert len(block.strip().splitlines()) <= 25
+    (tmp_path / "echo.py").write_text(block)
+    show, audit = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    printed = run(show, tmp_path)
+    assert re.search(r"extra echo +before the layer x = x \+ lambda LN\(x_0\)", printed)
+    assert "as written, since echo changes x between two layers" in re.sub(r"\s+", " ", printed)
+    assert "1 of 1 pass" in run(audit.replace(" audit ", f" audit --steps {steps} "), tmp_path)
+
+
 def test_the_table_of_geometries_is_the_one_measured() -> None:
     page = (ROOT / "docs/attention.md").read_text()
     with (ROOT / "docs/raw/2026-11-geometries.csv").open() as file:

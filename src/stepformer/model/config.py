@@ -66,7 +66,7 @@ class ModelConfig:
     document_separator: int | None = setting(
         None, "token id that begins a document; attention stays inside documents (default: they see each other)"
     )
-    extras: tuple[str, ...] = setting((), "other extras, by name: `stepformer list extras`")
+    extras: tuple[str, ...] = setting((), "extras of your own, by name (docs/write-your-own-extra.md)")
     activation_checkpointing: bool = setting(False, "recompute each block in the backward pass to save memory")
     options: Mapping[str, Any] = field(default_factory=dict)
 
