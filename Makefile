@@ -30,6 +30,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check src tests docs benchmarks
 	$(BIN)/ruff format --check src tests docs benchmarks
 	$(BIN)/mypy
+	$(BIN)/python tests/support/house.py
 
 test: lint
 	$(PYTEST)
