@@ -316,14 +316,13 @@ def test_forgetting_and_plasticity_are_differences_of_independent_evaluations(
 ) -> None:
     """And the architectures read the same batches, a stopped study goes on, and nothing is done twice."""
     seen: dict[tuple[str, int, int], list[Any]] = {}
-    original = Trainer._read
+    original = Trainer._gradients
 
-    def read(self: Trainer, t: int) -> Any:
-        rows = original(self, t)
-        seen.setdefault((self.label, self.config.train.seed, t), []).append(rows[0].tolist())
-        return rows
+    def gradients(self: Trainer, t: int) -> Any:
+        seen.setdefault((self.label, self.config.train.seed, t), []).append(self.batches.at(t)[0].tolist())
+        return original(self, t)
 
-    monkeypatch.setattr(Trainer, "_read", read)
+    monkeypatch.setattr(Trainer, "_gradients", gradients)
     out = tmp_path / "study"
     taken = [0]
     with monkeypatch.context() as patch:

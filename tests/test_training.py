@@ -34,6 +34,7 @@ from stepformer.training.loop import Trainer
 from stepformer.training.memory import estimate_memory
 from stepformer.training.metrics import read_metrics
 from stepformer.training.parallel import ParallelModel, World
+from stepformer.training.reading import LocalBatches
 from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import seconds
 
@@ -159,15 +160,15 @@ def test_one_step_is_what_the_parts_say(corpus: Path, tmp_path: Path, sam: str) 
 def test_two_architectures_see_the_same_batches(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[torch.Tensor]] = {"vanilla": [], "tmm": []}
     for name, rows in seen.items():
-        original = Trainer._read
+        original = LocalBatches.read
 
-        def reading(self: Trainer, t: int, rows: list[torch.Tensor] = rows, original: Any = original) -> Any:
+        def reading(self: LocalBatches, t: int, rows: list[torch.Tensor] = rows, original: Any = original) -> Any:
             found = original(self, t)
             rows.append(found[0])
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_read", reading)
+            patch.setattr(LocalBatches, "read", reading)
             go(corpus, tmp_path / name, name, steps=4)
     assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.model import Model, check_ids
 from stepformer.training.checkpoints import weights_sha256
+from stepformer.training.choices import precision_of
 from stepformer.training.evaluation import autocasting
-from stepformer.training.loop import precision_of
 from stepformer.training.run import LoadedRun
 
 HEAD_TOKENS = 1024  # tokens whose logits exist at the same time: 200 MB at 50,304 ids
