@@ -39,7 +39,7 @@ VERSION = 1
 """Goes up whenever any story changes, so that results name the corpus they were measured on."""
 
 Source = dict[str, dict[str, str]]
-"""What the file of a dialect has, in the notation above: `roles`, `tables`, `rules` and `plots`, texts by their names."""
+"""What the file of a dialect holds, in the notation above: `roles`, `tables`, `rules` and `plots`, texts by name."""
 
 DIALECTS: tuple[str, ...] = ("village", "space")
 
