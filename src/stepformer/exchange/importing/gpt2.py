@@ -70,8 +70,7 @@ def nanogpt(found: Found, heads: int | None) -> Layout:
         vocab_size=vocab,
         bias="transformer.ln_f.bias" in found.tensors,
     )
-    names = {"n_layer": "n_layer", "d_model": "n_embd", "context": "block_size", "vocab_size": "vocab_size"}
-    check_sizes(where, config, args, **names)
+    check_sizes(where, config, args, context="block_size")
     return Layout(
         "a nanoGPT checkpoint",
         config,
@@ -114,9 +113,7 @@ def huggingface(found: Found) -> Layout:
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         bias=True,
     )
-    check_sizes(
-        where, made, config, n_layer="n_layer", d_model="n_embd", context="n_positions", vocab_size="vocab_size"
-    )
+    check_sizes(where, made, config, context="n_positions")
     return Layout(
         "a Hugging Face GPT-2",
         made,
@@ -138,8 +135,9 @@ def about_biases(tensors: Mapping[str, Tensor]) -> str:
     return f"kept; all {count:,} are zero, as GPT-2's form adds them to a model that has none"
 
 
-def check_sizes(where: str, config: ModelConfig, said: Mapping[str, Any], **names: str) -> None:
-    """Refuse a file whose settings and tensors are not of one size."""
+def check_sizes(where: str, config: ModelConfig, said: Mapping[str, Any], context: str) -> None:
+    """Refuse a file whose settings and tensors are not of one size; `context` is its word for that."""
+    names = {"n_layer": "n_layer", "d_model": "n_embd", "context": context, "vocab_size": "vocab_size"}
     for ours, theirs in names.items():
         if said.get(theirs) not in (None, getattr(config, ours)):
             raise InputError(
