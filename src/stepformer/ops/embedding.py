@@ -178,7 +178,10 @@ def _order(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     return keys, places
 
 
-@operator("embed", lambda tokens, *others: others[2].new_empty(*tokens.shape, others[2].shape[1], dtype=others[-1]))
+@operator(
+    "embed",
+    fake=lambda tokens, keys, places, table, *others: table.new_empty(*tokens.shape, table.shape[1], dtype=others[-1]),
+)
 def _embed(
     tokens: Tensor, keys: Tensor | None, places: Tensor | None, table: Tensor, positions: Tensor | None,
     dtype: torch.dtype,
