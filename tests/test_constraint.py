@@ -11,11 +11,30 @@ import torch
 from torch import Tensor
 
 from draws import seeded
-from stepformer.ops.constraint import BETA_MAX, Weights, constrained_softmax, solve
+from stepformer.ops import constraint
+from stepformer.ops.constraint import BETA_MAX, Weights, constrained_softmax
 
 LENGTHS = (2, 3, 8, 32, 128, 512, 1024)
 SHARES = (0.01, 0.1, 0.5, 0.9)
 ROWS = 24
+
+
+@torch.no_grad()
+def solve(
+    scores: Tensor,
+    radius: Tensor | float,
+    visible: Tensor,
+    log_prior: Tensor | None = None,
+    *,
+    ceiling: float | None = None,
+    evaluations: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(beta, active, capped), each (..., T), as in `constrained_softmax`, without gradients.
+
+    active: the constraint binds, so beta depends on the scores. evaluations: of the row statistics, 2 or more.
+    """
+    s, rho, visible, log_q = constraint._prepare(scores, radius, visible, log_prior)
+    return constraint._solve(s, log_q, rho, visible, ceiling, evaluations)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

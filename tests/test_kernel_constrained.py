@@ -13,10 +13,10 @@ from torch import Tensor
 from draws import seeded
 from helpers import in_documents, served, shake, tiny, tokens
 from stepformer.ops import kernels
-from stepformer.ops.constraint import BETA_MAX, constrained_softmax, solve
+from stepformer.ops.constraint import BETA_MAX, constrained_softmax
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.constrained import ConstrainedAttention
-from test_constraint import FAMILIES, family
+from test_constraint import FAMILIES, family, solve
 
 if not kernels.has_triton():
     pytest.skip("needs Triton", allow_module_level=True)

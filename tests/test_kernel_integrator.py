@@ -15,9 +15,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import stream_references
 from draws import seeded
 from stepformer.base.errors import InputError
-from stepformer.ops import common, integrator, kernels, stream_references
+from stepformer.ops import common, integrator, kernels
 from stepformer.ops.common import Scalar
 from test_kernel_streams import CUDA, Build, Parts, compare, off_by, poison
 

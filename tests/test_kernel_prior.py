@@ -14,9 +14,9 @@ from draws import seeded
 from helpers import in_documents, served, shake, tiny, tokens
 from stepformer.ops import kernels
 from stepformer.ops.constraint import BETA_MAX, constrained_softmax, unpacked
-from stepformer.ops.constraint import solve as twin_solve
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.constrained import ConstrainedAttention
+from test_constraint import solve as twin_solve
 
 if not kernels.has_triton():
     pytest.skip("needs Triton", allow_module_level=True)

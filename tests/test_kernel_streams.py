@@ -16,9 +16,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import stream_references
 from draws import seeded
 from stepformer.base.errors import InputError
-from stepformer.ops import adaptive, common, kernels, stream_references, velocity
+from stepformer.ops import adaptive, common, kernels, velocity
 from stepformer.ops.common import Scalar
 from stepformer.rules import State, templates
 from stepformer.rules.coefficients import Values
