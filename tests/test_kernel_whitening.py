@@ -190,7 +190,7 @@ def test_an_ill_conditioned_covariance() -> None:
 
 
 def test_what_bf16_answers_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """11 bits in most products; their own 8 bits are the larger error (measured in kernels/whitening.py)."""
+    """11 bits in most products; their own 8 bits are the larger error (measured in ops/whitening.py)."""
     from stepformer.ops import whitening
 
     assert whitening.exact_steps(torch.bfloat16) == (0, 4)

@@ -49,7 +49,7 @@ class Template(Component):
     A rule without velocity proposes its update as the stream `u` in `kick`, and `drift` consumes it.
 
     A rule with `integrates = True` takes the attention's turn as a whole instead (`integrate`), from the velocity and
-    force fields of a Hamiltonian attention; its other turns go as above (schemes/hamiltonian.py).
+    force fields of a Hamiltonian attention; its other turns go as above (rules/hamiltonian.py).
     """
 
     streams: Mapping[str, Stream] = {}
