@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from stepformer.cli.options import command
 from stepformer.cli.show import console
 from stepformer.present.tables import GAP, Table
 
@@ -13,16 +14,8 @@ from stepformer.present.tables import GAP, Table
 def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     from stepformer.measure.benchmark.command import DESCRIPTION, EPILOG, add_arguments
 
-    sub = commands.add_parser(
-        "bench",
-        parents=[common],
-        help="how fast are architectures here? throughput, memory, decoding, each against vanilla",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(sub)
-    sub.set_defaults(run=run_bench)
+    what = "how fast are architectures here? throughput, memory, decoding, each against vanilla"
+    command(run_bench, what, DESCRIPTION, EPILOG, add_arguments)(commands, common)
 
 
 def run_bench(args: argparse.Namespace) -> int:

@@ -6,14 +6,24 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from stepformer.base import documents
-from stepformer.base.errors import InputError, StepformerError, command_line
+from stepformer.base.errors import InputError, command_line
 from stepformer.base.files import write_text
+from stepformer.base.units import duration
 from stepformer.catalogue.recipes import load_recipe
+from stepformer.cli.options import (
+    CONFIDENCE,
+    JOBS,
+    NO_DISPLAY,
+    check_confidence,
+    check_positive,
+    command,
+    drawn,
+    option,
+    tell_failed,
+)
 from stepformer.cli.show import console
-from stepformer.cli.train import duration
 from stepformer.model import Model
 from stepformer.present.tables import Table, of_texts
 from stepformer.study import Comparison, Facts, compare, load_records, plot_comparison
@@ -38,98 +48,6 @@ DEMO = (
 DEMO_PROMPT = "One morning"
 
 
-def add_compare(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "compare",
-        parents=[common],
-        help="is one architecture better? paired seeds, intervals, table and plot",
-        description="Train architectures x seeds under one budget on the same batches, then compare: mean and "
-        "standard error, paired differences to the baseline with confidence intervals, tokens to reach the baseline's "
-        "loss, time ratio. Started again, it continues and repeats nothing.",
-        epilog="examples:\n"
-        "  stepformer compare vanilla yurii tmm --corpus tales --seeds 3 --budget 200k\n"
-        "  stepformer compare vanilla yurii --seeds 4 --budget 5M optim.name=adamw lr=1e-3\n"
-        "  stepformer compare --recipe momentum-streams-tinystories vanilla yurii tmm --seeds 3\n"
-        "  stepformer compare --runs runs/a runs/b runs/c         finished runs, nothing is trained",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("names", nargs="*", metavar="NAME | key=value", help="presets; settings for all of them")
-    sub.add_argument("--recipe", metavar="RECIPE", help="settings of a paper's experiment; without NAMEs all its runs")
-    sub.add_argument("--runs", nargs="+", metavar="DIR", help="compare these finished runs instead of training")
-    sub.add_argument("--corpus", metavar="NAME|DIR", help="what to train on (default: tales)")
-    sub.add_argument("--budget", metavar="TOKENS", help="tokens each run trains on: 200k, 5M, 1.5B")
-    sub.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: the first)")
-    sub.add_argument(
-        "--match",
-        choices=list(AMOUNTS),
-        help="also compare with a baseline made wider until it has what a row has",
-    )
-    sub.add_argument(
-        "--tune",
-        action="append",
-        default=[],
-        metavar="KEY[,KEY]=a,b,c",
-        help="first the same search for every row, over values (0.01) or multiples of what it has (2x)",
-    )
-    sub.add_argument("--budget-tune", metavar="TOKENS", help="tokens that each run of the search trains on")
-    _study_options(sub)
-    sub.set_defaults(run=run_compare)
-
-
-def add_sweep(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "sweep",
-        parents=[common],
-        help="train every point of a grid of settings",
-        description="Train NAME at every point of a grid, with every seed; then the table of `compare`, the first "
-        "point being the baseline. With --slurm the runs are submitted, and the same command later shows the table.",
-        epilog="examples:\n"
-        "  stepformer sweep yurii --grid lr=0.005,0.01,0.02 --grid optim.name=muon,adamw steps=300\n"
-        "  stepformer sweep tmm size=small corpus=data/tinystories-gpt2 --grid lr=0.01,0.02 --slurm gpus_per_node=1",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("names", nargs="+", metavar="NAME | key=value", help="preset, recipe or TOML file; settings")
-    sub.add_argument("--grid", action="append", required=True, metavar="key=a,b,c", help="an axis; may be repeated")
-    _study_options(sub)
-    sub.set_defaults(run=run_sweep)
-
-
-def _study_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="a setting that may differ between the rows although it is not of the architecture; may be repeated",
-    )
-    sub.add_argument("--seeds", metavar="N|a,b,c", help="how many seeds (from 42 on), or which (1; a recipe's own)")
-    sub.add_argument(
-        "--out", metavar="DIR", help="folder of all runs, table and plot (default: runs/compare-... or runs/sweep-...)"
-    )
-    sub.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per GPU, or one)")
-    sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
-    sub.add_argument("--quiet", action="store_true", help="no progress display")
-    sub.add_argument("--dry-run", action="store_true", help="say what would be trained, with which rates, and stop")
-    sub.add_argument(
-        "--slurm",
-        nargs="*",
-        metavar="key=value",
-        help="submit the runs with submitit: timeout_min=240 gpus_per_node=1 slurm_partition=...",
-    )
-
-
-def add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "demo",
-        parents=[common],
-        help="a plain GPT and a Nesterov one, trained side by side in minutes",
-        description="Train both on the embedded tales for a few minutes, then table, plot and text from each.",
-    )
-    sub.add_argument("--out", default="runs/demo", metavar="DIR", help="folder (runs/demo)")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, e.g. steps=1000")
-    sub.set_defaults(run=run_demo)
-
-
 def run_compare(args: argparse.Namespace) -> int:
     names, words = words_of(args.names)
     if args.runs:
@@ -149,14 +67,16 @@ def run_compare(args: argparse.Namespace) -> int:
         usual = facts.baseline if facts.baseline in {record.label for record in records} else records[0].label
         found = compare(records, args.baseline or usual, args.confidence, facts)
         refuse_unmeant(found.differences, {record.label: record.settings for record in records}, args.allow)
-        return _present(found, out, Report())
+        _present(found, out)
+        return 0
     if args.recipe and not names:
         names = list(load_recipe(args.recipe).runs)
     if args.corpus:
         words.append(f"data.corpus={args.corpus}")
     if args.recipe and args.seeds is None:
         args.seeds = ",".join(map(str, load_recipe(args.recipe).about.get("seeds", [42])))
-    _check_options(args)
+    check_confidence(args)
+    check_positive(args, "jobs")
     searched = check_tuning(args.tune, args.budget_tune, seeds_of(args.seeds or "1"))
     if args.tune and args.slurm is not None:
         raise InputError("--tune searches here, before the runs: it does not go with --slurm.")
@@ -191,7 +111,8 @@ def run_sweep(args: argparse.Namespace) -> int:
     names, words = words_of(args.names)
     if len(names) != 1:
         raise InputError("A sweep is over one NAME; use --grid preset=a,b to go over architectures.")
-    _check_options(args)
+    check_confidence(args)
+    check_positive(args, "jobs")
     study = swept(names[0], words, args.grid, Path(args.out or f"runs/sweep-{Path(names[0]).stem}"))
     return _study(args, replace(study, seeds=tuple(seeds_of(args.seeds or "1")), allow=tuple(args.allow)))
 
@@ -248,13 +169,6 @@ def planned_table(study: Study) -> Table:
     )
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    if not 0 < args.confidence < 1:
-        raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
-    if args.jobs is not None and args.jobs < 1:
-        raise InputError(f"--jobs {args.jobs} should be at least 1.")
-
-
 def show_study(
     runs: list[Planned],
     report: Report,
@@ -264,32 +178,23 @@ def show_study(
     facts: Facts | None = None,
 ) -> int:
     """Table and plot of what finished, and a sentence for what failed; 1 if anything did."""
-    status = 0
-    for name, problem in report.failed.items():
-        print(f"stepformer: {name} failed: {problem}", file=sys.stderr)
-        status = 1
+    failed = tell_failed(report.failed)
     if report.finished:
         records = load_records(report.finished)
         if any(record.label == baseline for record in records):
-            status = _present(compare(records, baseline, confidence, facts), out, report) or status
+            _present(compare(records, baseline, confidence, facts), out)
         else:
             print(f"stepformer: no run of the baseline '{baseline}' finished: nothing to compare with", file=sys.stderr)
-    return status
+    return int(failed)
 
 
-def _present(comparison: Comparison, out: Path, report: Report) -> int:
-    terminal = console()
-    terminal.print(comparison.table)
-    write_text(out / "comparison.md", comparison.table.markdown())
-    write_text(out / "comparison.csv", comparison.details.csv())
-    made = [str(out / "comparison.md"), str(out / "comparison.csv")]
-    try:
-        plot_comparison(comparison, out / "comparison.png")
-        made.append(str(out / "comparison.png"))
-    except StepformerError as error:
-        print(f"note: no plot: {error}", file=sys.stderr)
-    print(f"written: {', '.join(made)}")
-    return 1 if report.failed else 0
+def _present(comparison: Comparison, out: Path) -> None:
+    console().print(comparison.table)
+    table, details = out / "comparison.md", out / "comparison.csv"
+    write_text(table, comparison.table.markdown())
+    write_text(details, comparison.details.csv())
+    made = [table, details, *drawn(plot_comparison, comparison, out / "comparison.png")]
+    print(f"written: {', '.join(map(str, made))}")
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -325,3 +230,74 @@ def run_demo(args: argparse.Namespace) -> int:
         )
     print(f"\ngo on: {command_line('generate', out / 'yurii-s42', 'The old')} ; stepformer compare --help")
     return status
+
+
+STUDY_OPTIONS = (
+    option(
+        "--allow KEY",
+        "a setting that may differ between the rows although it is not of the architecture; may be repeated",
+        action="append",
+        default=[],
+    ),
+    option("--seeds N|a,b,c", "how many seeds (from 42 on), or which (1; a recipe's own)"),
+    option("--out DIR", "folder of all runs, table and plot (default: runs/compare-... or runs/sweep-...)"),
+    JOBS,
+    CONFIDENCE,
+    NO_DISPLAY,
+    option("--dry-run", "say what would be trained, with which rates, and stop"),
+    option(
+        "--slurm key=value",
+        "submit the runs with submitit: timeout_min=240 gpus_per_node=1 slurm_partition=...",
+        nargs="*",
+    ),
+)
+
+add_compare = command(
+    run_compare,
+    "is one architecture better? paired seeds, intervals, table and plot",
+    "Train architectures x seeds under one budget on the same batches, then compare: mean and "
+    "standard error, paired differences to the baseline with confidence intervals, tokens to reach the baseline's "
+    "loss, time ratio. Started again, it continues and repeats nothing.",
+    "examples:\n"
+    "  stepformer compare vanilla yurii tmm --corpus tales --seeds 3 --budget 200k\n"
+    "  stepformer compare vanilla yurii --seeds 4 --budget 5M optim.name=adamw lr=1e-3\n"
+    "  stepformer compare --recipe momentum-streams-tinystories vanilla yurii tmm --seeds 3\n"
+    "  stepformer compare --runs runs/a runs/b runs/c         finished runs, nothing is trained",
+    option("names NAME | key=value", "presets; settings for all of them", nargs="*"),
+    option("--recipe RECIPE", "settings of a paper's experiment; without NAMEs all its runs"),
+    option("--runs DIR", "compare these finished runs instead of training", nargs="+"),
+    option("--corpus NAME|DIR", "what to train on (default: tales)"),
+    option("--budget TOKENS", "tokens each run trains on: 200k, 5M, 1.5B"),
+    option("--baseline NAME", "what the others are compared with (default: the first)"),
+    option("--match", "also compare with a baseline made wider until it has what a row has", choices=list(AMOUNTS)),
+    option(
+        "--tune KEY[,KEY]=a,b,c",
+        "first the same search for every row, over values (0.01) or multiples of what it has (2x)",
+        action="append",
+        default=[],
+    ),
+    option("--budget-tune TOKENS", "tokens that each run of the search trains on"),
+    *STUDY_OPTIONS,
+)
+
+add_sweep = command(
+    run_sweep,
+    "train every point of a grid of settings",
+    "Train NAME at every point of a grid, with every seed; then the table of `compare`, the first "
+    "point being the baseline. With --slurm the runs are submitted, and the same command later shows the table.",
+    "examples:\n"
+    "  stepformer sweep yurii --grid lr=0.005,0.01,0.02 --grid optim.name=muon,adamw steps=300\n"
+    "  stepformer sweep tmm size=small corpus=data/tinystories-gpt2 --grid lr=0.01,0.02 --slurm gpus_per_node=1",
+    option("names NAME | key=value", "preset, recipe or TOML file; settings", nargs="+"),
+    option("--grid key=a,b,c", "an axis; may be repeated", action="append", required=True),
+    *STUDY_OPTIONS,
+)
+
+add_demo = command(
+    run_demo,
+    "a plain GPT and a Nesterov one, trained side by side in minutes",
+    "Train both on the embedded tales for a few minutes, then table, plot and text from each.",
+    "",
+    option("--out DIR", "folder (runs/demo)", default="runs/demo"),
+    option("overrides key=value", "settings to change, e.g. steps=1000", nargs="*"),
+)

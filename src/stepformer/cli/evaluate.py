@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from stepformer.base.errors import InputError
+from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, RUN, check_positive, command, group, option
 from stepformer.cli.show import console
 from stepformer.measure import measured
 from stepformer.measure.evaluation.tasks import need
@@ -29,54 +30,8 @@ docs/evaluate.md says what may be compared with what.
 """
 
 
-def add_eval(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "eval",
-        parents=[common],
-        help="how good is a run: validation loss, perplexity on any text, downstream tasks",
-        description="Without --on, --ood and --tasks: the loss on a fixed number of tokens of the validation split,\n"
-        "full blocks from its first token on. The count and a hash are printed with every number; only numbers\n"
-        "that agree in both may be compared.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("folder", metavar="RUN", help="run folder")
-    sub.add_argument("--corpus", metavar="DIR", help="validation loss on another prepared corpus, same tokenizer")
-    sub.add_argument(
-        "--tokens", type=int, metavar="N", help="score at most N tokens (default: as in training; texts: all)"
-    )
-    texts = sub.add_argument_group("perplexity")
-    texts.add_argument("--on", nargs="+", metavar="TEXT", help="files (.txt, .jsonl, ...), folders, prepared corpora")
-    texts.add_argument(
-        "--stride", type=int, metavar="N", help="sliding window, N tokens further each time (no: blocks)"
-    )
-    texts.add_argument(
-        "--ood", action="store_true", help="out of domain: wikitext/, lambada/ and c4/ of --data, and mean"
-    )
-    texts.add_argument("--random", action="store_true", help="1,600 random windows as in the momentum-streams paper")
-    texts.add_argument("--field", metavar="NAME", help="field of a row that holds the text (text)")
-    texts.add_argument("--document", metavar="RULE", help="how a .txt is cut: auto, file, line or paragraph (auto)")
-    texts.add_argument("--split", choices=("train", "val"), default="val", help="of a prepared corpus (val)")
-    tasks = sub.add_argument_group("downstream tasks")
-    tasks.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, or YAML files, by commas")
-    tasks.add_argument(
-        "--shots", metavar="N[,N]", help="examples in the prompt (hellaswag 10, arc 25, else the task's)"
-    )
-    tasks.add_argument("--limit", type=int, metavar="N", help="the first N items of each task, to try it out")
-    sub.add_argument(
-        "--data", metavar="DIR", help="folder with hellaswag/, arc/, lambada/, wikitext/, c4/ ($STEPFORMER_DATA/eval)"
-    )
-    sub.add_argument("--micro-batch", type=int, default=8, metavar="N", help="sequences at once (8)")
-    sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
-    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    sub.add_argument("--json", action="store_true", help="machine-readable output")
-    sub.add_argument("--quiet", action="store_true", help="no progress")
-    sub.set_defaults(run=run_eval)
-
-
 def run_eval(args: argparse.Namespace) -> int:
-    if args.micro_batch < 1:
-        raise InputError(f"--micro-batch {args.micro_batch} should be at least 1.")
+    check_positive(args, "micro_batch")
     check_words(args)
     if not (args.on or args.ood or args.tasks):
         return validation_loss(args)
@@ -105,7 +60,7 @@ def run_eval(args: argparse.Namespace) -> int:
 def check_words(args: argparse.Namespace) -> None:
     """Options that would be ignored are mistakes."""
     texts, tasks = bool(args.on or args.ood), bool(args.tasks)
-    for option, given, used in (
+    for name, given, used in (
         ("--stride", args.stride is not None, texts),
         ("--random", args.random, texts),
         ("--field", args.field is not None, bool(args.on)),
@@ -113,10 +68,10 @@ def check_words(args: argparse.Namespace) -> None:
         ("--split", args.split != "val", bool(args.on)),
     ):
         if given and not used:
-            raise InputError(f"{option} belongs to a text: say which one with --on FILE or --ood.")
-    for option, value in (("--shots", args.shots), ("--limit", args.limit)):
+            raise InputError(f"{name} belongs to a text: say which one with --on FILE or --ood.")
+    for name, value in (("--shots", args.shots), ("--limit", args.limit)):
         if value is not None and not tasks:
-            raise InputError(f"{option} belongs to downstream tasks: name some with --tasks.")
+            raise InputError(f"{name} belongs to downstream tasks: name some with --tasks.")
     if args.data is not None and not (tasks or args.ood):
         raise InputError("--data is where tasks and out-of-domain texts are: give --tasks or --ood as well.")
     if args.corpus is not None and (texts or tasks):
@@ -215,3 +170,38 @@ def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
         if len(found.get("not_kept", ())) < len(found["tasks"]):
             print(f"kept in {run.folder.path / measured.FOLDER / harness.KIND}.json")
     return found
+
+
+add_eval = command(
+    run_eval,
+    "how good is a run: validation loss, perplexity on any text, downstream tasks",
+    "Without --on, --ood and --tasks: the loss on a fixed number of tokens of the validation split,\n"
+    "full blocks from its first token on. The count and a hash are printed with every number; only numbers\n"
+    "that agree in both may be compared.",
+    EXAMPLES,
+    RUN,
+    option("--corpus DIR", "validation loss on another prepared corpus, same tokenizer"),
+    option("--tokens N", "score at most N tokens (default: as in training; texts: all)", type=int),
+    group(
+        "perplexity",
+        option("--on TEXT", "files (.txt, .jsonl, ...), folders, prepared corpora", nargs="+"),
+        option("--stride N", "sliding window, N tokens further each time (no: blocks)", type=int),
+        option("--ood", "out of domain: wikitext/, lambada/ and c4/ of --data, and mean"),
+        option("--random", "1,600 random windows as in the momentum-streams paper"),
+        option("--field NAME", "field of a row that holds the text (text)"),
+        option("--document RULE", "how a .txt is cut: auto, file, line or paragraph (auto)"),
+        option("--split", "of a prepared corpus (val)", choices=("train", "val"), default="val"),
+    ),
+    group(
+        "downstream tasks",
+        option("--tasks NAMES", "tasks of lm-evaluation-harness, or YAML files, by commas"),
+        option("--shots N[,N]", "examples in the prompt (hellaswag 10, arc 25, else the task's)"),
+        option("--limit N", "the first N items of each task, to try it out", type=int),
+    ),
+    option("--data DIR", "folder with hellaswag/, arc/, lambada/, wikitext/, c4/ ($STEPFORMER_DATA/eval)"),
+    option("--micro-batch N", "sequences at once (8)", type=int, default=8),
+    CHECKPOINT,
+    DEVICE,
+    JSON,
+    QUIET,
+)

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from stepformer.base.errors import command_line
+from stepformer.cli.options import command, option
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus, corpus_folder
 from stepformer.data.pieces import Progress
@@ -45,40 +45,6 @@ examples:
   stepformer prepare tinystories --workers 8
   stepformer prepare hf:HuggingFaceFW/fineweb:sample-10BT --out /scratch/fineweb
 """
-
-
-def add_prepare(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "prepare",
-        parents=[common],
-        help="make a corpus of tokens from stories, files or a dataset",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("source", metavar="SOURCE", help="tales, a path, a short name or hf:OWNER/NAME")
-    sub.add_argument(
-        "--tokenizer",
-        metavar="KIND|DIR",
-        help="gpt2 (or gpt2:FOLDER with its files), bytes, bpe:N trained on this corpus, or the folder of a run or a "
-        "corpus whose tokenizer is used (default: gpt2; bpe:1024 for tales)",
-    )
-    sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the corpus (default: data/NAME-TOKENIZER)")
-    sub.add_argument("--dialect", metavar="D", help="tales: village or space")
-    sub.add_argument("--count", type=int, metavar="N", help=f"tales: number of stories (default: {TALES_COUNT:,})")
-    sub.add_argument("--seed", type=int, metavar="S", help="tales: other stories (default: 0)")
-    sub.add_argument("--field", metavar="F", help="rows: the field with the text (default: text)")
-    sub.add_argument("--val-field", metavar="F", help="rows: a true/false field that marks validation documents")
-    sub.add_argument(
-        "--document",
-        choices=DOCUMENT_RULES,
-        help=".txt: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
-    )
-    sub.add_argument("--val-fraction", type=float, metavar="X", help="share of validation (default: 0.05, tales 0.02)")
-    sub.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core, 1 if it is little)")
-    sub.add_argument("--verify", action="store_true", help="read all shards again and compare their checksums")
-    sub.add_argument("--force", action="store_true", help="replace another corpus in the folder")
-    sub.set_defaults(run=run_prepare)
 
 
 def run_prepare(args: argparse.Namespace) -> int:
@@ -169,3 +135,32 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     out.print(f"folder: {corpus.folder}", soft_wrap=True, markup=False)
     words = command_line("train", "yurii", f"corpus={corpus.folder}")
     out.print(f"train on it: {words}", soft_wrap=True, markup=False)
+
+
+add_prepare = command(
+    run_prepare,
+    "make a corpus of tokens from stories, files or a dataset",
+    DESCRIPTION,
+    EXAMPLES,
+    option("source SOURCE", "tales, a path, a short name or hf:OWNER/NAME"),
+    option(
+        "--tokenizer KIND|DIR",
+        "gpt2 (or gpt2:FOLDER with its files), bytes, bpe:N trained on this corpus, or the folder of a run or a "
+        "corpus whose tokenizer is used (default: gpt2; bpe:1024 for tales)",
+    ),
+    option("--out DIR", "folder of the corpus (default: data/NAME-TOKENIZER)", type=Path),
+    option("--dialect D", "tales: village or space"),
+    option("--count N", f"tales: number of stories (default: {TALES_COUNT:,})", type=int),
+    option("--seed S", "tales: other stories (default: 0)", type=int),
+    option("--field F", "rows: the field with the text (default: text)"),
+    option("--val-field F", "rows: a true/false field that marks validation documents"),
+    option(
+        "--document",
+        ".txt: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
+        choices=DOCUMENT_RULES,
+    ),
+    option("--val-fraction X", "share of validation (default: 0.05, tales 0.02)", type=float),
+    option("--workers N", "processes (default: one per core, 1 if it is little)", type=int),
+    option("--verify", "read all shards again and compare their checksums"),
+    option("--force", "replace another corpus in the folder"),
+)

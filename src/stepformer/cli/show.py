@@ -27,6 +27,7 @@ from stepformer.catalogue import (
     unlisted_templates,
 )
 from stepformer.catalogue.references import BIBTEX
+from stepformer.cli.options import JSON, command, group, option
 from stepformer.model import Model
 from stepformer.model.config import ModelConfig, declared_options
 from stepformer.model.memory import estimate_memory
@@ -40,38 +41,6 @@ COUNTS = ("total", "non-positional", "non-embedding")
 def console() -> Console:
     """Standard output; 120 columns when it is not a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-def add_list(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "list",
-        parents=[common],
-        help="list presets",
-        description="List the presets whose name or alias matches PATTERN: shell wildcards, or part of a name.",
-    )
-    sub.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="e.g. 'imex-*' or nesterov")
-    sub.add_argument("--json", action="store_true", help="machine-readable output")
-    sub.set_defaults(run=run_list)
-
-
-def add_show(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "show",
-        parents=[common],
-        help="equations, streams, coefficients, options and parameter counts of one architecture",
-        description="Show an architecture: a preset, the name of a template, or a TOML file with a [model] table.",
-        epilog="examples:\n  stepformer show adam --size medium\n  stepformer show tmm splitting=imex k=2 order=mam\n"
-        "  stepformer show yurii --batch 32\n  stepformer show vanilla --cite",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("name", metavar="NAME", help="preset, template or config.toml")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="config keys and options to change")
-    sub.add_argument("--size", choices=list(SIZES), help="named size (default: small)")
-    sub.add_argument("--batch", type=int, metavar="N", help="estimate the memory of training on N sequences (bf16)")
-    form = sub.add_mutually_exclusive_group()
-    form.add_argument("--cite", action="store_true", help="print BibTeX for everything this architecture uses")
-    form.add_argument("--json", action="store_true", help="machine-readable output")
-    sub.set_defaults(run=run_show)
 
 
 def resolve(name: str, overrides: list[str], size: str | None = None) -> ModelConfig:
@@ -275,8 +244,8 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
         table.add_row("auxiliary norms", f"{len(norms)} per layer, {which}; initial gain {config.aux_norm_gain:g}")
     for name, equation in facts["extras"].items():
         table.add_row(f"extra {name}", escape(equation))
-    for name, option in facts["options"].items():
-        table.add_row(f"option {name}", f"{option['value']}  ({option['values']}: {option['help']})")
+    for name, known in facts["options"].items():
+        table.add_row(f"option {name}", f"{known['value']}  ({known['values']}: {known['help']})")
     out.print(table)
     if facts["coefficients_per_layer"]:
         out.print()
@@ -294,3 +263,26 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
     if facts["published"]:
         out.print(f"[bold]published[/bold]  {facts['published']} (its paper's figure, not measured here)")
     out.print(f"[bold]cite[/bold]  {', '.join(facts['cite'])}   (--cite prints BibTeX)")
+
+
+add_list = command(
+    run_list,
+    "list presets",
+    "List the presets whose name or alias matches PATTERN: shell wildcards, or part of a name.",
+    "",
+    option("pattern PATTERN", "e.g. 'imex-*' or nesterov", nargs="?", default="*"),
+    JSON,
+)
+
+add_show = command(
+    run_show,
+    "equations, streams, coefficients, options and parameter counts of one architecture",
+    "Show an architecture: a preset, the name of a template, or a TOML file with a [model] table.",
+    "examples:\n  stepformer show adam --size medium\n  stepformer show tmm splitting=imex k=2 order=mam\n"
+    "  stepformer show yurii --batch 32\n  stepformer show vanilla --cite",
+    option("name NAME", "preset, template or config.toml"),
+    option("overrides key=value", "config keys and options to change", nargs="*"),
+    option("--size", "named size (default: small)", choices=list(SIZES)),
+    option("--batch N", "estimate the memory of training on N sequences (bf16)", type=int),
+    group("", option("--cite", "print BibTeX for everything this architecture uses"), JSON),
+)

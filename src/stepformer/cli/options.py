@@ -1,0 +1,109 @@
+"""How commands are declared: their words and options, those that many share, and what is checked and told alike."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+from stepformer.base.errors import InputError, StepformerError
+
+Addition = Callable[[Any], object]
+"""What adds something to a parser or to a group of its options."""
+
+
+def command(
+    run: Callable[[argparse.Namespace], int],
+    help: str,
+    description: str,
+    epilog: str | Callable[[], str],
+    *options: Addition,
+) -> Callable[[Any, argparse.ArgumentParser], argparse.ArgumentParser]:
+    """What adds the command that `run_NAME` carries out; with an epilog, its words are shown as they are written."""
+
+    def add(commands: Any, common: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        name = run.__name__.removeprefix("run_")
+        below = epilog() if callable(epilog) else epilog
+        look = argparse.RawDescriptionHelpFormatter if below else argparse.HelpFormatter
+        words = {"help": help, "description": description, "epilog": below or None}
+        sub: argparse.ArgumentParser = commands.add_parser(name, parents=[common], formatter_class=look, **words)
+        for option in options:
+            option(sub)
+        sub.set_defaults(run=run)
+        return sub
+
+    return add
+
+
+def option(words: str, help: str | None = None, **more: Any) -> Addition:
+    """`folder RUN` is an argument, `--tokens N` an option with a value, `--json` one without."""
+    name, _, metavar = words.partition(" ")
+    if metavar:
+        more["metavar"] = metavar
+    elif not more:
+        more["action"] = "store_true"
+    return lambda parser: parser.add_argument(name, help=help, **more)
+
+
+def group(title: str, *options: Addition) -> Addition:
+    """Options under a title of their own; without one, only one of them may be given."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        into = parser.add_argument_group(title) if title else parser.add_mutually_exclusive_group()
+        for option in options:
+            option(into)
+
+    return add
+
+
+RUN = option("folder RUN", "run folder")
+SETTINGS = option("overrides key=value", "settings to change", nargs="*")
+CHECKPOINT = option("--checkpoint", "which weights (best)", choices=("best", "last"), default="best")
+DEVICE = option("--device", choices=("auto", "cpu", "cuda"), default="auto")
+JSON = option("--json", "machine-readable output")
+QUIET = option("--quiet", "no progress")
+NO_DISPLAY = option("--quiet", "no progress display")
+CONFIDENCE = option("--confidence", "of the intervals (0.95)", type=float, default=0.95)
+JOBS = option("--jobs N", "runs at once (default: one per GPU, or one)", type=int)
+
+
+def check_confidence(args: argparse.Namespace) -> None:
+    if not 0 < args.confidence < 1:
+        raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
+
+
+def check_positive(args: argparse.Namespace, name: str) -> None:
+    value = getattr(args, name)
+    if value is not None and value < 1:
+        raise InputError(f"--{name.replace('_', '-')} {value} should be at least 1.")
+
+
+def pairs(rows: Iterable[tuple[str, str]], overflow: Literal["fold", "ellipsis"] = "fold") -> Table:
+    """Words and what they mean, for a terminal."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow=overflow)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def drawn(draw: Callable[[Any, Path], None], what: Any, path: Path) -> list[Path]:
+    """The picture, or a note that there is none."""
+    try:
+        draw(what, path)
+    except StepformerError as error:
+        print(f"note: no plot: {error}", file=sys.stderr)
+        return []
+    return [path]
+
+
+def tell_failed(failed: dict[str, str]) -> bool:
+    """A sentence for each run that failed; whether any did."""
+    for name, problem in failed.items():
+        print(f"stepformer: {name} failed: {problem}", file=sys.stderr)
+    return bool(failed)
