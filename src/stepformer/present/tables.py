@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
 import re
 import textwrap
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from stepformer.base.errors import StepformerError
+from stepformer.present.templates import template
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -162,17 +162,7 @@ class Table:
 
     def html(self, style: str = "", mark: Callable[[str], str] | None = None) -> str:
         """A table whose cells carry what they are sorted by; `mark` gives what stands before the name of a row."""
-        head = "".join(_html_heading(column) for column in self.columns)
-        rows = []
-        for row in self.rows:
-            cells = [_html_cell(cell, c, i, mark) for i, (cell, c) in enumerate(zip(row, self.columns, strict=True))]
-            rows.append(f"<tr>{''.join(cells)}</tr>")
-        notes = "".join(f'<p class="note">{html_text(note)}</p>' for note in self.notes)
-        return (
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{html_text(self.caption)}">'
-            f'<table class="sortable {style}"><caption class="visually-hidden">{html_text(self.caption)}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{notes}"
-        )
+        return template(__package__, "parts/table.html").render(table=self, style=style, mark=mark, long=LONG)
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -215,6 +205,11 @@ def number(value: float | None, digits: str = ".4f", suffix: str = "") -> Cell:
     return Cell(format(value, digits).replace("-", MINUS) + suffix, value)
 
 
+def signed(value: float, digits: str = ".4f") -> str:
+    """With its sign, a true minus where it has one."""
+    return format(value, f"+{digits}").replace("-", MINUS)
+
+
 def text(value: object, *, marked: bool = False, code: bool = False, style: str = "") -> Cell:
     shown = str(value)
     return Cell(shown or NOTHING, shown, marked, code, style)
@@ -226,6 +221,17 @@ def of_texts(
     """Cells as they are to be read; the first column and those in `words` are words, the others numbers."""
     titles = [Column(name, numeric=place > 0 and name not in words) for place, name in enumerate(header)]
     return Table(titles, [[Cell(cell, cell) for cell in row] for row in rows], notes=list(notes))
+
+
+def tabulated(
+    entries: Iterable[Any],
+    fields: Sequence[tuple[Column, Callable[[Any], Cell]]],
+    caption: str = "",
+    notes: Sequence[str] = (),
+) -> Table:
+    """A row for each entry, a column for each field: its heading, and what makes a cell of an entry."""
+    rows = [[made(entry) for _, made in fields] for entry in entries]
+    return Table([column for column, _ in fields], rows, caption, list(notes))
 
 
 def columns(*titles: str | Column) -> list[Column]:
@@ -303,31 +309,6 @@ def _heading(column: Column, cells: Sequence[str]) -> list[str]:
         if len(lines) <= 2:
             return lines
     return [column.title]
-
-
-def html_text(words: object) -> str:
-    """Words for HTML, in text and in attributes; characters that no page may hold are left out."""
-    return html.escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]", "", str(words)), quote=True)
-
-
-def _html_heading(column: Column) -> str:
-    words = html_text(column.title)
-    if column.hint:
-        words = f'<span class="hint" title="{html_text(column.hint)}">{words}</span>'
-    return f'<th scope="col" class="{"number" if column.numeric else ""}">{words}</th>'
-
-
-def _html_cell(cell: Cell, column: Column, place: int, mark: Callable[[str], str] | None) -> str:
-    styles = [name for name, on in (("number", column.numeric), ("marked", cell.marked)) if on]
-    if len(cell.text) > LONG:
-        styles.append("wrap")
-    value = "" if cell.value is None else f' data-value="{html_text(cell.value)}"'
-    word = f' data-word="{html_text(cell.text)}"' if cell.marked else ""
-    shown = f"<code>{html_text(cell.text)}</code>" if cell.code else html_text(cell.text)
-    if place == 0 and mark is not None and column.title in ("architecture", "run"):
-        shown = mark(cell.text) + shown
-    name = 'th scope="row"' if place == 0 else "td"
-    return f'<{name} class="{" ".join(styles)}"{value}{word}>{shown}</{name[:2]}>'
 
 
 LATEX = {

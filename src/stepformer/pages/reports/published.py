@@ -10,9 +10,9 @@ from typing import Any
 from stepformer.base.errors import StepformerError
 from stepformer.catalogue import closest_preset, preset
 from stepformer.catalogue.recipes import Recipe, load_recipe
-from stepformer.pages.reports.charts import inside, layers_of, real, result
 from stepformer.pages.reports.collect import RunData
 from stepformer.pages.reports.parts import mean_of
+from stepformer.pages.reports.values import inside, real, records, values
 from stepformer.present.tables import Cell, Column, Table, columns, number, text
 from stepformer.training import RunConfig, run_config
 
@@ -116,13 +116,14 @@ def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]
         for name, (title, on) in QUANTITIES.items():
             found: dict[str, list[float]] = {}
             for run in mine if name in published else ():
-                for where, value in _ours(run, name, forgetting):
-                    if not (name in PER_TOKEN and _other_tokenizer(recipe, run)):
-                        found.setdefault(where, []).append(value)
-            for where, values in found.items():
-                ours = number(math.fsum(values) / len(values), ".4g")
+                if not (name in PER_TOKEN and _other_tokenizer(recipe, run)):
+                    for where, value in _ours(run, name, forgetting):
+                        if (known := real(value)) is not None:
+                            found.setdefault(where, []).append(known)
+            for where, all_ours in found.items():
+                ours = number(math.fsum(all_ours) / len(all_ours), ".4g")
                 words = (text(label), text(title), number(published[name], ".4g"), ours)
-                rows.append([*words, number(len(values), "d"), text(on), text(where)])
+                rows.append([*words, number(len(all_ours), "d"), text(on), text(where)])
         if len(rows) > before and key:
             scales.setdefault(_scale(recipe, key, mine), []).append(label)
     notes = [f"Published: {recipe.about.get('paper', '')}, from the authors' public results."]
@@ -131,53 +132,44 @@ def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]
     return Table(titles, rows, f"Recipe {recipe.name}: what else was measured", notes)
 
 
-def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, float]]:
+def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Our values of a published quantity, each with what it was measured on; none where ours is another quantity."""
-    for where, value in _candidates(run, name, forgetting):
-        if (known := real(value)) is not None:
-            yield where, known
-
-
-def _candidates(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     if name in TASKS:
-        found = inside(result(run, "tasks"), "tasks", TASKS[name])
-        items, whole = real(inside(found, "items")), real(inside(found, "of"))
+        found = inside(run.result("tasks"), "tasks", TASKS[name])
+        items, whole = real(found, "items"), real(found, "of")
         of = f" of {whole:,.0f}" if whole is not None and whole != items else ""
         yield "" if items is None else f"{items:,.0f}{of} items", inside(found, "acc_norm")
     elif name in ("trace_per_parameter", "largest_eigenvalue", "curve_range"):
-        found = result(run, "hessian")
-        tokens = real(found.get("tokens"))
+        found = run.result("hessian")
+        tokens = real(found, "tokens")
         where = "" if tokens is None else f"{tokens:,.0f} tokens"
         if name == "trace_per_parameter":
             yield where, found.get(name)
         elif name == "largest_eigenvalue":
-            listed = found.get("eigenvalues")
-            yield where, inside(listed[0], "value") if isinstance(listed, list) and listed else None
+            yield where, inside(found, "eigenvalues", 0, "value")
         elif _published_curve(found.get("curve")):
             yield where, inside(found, "curve", "range")
     elif name == "persistence":
-        kept = [inside(layer, "block", "k") for layer in layers_of(run, "jacobian")]
+        kept = [inside(layer, "block", "k") for layer in run.layers("jacobian")]
         if set(kept) == {PERSISTENT}:
-            yield f"{len(kept)} layers", inside(result(run, "jacobian"), "summary", "block", "persistence")
+            yield f"{len(kept)} layers", inside(run.result("jacobian"), "summary", "block", "persistence")
     elif name in ("forgetting", "plasticity"):
         yield from _forgotten(run, name, forgetting)
     elif name == "ood":
-        found = result(run, "perplexity")
+        found = run.result("perplexity")
         if str(found.get("protocol", "")).startswith("mean over wikitext, lambada, c4;"):
             yield str(found["protocol"]).partition("; ")[2], found.get("mean_perplexity")
     else:
-        texts = result(run, "perplexity").get("texts")
-        for entry in texts if isinstance(texts, list) else []:
-            if inside(entry, "name") == name:
-                tokens, stride = real(inside(entry, "tokens")), real(inside(entry, "stride"))
-                how = f"{inside(entry, 'mode') or ''}{'' if stride is None else f' {stride:.0f}'}"
-                yield f"{tokens or 0:,.0f} tokens, {how}", inside(entry, "perplexity")
+        for entry in records(run.result("perplexity"), "texts"):
+            if entry.get("name") == name:
+                stride = real(entry, "stride")
+                how = f"{entry.get('mode') or ''}{'' if stride is None else f' {stride:.0f}'}"
+                yield f"{real(entry, 'tokens') or 0:,.0f} tokens, {how}", entry.get("perplexity")
 
 
 def _published_curve(curve: Any) -> bool:
     """Whether a loss curve goes as far as the published ones, along a direction that is scaled alike."""
-    alpha = inside(curve, "alpha")
-    ends = [real(alpha[0]), real(alpha[-1])] if isinstance(alpha, list) and alpha else []
+    ends = [real(curve, "alpha", place) for place in (0, -1)]
     return ends == [-0.5, 0.5] and inside(curve, "normalise") == "tensor"
 
 
@@ -185,13 +177,12 @@ def _forgotten(run: RunData, name: str, tables: Sequence[Any]) -> Iterator[tuple
     """What a run forgot, or learned, in the fine-tunings that began with it, those by one AdamW for all."""
     mine = run.facts.get("id")
     for found in tables:
-        listed = inside(found, "runs")
-        if mine is None or inside(found, "settings", "native") is True or not isinstance(listed, list):
+        if mine is None or inside(found, "settings", "native") is True:
             continue
-        for entry in listed:
-            steps = inside(entry, "steps")
-            if inside(entry, "init", "id") == mine and isinstance(steps, list) and steps:
-                yield f"{real(steps[-1]) or 0:,.0f} steps, {inside(entry, 'direction') or ''}", inside(entry, name)
+        for entry in records(found, "runs"):
+            if inside(entry, "init", "id") == mine and values(entry, "steps"):
+                steps = real(entry, "steps", -1) or 0
+                yield f"{steps:,.0f} steps, {entry.get('direction') or ''}", entry.get(name)
 
 
 def _scale(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
@@ -252,12 +243,8 @@ def _caveat(recipe: Recipe, key: str, facts: dict[str, Any], runs: Sequence[RunD
 
 def _flat(config: RunConfig) -> dict[str, Any]:
     sections = {name: values for name, values in config.to_dict().items() if isinstance(values, dict)}
-    flat = {
-        f"{name}.{key}": value
-        for name, values in sections.items()
-        for key, value in values.items()
-        if key not in IMMATERIAL
-    }
+    items = ((name, key, value) for name, section in sections.items() for key, value in section.items())
+    flat = {f"{name}.{key}": value for name, key, value in items if key not in IMMATERIAL}
     flat["data.corpus"] = Path(str(flat["data.corpus"])).name.removesuffix("-gpt2")
     return flat
 
