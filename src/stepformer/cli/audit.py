@@ -21,7 +21,6 @@ from stepformer.measure.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, a
 from stepformer.model.config import ModelConfig
 from stepformer.present.tables import Table, columns, text
 
-WHAT = "\n".join(f"  {number}  {title}" for number, title in OBLIGATIONS.items())
 LEGEND = """
 1 parameters of the audited copy   2 change of earlier logits by later tokens (fp32, fp64) and by a longer context
 3 cached against full logits   4 loss on random tokens, ln V = {chance:.3f}   5 finite, reaching every parameter
@@ -118,14 +117,11 @@ def print_results(results: list[Audit], seconds: float, steps: int) -> None:
 
 add_audit = command(
     run_audit,
-    "check that architectures keep their obligations; exit status 1 if one fails",
-    "Check architectures on small copies: width 32, 8 heads, two layers, V = T = 16, at any size.",
-    f"obligations (docs/audit.md):\n{WHAT}\n\nexamples:\n  stepformer audit yurii verlet-ama\n"
-    "  stepformer audit adam splitting=strang order=mam\n  stepformer audit my-rule --plugin my_rule.py",
     option("names NAME", "presets, templates or config.toml; key=value applies to all", nargs="*"),
     option("--all", "every preset"),
     option("--steps", "training steps of obligation 4 (default: 300)", type=int, default=300),
     option("--seed", "seed of weights and tokens (default: 0)", type=int, default=0),
     option("--transcriptions FILE", "Python file with transcribe(model, tokens) -> logits"),
     JSON,
+    obligations=lambda: "\n".join(f"  {number}  {title}" for number, title in OBLIGATIONS.items()),
 )

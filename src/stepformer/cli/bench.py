@@ -14,8 +14,7 @@ from stepformer.present.tables import GAP, Table
 def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     from stepformer.measure.benchmark.command import DESCRIPTION, EPILOG, add_arguments
 
-    what = "how fast are architectures here? throughput, memory, decoding, each against vanilla"
-    command(run_bench, what, DESCRIPTION, EPILOG, add_arguments)(commands, common)
+    command(run_bench, add_arguments, about=lambda: DESCRIPTION, more=lambda: EPILOG)(commands, common)
 
 
 def run_bench(args: argparse.Namespace) -> int:

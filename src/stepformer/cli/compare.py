@@ -254,15 +254,6 @@ STUDY_OPTIONS = (
 
 add_compare = command(
     run_compare,
-    "is one architecture better? paired seeds, intervals, table and plot",
-    "Train architectures x seeds under one budget on the same batches, then compare: mean and "
-    "standard error, paired differences to the baseline with confidence intervals, tokens to reach the baseline's "
-    "loss, time ratio. Started again, it continues and repeats nothing.",
-    "examples:\n"
-    "  stepformer compare vanilla yurii tmm --corpus tales --seeds 3 --budget 200k\n"
-    "  stepformer compare vanilla yurii --seeds 4 --budget 5M optim.name=adamw lr=1e-3\n"
-    "  stepformer compare --recipe momentum-streams-tinystories vanilla yurii tmm --seeds 3\n"
-    "  stepformer compare --runs runs/a runs/b runs/c         finished runs, nothing is trained",
     option("names NAME | key=value", "presets; settings for all of them", nargs="*"),
     option("--recipe RECIPE", "settings of a paper's experiment; without NAMEs all its runs"),
     option("--runs DIR", "compare these finished runs instead of training", nargs="+"),
@@ -282,12 +273,6 @@ add_compare = command(
 
 add_sweep = command(
     run_sweep,
-    "train every point of a grid of settings",
-    "Train NAME at every point of a grid, with every seed; then the table of `compare`, the first "
-    "point being the baseline. With --slurm the runs are submitted, and the same command later shows the table.",
-    "examples:\n"
-    "  stepformer sweep yurii --grid lr=0.005,0.01,0.02 --grid optim.name=muon,adamw steps=300\n"
-    "  stepformer sweep tmm size=small corpus=data/tinystories-gpt2 --grid lr=0.01,0.02 --slurm gpus_per_node=1",
     option("names NAME | key=value", "preset, recipe or TOML file; settings", nargs="+"),
     option("--grid key=a,b,c", "an axis; may be repeated", action="append", required=True),
     *STUDY_OPTIONS,
@@ -295,9 +280,6 @@ add_sweep = command(
 
 add_demo = command(
     run_demo,
-    "a plain GPT and a Nesterov one, trained side by side in minutes",
-    "Train both on the embedded tales for a few minutes, then table, plot and text from each.",
-    "",
     option("--out DIR", "folder (runs/demo)", default="runs/demo"),
     option("overrides key=value", "settings to change, e.g. steps=1000", nargs="*"),
 )

@@ -24,11 +24,6 @@ KINDS = {
     "jacobian": ("jacobian", "how perturbations travel through depth: singular values by layer"),
     "depth": ("depth", "inside the network: coefficients, stream norms, attention entropy, ..."),
 }
-EXAMPLES = """\
-examples:
-  stepformer diagnose runs/yurii-tales-s42 --depth
-  stepformer diagnose runs/yurii-tales-s42 --hessian --jacobian windows=8
-  stepformer diagnose runs/yurii-tales-s42 --hessian --jacobian hessian.probes=100 jacobian.rank=32"""
 
 
 def _module(kind: str) -> Any:
@@ -84,24 +79,19 @@ def run_diagnose(args: argparse.Namespace) -> int:
     return 0
 
 
-def _epilog() -> str:
+def _settings_help() -> str:
     lines = []
     for kind in KINDS:
         lines.append(f"settings of --{kind}:")
         for field in dataclasses.fields(_module(kind).SETTINGS):
             default = "" if field.default is None else f"={field.default}"
             lines.append(f"  {field.name}{default}".ljust(33) + field.metadata["help"])
-    return "\n".join([*lines, "", EXAMPLES])
+    return "\n".join(lines)
 
 
 def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
     command(
         run_diagnose,
-        "why is a run better? curvature, Jacobians, what happens inside",
-        "Measure a trained run on fixed windows of its validation split. Results are printed, drawn and "
-        "kept in RUN/measured/ for `stepformer report`. After Ctrl-C the same command continues with what is finished "
-        "(a search for eigenvalues begins again).",
-        _epilog,
         RUN,
         option("overrides key=value", "settings to change (kind.key=value for one)", nargs="*"),
         *(option(f"--{kind}", help) for kind, (_, help) in KINDS.items()),
@@ -109,4 +99,5 @@ def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
         DEVICE,
         option("--json", "print the results as JSON"),
         QUIET,
+        settings=_settings_help,
     )(commands, common)

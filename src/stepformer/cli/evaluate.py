@@ -15,20 +15,6 @@ from stepformer.measure.evaluation.tasks import need
 from stepformer.training import evaluate_run, load_run
 from stepformer.training.run import LoadedRun
 
-EXAMPLES = """\
-examples:
-  stepformer eval runs/yurii-tales-s42                            validation loss, as in training
-  stepformer eval runs/yurii-tales-s42 --on book.txt --stride 64  perplexity and bits per byte of a text
-  stepformer eval runs/a --on data/tales-bytes --tokens 100000    of a prepared corpus with the same tokenizer
-  stepformer eval runs/a --ood --data eval                        WikiText, LAMBADA and C4 in eval/, and their mean
-  stepformer eval runs/a --tasks hellaswag,arc_easy               the papers' 10 and 25 shots
-  stepformer eval runs/a --tasks arc_easy --shots 0,25 --limit 200
-  stepformer eval runs/a --tasks piqa --json                      any task of lm-evaluation-harness (extra: eval)
-
-Texts and tasks are kept in RUN/measured/ for `stepformer report`. Ctrl-C loses nothing: the same command continues.
-docs/evaluate.md says what may be compared with what.
-"""
-
 
 def run_eval(args: argparse.Namespace) -> int:
     check_positive(args, "micro_batch")
@@ -174,11 +160,6 @@ def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
 
 add_eval = command(
     run_eval,
-    "how good is a run: validation loss, perplexity on any text, downstream tasks",
-    "Without --on, --ood and --tasks: the loss on a fixed number of tokens of the validation split,\n"
-    "full blocks from its first token on. The count and a hash are printed with every number; only numbers\n"
-    "that agree in both may be compared.",
-    EXAMPLES,
     RUN,
     option("--corpus DIR", "validation loss on another prepared corpus, same tokenizer"),
     option("--tokens N", "score at most N tokens (default: as in training; texts: all)", type=int),

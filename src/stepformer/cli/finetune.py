@@ -46,39 +46,6 @@ from stepformer.training.finetuning import FinetuneConfig
 # What a preset alone is pretrained with here: minutes on a laptop for a whole study, well past the unigram entropy.
 PRETRAIN = ("steps=200", "batch=16", "eval_tokens=16384")
 
-DESCRIPTION = """\
-How much of the first corpus does a model forget while it learns a second one?
-
-From its best checkpoint every run is fine-tuned on a target corpus with one and the same optimizer (AdamW for all
-parameters, warm-up and cosine), and its loss is measured on fixed validation tokens of both corpora:
-
-  forgetting  F = source loss at the end - source loss at the start     (less is better)
-  plasticity  P = target loss at the start - target loss at the end     (more is better)
-
-Then: mean and standard error over seeds, differences to the baseline paired by seed with confidence intervals, as
-table, Markdown, CSV, JSON and plot. Started again, the same command continues and repeats nothing.
-"""
-
-
-def _epilog() -> str:
-    lines = [
-        "examples:",
-        "  stepformer finetune runs/vanilla-tales-bpe-1024-s42 runs/yurii-tales-bpe-1024-s42 --on tales:space",
-        "  stepformer finetune runs/compare-tales-vanilla-yurii/*-s4? --on data/books-bpe-1024-1a2b3c4d steps=200",
-        "  stepformer finetune --pretrain vanilla yurii tmm --corpora tales:village tales:space --seeds 3",
-        "  stepformer finetune --pretrain vanilla tmm --corpora tales:village tales:space steps=500 finetune.lr=3e-3",
-        "",
-        "The second command needs a corpus with the runs' tokenizer: stepformer prepare books/ --tokenizer RUN.",
-        "With --pretrain, key=value words are for pretraining (`stepformer train --help` lists them) and",
-        f"finetune.key=value words for fine-tuning. A preset alone is pretrained with {' '.join(PRETRAIN)}.",
-        "",
-        "keys of fine-tuning (key=value, or finetune.key=value):",
-    ]
-    for field in dataclasses.fields(FinetuneConfig):
-        default = "" if field.default is None else f" ({str(field.default).lower()})"
-        lines.append(f"  {field.name:<14} {field.metadata['help']}{default}")
-    return "\n".join(lines)
-
 
 def run_finetune(args: argparse.Namespace) -> int:
     check_confidence(args)
@@ -218,11 +185,16 @@ def _variant(name: str, words: Sequence[str], corpus: Corpus | None) -> RunConfi
     return run_config(name, [*usual, *words], **given)
 
 
+def _settings_help() -> str:
+    lines = []
+    for field in dataclasses.fields(FinetuneConfig):
+        default = "" if field.default is None else f" ({str(field.default).lower()})"
+        lines.append(f"  {field.name:<14} {field.metadata['help']}{default}")
+    return "\n".join(lines)
+
+
 add_finetune = command(
     run_finetune,
-    "what is forgotten of one corpus while another is learned",
-    DESCRIPTION,
-    _epilog(),
     option("names RUN | key=value", "pretrained runs; settings to change", nargs="*"),
     option("--on CORPUS", "fine-tune the runs on it: a prepared folder, or tales:DIALECT"),
     option("--source CORPUS", "what imported runs were trained on, if they do not know"),
@@ -235,4 +207,6 @@ add_finetune = command(
     option("--out DIR", "folder of all runs, tables and plot (default: runs/finetune-...)"),
     JOBS,
     NO_DISPLAY,
+    settings=_settings_help,
+    pretrain=lambda: " ".join(PRETRAIN),
 )

@@ -115,21 +115,6 @@ def plain(value: Any) -> Any:
 
 add_flow = command(
     run_flow,
-    "the particle systems behind Hamiltonian attention: energies, orders of accuracy, ellipses",
-    "Small experiments without weights, norms or masks, in fp64 on the CPU; with 64 tokens all of them "
-    "together take less than a minute. The steps are those of the templates that models are built from.",
-    "experiments:\n"
-    "  energy        how fast standard and accelerated attention flows lower their energy, per step\n"
-    "  order         the error of every integrator against its step size\n"
-    "  ellipse       tokens under linear attention against the ODEs of their mean and covariance\n"
-    "  hamiltonian   are the two fields the derivatives of the energy, and which forms are not?\n"
-    "  filter        gradient descent and momentum as filters over the curvatures of a quadratic\n\n"
-    "examples:\n"
-    "  stepformer flow                               all of them; pictures and flow.json in runs/flow\n"
-    "  stepformer flow order ellipse --particles 128\n"
-    "  stepformer flow energy --seed 3 --json        numbers on standard output\n"
-    "  stepformer flow order --plugin leapfrog.py    the order of an integrator of your own\n\n"
-    "docs/flows.md explains each picture.",
     option("names EXPERIMENT", f"{', '.join(EXPERIMENTS)} (default: all)", nargs="*"),
     option("--out DIR", "folder of flow.json and PNGs (runs/flow)", default="runs/flow"),
     option("--seed N", "of matrices and tokens (0)", type=int, default=0),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+import tomllib
 from collections.abc import Callable, Iterable
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,19 +20,18 @@ Addition = Callable[[Any], object]
 
 
 def command(
-    run: Callable[[argparse.Namespace], int],
-    help: str,
-    description: str,
-    epilog: str | Callable[[], str],
-    *options: Addition,
+    run: Callable[[argparse.Namespace], int], *options: Addition, **insertions: Callable[[], str]
 ) -> Callable[[Any, argparse.ArgumentParser], argparse.ArgumentParser]:
-    """What adds the command that `run_NAME` carries out; with an epilog, its words are shown as they are written."""
+    """What adds the command that `run_NAME` carries out. Its words are in commands.toml, where `{key}` stands for what
+    an insertion makes; with an epilog they are shown as they are written.
+    """
 
     def add(commands: Any, common: argparse.ArgumentParser) -> argparse.ArgumentParser:
         name = run.__name__.removeprefix("run_")
-        below = epilog() if callable(epilog) else epilog
-        look = argparse.RawDescriptionHelpFormatter if below else argparse.HelpFormatter
-        words = {"help": help, "description": description, "epilog": below or None}
+        words = dict(_texts()[name])
+        for key, made in insertions.items():
+            words = {part: text.replace(f"{{{key}}}", made()) for part, text in words.items()}
+        look = argparse.RawDescriptionHelpFormatter if "epilog" in words else argparse.HelpFormatter
         sub: argparse.ArgumentParser = commands.add_parser(name, parents=[common], formatter_class=look, **words)
         for option in options:
             option(sub)
@@ -37,6 +39,11 @@ def command(
         return sub
 
     return add
+
+
+@functools.cache
+def _texts() -> dict[str, dict[str, str]]:
+    return tomllib.loads((resources.files(__package__) / "commands.toml").read_text(encoding="utf-8"))
 
 
 def option(words: str, help: str | None = None, **more: Any) -> Addition:

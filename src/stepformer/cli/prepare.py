@@ -22,30 +22,6 @@ from stepformer.data.readers import DOCUMENT_RULES
 from stepformer.data.sources import TALES_COUNT, open_source
 from stepformer.present.tables import of_texts
 
-DESCRIPTION = """\
-Turn documents into tokens that a model can be trained on.
-
-SOURCE is one of
-  tales                    small stories made up by a generator, no download
-  PATH                     a .txt, .jsonl or .parquet file, plain or .gz, .xz, .zst, or a folder of such files
-  tinystories, openwebtext, fineweb
-                           from the Hugging Face Hub (needs stepformer[data])
-  hf:OWNER/NAME[:CONFIG]   any other dataset there, or hf:FOLDER for a local copy
-
-About 5 % of the documents, chosen by the checksum of their text, are kept for validation, unless the source has a
-validation split of its own. A preparation that was stopped goes on when the same command is given again.
-"""
-EXAMPLES = """\
-examples:
-  stepformer prepare tales
-  stepformer prepare tales --dialect space --count 20000
-  stepformer prepare tales --dialect space --tokenizer runs/yurii-tales-bpe-1024-s42
-  stepformer prepare books/ --tokenizer bpe:4096 --document file
-  stepformer prepare stories.jsonl.xz --field story --val-field held_out
-  stepformer prepare tinystories --workers 8
-  stepformer prepare hf:HuggingFaceFW/fineweb:sample-10BT --out /scratch/fineweb
-"""
-
 
 def run_prepare(args: argparse.Namespace) -> int:
     source = open_source(
@@ -139,9 +115,6 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
 
 add_prepare = command(
     run_prepare,
-    "make a corpus of tokens from stories, files or a dataset",
-    DESCRIPTION,
-    EXAMPLES,
     option("source SOURCE", "tales, a path, a short name or hf:OWNER/NAME"),
     option(
         "--tokenizer KIND|DIR",

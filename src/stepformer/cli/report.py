@@ -71,14 +71,6 @@ def _check(args: argparse.Namespace) -> None:
 
 add_report = command(
     run_report,
-    "one page about runs to show: table, curves, coefficients, spectra, text",
-    "Write DIR/index.html, a page that needs nothing but itself, and DIR/report.md with pictures, CSV "
-    "and LaTeX for a paper. Runs that cannot be paired are shown without differences, unfinished ones with a mark. "
-    "What `diagnose` and the evaluations left in RUN/measured/ is shown too.",
-    "examples:\n"
-    "  stepformer report runs/compare-tales-vanilla-yurii --out report\n"
-    "  stepformer report runs/a runs/b --baseline vanilla --prompt 'One morning' --prompt 'The old'\n"
-    "  stepformer report runs/a --no-samples",
     option("runs RUN", "run folders, and folders of `compare` or `sweep`", nargs="+"),
     option("--out DIR", "folder of the report (report)", default="report"),
     option("--title WORDS", "instead of the names of the architectures"),

@@ -64,9 +64,6 @@ def set_precision(run: LoadedRun, asked: str) -> None:
 
 add_generate = command(
     run_generate,
-    "text from a trained run",
-    "Continue a prompt with the run's own tokenizer; the text appears as it is made.",
-    "",
     RUN,
     option("prompt PROMPT", "text to continue (default: a new document)", nargs="?", default=""),
     option("--tokens N", "at most so many new tokens (200)", type=int, default=200),

@@ -56,17 +56,6 @@ def _has_screen() -> bool:
 
 add_serve = command(
     run_serve,
-    "a page on this machine: prompts, two checkpoints token by token, a training to watch",
-    "Open a page in the browser, served to this machine alone. Type a prompt and see the text come "
-    "with the probability of every token; compare two checkpoints on a text, token by token; watch a run while it "
-    "trains. Ctrl-C ends it.",
-    "examples:\n"
-    "  stepformer serve runs/yurii-tales-s42\n"
-    "  stepformer serve runs/demo/vanilla-s42 runs/demo/yurii-s42     two architectures, side by side\n"
-    "  stepformer serve runs/yurii-tales-s42 runs/yurii-tales-s42@last    best against last\n\n"
-    "The page asks for a token, which is in the printed link. A script may choose it (STEPFORMER_SERVE_TOKEN in\n"
-    "the environment); there is no option for it, since everybody on the machine can read a command line.\n\n"
-    "docs/serve.md explains the page.",
     option("names RUN", "one run folder or two; RUN@best, RUN@last: its weights", nargs="+"),
     option("--checkpoint", "weights where RUN says none (best)", choices=("best", "last"), default="best"),
     option("--port N", "0: any free one (8765)", type=int, default=8765),

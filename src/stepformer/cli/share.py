@@ -50,11 +50,6 @@ def run_import(args: argparse.Namespace) -> int:
 
 add_export = command(
     run_export,
-    "a run as a Hugging Face folder with tokenizer and model card",
-    "Write a run's weights, tokenizer and a model card with its numbers into a folder that "
-    "transformers loads and `stepformer import` reads again.",
-    "examples:\n  stepformer export runs/yurii-tales-s42 --out yurii-tales\n"
-    "  stepformer export runs/vanilla-tales-s42 --out plain-gpt --format gpt2 --dtype bf16",
     RUN,
     option("--out DIR", "folder to write; an earlier export is replaced", required=True),
     CHECKPOINT,
@@ -70,12 +65,6 @@ add_export = command(
 
 add_import = command(
     run_import,
-    "a run folder from an exported model, nanoGPT, Momentum-Streams or GPT-2",
-    "Make a run from a checkpoint of another program, to generate from, evaluate, diagnose or train "
-    "on. Files are read without running anything in them, and every tensor must find its place.",
-    "examples:\n  stepformer import out/ckpt.pt --out runs/nanogpt\n"
-    "  stepformer import best.pt --out runs/adam --tokenizer gpt2\n"
-    "  stepformer import gpt2-folder --out runs/gpt2\n  stepformer import exported --out runs/again",
     option("source SOURCE", "a .pt file, or a folder with config.json and weights"),
     option("--out RUN", "run folder to make", required=True),
     option("--tokenizer NAME|DIR", "gpt2, bytes or a folder with a tokenizer (default: the source's own)"),

@@ -267,19 +267,12 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
 
 add_list = command(
     run_list,
-    "list presets",
-    "List the presets whose name or alias matches PATTERN: shell wildcards, or part of a name.",
-    "",
     option("pattern PATTERN", "e.g. 'imex-*' or nesterov", nargs="?", default="*"),
     JSON,
 )
 
 add_show = command(
     run_show,
-    "equations, streams, coefficients, options and parameter counts of one architecture",
-    "Show an architecture: a preset, the name of a template, or a TOML file with a [model] table.",
-    "examples:\n  stepformer show adam --size medium\n  stepformer show tmm splitting=imex k=2 order=mam\n"
-    "  stepformer show yurii --batch 32\n  stepformer show vanilla --cite",
     option("name NAME", "preset, template or config.toml"),
     option("overrides key=value", "config keys and options to change", nargs="*"),
     option("--size", "named size (default: small)", choices=list(SIZES)),

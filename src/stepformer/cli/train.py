@@ -186,17 +186,6 @@ LIMITS = (
 
 add_train = command(
     run_train,
-    "train an architecture",
-    "Train a preset, a recipe of a paper (`stepformer recipes`) or a TOML file. A preset alone trains "
-    "the tiny size on the embedded tales: something for a laptop.",
-    "examples:\n"
-    "  stepformer train yurii steps=500                      tiny, on tales\n"
-    "  stepformer train tmm size=small corpus=data/tinystories-gpt2 batch=480 compile=true\n"
-    "  stepformer train yuriiformer-tinystories preset=vanilla --dry-run\n"
-    "  stepformer train yurii optim.name=adamw lr=1e-3 --out runs/adamw\n"
-    "  torchrun --nproc_per_node 8 -m stepformer train tmm size=small parallel=fsdp\n\n"
-    "keys (key=value or section.key=value)\n[model]\n  preset, size {tiny,small,medium}, and all that "
-    "`stepformer show NAME` lists\n" + settings_help(),
     option("name PRESET|RECIPE|FILE.toml", "what to train"),
     SETTINGS,
     option("--set key=value", "the same, as option", action="append", default=[], dest="more"),
@@ -204,15 +193,11 @@ add_train = command(
     option("--label WORD", "what the run is called in tables (its architecture)", default=""),
     option("--dry-run", "counts, memory, steps and time, without training"),
     *LIMITS,
+    settings=settings_help,
 )
 
 add_resume = command(
     run_resume,
-    "continue a run from its last checkpoint",
-    "Continue a run that was stopped, killed or ran out of time. It ends with the same weights as if "
-    "nothing had happened. The number of ranks may differ from before.",
-    "examples:\n  stepformer resume runs/yurii-tales-bpe-1024-s42\n"
-    "  torchrun --nproc_per_node 2 -m stepformer resume runs/big micro_batch=4",
     option("name RUN", "run folder"),
     option("overrides key=value", "micro_batch, device, keep, save_every, ...", nargs="*"),
     option("--restart", "go on from an earlier checkpoint if the newest that was saved is gone"),
@@ -221,13 +206,6 @@ add_resume = command(
 
 add_extend = command(
     run_extend,
-    "go on with a run for longer, or branch off it, in a new folder",
-    "Continue a run under another length or schedule from the last checkpoint that both schedules "
-    "agree on: the end of a run with schedule=constant, the begin of the decay with schedule=wsd. The old run "
-    "stays as it is; the new one records it as its parent.",
-    "examples:\n"
-    "  stepformer extend runs/a steps=4000 --out runs/a-longer\n"
-    "  stepformer extend runs/a steps=2400 decay_start=2000 --out runs/a-short-decay --at 2000",
     option("name RUN", "folder of the run"),
     option("overrides key=value", "steps, schedule, decay_start, floor, sam, rho", nargs="*"),
     option("--out DIR", "folder of the new run", required=True),
@@ -238,9 +216,5 @@ add_extend = command(
 
 add_recipes = command(
     run_recipes,
-    "list the papers' experiments that can be trained",
-    "List the recipes, or show one: architectures, parameter counts, published values, settings. "
-    "`stepformer train RECIPE preset=NAME` trains one of its architectures.",
-    "",
     option("name RECIPE", "show one: its settings and published values", nargs="?"),
 )

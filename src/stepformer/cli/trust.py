@@ -28,10 +28,5 @@ def run_trust(args: argparse.Namespace) -> int:
 
 add_trust = command(
     run_trust,
-    "let runs import the plug-ins that they were made with",
-    "A run that was made with rules of its own imports their files when it is opened. It may do so if "
-    "you name them with --plugin, if you have trained with them, or once you have trusted them here: read them "
-    "first, they can do whatever you can. A file that is changed afterwards is another one. Without RUN, the list.",
-    "examples:\n  stepformer trust runs/of-a-friend\n  stepformer trust",
     option("folders RUN", "run folders", nargs="*"),
 )
