@@ -95,14 +95,15 @@ class Table:
 
     def plain(self) -> str:
         """For a terminal without colours, or a file."""
-        lines = [[column.title for column in self.columns], *([cell.text for cell in row] for row in self.rows)]
-        out = [(" " * GAP).join(_padded(line, self.widths(), self.columns)).rstrip() for line in lines]
+        out = [(" " * GAP).join(_padded(line, self.widths(), self.columns)).rstrip() for line in self._lines()]
         return "\n".join([*out, *self.notes])
+
+    def _lines(self) -> list[list[str]]:
+        return [[column.title for column in self.columns], *([cell.text for cell in row] for row in self.rows)]
 
     def widths(self) -> list[int]:
         """Of every column with its title, as text on one line."""
-        lines = [[column.title for column in self.columns], *([cell.text for cell in row] for row in self.rows)]
-        return [max(map(_width, column)) for column in zip(*lines, strict=True)]
+        return [max(map(_width, column)) for column in zip(*self._lines(), strict=True)]
 
     def fitting(self, width: int) -> Table:
         """What fits: all of it, or without spare columns, or with cells of two lines, or both."""
@@ -122,14 +123,11 @@ class Table:
 
     def stacked(self) -> Table:
         """The table with what follows a number, its error or interval, below it."""
-        rows = [
-            [
-                replace(cell, text=_stacked(cell.text)) if c.numeric else cell
-                for c, cell in zip(self.columns, row, strict=True)
-            ]
-            for row in self.rows
-        ]
-        return replace(self, rows=rows)
+
+        def stack(cell: Cell, column: Column) -> Cell:
+            return replace(cell, text=re.sub(r" (?=±|\[|->)", "\n", cell.text)) if column.numeric else cell
+
+        return replace(self, rows=[list(map(stack, row, self.columns)) for row in self.rows])
 
     def _least(self) -> int:
         """The width that it needs, words folded."""
@@ -144,8 +142,7 @@ class Table:
 
     def markdown(self) -> str:
         """A GitHub table, padded so that it also reads well as text, with its notes below."""
-        lines = [[_markdown(column.title) for column in self.columns]]
-        lines += [[markdown_cell(cell) for cell in row] for row in self.rows]
+        lines = [list(map(markdown_cell, row)) for row in ([Cell(c.title) for c in self.columns], *self.rows)]
         # at least two: a delimiter such as "-:" needs its hyphen
         widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
         rule = ["-" * (w - 1) + (":" if c.numeric else "-") for c, w in zip(self.columns, widths, strict=True)]
@@ -176,18 +173,9 @@ class Table:
         # there LaTeX would take a bracket or an asterisk for an option of the line above
         rows = ["{}" * row.startswith(("[", "(", "*")) + row for row in rows]
         notes = [f"% {on_one_line(note)}" for note in self.notes]
-        lines = [
-            "% needs \\usepackage{booktabs}",
-            *notes,
-            rf"\begin{{tabular}}{{{layout}}}",
-            r"\toprule",
-            head + r" \\",
-            r"\midrule",
-            *rows,
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
-        return "\n".join(lines) + "\n"
+        top = ["% needs \\usepackage{booktabs}", *notes, rf"\begin{{tabular}}{{{layout}}}", r"\toprule"]
+        body = [head + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
+        return "\n".join([*top, *body]) + "\n"
 
     def to_frame(self) -> Any:
         """The values as a pandas.DataFrame."""
@@ -282,22 +270,12 @@ def markdown_cell(cell: Cell) -> str:
     return (markdown_code(cell.text) if typed else markdown_text(cell.text)).replace("|", "\\|")
 
 
-def _markdown(words: str) -> str:
-    return markdown_text(words).replace("|", "\\|")
-
-
 def _padded(line: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> list[str]:
     return [t.rjust(w) if c.numeric else t.ljust(w) for t, w, c in zip(line, widths, columns, strict=True)]
 
 
 def _width(words: str) -> int:
     return max(map(len, words.split("\n")))
-
-
-def _stacked(words: str) -> str:
-    for sign in ("±", "[", "->"):
-        words = words.replace(f" {sign}", f"\n{sign}")
-    return words
 
 
 def _heading(column: Column, cells: Sequence[str]) -> list[str]:
@@ -311,15 +289,9 @@ def _heading(column: Column, cells: Sequence[str]) -> list[str]:
     return [column.title]
 
 
-LATEX = {
+LATEX: dict[str, str | int | None] = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
     "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "±": r"$\pm$",
@@ -332,4 +304,4 @@ LATEX = {
 
 
 def latex_text(words: str) -> str:
-    return "".join(LATEX.get(character, character) for character in on_one_line(words))
+    return on_one_line(words).translate(str.maketrans(LATEX))

@@ -17,8 +17,8 @@ from typing import Any
 from markupsafe import Markup
 
 from stepformer.base.version import __version__
-from stepformer.pages.reports.charts import Charts
-from stepformer.pages.reports.collect import Curve, mean_curve
+from stepformer.pages.reports.charts import Charts, Line, Surface
+from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
 from stepformer.present.tables import signed
 from stepformer.present.templates import template
@@ -156,22 +156,17 @@ def _data(report: Report) -> dict[str, Any]:
         "labels": report.labels,
         "entropy": entropies.pop() if comparison and len(entropies) == 1 else None,
         "window": max(windows, default=1),
-        "curves": {
-            "training": _curves(report, [run.training for run in report.runs]),
-            "evaluation": _curves(report, [run.evaluation for run in report.runs]),
-        },
+        "curves": {kind: _curves(report, kind) for kind in ("training", "evaluation")},
         "parts": {name: _charts(charts, report.labels) for name, charts in report.charts.items()},
     }
 
 
-def _curves(report: Report, curves: Sequence[Curve]) -> list[dict[str, Any]]:
+def _curves(report: Report, kind: str) -> list[dict[str, Any]]:
     """Each run's curve, and after them the mean of those architectures that have several."""
     found = []
-    for group, label in enumerate(report.labels):
-        mine = [(run, c) for run, c in zip(report.runs, curves, strict=True) if run.label == label and len(c)]
-        found += [{"group": group, "seed": run.seed, **_columns(curve)} for run, curve in mine]
-        finished = [curve for run, curve in mine if run.record]
-        if len(finished) > 1 and len(mean := mean_curve(finished)):
+    for group, (curves, mean) in enumerate(report.curves(kind)):
+        found += [{"group": group, "seed": run.seed, **_columns(curve)} for run, curve in curves]
+        if mean:
             found.append({"group": group, "seed": None, **_columns(mean)})
     return found
 
@@ -185,39 +180,21 @@ def _columns(curve: Curve) -> dict[str, list[Any]]:
     }
 
 
-def _charts(charts: Charts, labels: Sequence[str]) -> dict[str, Any]:
-    def short(values: Sequence[float | None]) -> list[float | None]:
-        return [None if value is None else float(f"{value:.6g}") for value in values]
+def _charts(found: Charts, labels: Sequence[str]) -> dict[str, Any]:
+    def short(numbers: Sequence[float | None]) -> list[float | None]:
+        return [None if value is None else float(f"{value:.6g}") for value in numbers]
 
-    return {
-        "charts": [
-            {
-                "title": chart.title,
-                "x": chart.x,
-                "y": chart.y,
-                "log": chart.log and all(value > 0 for line in chart.lines for value in line.y),
-                "whole": chart.whole_x,
-                "lines": [
-                    {
-                        "group": labels.index(line.label),
-                        "seed": line.seed,
-                        "choice": line.choice,
-                        "x": short(line.x),
-                        "y": short(line.y),
-                    }
-                    for line in chart.lines
-                ],
-            }
-            for chart in charts.charts
-        ],
-        "surfaces": [
-            {
-                "group": labels.index(s.label),
-                "seed": s.seed,
-                "x": short(s.x[:: 1 + len(s.x) // MOST_CELLS]),
-                "y": short(s.y[:: 1 + len(s.y) // MOST_CELLS]),
-                "loss": [short(row[:: 1 + len(s.x) // MOST_CELLS]) for row in s.loss[:: 1 + len(s.y) // MOST_CELLS]],
-            }
-            for s in charts.surfaces
-        ],
-    }
+    def of(drawn: Line | Surface) -> dict[str, Any]:
+        return {"group": labels.index(drawn.label), "seed": drawn.seed}
+
+    charts, surfaces = [], []
+    for chart in found.charts:
+        log = chart.log and all(value > 0 for line in chart.lines for value in line.y)
+        lines = [{**of(line), "choice": line.choice, "x": short(line.x), "y": short(line.y)} for line in chart.lines]
+        axes = {"title": chart.title, "x": chart.x, "y": chart.y, "log": log, "whole": chart.whole_x}
+        charts.append({**axes, "lines": lines})
+    for surface in found.surfaces:
+        across, down = (1 + len(side) // MOST_CELLS for side in (surface.x, surface.y))
+        loss = [short(row[::across]) for row in surface.loss[::down]]
+        surfaces.append({**of(surface), "x": short(surface.x[::across]), "y": short(surface.y[::down]), "loss": loss})
+    return {"charts": charts, "surfaces": surfaces}
