@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from stepformer.base.errors import InputError
 from stepformer.base.words import merge
@@ -27,7 +26,7 @@ from stepformer.catalogue import (
     unlisted_templates,
 )
 from stepformer.catalogue.references import BIBTEX
-from stepformer.cli.options import JSON, command, group, option
+from stepformer.cli.options import JSON, command, group, option, pairs
 from stepformer.model import Model
 from stepformer.model.config import ModelConfig, declared_options
 from stepformer.model.memory import estimate_memory
@@ -111,16 +110,10 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     model = Model(config, device="meta")
     block = model.blocks[0]
     row = preset_of(config)
-    coefficients = [
-        {
-            "name": key if spec.size == 1 else f"{key} (per head)",
-            "range": spec.interval,
-            "start": spec.start,
-            "kind": spec.kind,
-        }
-        for bank in block.banks()
-        for key, spec in bank.specs.items()
-    ]
+    coefficients = []
+    for key, spec in (item for bank in block.banks() for item in bank.specs.items()):
+        name = key if spec.size == 1 else f"{key} (per head)"
+        coefficients.append({"name": name, "range": spec.interval, "start": spec.start, "kind": spec.kind})
     streams = {
         name: {"start": _start(config, stream.start), "meaning": stream.meaning}
         for name, stream in block.template.streams.items()
@@ -129,7 +122,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         name: {"value": config.option(name), "of": kind, "values": option.values, "help": option.help}
         for name, (kind, option) in declared_options(config).items()
     }
-    published = row.published if row and _has_size(config, "small") else ""
+    small = all(getattr(config, key) == value for key, value in SIZES["small"].items())
     return {
         "title": title_of(config),
         "name": row.name if row else "",
@@ -152,7 +145,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "parameters": {c: model.num_parameters(c) for c in COUNTS},  # type: ignore[arg-type]
         "unused_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
         "training": _training(config),
-        "published": published,
+        "published": row.published if row and small else "",
         "cite": citations(config),
     }
 
@@ -182,10 +175,6 @@ def _extras(config: ModelConfig) -> dict[str, str]:
     if config.document_separator is not None:
         found["document_separator"] = f"token {config.document_separator} begins a document; attention stays inside"
     return found
-
-
-def _has_size(config: ModelConfig, size: str) -> bool:
-    return all(getattr(config, key) == value for key, value in SIZES[size].items())
 
 
 def _start(config: ModelConfig, start: str | float) -> str:
@@ -219,9 +208,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> None:
     out.print(f"[bold]{facts['title']}[/bold]   config {facts['hash']}")
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = pairs([])
     equations = facts["equations"]
     if equations["layer"]:
         table.add_row("layer", escape(equations["layer"]))

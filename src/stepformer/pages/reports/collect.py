@@ -185,7 +185,8 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
         found.studies.append(Facts.of_study(plan))
         found.baseline = found.baseline or found.studies[-1].baseline or None
         found.baseline = found.baseline or _baseline(path)  # of older studies
-        planned = [path / name for name in _planned(plan)]
+        names = [f"{run['label']}-s{run['seed']}" for run in plan["runs"]]
+        planned = [path / name for name in names if name == Path(name).name]
         begun = [folder for folder in planned if RunFolder(folder).exists]
         missing = [folder.name for folder in planned if folder not in begun]
         if missing:
@@ -202,20 +203,9 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
                 f"The runs before their fine-tuning lie in {' and '.join(before)}: name these folders too to see them."
             )
         return [*within, *runs]
-    hint = next(
-        (
-            f" It holds {what}: name them, e.g. '{some[0]}'."
-            for what, some in (("runs", runs), ("studies", studies))
-            if some
-        ),
-        "",
-    )
+    holds = ("runs", runs) if runs else ("studies", studies)
+    hint = f" It holds {holds[0]}: name them, e.g. '{holds[1][0]}'." if holds[1] else ""
     raise InputError(f"'{path}' is neither a run (no run.json) nor a study (no {STUDY}).{hint}")
-
-
-def _planned(plan: Any) -> list[str]:
-    names = [f"{run['label']}-s{run['seed']}" for run in plan["runs"]]
-    return [name for name in names if name == Path(name).name]
 
 
 def _baseline(study: Path) -> str | None:

@@ -20,13 +20,12 @@ from stepformer.base.version import __version__
 from stepformer.pages.reports.charts import Charts, Line, Surface
 from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
+from stepformer.present.style import look_of
 from stepformer.present.tables import signed
 from stepformer.present.templates import template
 from stepformer.study import Comparison
 from stepformer.study.tables import percent
 
-COLOURS = 7  # as in comparing.plots: the first for the baseline
-DASHES = 3  # of all but the baseline: a line on top of another leaves gaps to see it through
 MOST_CELLS = 48  # of a surface's side
 
 CURVES_LEAD = (
@@ -99,10 +98,8 @@ def _facts(report: Report) -> list[str]:
 
 def _looks(index: int) -> str:
     """The classes of an architecture's colour and dashes."""
-    if index == 0:
-        return "s0"
-    cycle, place = divmod(index - 1, COLOURS - 1)
-    return f"s{1 + place} d{1 + (place + cycle) % DASHES}"
+    colour, dashes = look_of(index)
+    return f"s{colour} d{1 + dashes}" if index else "s0"
 
 
 def _swatch(index: int) -> Markup:

@@ -16,7 +16,7 @@ from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
 from stepformer.pages.reports.page import PARTS
 from stepformer.pages.reports.samples import Samples
-from stepformer.present.style import COLOURS, looks, new_figure, save_figure, short_number
+from stepformer.present.style import COLOURS, look_of, new_figure, save_figure, short_number
 from stepformer.present.tables import Table, markdown_block, markdown_text
 from stepformer.study import plot_differences
 
@@ -139,10 +139,8 @@ def _samples(samples: Samples, labels: Sequence[str]) -> list[str]:
 
 def look(index: int) -> dict[str, Any]:
     """As on the page: the baseline solid, the others dashed, so that what lies below them shows in the gaps."""
-    if index == 0:
-        return looks(index)
-    cycle, place = divmod(index - 1, len(COLOURS) - 1)
-    return {"color": looks(index)["color"], "linestyle": (1.5 * index, DASHES[(place + cycle) % len(DASHES)])}
+    colour, dashes = look_of(index)
+    return {"color": COLOURS[colour], "linestyle": (1.5 * index, DASHES[dashes]) if index else "-"}
 
 
 def _legend(figure: Any, labels: Sequence[str], chosen: Sequence[int]) -> None:

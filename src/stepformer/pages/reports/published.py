@@ -55,43 +55,43 @@ def published_tables(runs: Sequence[RunData], forgetting: Sequence[Any] = ()) ->
     return tables
 
 
+def _architectures(recipe: Recipe, runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[RunData]]]:
+    """For each label that is an architecture of the recipe: itself, the recipe's name for it, and its runs."""
+    for label in dict.fromkeys(run.label for run in runs):
+        mine = [run for run in runs if run.label == label]
+        key = _key(recipe, mine[0].config) if mine[0].config else None
+        if key is not None:
+            yield label, key, mine
+
+
+def _for_each(said: dict[str, list[str]]) -> list[str]:
+    """Sentences, with the labels that they are about unless it is one for all."""
+    return [words if len(said) == 1 else f"{', '.join(labels)}: {words}" for words, labels in said.items()]
+
+
 def _table(recipe: Recipe, runs: Sequence[RunData]) -> Table:
-    titles = columns(
-        Column("architecture"),
-        Column("published best", True),
-        Column("ours best", True),
-        Column("published final", True),
-        Column("ours final", True),
-        Column("our runs", True),
-        Column("remark"),
+    fields = (
+        (Column("architecture"), lambda label, mine, facts: text(label)),
+        (
+            Column("published best", True),
+            lambda label, mine, facts: number(
+                facts.get("published"), ".4g" if facts.get("published", 0) < 1 else ".4f"
+            ),
+        ),
+        (Column("ours best", True), lambda label, mine, facts: number(mean_of(mine, "best_val_loss"))),
+        (Column("published final", True), lambda label, mine, facts: number(facts.get("published_final"))),
+        (Column("ours final", True), lambda label, mine, facts: number(mean_of(mine, "val_loss"))),
+        (Column("our runs", True), lambda label, mine, facts: number(sum(bool(run.record) for run in mine), "d")),
+        (Column("remark"), lambda label, mine, facts: text(facts.get("note", ""))),
     )
     rows: list[list[Cell]] = []
     caveats: dict[str, list[str]] = {}
-    for label in dict.fromkeys(run.label for run in runs):
-        mine = [run for run in runs if run.label == label]
-        config = mine[0].config
-        assert config is not None
-        key = _key(recipe, config)
-        if key is None:
-            continue
-        facts = recipe.runs[key]
-        rows.append(
-            [
-                text(label),
-                number(facts.get("published"), ".4g" if facts.get("published", 0) < 1 else ".4f"),
-                number(mean_of(mine, "best_val_loss")),
-                number(facts.get("published_final"), ".4f"),
-                number(mean_of(mine, "val_loss")),
-                number(sum(run.record is not None for run in mine), "d"),
-                text(facts.get("note", "")),
-            ]
-        )
-        caveats.setdefault(_caveat(recipe, key, facts, mine), []).append(label)
+    for label, key, mine in _architectures(recipe, runs):
+        rows.append([made(label, mine, recipe.runs[key]) for _, made in fields])
+        caveats.setdefault(_caveat(recipe, key, mine), []).append(label)
     about = recipe.about
     notes = [f"Published: {about.get('published_what', '')} ({about.get('paper', '')}, {about.get('figure', '')})."]
-    for caveat, labels in caveats.items():
-        notes.append(caveat if len(caveats) == 1 else f"{', '.join(labels)}: {caveat}")
-    return Table(titles, rows, f"Recipe {recipe.name}", notes)
+    return Table([column for column, _ in fields], rows, f"Recipe {recipe.name}", notes + _for_each(caveats))
 
 
 def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]) -> Table:
@@ -107,12 +107,8 @@ def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]
     )
     rows: list[list[Cell]] = []
     scales: dict[str, list[str]] = {}
-    for label in dict.fromkeys(run.label for run in runs):
-        mine = [run for run in runs if run.label == label]
-        config = mine[0].config
-        key = _key(recipe, config) if config else None
-        published = recipe.measured.get(key, {}) if key else {}
-        before = len(rows)
+    for label, key, mine in _architectures(recipe, runs):
+        published, before = recipe.measured.get(key, {}), len(rows)
         for name, (title, on) in QUANTITIES.items():
             found: dict[str, list[float]] = {}
             for run in mine if name in published else ():
@@ -124,12 +120,10 @@ def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]
                 ours = number(math.fsum(all_ours) / len(all_ours), ".4g")
                 words = (text(label), text(title), number(published[name], ".4g"), ours)
                 rows.append([*words, number(len(all_ours), "d"), text(on), text(where)])
-        if len(rows) > before and key:
+        if len(rows) > before:
             scales.setdefault(_scale(recipe, key, mine), []).append(label)
     notes = [f"Published: {recipe.about.get('paper', '')}, from the authors' public results."]
-    for scale, labels in scales.items():
-        notes.append(scale if len(scales) == 1 else f"{', '.join(labels)}: {scale}")
-    return Table(titles, rows, f"Recipe {recipe.name}: what else was measured", notes)
+    return Table(titles, rows, f"Recipe {recipe.name}: what else was measured", notes + _for_each(scales))
 
 
 def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -214,16 +208,17 @@ def _key(recipe: Recipe, config: RunConfig) -> str | None:
     return next((key for key in recipe.runs if row is not None and preset(key).name == row.name), None)
 
 
-def _caveat(recipe: Recipe, key: str, facts: dict[str, Any], runs: Sequence[RunData]) -> str:
+def _caveat(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
     """What keeps our number from being a reproduction, in a sentence."""
-    config = runs[0].config
+    config, facts = runs[0].config, recipe.runs[key]
     assert config is not None
     theirs, ours = _flat(run_config(recipe.name, [f"model.preset={key}"])), _flat(config)
     differing = [k for k in dict.fromkeys((*theirs, *ours)) if theirs.get(k) != ours.get(k)]
     record = next((run.record for run in runs if run.record), None)
     sentences = []
     if differing:
-        named = [f"{k} {_word(ours, k)} instead of {_word(theirs, k)}" for k in differing[:MOST_NAMED]]
+        pairs = [(k, *(settings.get(k, "default") for settings in (ours, theirs))) for k in differing[:MOST_NAMED]]
+        named = [f"{k} {here} instead of {there}" for k, here, there in pairs]
         more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
         sentences.append(f"Not the published setting, so not a reproduction: {', '.join(named)}{more}.")
     other = _other_tokenizer(recipe, runs[0])
@@ -247,7 +242,3 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     flat = {f"{name}.{key}": value for name, key, value in items if key not in IMMATERIAL}
     flat["data.corpus"] = Path(str(flat["data.corpus"])).name.removesuffix("-gpt2")
     return flat
-
-
-def _word(settings: dict[str, Any], key: str) -> str:
-    return str(settings.get(key, "default"))
