@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stepformer.base.errors import InputError
 from stepformer.catalogue import presets, unlisted_templates
-from stepformer.cli.options import JSON, command, option
+from stepformer.cli.options import JSON, command, given, option
 from stepformer.cli.show import console, resolve, title_of
 from stepformer.measure.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, load_transcription
 from stepformer.model.config import ModelConfig
@@ -56,16 +56,8 @@ def run_audit(args: argparse.Namespace) -> int:
                 def show(stage: str, name: str = name) -> None:
                     bar.update(task, advance=1, description=f"{name}: {stage}")
 
-                results.append(
-                    audit(
-                        config,
-                        name,
-                        steps=args.steps,
-                        seed=args.seed,
-                        transcription=transcription,
-                        progress=show,
-                    )
-                )
+                chosen = given(args, "steps", "seed")
+                results.append(audit(config, name, transcription=transcription, progress=show, **chosen))
     except KeyboardInterrupt:
         interrupted = True
     finally:

@@ -16,10 +16,10 @@ from stepformer.cli.options import (
     CONFIDENCE,
     JOBS,
     NO_DISPLAY,
-    check_confidence,
-    check_positive,
+    check,
     command,
     drawn,
+    given,
     option,
     tell_failed,
 )
@@ -31,7 +31,7 @@ from stepformer.study.differences import refuse_unmeant
 from stepformer.study.matching import AMOUNTS
 from stepformer.study.statistics import seed_words
 from stepformer.study.studies import Study, check_tuning, compared, resolved, swept
-from stepformer.study.study import Planned, Report, carry_out, plan, seeds_of, submit, words_of
+from stepformer.study.study import Report, carry_out, plan, seeds_of, submit, words_of
 from stepformer.training import Stopped, load_run, run_config
 from stepformer.training.forecast import forecast
 from stepformer.training.parallel import choose_device
@@ -51,8 +51,8 @@ DEMO_PROMPT = "One morning"
 def run_compare(args: argparse.Namespace) -> int:
     names, words = words_of(args.names)
     if args.runs:
-        given = (args.recipe, args.match, args.tune, args.budget, args.corpus, args.seeds, args.dry_run)
-        if names or words or any(given):
+        others = given(args, "recipe", "match", "tune", "budget", "corpus", "seeds", "dry_run")
+        if names or words or any(others.values()):
             raise InputError(
                 "--runs compares what is there: of the other options only --baseline, --allow and --out apply."
             )
@@ -75,8 +75,7 @@ def run_compare(args: argparse.Namespace) -> int:
         words.append(f"data.corpus={args.corpus}")
     if args.recipe and args.seeds is None:
         args.seeds = ",".join(map(str, load_recipe(args.recipe).about.get("seeds", [42])))
-    check_confidence(args)
-    check_positive(args, "jobs")
+    check(args, "jobs")
     searched = check_tuning(args.tune, args.budget_tune, seeds_of(args.seeds or "1"))
     if args.tune and args.slurm is not None:
         raise InputError("--tune searches here, before the runs: it does not go with --slurm.")
@@ -85,17 +84,11 @@ def run_compare(args: argparse.Namespace) -> int:
             names,
             Path(args.out) if args.out else None,
             seeds=seeds_of(args.seeds or "1"),
-            budget=args.budget,
-            baseline=args.baseline,
-            recipe=args.recipe,
             words=words,
-            allow=args.allow,
-            match=args.match,
             tune=[] if args.dry_run else args.tune,
             budget_tune=None if args.dry_run else args.budget_tune,
-            jobs=args.jobs,
             plugins=args.plugin,
-            quiet=args.quiet,
+            **given(args, "budget", "baseline", "recipe", "allow", "match", "jobs", "quiet"),
         )
     except Stopped as stopped:
         print(f"stepformer: {stopped}; the search is saved. The same command continues.", file=sys.stderr)
@@ -111,41 +104,35 @@ def run_sweep(args: argparse.Namespace) -> int:
     names, words = words_of(args.names)
     if len(names) != 1:
         raise InputError("A sweep is over one NAME; use --grid preset=a,b to go over architectures.")
-    check_confidence(args)
-    check_positive(args, "jobs")
+    check(args, "jobs")
     study = swept(names[0], words, args.grid, Path(args.out or f"runs/sweep-{Path(names[0]).stem}"))
     return _study(args, replace(study, seeds=tuple(seeds_of(args.seeds or "1")), allow=tuple(args.allow)))
 
 
 def _study(args: argparse.Namespace, study: Study) -> int:
     """Train what is missing, then show what there is."""
-    out, baseline = study.out, study.baseline
+    out = study.out
     if args.dry_run:
         console().print(planned_table(study))
         return 0
     runs = study.plan(quiet=args.quiet, here=args.slurm is None)
     if args.slurm is not None and not all(run.finished for run in runs):
-        given = dict(word.partition("=")[::2] for word in args.slurm)
-        slurm = {key: int(value) if value.isdigit() else value for key, value in given.items()}
+        asked = dict(word.partition("=")[::2] for word in args.slurm)
+        slurm = {key: int(value) if value.isdigit() else value for key, value in asked.items()}
         ids = submit(runs, out, slurm=slurm, plugins=args.plugin)
         print(f"submitted {len(ids)} runs ({', '.join(ids)}); the same command shows the table when they are done")
         return 0
     try:
         report = carry_out(runs, jobs=args.jobs, quiet=args.quiet, plugins=args.plugin)
     except Stopped as stopped:
-        done = sum(run.finished for run in runs)
-        print(
-            f"stepformer: {stopped}; {done} of {len(runs)} runs are finished, the rest is saved. The same command "
-            "continues.",
-            file=sys.stderr,
-        )
+        done = f"{sum(run.finished for run in runs)} of {len(runs)} runs are finished, the rest is saved"
+        print(f"stepformer: {stopped}; {done}. The same command continues.", file=sys.stderr)
         return stopped.status
-    return show_study(runs, report, baseline, args.confidence, out, study.facts)
+    return show_study(report, study.baseline, args.confidence, out, study.facts)
 
 
 def planned_table(study: Study) -> Table:
     """What would be trained."""
-    header = ("architecture", "parameters", "layers", "width", "context", "steps", "tokens")
     rows, rates = list[tuple[str, ...]](), dict[str, str]()
     variants, _ = resolved(study.variants)
     for label, config in variants.items():
@@ -157,26 +144,17 @@ def planned_table(study: Study) -> Table:
     told = [f"{label}: {text}" for label, text in rates.items()]
     folders = [study.out / f"{label}-s{seed}" for label in variants for seed in study.seeds]
     finished = sum(RunFolder(folder).result.is_file() for folder in folders)
-    return of_texts(
-        header,
-        rows,
-        notes=[
-            f"{len(folders)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
-            f"The baseline is {study.baseline}.",
-            *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.baseline]}"]),
-            *study.facts.remarks,
-        ],
-    )
+    notes = [
+        f"{len(folders)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
+        f"The baseline is {study.baseline}.",
+        *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.baseline]}"]),
+        *study.facts.remarks,
+    ]
+    header = ("architecture", "parameters", "layers", "width", "context", "steps", "tokens")
+    return of_texts(header, rows, notes=notes)
 
 
-def show_study(
-    runs: list[Planned],
-    report: Report,
-    baseline: str,
-    confidence: float,
-    out: Path,
-    facts: Facts | None = None,
-) -> int:
+def show_study(report: Report, baseline: str, confidence: float, out: Path, facts: Facts | None = None) -> int:
     """Table and plot of what finished, and a sentence for what failed; 1 if anything did."""
     failed = tell_failed(report.failed)
     if report.finished:
@@ -216,18 +194,15 @@ def run_demo(args: argparse.Namespace) -> int:
     except Stopped as stopped:
         print(f"stepformer: {stopped}; saved. The same command continues.", file=sys.stderr)
         return stopped.status
-    status = show_study(runs, report, names[0], 0.95, out)
+    status = show_study(report, names[0], 0.95, out)
     for folder in report.finished:
         run = load_run(folder)
         text = "".join(continue_text(run, DEMO_PROMPT, max_new_tokens=120, temperature=0.7, seed=0))
         print(f"\n{run.config.title} continues '{DEMO_PROMPT}':\n  {text.strip()}")
-    losses = {record.label: record for record in load_records(report.finished)}
-    if "yurii" in losses and losses["yurii"].unigram_entropy:
-        record = losses["yurii"]
-        print(
-            f"\nyurii's validation loss {record.val_loss:.4f} nats/token; the unigram entropy of the corpus is "
-            f"{record.unigram_entropy:.4f}"
-        )
+    for record in load_records(report.finished):
+        if record.label == "yurii" and record.unigram_entropy:
+            entropy = f"the unigram entropy of the corpus is {record.unigram_entropy:.4f}"
+            print(f"\nyurii's validation loss {record.val_loss:.4f} nats/token; {entropy}")
     print(f"\ngo on: {command_line('generate', out / 'yurii-s42', 'The old')} ; stepformer compare --help")
     return status
 

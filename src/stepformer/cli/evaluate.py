@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from stepformer.base.errors import InputError
-from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, RUN, check_positive, command, group, option
+from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, RUN, check, command, given, group, option
 from stepformer.cli.show import console
 from stepformer.measure import measured
 from stepformer.measure.evaluation.tasks import need
@@ -17,7 +17,7 @@ from stepformer.training.run import LoadedRun
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    check_positive(args, "micro_batch")
+    check(args, "micro_batch")
     check_words(args)
     if not (args.on or args.ood or args.tasks):
         return validation_loss(args)
@@ -46,15 +46,11 @@ def run_eval(args: argparse.Namespace) -> int:
 def check_words(args: argparse.Namespace) -> None:
     """Options that would be ignored are mistakes."""
     texts, tasks = bool(args.on or args.ood), bool(args.tasks)
-    for name, given, used in (
-        ("--stride", args.stride is not None, texts),
-        ("--random", args.random, texts),
-        ("--field", args.field is not None, bool(args.on)),
-        ("--document", args.document is not None, bool(args.on)),
-        ("--split", args.split != "val", bool(args.on)),
-    ):
-        if given and not used:
-            raise InputError(f"{name} belongs to a text: say which one with --on FILE or --ood.")
+    usual = {"stride": None, "random": False, "field": None, "document": None, "split": "val"}
+    for name, default in usual.items():
+        used = texts if name in ("stride", "random") else args.on
+        if getattr(args, name) != default and not used:
+            raise InputError(f"--{name} belongs to a text: say which one with --on FILE or --ood.")
     for name, value in (("--shots", args.shots), ("--limit", args.limit)):
         if value is not None and not tasks:
             raise InputError(f"{name} belongs to downstream tasks: name some with --tasks.")
@@ -67,15 +63,8 @@ def check_words(args: argparse.Namespace) -> None:
 
 
 def validation_loss(args: argparse.Namespace) -> int:
-    found, run = evaluate_run(
-        args.folder,
-        which=args.checkpoint,
-        corpus=args.corpus,
-        tokens=args.tokens,
-        micro_batch=args.micro_batch,
-        device=args.device,
-        quiet=args.quiet or args.json,
-    )
+    chosen = given(args, "corpus", "tokens", "micro_batch", "device")
+    found, run = evaluate_run(args.folder, which=args.checkpoint, quiet=args.quiet or args.json, **chosen)
     if args.json:
         print(json.dumps({**found.to_dict(), "perplexity": found.perplexity, "step": run.step, "run": args.folder}))
         return 0
@@ -104,7 +93,7 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
 
     reading = perplexity.Reading(args.stride, args.tokens, args.random)
     enough = None if args.random else args.tokens
-    named = {"field": args.field, "document": args.document, "split": args.split}
+    named = given(args, "field", "document", "split")
     texts = [open_text(where, run.tokenizer, enough=enough, **named) for where in args.on or ()]
     found: dict[str, Any] = {"texts": []}
     foreign = []
@@ -113,15 +102,13 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
         if folder is None:
             raise InputError("Say where wikitext/, lambada/ and c4/ are, with --data DIR or in $STEPFORMER_DATA/eval.")
         foreign = out_of_domain(folder, run.tokenizer, enough)
-    quiet = args.quiet or args.json
     for text in (*texts, *foreign):
         reading.windows(text, run.model.config.context)  # what is too short is said at once
     journal = perplexity.journal_of(run)
     for some, mean in ((texts, False), (foreign, True)):
         if some:
-            made = perplexity.measure_texts(
-                run, some, reading, mean=mean, micro_batch=args.micro_batch, quiet=quiet, journal=journal
-            )
+            settings = {"micro_batch": args.micro_batch, "quiet": args.quiet or args.json, "journal": journal}
+            made = perplexity.measure_texts(run, some, reading, mean=mean, **settings)
             found = {**made, "texts": [*found["texts"], *made["texts"]]}
     if not args.json:
         console().print(perplexity.as_table(found))
@@ -140,15 +127,8 @@ def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
         shots = None if args.shots is None else [int(word) for word in args.shots.split(",")]
     except ValueError:
         raise InputError(f"--shots {args.shots} should be a number, or several with commas: --shots 0,10.") from None
-    found = harness.measure_tasks(
-        run,
-        names,
-        shots=shots,
-        limit=args.limit,
-        data=args.data,
-        micro_batch=args.micro_batch,
-        quiet=args.quiet or args.json,
-    )
+    chosen = given(args, "limit", "data", "micro_batch")
+    found = harness.measure_tasks(run, names, shots=shots, quiet=args.quiet or args.json, **chosen)
     if not args.json:
         console().print(harness.as_table(found))
         for note in harness.notes(found):

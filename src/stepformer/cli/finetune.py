@@ -17,8 +17,7 @@ from stepformer.cli.options import (
     CONFIDENCE,
     JOBS,
     NO_DISPLAY,
-    check_confidence,
-    check_positive,
+    check,
     command,
     drawn,
     option,
@@ -48,8 +47,7 @@ PRETRAIN = ("steps=200", "batch=16", "eval_tokens=16384")
 
 
 def run_finetune(args: argparse.Namespace) -> int:
-    check_confidence(args)
-    check_positive(args, "jobs")
+    check(args, "jobs")
     # argparse gives words after `--pretrain a b` and `--corpora c d` to these options
     listed = [[*(args.names or [])], [*(args.pretrain or [])], [*(args.corpora or [])]]
     words = [word for part in listed for word in part if _is_setting(word)]

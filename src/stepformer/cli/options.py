@@ -78,15 +78,19 @@ CONFIDENCE = option("--confidence", "of the intervals (0.95)", type=float, defau
 JOBS = option("--jobs N", "runs at once (default: one per GPU, or one)", type=int)
 
 
-def check_confidence(args: argparse.Namespace) -> None:
-    if not 0 < args.confidence < 1:
+def check(args: argparse.Namespace, *positive: str) -> None:
+    """Refuse a confidence that is none, and numbers that should be at least 1."""
+    if "confidence" in args and not 0 < args.confidence < 1:
         raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
+    for name in positive:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value} should be at least 1.")
 
 
-def check_positive(args: argparse.Namespace, name: str) -> None:
-    value = getattr(args, name)
-    if value is not None and value < 1:
-        raise InputError(f"--{name.replace('_', '-')} {value} should be at least 1.")
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Some of the options, to be passed on under their names."""
+    return {name: getattr(args, name) for name in names}
 
 
 def pairs(rows: Iterable[tuple[str, str]], overflow: Literal["fold", "ellipsis"] = "fold") -> Table:

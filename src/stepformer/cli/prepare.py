@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from stepformer.base.errors import command_line
-from stepformer.cli.options import command, option
+from stepformer.cli.options import command, given, option
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus, corpus_folder
 from stepformer.data.pieces import Progress
@@ -24,28 +25,14 @@ from stepformer.present.tables import of_texts
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    source = open_source(
-        args.source,
-        dialect=args.dialect,
-        count=args.count,
-        seed=args.seed,
-        field=args.field,
-        val_field=args.val_field,
-        document=args.document,
-    )
+    about = given(args, "dialect", "count", "seed", "field", "val_field", "document")
+    source = open_source(args.source, **about)
     tokenizer = args.tokenizer or ("bpe:1024" if args.source == "tales" else "gpt2")
     out = args.out or corpus_folder(source.name, tokenizer)
     try:
         with progress_bar() as report:
-            corpus = prepare(
-                source,
-                tokenizer,
-                out,
-                val_fraction=args.val_fraction,
-                workers=args.workers,
-                progress=report,
-                force=args.force,
-            )
+            chosen = given(args, "val_fraction", "workers", "force")
+            corpus = prepare(source, tokenizer, out, progress=report, **chosen)
         if args.verify:
             corpus.verify()
     except KeyboardInterrupt:
@@ -63,14 +50,8 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn(
-            "{task.fields[documents]:,} documents  {task.fields[tokens]:,} tokens  {task.fields[rate]:.1f} MB/s"
-        ),
-        TimeRemainingColumn(),
-    )
+    amounts = "{task.fields[documents]:,} documents  {task.fields[tokens]:,} tokens  {task.fields[rate]:.1f} MB/s"
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(amounts), TimeRemainingColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None, documents=0, tokens=0, rate=0.0)
         begun: list[tuple[float, int]] = []  # time and bytes at the first report: parts found finished do not count
@@ -81,15 +62,8 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
             seconds = bar.get_time() - begun[0][0]
             rate = (now.bytes - begun[0][1]) / 1e6 / seconds if seconds > 0 else 0.0
             total = now.total_bytes if now.total_bytes and now.total_bytes > now.bytes else None
-            bar.update(
-                task,
-                description=now.stage,
-                completed=now.bytes,
-                total=total,
-                documents=now.documents,
-                tokens=now.tokens,
-                rate=max(0.0, rate),
-            )
+            shown: dict[str, Any] = {"documents": now.documents, "tokens": now.tokens, "rate": max(0.0, rate)}
+            bar.update(task, description=now.stage, completed=now.bytes, total=total, **shown)
 
         yield report
 

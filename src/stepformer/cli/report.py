@@ -9,7 +9,7 @@ from pathlib import Path
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_text
 from stepformer.base.progress import counting
-from stepformer.cli.options import CONFIDENCE, QUIET, check_confidence, check_positive, command, option
+from stepformer.cli.options import CONFIDENCE, QUIET, check, command, option
 
 
 def run_report(args: argparse.Namespace) -> int:
@@ -56,8 +56,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    check_confidence(args)
-    check_positive(args, "tokens")
+    check(args, "tokens")
     if not args.temperature >= 0:
         raise InputError(f"--temperature {args.temperature} should be 0 or more.")
     if args.no_samples and args.prompt:

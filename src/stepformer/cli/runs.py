@@ -8,7 +8,7 @@ import sys
 import torch
 
 from stepformer.base.errors import InputError
-from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check_positive, command, option
+from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, option
 from stepformer.training import load_run
 from stepformer.training.loop import precision_of
 from stepformer.training.run import LoadedRun
@@ -18,16 +18,14 @@ from stepformer.training.text import continue_text, prompt_ids, readable
 def run_generate(args: argparse.Namespace) -> int:
     run = load_run(args.folder, args.checkpoint, args.device)
     set_precision(run, args.precision)
-    check_positive(args, "samples")
+    check(args, "samples")
     if args.beams is not None:
         if args.samples > 1:
             raise InputError(f"Beam search has one result: --samples {args.samples} does not go with --beams.")
-        drawing = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
-        given = {name: value for name, value in drawing.items() if value is not None}
+        asked = given(args, "temperature", "top_k", "top_p", "seed", "length_penalty")
+        asked = {name: value for name, value in asked.items() if value is not None}
         ids, stop = prompt_ids(run, args.prompt), run.tokenizer.eot
-        if args.length_penalty is not None:
-            given["length_penalty"] = args.length_penalty
-        made = run.model.generate([ids], beams=args.beams, max_new_tokens=args.tokens, stop=stop, **given)
+        made = run.model.generate([ids], beams=args.beams, max_new_tokens=args.tokens, stop=stop, **asked)
         print(args.prompt + readable(run, made.tokens[0]))
         return 0
     if args.length_penalty is not None:
@@ -36,15 +34,8 @@ def run_generate(args: argparse.Namespace) -> int:
         seed = None if args.seed is None else args.seed + i
         if args.samples > 1:
             print(f"{'' if i == 0 else chr(10)}-- sample {i + 1}")
-        for piece in continue_text(
-            run,
-            args.prompt,
-            max_new_tokens=args.tokens,
-            temperature=0.8 if args.temperature is None else args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=seed,
-        ):
+        drawing = given(args, "top_k", "top_p") | {"temperature": 0.8 if args.temperature is None else args.temperature}
+        for piece in continue_text(run, args.prompt, max_new_tokens=args.tokens, seed=seed, **drawing):
             sys.stdout.write(piece)
             sys.stdout.flush()
         print()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 
-from stepformer.cli.options import CHECKPOINT, JSON, RUN, command, option
+from stepformer.cli.options import CHECKPOINT, JSON, RUN, command, given, option
 
 
 def run_export(args: argparse.Namespace) -> int:
     from stepformer.exchange.huggingface import export_run
 
-    out = export_run(
-        args.folder, args.out, args.checkpoint, dtype=args.dtype, form=args.format, allow_nan=args.allow_nan
-    )
+    chosen = given(args, "dtype", "allow_nan")
+    out = export_run(args.folder, args.out, args.checkpoint, form=args.format, **chosen)
     print(f"written: {', '.join(sorted(path.name for path in out.iterdir()))}")
     where = json.dumps(str(out), ensure_ascii=False)
     print(f"load it with AutoModelForCausalLM.from_pretrained({where}); README.md says how, and wants a licence")
@@ -27,11 +26,8 @@ def run_import(args: argparse.Namespace) -> int:
         args.source, args.out, tokenizer=args.tokenizer, heads=args.heads, plugins=tuple(args.plugin)
     )
     if args.json:
-        print(
-            json.dumps(
-                {"run": str(made.folder), "title": made.title, "parameters": made.parameters, "imported": made.record}
-            )
-        )
+        facts = {"run": str(made.folder), "title": made.title, "parameters": made.parameters}
+        print(json.dumps({**facts, "imported": made.record}))
         return 0
     loss = ""
     if made.record["val_loss"] is not None:
