@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from stepformer.cli.options import (
     check,
     command,
     drawn,
+    fields_help,
     option,
     tell_failed,
 )
@@ -183,14 +183,6 @@ def _variant(name: str, words: Sequence[str], corpus: Corpus | None) -> RunConfi
     return run_config(name, [*usual, *words], **given)
 
 
-def _settings_help() -> str:
-    lines = []
-    for field in dataclasses.fields(FinetuneConfig):
-        default = "" if field.default is None else f" ({str(field.default).lower()})"
-        lines.append(f"  {field.name:<14} {field.metadata['help']}{default}")
-    return "\n".join(lines)
-
-
 add_finetune = command(
     run_finetune,
     option("names RUN | key=value", "pretrained runs; settings to change", nargs="*"),
@@ -205,6 +197,6 @@ add_finetune = command(
     option("--out DIR", "folder of all runs, tables and plot (default: runs/finetune-...)"),
     JOBS,
     NO_DISPLAY,
-    settings=_settings_help,
+    settings=lambda: fields_help(FinetuneConfig, 14, with_choices=False),
     pretrain=lambda: " ".join(PRETRAIN),
 )

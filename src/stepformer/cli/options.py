@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import sys
 import tomllib
 from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from rich.table import Table
 
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.settings import type_hints
 
 Addition = Callable[[Any], object]
 """What adds something to a parser or to a group of its options."""
@@ -91,6 +93,19 @@ def check(args: argparse.Namespace, *positive: str) -> None:
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Some of the options, to be passed on under their names."""
     return {name: getattr(args, name) for name in names}
+
+
+def fields_help(kind: Any, width: int, *, with_choices: bool = True) -> str:
+    """Every key of a section with its choices, if they are wanted, and its default, for `--help`."""
+    lines = []
+    for field in dataclasses.fields(kind):
+        hint = type_hints(kind)[field.name]
+        literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+        choices = f" {{{','.join(map(str, get_args(literals[0])))}}}" if literals and with_choices else ""
+        value = str(field.default).lower() if isinstance(field.default, bool) else field.default
+        default = "" if field.default is None else f" ({value})"
+        lines.append(f"  {field.name:<{width}} {field.metadata['help']}{choices}{default}")
+    return "\n".join(lines)
 
 
 def pairs(rows: Iterable[tuple[str, str]], overflow: Literal["fold", "ellipsis"] = "fold") -> Table:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import os
 import sys
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +13,10 @@ import torch
 from rich.markup import escape
 
 from stepformer.base.errors import InputError, command_line
-from stepformer.base.settings import type_hints
 from stepformer.base.units import duration
 from stepformer.base.words import parse_overrides
 from stepformer.catalogue.recipes import load_recipe, recipe_names
-from stepformer.cli.options import NO_DISPLAY, SETTINGS, command, option, pairs
+from stepformer.cli.options import NO_DISPLAY, SETTINGS, command, fields_help, option, pairs
 from stepformer.cli.show import console
 from stepformer.model import Model
 from stepformer.model.memory import estimate_memory
@@ -36,23 +33,7 @@ from stepformer.training.stopping import seconds
 
 def settings_help() -> str:
     """Every key of the run's sections with its default, for `--help`."""
-    text = []
-    for name, kind in SECTIONS.items():
-        text.append(f"[{name}]")
-        for f in dataclasses.fields(kind):
-            value = str(f.default).lower() if isinstance(f.default, bool) else f.default
-            default = "" if f.default is None else f" ({value})"
-            text.append(f"  {f.name:<20} {f.metadata['help']}{choices(kind, f.name)}{default}")
-    return "\n".join(text)
-
-
-def choices(kind: type, name: str) -> str:
-    """The words a key may be, in braces; nothing for other types."""
-    hint = type_hints(kind)[name]
-    for part in (hint, *typing.get_args(hint)):
-        if typing.get_origin(part) is typing.Literal:
-            return f" {{{','.join(map(str, typing.get_args(part)))}}}"
-    return ""
+    return "\n".join(f"[{name}]\n{fields_help(kind, 20)}" for name, kind in SECTIONS.items())
 
 
 def run_train(args: argparse.Namespace) -> int:

@@ -134,8 +134,8 @@ class Gathered:
     studies: list[Facts] = field(default_factory=list)
 
 
-def gather(paths: Sequence[str | Path], progress: Callable[[str], None] = lambda name: None) -> Gathered:
-    """Read runs and studies; `progress` is called with the name of each folder once it is read."""
+def gather(paths: Sequence[str | Path]) -> Gathered:
+    """Read runs and studies."""
     folders: list[Path] = []
     found = Gathered([], None, Facts(), [], [])
     for path in map(Path, paths):
@@ -149,9 +149,7 @@ def gather(paths: Sequence[str | Path], progress: Callable[[str], None] = lambda
     elif facts:  # what one study says does not hold for the others
         found.facts = Facts(remarks=tuple(remark for study in facts for remark in study.remarks))
     points = max(40, min(MOST_POINTS, ALL_POINTS // (2 * len(folders))))
-    for folder in folders:
-        found.runs.append(read_run(folder, points))
-        progress(folder.name)
+    found.runs = [read_run(folder, points) for folder in folders]
     _tell_apart(found.runs)
     return found
 
