@@ -37,6 +37,14 @@ def looks(index: int) -> dict[str, Any]:
     return {"color": COLOURS[1 + position], "linestyle": DASHES[cycle % len(DASHES)]}
 
 
+def look_of(index: int) -> tuple[int, int]:
+    """Which colour and which of three dashes an architecture has in a report, where a line that lies on top of another
+    leaves gaps to see it through; of the baseline, 0, the colour alone counts.
+    """
+    cycle, place = divmod(max(index, 1) - 1, len(COLOURS) - 1)
+    return (1 + place if index else 0), (place + cycle) % 3
+
+
 def short_number(value: float) -> str:
     """1500 as 1.5k, 2e6 as 2M."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
