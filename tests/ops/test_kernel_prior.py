@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_constraint import solve as twin_solve
 from torch import Tensor
 
 from draws import seeded
@@ -16,7 +17,6 @@ from stepformer.ops import kernels
 from stepformer.ops.constraint import BETA_MAX, constrained_softmax, unpacked
 from stepformer.oracles.caches import fresh_call
 from stepformer.oracles.constrained import ConstrainedAttention
-from test_constraint import solve as twin_solve
 
 if not kernels.has_triton():
     pytest.skip("needs Triton", allow_module_level=True)

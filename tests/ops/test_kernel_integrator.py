@@ -15,12 +15,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from test_kernel_streams import CUDA, Build, Parts, compare, off_by, poison
+
 import stream_references
 from draws import seeded
 from stepformer.base.errors import InputError
 from stepformer.ops import common, integrator, kernels
 from stepformer.ops.common import Scalar
-from test_kernel_streams import CUDA, Build, Parts, compare, off_by, poison
 
 BACKWARD_TILE = integrator.backward_tile
 STREAMS = ("x", "y", "velocity", "force", "older_velocity", "older_force", "older_y")

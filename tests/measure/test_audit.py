@@ -23,7 +23,7 @@ def failures(result: Audit) -> dict[int, str]:
     return {check.obligation: check.detail for check in result.checks if not check.passed}
 
 
-# Constrained attention takes seconds each; tests/test_combinations.py has it in the fast set.
+# Constrained attention takes seconds each; tests/model/test_combinations.py has it in the fast set.
 LONG = {name for name in sf.presets() if sf.preset(name).config.attention in ("entropy", "kl")}
 
 

@@ -1,4 +1,4 @@
-"""The fast tests under what differs between machines: `make test-shaken`, or `python tests/shaken.py [NAME ...]`.
+"""The fast tests under what differs between machines: `make test-shaken`, or `python tests/support/shaken.py [NAME]`.
 
 Each variation sets several things at once (kinds of kernels, threads, oneDNN, order, the numbers that tests draw, the
 version of torch), chosen so that every setting meets most others without the product of all. At the end: a table of the
@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 import torch
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 OUT = TESTS.parent / "build" / "shaken"
 OLDEST, NEWEST = "2.9.1", "2.14.1"  # of the versions of torch that pyproject.toml allows
 WIDEST = 1 / 3

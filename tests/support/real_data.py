@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-REAL = Path(os.environ.get("STEPFORMER_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+REAL = Path(os.environ.get("STEPFORMER_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 GPT2 = REAL / "gpt2_bpe"
 TINYSTORIES = REAL / "tinystories" / "tinystories.jsonl.xz"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import house
 import pytest
 
+import house
 import stepformer
 
 PACKAGE = Path(stepformer.__file__).parent
@@ -47,7 +47,7 @@ def test_who_breaks_it_is_told(file: str, line: str, sentence: str, tmp_path: Pa
 
 
 def test_make_lint_asks() -> None:
-    makefile = Path(__file__).parents[1] / "Makefile"
+    makefile = Path(__file__).parents[2] / "Makefile"
     lint = makefile.read_text().partition("\nlint:")[2].partition("\n\n")[0]
     assert "tests/support/house.py" in lint
 

@@ -21,7 +21,7 @@ import stepformer as sf
 from stepformer.data.corpus import Corpus
 from stepformer.exchange.importing import import_checkpoint
 
-WRITTEN = Path(__file__).parent / "recorded" / "version-0.5.0"
+WRITTEN = Path(__file__).parents[1] / "recorded" / "version-0.5.0"
 LOSS = 5.4526720589093625  # of its result.json
 GREEDY = "taaaaaaaaaaaaaaa"  # after 'Once upon'
 # fp64, and sums in another order where torch or the CPU is another one

@@ -237,7 +237,7 @@ def test_python_in_the_card_runs(exported: Path, capsys: pytest.CaptureFixture[s
 def test_python_in_the_docs_runs(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).resolve().parents[1] / "docs" / "share.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "share.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert len(blocks) == 3
     (tmp_path / "yurii-tales").symlink_to(exported)

@@ -49,7 +49,7 @@ def test_the_sample_covers_what_there_is() -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The sample, with ten steps of training; in the fast set what covers it, with three. The whole product (hours):
-    `pytest --all-combinations tests/test_combinations.py`.
+    `pytest --all-combinations tests/model/test_combinations.py`.
     """
     if "combination" not in metafunc.fixturenames:
         return

@@ -10,35 +10,15 @@ import pytest
 import torch
 
 import stepformer as sf
-from draws import fixed, shifted
+from decoded import ARCHITECTURES, lively
+from draws import shifted
 from helpers import shake, tiny
 from runs import make_corpus, small_run
 from stepformer.cli import main
 from stepformer.training import load_run, train
 
-# One line per kind of attention memory: arguments of `tiny`.
-ARCHITECTURES: list[dict[str, Any]] = [
-    {"name": "vanilla"},
-    {"name": "yurii"},
-    {"name": "verlet-ama"},  # two caches a block
-    {"name": "muon"},
-    {"name": "yurii", "positions": "rotary", "n_head": 2},
-    {"name": "yurii", "document_separator": 6},
-    {"name": "linear-yurii"},  # a state instead of keys and values
-    {"name": "linear-symp-conformal-euler"},  # two states a call
-    {"name": "symp-presymp-euler"},
-    {"name": "kl-carried"},
-]
 PROMPTS = [[1], [2, 3, 4, 5, 6], [7, 8], [3, 2, 1]]
 TOLERANCE = 1e-9
-
-
-def lively(**overrides: Any) -> sf.Model:
-    """A model whose text depends on every token before, and in doubt, so that beams overtake each other."""
-    model = shake(tiny(**{"name": "yurii", "context": 16, "seed": fixed(0), **overrides}), scale=1.0, seed=fixed(3))
-    with torch.no_grad():
-        model.embed.tok_emb.weight *= 0.3
-    return model
 
 
 def log_probabilities(model: sf.Model, row: list[int]) -> list[float]:

@@ -15,7 +15,7 @@ import pytest
 from draws import shifted
 from runs import make_corpus
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(scope="module")

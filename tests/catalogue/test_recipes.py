@@ -27,7 +27,7 @@ from stepformer.training import train
 from stepformer.training.config import RunConfig, run_config
 from stepformer.training.runs import as_toml
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 V = 50_304
 PAPERS = {
     "yuriiformer": "zimin2026yuriiformer",

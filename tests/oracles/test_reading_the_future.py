@@ -26,7 +26,7 @@ from stepformer.ops.scores import rotate
 from stepformer.oracles import fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LEAK = {"attention": "published-force"}
 CHANCE = math.log(GEOMETRY["vocab_size"])
 LENGTH, WIDTH = 8, 12  # of the tiny model

@@ -18,7 +18,7 @@ from stepformer.oracles import attentions
 from stepformer.rules import splittings, templates
 from stepformer.training.config import SECTIONS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 RUNNABLE = [
     "README.md",
@@ -154,7 +154,7 @@ def test_the_audit_that_the_readme_links_covers_every_preset() -> None:
 @pytest.mark.parametrize("steps", [90, pytest.param(300, marks=pytest.mark.slow)])
 def test_the_audit_page_shows_what_the_audit_prints(tmp_path: Path, steps: int) -> None:
     page = (ROOT / "docs/audit.md").read_text()
-    words = ("audit", "leak-shift", "--plugin", str(ROOT / "tests/leaky.py"), "--json", "--steps", str(steps))
+    words = ("audit", "leak-shift", "--plugin", str(ROOT / "tests/support/leaky.py"), "--json", "--steps", str(steps))
     done = forked.stepformer(*words, cwd=tmp_path)
     assert done.returncode == 1
     assert "loss 0.369 on unpredictable tokens" in page

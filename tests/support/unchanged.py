@@ -1,7 +1,7 @@
 """What every architecture computes, as numbers that a change of structure must reproduce.
 
-`python tests/unchanged.py` writes `tests/recorded/architectures.json` anew. That is right only where the mathematics
-is meant to change, and the commit says why.
+`python tests/support/unchanged.py` writes `tests/recorded/architectures.json` anew. That is right only where the
+mathematics is meant to change, and the commit says why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import stepformer as sf
 
-RECORDED = Path(__file__).parent / "recorded" / "architectures.json"
+RECORDED = Path(__file__).parents[1] / "recorded" / "architectures.json"
 SIZE: dict[str, Any] = {"n_layer": 3, "n_head": 2, "d_model": 16, "context": 12, "vocab_size": 23}
 EXTRAS: dict[str, dict[str, Any]] = {
     "value-residual": {"value_residual": "free"},

@@ -2,7 +2,8 @@
 
 Good answers are a sentence with a status that is not zero, a note, or what the untouched house gives. Bad ones are a
 result that differs without a word, a traceback, a command that does not end, and one that takes the machine's memory.
-Every case follows from its number: `python tests/faults.py 0 2000` prints the counts, `... 17` what happens in case 17.
+Every case follows from its number: `python tests/support/faults.py 0 2000` prints the counts, `... 17` what happens
+in case 17.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def test_comparisons_in_an_explanation(explanation: str, found: list[tuple[float
 
 @pytest.mark.slow
 def test_every_kind_of_tolerance_is_heard(tmp_path: Path) -> None:
-    """In a process of its own, as tests/shaken.py does it."""
+    """In a process of its own, as tests/support/shaken.py does it."""
     file = tmp_path / "tests" / "test_it.py"
     file.parent.mkdir()
     file.write_text(

@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import against
 import pytest
-import targets
 import torch
-from targets import judged
 
+import against
 import stepformer
+import targets
 from stepformer.base.errors import InputError
 from stepformer.cli import main
 from stepformer.measure.benchmark import command, measuring, records
@@ -25,8 +24,9 @@ from stepformer.measure.benchmark.planning import BASELINE, BenchSettings, Wante
 from stepformer.measure.benchmark.profiling import group_of, own_kernels
 from stepformer.measure.benchmark.table import newest, page, speed_table
 from stepformer.measure.benchmark.timing import Limit, spread, timed
+from targets import judged
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SHAPE = ("n_layer=1", "n_head=2", "d_model=16", "vocab_size=64")
 BARE = """

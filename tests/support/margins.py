@@ -1,4 +1,4 @@
-"""How close every tolerance of the tests came to failing: a pytest plug-in, used by tests/shaken.py.
+"""How close every tolerance of the tests came to failing: a pytest plug-in, used by tests/support/shaken.py.
 
 `pytest -p margins --margins FILE -o enable_assertion_pass_hook=true` writes one line of JSON for each place in the
 tests that compares floating-point numbers within a bound: the largest share of its bound that was used, and where.
@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.testing._comparison import default_tolerances
 
-tests = str(Path(__file__).resolve().parent)  # the folder whose lines count
+tests = str(Path(__file__).resolve().parents[1])  # the folder whose lines count
 # A bound above this is an amount (a loss, a share), not a tolerance.
 LARGEST_TOLERANCE = 0.1
 

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import stepformer as sf
 from architectures import covering_presets
+from decoded import ARCHITECTURES, lively
 from draws import shifted
 from helpers import shake, tiny, tokens
 from stepformer.exchange.huggingface import StepformerCache, StepformerConfig, StepformerForCausalLM
-from test_beam import ARCHITECTURES, lively
 
 transformers.utils.logging.disable_progress_bar()
 TOLERANCE = 1e-10  # fp64, and sums in another order
