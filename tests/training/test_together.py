@@ -43,12 +43,12 @@ def slowly(source, target):
 files.rename = slowly
 """
 READ = """
-read = Trainer._read
+read = LocalBatches.read
 def unreadable(self, t):
     if t == 3 and rank == 1:
         raise InputError("The shard 'train-000.bin' cannot be read: Input/output error.")
     return read(self, t)
-Trainer._read = unreadable
+LocalBatches.read = unreadable
 """
 MEMORY = """
 loss_of = ParallelModel.loss
@@ -69,11 +69,11 @@ def full(file):
 files.sync = full
 """
 HANG = """
-read = Trainer._read
+read = LocalBatches.read
 def hanging(self, t):
     time.sleep(1000 if t == 3 and rank == 1 else 0)
     return read(self, t)
-Trainer._read = hanging
+LocalBatches.read = hanging
 """
 DIE = """
 step = Optimizers.step
@@ -94,6 +94,7 @@ from stepformer.base.errors import InputError
 from stepformer.optim import Optimizers
 from stepformer.training import ending, loop
 from stepformer.training.loop import Trainer
+from stepformer.training.reading import LocalBatches
 from stepformer.training.parallel import ParallelModel
 from stepformer.training.stopping import Watch
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +33,7 @@ from stepformer.training.choices import eval_every_of, max_loss_of, micro_batch_
 from stepformer.training.config import RunConfig
 from stepformer.training.display import Display
 from stepformer.training.divergence import first_bad
-from stepformer.training.evaluation import Evaluation, autocasting, check_blocks, evaluate
+from stepformer.training.evaluation import Best, Evaluation, autocasting, check_blocks, evaluate
 from stepformer.training.loggers import Loggers
 from stepformer.training.metrics import Metrics
 from stepformer.training.observing import reported, stream_norms
@@ -44,14 +44,6 @@ from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import Stopped, Watch, warn_of_torchrun
 
 SLOW_SAVE = 5.0  # seconds after which somebody who waits for a stop is told about torchrun's patience
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best evaluation so far."""
-
-    val_loss: float
-    step: int
 
 
 class Trainer:
