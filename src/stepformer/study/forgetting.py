@@ -193,17 +193,9 @@ def _row(
     label: str, base: Mapping[int, Finetuned], mine: Mapping[int, Finetuned], is_baseline: bool, confidence: float
 ) -> ForgettingRow:
     runs = tuple(mine[seed] for seed in sorted(mine))
-    apart: dict[str, PairedDifference | None] = {"forgetting": None, "plasticity": None}
-    if not is_baseline and base.keys() & mine.keys():
-        for what in apart:
-            one, two = ({seed: getattr(run, what) for seed, run in runs_.items()} for runs_ in (base, mine))
-            apart[what] = paired(one, two, confidence)
-    return ForgettingRow(
-        label,
-        is_baseline,
-        runs,
-        summarise(run.forgetting for run in runs),
-        summarise(run.plasticity for run in runs),
-        apart["forgetting"],
-        apart["plasticity"],
-    )
+    found: list[PairedDifference | None] = []
+    for what in ("forgetting", "plasticity"):
+        one, two = ({seed: getattr(run, what) for seed, run in some.items()} for some in (base, mine))
+        found.append(None if is_baseline or not one.keys() & two.keys() else paired(one, two, confidence))
+    amounts = (summarise(run.forgetting for run in runs), summarise(run.plasticity for run in runs))
+    return ForgettingRow(label, is_baseline, runs, *amounts, *found)

@@ -36,6 +36,8 @@ from stepformer.training.run import corpus_facts
 from stepformer.training.runs import RunFolder, as_toml
 from stepformer.training.stopping import Watch
 
+ALONE = World(0, 1, torch.device("cpu"))
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -96,9 +98,8 @@ def plan_runs(
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     runs = []
-    alone = World(0, 1, torch.device("cpu"))
     for label, config in labelled:
-        corpus = open_corpus(config.data, alone, quiet=quiet)
+        corpus = open_corpus(config.data, ALONE, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)
         run = Planned(label, config, RunFolder(folder / f"{label}-s{config.train.seed}"))
         if run.folder.exists:
