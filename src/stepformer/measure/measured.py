@@ -16,6 +16,7 @@ from rich.console import Console
 
 from stepformer.base import documents, files
 from stepformer.base.errors import InputError, command_line
+from stepformer.base.progress import counting
 from stepformer.base.version import __version__
 
 FOLDER = "measured"
@@ -67,6 +68,15 @@ class Journal:
                 file.write(self._line(name, value))
             self.pieces[name] = value
         return self.pieces[name]
+
+    def each(self, title: str, parts: Mapping[str, Callable[[], Any]], *, quiet: bool) -> list[Any]:
+        """Several pieces, one after the other, under a progress bar."""
+        found = []
+        with counting(title, len(parts), quiet=quiet) as step:
+            for name, compute in parts.items():
+                found.append(self.get(name, compute))
+                step(1)
+        return found
 
     def close_used(self) -> None:
         """The result of what was asked for is written; what another measurement left, interrupted, stays."""

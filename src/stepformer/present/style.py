@@ -24,8 +24,10 @@ def new_figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained", facecolor="white")
 
 
-def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a PNG, whole or not at all."""
+def save_figure(figure: Any, path: str | Path, below: str = "") -> None:
+    """Write a PNG, whole or not at all; `below` is said in small grey letters under it."""
+    if below:
+        figure.supxlabel(below, fontsize=8, color=GREY, parse_math=False)
     with writing(Path(path)) as file:
         figure.savefig(file, format="png", dpi=150)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.present.style import GREY, as_written, clean, few_ticks, looks, name_rows, new_figure, save_figure
+from stepformer.present.style import as_written, clean, few_ticks, looks, name_rows, new_figure, save_figure
 from stepformer.study.forgetting import Direction
 from stepformer.study.plots import NAME_WIDTH
 from stepformer.study.statistics import summarise, t_quantile
@@ -23,13 +23,11 @@ def plot_forgetting(directions: Sequence[Direction], path: str | Path) -> None:
         _draw_amounts(left, direction, "forgetting", "rise of the source loss (left is better)")
         _draw_amounts(right, direction, "plasticity", "fall of the target loss (right is better)")
     first = directions[0]
-    figure.supxlabel(
+    below = (
         f"points: seeds; lines: mean and its {percent(first.confidence)} interval (Student's t). "
-        f"Nats per token on {first.first.source_tokens:,} source and {first.first.record.val_tokens:,} target tokens.",
-        fontsize=8,
-        color=GREY,
+        f"Nats per token on {first.first.source_tokens:,} source and {first.first.record.val_tokens:,} target tokens."
     )
-    save_figure(figure, path)
+    save_figure(figure, path, below)
 
 
 def _draw_curves(axes: Any, direction: Direction) -> None:

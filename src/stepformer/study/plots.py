@@ -51,8 +51,7 @@ def plot_differences(comparison: Compared, path: str | Path) -> None:
     """Write a PNG of the differences to the baseline alone."""
     figure = new_figure((6.5, _height(comparison) - 1.4))
     _draw_differences(figure.subplots(), comparison)
-    figure.supxlabel(_footer(comparison), fontsize=8, color=GREY, parse_math=False)
-    save_figure(figure, path)
+    save_figure(figure, path, _footer(comparison))
 
 
 def _height(comparison: Compared) -> float:

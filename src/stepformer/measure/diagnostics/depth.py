@@ -16,7 +16,6 @@ Beside them stand the learned coefficients. `measure` looks at a run on fixed wi
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,15 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepformer.base.errors import InputError
-from stepformer.base.progress import counting
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
 from stepformer.measure.diagnostics.depth_view import plot, text
-from stepformer.measure.diagnostics.windows import fixed_windows
+from stepformer.measure.diagnostics.windows import about, windows_of
 from stepformer.model import Model, Passage
 from stepformer.rules import State
-from stepformer.training.run import LoadedRun, corpus_of
+from stepformer.training.run import LoadedRun
 
 __all__ = ["SETTINGS", "DepthSettings", "inside", "measure", "plot", "text"]
 
@@ -60,25 +57,11 @@ SETTINGS = DepthSettings
 
 def measure(run: LoadedRun, settings: DepthSettings, *, quiet: bool = False) -> dict[str, Any]:
     """Norms, updates, entropies and losses by layer on fixed windows; interrupted, the same call continues."""
-    longest = run.config.model.context
-    context = settings.context or longest
-    if context > longest:
-        raise InputError(f"context = {context} is longer than the model's context, {longest}.")
-    windows = fixed_windows(corpus_of(run, settings.corpus).split("val"), settings.windows, context, settings.seed)
-    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
-    about = {
-        "run": run.record.get("id"),
-        "step": run.step,
-        "settings": settings.to_dict(),
-        "windows_hash": digest,
-    }
-    journal = measured.journal(run.folder.path, "depth", about, quiet=quiet)
-    batches = windows.split(settings.window_batch)
-    found = []
-    with counting("inside the network", len(batches), quiet=quiet) as step:
-        for number, batch in enumerate(batches):
-            found.append(journal.get(f"batch {number}", partial(_look, run.model, batch)))
-            step(1)
+    windows, digest = windows_of(run, settings)
+    journal = measured.journal(run.folder.path, "depth", about(run, settings, digest), quiet=quiet)
+    batches = enumerate(windows.split(settings.window_batch))
+    parts = {f"batch {number}": partial(_look, run.model, batch) for number, batch in batches}
+    found = journal.each("inside the network", parts, quiet=quiet)
     result = {**_together(run.model, found), "windows_hash": digest, "settings": settings.to_dict()}
     return measured.finish(run.folder.path, "depth", step=run.step, settings=settings.to_dict(), result=result)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
+from stepformer.base.settings import Settings
 from stepformer.training.evaluation import EvaluatedSplit
+from stepformer.training.run import LoadedRun, corpus_of
 
 
 def fixed_windows(split: EvaluatedSplit, count: int, context: int, seed: int = 0) -> Tensor:
@@ -20,3 +25,24 @@ def fixed_windows(split: EvaluatedSplit, count: int, context: int, seed: int = 0
         raise InputError(f"The split has {len(split):,} tokens: too few for a window of {context} and its targets.")
     starts = np.random.Generator(np.random.PCG64(seed)).integers(0, room, size=count)
     return torch.from_numpy(split.gather(starts.astype(np.int64), context + 1))
+
+
+def windows_of(run: LoadedRun, settings: Any) -> tuple[Tensor, str]:
+    """The windows of a run's validation split that settings ask for, and a hash of them."""
+    longest = run.config.model.context
+    context = settings.context or longest
+    if context > longest:
+        raise InputError(f"context = {context} is longer than the model's context, {longest}.")
+    split = corpus_of(run, settings.corpus).split("val")
+    windows = fixed_windows(split, settings.windows, context, settings.seed)
+    return windows, hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
+
+
+def about(run: LoadedRun, settings: Settings, windows_hash: str) -> dict[str, Any]:
+    """What a journal is about: the same run, weights, settings and text."""
+    return {
+        "run": run.record.get("id"),
+        "step": run.step,
+        "settings": settings.to_dict(),
+        "windows_hash": windows_hash,
+    }
