@@ -27,16 +27,16 @@ class Journal:
     """Finished pieces of a long measurement by name, one JSON line each.
 
     `about` says what is measured. A journal about something else, other settings say, is begun again. Losing power
-    in the middle of a line loses that line.
+    in the middle of a line loses that line. Without a path it is kept in memory alone.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None = None, about: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.pieces: dict[str, Any] = {}
         self.used: set[str] = set()  # names that were asked for
         self.head = json.dumps({"about": about}, sort_keys=True)
         self.check = 0
-        lines = path.read_bytes().splitlines() if path.is_file() else []
+        lines = path.read_bytes().splitlines() if path is not None and path.is_file() else []
         if lines and lines[0] == self.head.encode():
             for line in lines[1:]:
                 body, told = files.parted(line)
@@ -50,6 +50,8 @@ class Journal:
 
     def _write(self) -> None:
         self.check = 0
+        if self.path is None:
+            return
         with files.writing(self.path) as file:
             file.write(self.head.encode() + b"\n")
             file.writelines(self._line(name, value) for name, value in self.pieces.items())
@@ -64,8 +66,9 @@ class Journal:
         self.used.add(name)
         if name not in self.pieces:
             value = compute()
-            with files.explained(self.path), self.path.open("ab") as file:
-                file.write(self._line(name, value))
+            if self.path is not None:
+                with files.explained(self.path), self.path.open("ab") as file:
+                    file.write(self._line(name, value))
             self.pieces[name] = value
         return self.pieces[name]
 
@@ -83,7 +86,7 @@ class Journal:
         self.pieces = {name: value for name, value in self.pieces.items() if name not in self.used}
         if self.pieces:
             self._write()
-        else:
+        elif self.path is not None:
             self.path.unlink(missing_ok=True)
 
 

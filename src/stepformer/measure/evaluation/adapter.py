@@ -79,8 +79,9 @@ def adapter() -> Any:
             self, scorer: Scorer, vocabulary: Tokenizer, journal: measured.Journal | None = None, *, quiet: bool = True
         ) -> None:
             super().__init__()
-            self.scorer, self.vocabulary, self.journal, self.quiet = scorer, vocabulary, journal, quiet
-            self.kept: dict[str, Any] = {} if journal is None else journal.pieces
+            self.scorer, self.vocabulary, self.quiet = scorer, vocabulary, quiet
+            self.journal = journal or measured.Journal()
+            self.kept = self.journal.pieces
             self.title = "scoring"
             self.cut = 0  # prompts that lost tokens on the left
 
@@ -100,17 +101,13 @@ def adapter() -> Any:
             return self.vocabulary.encode(string)
 
         def asked_for(self, names: Iterable[str]) -> None:
-            if self.journal is not None:
-                asked = set(names)
-                earlier = (asked & self.journal.pieces.keys()) - self.journal.used
-                say_continues(self.title, len(earlier), len(asked), "requests", quiet=self.quiet)
-                self.journal.used |= asked
+            asked = set(names)
+            earlier = (asked & self.kept.keys()) - self.journal.used
+            say_continues(self.title, len(earlier), len(asked), "requests", quiet=self.quiet)
+            self.journal.used |= asked
 
         def keep(self, name: str, value: Any) -> None:
-            if self.journal is None:
-                self.kept[name] = value
-            else:
-                self.journal.get(name, lambda: value)
+            self.journal.get(name, lambda: value)
 
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
             found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)  # the bar is ours

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from stepformer.base.errors import InputError
 from stepformer.measure import measured
@@ -158,10 +159,11 @@ def settled(quiet: bool) -> Iterator[None]:
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         # None: on terminals only
         bar = functools.partial(building.tqdm, desc="building prompts", disable=None, leave=False)
-        stack.enter_context(patched(building, tqdm=bar))
+        stack.enter_context(mock.patch.object(building, "tqdm", bar))
         # these ask the system and git about the machine, for seconds; the run's own record says as much
-        stack.enter_context(patched(harness, add_env_info=lambda storage: None, get_git_commit_hash=lambda: None))
-        stack.enter_context(environment("DISABLE_MULTIPROC", "1"))
+        for name in ("add_env_info", "get_git_commit_hash"):
+            stack.enter_context(mock.patch.object(harness, name, create=True, return_value=None))
+        stack.enter_context(mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"))
         log.setLevel(logging.ERROR)
         bars.disable_progress_bar()
         try:
@@ -170,31 +172,6 @@ def settled(quiet: bool) -> Iterator[None]:
             log.setLevel(level)
             if showed:
                 bars.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def patched(module: Any, **values: Any) -> Iterator[None]:
-    """Other values for names of a module, where it has them."""
-    before = {name: getattr(module, name) for name in values if hasattr(module, name)}
-    for name in before:
-        setattr(module, name, values[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def as_table(result: Mapping[str, Any]) -> Table:

@@ -135,8 +135,7 @@ def total_nats(
     quiet: bool = True,
 ) -> float:
     """The sum of -ln p over all scored tokens."""
-    total = []
-    name = token_hash(text.tokens)
+    name, journal = token_hash(text.tokens), journal or measured.Journal()
 
     def nats(some: Sequence[Window]) -> float:
         parts = [Part(text.tokens[begin:end].tolist(), count) for begin, end, count in some]
@@ -147,22 +146,16 @@ def total_nats(
         ]
         return -math.fsum(sums)
 
-    pieces = {}
-    for begin in range(0, len(windows), PIECE_WINDOWS):
-        some = windows[begin : begin + PIECE_WINDOWS]
-        pieces[f"{name}/{some[0]}/{some[-1]}/{len(some)}"] = some
-    everything = sum(scored for _, _, scored in windows)
-    if journal is not None:
-        earlier = [some for piece, some in pieces.items() if piece in journal.pieces and piece not in journal.used]
-        kept = sum(scored for some in earlier for _, _, scored in some)
-        say_continues(text.name, kept, everything, "tokens", quiet=quiet)
-    with counting(text.name, everything, quiet=quiet) as count:
+    cut = [windows[begin : begin + PIECE_WINDOWS] for begin in range(0, len(windows), PIECE_WINDOWS)]
+    pieces = {f"{name}/{some[0]}/{some[-1]}/{len(some)}": some for some in cut}
+    scored = {piece: sum(count for _, _, count in some) for piece, some in pieces.items()}
+    kept = sum(scored[piece] for piece in pieces if piece in journal.pieces and piece not in journal.used)
+    say_continues(text.name, kept, sum(scored.values()), "tokens", quiet=quiet)
+    total = []
+    with counting(text.name, sum(scored.values()), quiet=quiet) as count:
         for piece, some in pieces.items():
-            if journal is None:
-                total.append(nats(some))
-            else:
-                total.append(float(journal.get(piece, functools.partial(nats, some))))
-            count(sum(scored for _, _, scored in some))
+            total.append(float(journal.get(piece, functools.partial(nats, some))))
+            count(scored[piece])
     return math.fsum(total)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rich.console import Console
 
@@ -168,17 +169,14 @@ def impatient() -> Iterator[None]:
     log = logging.getLogger("huggingface_hub")
     client = importlib.import_module("huggingface_hub.utils")
     asking = [getattr(client, name, None) for name in ("http_backoff", "http_stream_backoff")]
-    defaults = [d for d in (getattr(ask, "__kwdefaults__", None) for ask in asking) if d and "max_retries" in d]
-    level, before = log.level, [values["max_retries"] for values in defaults]
-    log.setLevel(logging.ERROR)
-    for values in defaults:
-        values["max_retries"] = 1
-    try:
+    defaults = [getattr(ask, "__kwdefaults__", None) or {} for ask in asking]
+    with contextlib.ExitStack() as stack:
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
+        for values in defaults:
+            if "max_retries" in values:
+                stack.enter_context(mock.patch.dict(values, max_retries=1))
         yield
-    finally:
-        log.setLevel(level)
-        for values, tries in zip(defaults, before, strict=True):
-            values["max_retries"] = tries
 
 
 @functools.cache
