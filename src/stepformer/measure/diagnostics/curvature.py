@@ -167,9 +167,9 @@ class _Pieces:
     def eigenvalues(self) -> dict[str, Any]:
         """One piece: the vectors on the way are too large for a journal."""
         count = min(self.plan.eigenvalues, self.operator.size)
-        none = {"eigenvalues": [], "method": self.plan.method, "iterations": 0}
-        piece: dict[str, Any] = self.journal.get("eigenvalues", partial(self._find, count)) if count else none
-        return piece
+        if not count:
+            return {"eigenvalues": [], "method": self.plan.method, "iterations": 0}
+        return dict(self.journal.get("eigenvalues", partial(self._find, count)))
 
     def _find(self, count: int) -> dict[str, Any]:
         plan, tolerance = self.plan, self.settings.tolerance

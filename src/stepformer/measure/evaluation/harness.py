@@ -59,7 +59,8 @@ def measure_tasks(
         stack.enter_context(settled(quiet))
         asked: list[tuple[str, int | None]] = []
         for name in dict.fromkeys(tasks):
-            asked += [(name, n) for n in dict.fromkeys(shots)] if shots else [(name, default_shots(name))]
+            usual = LOCAL[name].shots if name in LOCAL else None  # the papers' number, else what the task defines
+            asked += [(name, n) for n in (dict.fromkeys(shots) if shots else [usual])]
         # all are opened before the first is scored, so that a typing error does not wait for hours
         opened = [(stack.enter_context(open_task(name, data, quiet=quiet)), n) for name, n in asked]
         for task, n in opened:
@@ -72,11 +73,6 @@ def measure_tasks(
             not_kept += [] if save_tasks(run, settings, made) else list(made)
     journal.close_used()
     return {"tasks": found, **({"not_kept": not_kept} if not_kept else {})}
-
-
-def default_shots(name: str) -> int | None:
-    """The papers' number of examples for their tasks; None leaves it to the task."""
-    return LOCAL[name].shots if name in LOCAL else None
 
 
 def set_shots(task: OpenedTask, shots: int | None) -> None:
@@ -136,15 +132,11 @@ def save_tasks(run: LoadedRun, settings: Mapping[str, Any], found: Mapping[str, 
     """Keep the numbers of a task, beside those of the same weights that are there; not if these are of more items."""
     earlier = measured.load(run.folder.path, KIND, own=False)
     kept = earlier["result"]["tasks"] if earlier and earlier["settings"] == settings else {}
-    if any(name in kept and is_fuller(kept[name], entry) for name, entry in found.items()):
-        return False
+    for known, entry in ((kept[name], entry) for name, entry in found.items() if name in kept):
+        if known["source"] == entry["source"] and (known["items"] or 0) > (entry["items"] or 0):
+            return False
     measured.save(run.folder.path, KIND, step=run.step, settings=settings, result={"tasks": {**kept, **found}})
     return True
-
-
-def is_fuller(known: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Whether numbers that are there come from more items of the same files than new ones."""
-    return known["source"] == entry["source"] and (known["items"] or 0) > (entry["items"] or 0)
 
 
 @contextlib.contextmanager

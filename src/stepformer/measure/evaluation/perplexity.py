@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepformer.base.errors import InputError
 from stepformer.base.progress import counting
@@ -42,10 +41,9 @@ class Reading:
     random: bool = False
 
     def __post_init__(self) -> None:
-        if self.stride is not None and self.stride < 1:
-            raise InputError(f"stride = {self.stride} should be at least 1.")
-        if self.tokens is not None and self.tokens < 1:
-            raise InputError(f"tokens = {self.tokens} should be at least 1.")
+        for name, value in (("stride", self.stride), ("tokens", self.tokens)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} = {value} should be at least 1.")
         if self.random and self.stride is not None:
             raise InputError("Random windows have no stride: give one or the other.")
 
@@ -159,14 +157,9 @@ def total_nats(
     return math.fsum(total)
 
 
-def scored_tokens(text: Text, windows: Sequence[Window]) -> NDArray[np.integer]:
-    """The tokens that are scored, in order, as often as they are."""
-    return np.concatenate([text.tokens[end - count : end] for _, end, count in windows])
-
-
 def entry_of(text: Text, reading: Reading, windows: Sequence[Window], nats: float, run: LoadedRun) -> dict[str, Any]:
     """A number with what it was measured on. Two may be compared when tokens, hash, mode and stride agree."""
-    scored = scored_tokens(text, windows)
+    scored = np.concatenate([text.tokens[end - count : end] for _, end, count in windows])  # as often as they are
     size = count_bytes(run.tokenizer, scored)
     return {
         "name": text.name,
