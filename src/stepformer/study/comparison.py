@@ -94,7 +94,7 @@ def compare(
     # a grid over batch, steps or context has losses and no paired differences
     pairs = len({(run.pairing, run.tokens, run.val_hash, run.val_tokens) for run in records}) == 1
     rows = {}
-    order = [baseline, *(label for label in by_label if label != baseline)]
+    order = list(dict.fromkeys([baseline, *by_label]))
     for label in order:
         if not pairs:
             row = _row(label, {}, by_label[label], label == baseline, confidence)

@@ -156,7 +156,7 @@ def forgetting(
             f"No run is labelled '{baseline}', the baseline.{suggestion(baseline, by_label)} "
             f"Labels: {', '.join(by_label)}."
         )
-    order = [baseline, *(label for label in by_label if label != baseline)]
+    order = dict.fromkeys([baseline, *by_label])
     rows = [_row(label, by_label[baseline], by_label[label], label == baseline, confidence) for label in order]
     return Direction(source, target, baseline, confidence, tuple(rows), _pretraining(by_label))
 
@@ -167,8 +167,8 @@ def _pretraining(by_label: Mapping[str, Mapping[int, Finetuned]]) -> tuple[Diffe
     for seed in sorted({seed for runs in by_label.values() for seed in runs}):
         rows = {}
         for label, runs in by_label.items():
+            start = runs[seed].start if seed in runs else {}
             with contextlib.suppress(InputError):
-                start = runs[seed].start if seed in runs else {}
                 if start and RunFolder(Path(start["run"])).read().get("id") == start.get("id"):
                     rows[label] = recorded(Path(start["run"]))
         for difference in differences(rows):

@@ -18,7 +18,18 @@ from stepformer.study.comparison import compare as compare_records
 from stepformer.study.differences import differences, fair, recorded, what_was_read
 from stepformer.study.matching import CLOSE, Match, matched
 from stepformer.study.records import load_records
-from stepformer.study.study import ALONE, Planned, amount, carry_out, grid, grid_axes, plan, refuse_seed, seeds_of
+from stepformer.study.study import (
+    ALONE,
+    Planned,
+    Report,
+    amount,
+    carry_out,
+    grid,
+    grid_axes,
+    plan,
+    refuse_seed,
+    seeds_of,
+)
 from stepformer.study.tuning import FIRST_SEED, Grid, chosen, planned
 from stepformer.training import RunConfig, run_config
 from stepformer.training.corpora import open_corpus
@@ -136,7 +147,9 @@ def compared(
         load_plugin(plugin)
     searched = check_tuning(tune, budget_tune, seeds)
     variants = labelled(rows, recipe, words, budget, settings)
-    first = known(baseline or next(iter(variants)), variants)
+    first = baseline or next(iter(variants))
+    if first not in variants:
+        raise UnknownNameError(f"The baseline '{first}' is not among {', '.join(variants)}.")
     variants, data = resolved(variants, quiet=quiet)
     variants = fair(variants, first, allow, searched.axes, data)
     if out is None:
@@ -254,7 +267,7 @@ def with_tuning(
         return Facts()
     search = planned(out / "tuning", variants, searched, amount(str(budget)), quiet=quiet, allowed=allow)
     runs = [run for points in search.values() for _, run in points]
-    report = carry_out(runs, jobs=_jobs(jobs, runs, plugins), quiet=quiet, plugins=plugins)
+    report = _trained(runs, jobs, plugins, quiet)
     for run in runs:
         if not run.finished and not run.folder.diverged:
             why = report.failed.get(run.folder.path.name, "it was stopped.")
@@ -274,17 +287,11 @@ def with_tuning(
     return Facts(meant=tuple(searched.axes), remarks=tuple(said))
 
 
-def _jobs(jobs: int | None, runs: Sequence[Planned], plugins: Sequence[str]) -> int | None:
+def _trained(runs: Sequence[Planned], jobs: int | None, plugins: Sequence[str], quiet: bool) -> Report:
     """One at a time, in this process, for rules that only this process knows."""
     rules = [rule for run in runs for rule in run.config.model.components().values()]
     ours = all(rule.__module__.partition(".")[0] == "stepformer" for rule in rules)
-    return 1 if jobs is None and not plugins and not ours else jobs
-
-
-def known(baseline: str, variants: Mapping[str, RunConfig]) -> str:
-    if baseline not in variants:
-        raise UnknownNameError(f"The baseline '{baseline}' is not among {', '.join(variants)}.")
-    return baseline
+    return carry_out(runs, jobs=1 if jobs is None and not plugins and not ours else jobs, quiet=quiet, plugins=plugins)
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
@@ -336,7 +343,7 @@ def _config(what: Named, recipe: str | None, words: Sequence[str], settings: Map
 
 def _carried_out(study: Study, confidence: float, jobs: int | None, plugins: Sequence[str], quiet: bool) -> Comparison:
     runs = study.plan(quiet=quiet)
-    report = carry_out(runs, jobs=_jobs(jobs, runs, plugins), quiet=quiet, plugins=plugins)
+    report = _trained(runs, jobs, plugins, quiet)
     if report.failed:
         name, why = next(iter(report.failed.items()))
         raise StepformerError(

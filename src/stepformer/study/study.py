@@ -60,17 +60,8 @@ class Report:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def plan(
-    folder: Path,
-    variants: dict[str, RunConfig],
-    seeds: Sequence[int],
-    *,
-    quiet: bool = False,
-    allowed: Sequence[str] = (),
-    facts: Facts | None = None,
-    here: bool = True,
-) -> list[Planned]:
-    """Every variant with every seed, seeds outermost, so that an early stop leaves whole pairs.
+def plan(folder: Path, variants: dict[str, RunConfig], seeds: Sequence[int], **how: Any) -> list[Planned]:
+    """Every variant with every seed, seeds outermost, so that an early stop leaves whole pairs; `how` as for plan_runs.
 
     A folder that already holds other settings under the same label is refused: its runs would not be comparable.
     """
@@ -79,7 +70,7 @@ def plan(
         settings = variant.to_dict()
         settings["train"]["seed"] = seed
         labelled.append((label, RunConfig.from_dict(settings)))
-    return plan_runs(folder, labelled, quiet=quiet, allowed=allowed, facts=facts, here=here)
+    return plan_runs(folder, labelled, **how)
 
 
 def plan_runs(

@@ -211,12 +211,12 @@ def carry_out(
                 record["notes"].append("interrupted")
                 process["results"].append(record)
             save(process)
-            progress.close()
+            progress.show()
             return process, True
         process["results"].append(record)
         save(process)
         progress.done(record)
-    progress.close()
+    progress.show()
     return process, False
 
 
@@ -259,8 +259,7 @@ class Progress:
         self.stage("building")
 
     def stage(self, text: str) -> None:
-        if self.live:
-            self._line(f"{self.number}/{self.total}  {self.label}: {text}  ({time.perf_counter() - self.began:.0f} s)")
+        self.show(f"{self.number}/{self.total}  {self.label}: {text}  ({time.perf_counter() - self.began:.0f} s)")
 
     def done(self, record: dict[str, Any]) -> None:
         if self.live:
@@ -270,10 +269,7 @@ class Progress:
         text = f"{self.number}/{self.total}  {self.label}: {what}  ({record['seconds']:.0f} s)"
         print(text, file=sys.stderr, flush=True)
 
-    def close(self) -> None:
+    def show(self, text: str = "") -> None:
+        """Instead of what the terminal's line said."""
         if self.live:
-            self._line("")
-
-    def _line(self, text: str) -> None:
-        sys.stderr.write(f"\r\033[K{text[:118]}")
-        sys.stderr.flush()
+            print(f"\r\033[K{text[:118]}", end="", file=sys.stderr, flush=True)

@@ -29,12 +29,9 @@ def text(result: dict[str, Any]) -> RenderableType:
     """Tables of what the layers do, of the streams and of the learned coefficients, and what it was measured on."""
     layers, start = result["layers"], result["start"]
     shown = [key for key in COLUMNS if any(row[key] is not None for row in layers)]
-    streams = list(start["norms"])
-    doing = [["start", *(_cell({key: start.get(key)}, key) for key in shown)]]
-    sizes = [["start", *(_number(start["norms"][name]) for name in streams)]]
-    for row in layers:
-        doing.append([str(row["layer"]), *(_cell(row, key) for key in shown)])
-        sizes.append([str(row["layer"]), *(_number(row["norms"].get(name)) for name in streams)])
+    streams, after = list(start["norms"]), [{"layer": "start", **start}, *layers]
+    doing = [[str(row["layer"]), *(_cell(row.get(key), key) for key in shown)] for row in after]
+    sizes = [[str(row["layer"]), *(_number(row["norms"].get(name)) for name in streams)] for row in after]
     parts: list[RenderableType] = [
         *(of_texts(["after layer", *(COLUMNS[key] for key in shown)], doing), ""),
         *(of_texts(["after layer", *(f"|{name}|" for name in streams)], sizes), ""),
@@ -52,8 +49,7 @@ def text(result: dict[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _cell(row: dict[str, Any], key: str) -> str:
-    value = row[key]
+def _cell(value: Any, key: str) -> str:
     if isinstance(value, list):  # by head
         known = [one for one in value if one is not None]
         value = statistics.fmean(known) if known else None

@@ -203,15 +203,13 @@ def over_layers(rows: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     known = [row for row in rows if row is not None]
     if not known:
         return None
-    spreads = [row["spread"] for row in known]
+    of = {key: [row[key] for row in known] for key in known[0] if key != "legacy"}
     summary: dict[str, Any] = {
-        "persistence": _sum_of_logs([row["sigma_k"] for row in known]),
-        "mean_spread": _mean(spreads),
-        "max_spread": _largest(spreads),
-        "mean_stable_rank": _mean([row["stable_rank"] for row in known]),
-        "mean_sigma_max": statistics.fmean(row["sigma_max"] for row in known),
-        "mean_sigma_k": statistics.fmean(row["sigma_k"] for row in known),
-        "sum_log_rms_gain": _sum_of_logs([row["rms_gain"] for row in known]),
+        "persistence": _sum_of_logs(of["sigma_k"]),
+        "mean_spread": _mean(of["spread"]),
+        "max_spread": _largest(of["spread"]),
+        **{f"mean_{key}": _mean(of[key]) for key in ("stable_rank", "sigma_max", "sigma_k")},
+        "sum_log_rms_gain": _sum_of_logs(of["rms_gain"]),
         "layers": len(known),
     }
     if all("legacy" in row for row in known):
