@@ -11,6 +11,7 @@ from stepformer.study.statistics import PairedDifference, Summary, seed_words, s
 from stepformer.study.tables import percent, with_error, with_interval
 
 FORMAT = 1
+AMOUNTS = {"forgetting": "source", "plasticity": "target"}  # and the corpus whose loss they are of
 MARK = "*"  # beside a difference that has a note against claiming it
 
 
@@ -94,17 +95,11 @@ def facts(directions: Sequence[Direction]) -> list[str]:
 
 
 def _cells(direction: Direction, row: ForgettingRow) -> list[str]:
-    return [
-        direction.name,
-        row.label,
-        str(len(row.runs)),
-        f"{row.mean('source', 0):.4f} -> {row.mean('source', -1):.4f}",
-        with_error(row.forgetting),
-        _difference(row.forgetting_difference),
-        f"{row.mean('target', 0):.4f} -> {row.mean('target', -1):.4f}",
-        with_error(row.plasticity),
-        _difference(row.plasticity_difference),
-    ]
+    cells = [direction.name, row.label, str(len(row.runs))]
+    for what, corpus in AMOUNTS.items():
+        cells.append(f"{row.mean(corpus, 0):.4f} -> {row.mean(corpus, -1):.4f}")
+        cells += [with_error(getattr(row, what)), _difference(getattr(row, f"{what}_difference"))]
+    return cells
 
 
 def _difference(difference: PairedDifference | None) -> str:
@@ -122,7 +117,7 @@ def _record(direction: Direction, row: ForgettingRow) -> dict[str, Any]:
         "seeds": " ".join(map(str, row.seeds)),
         "n": len(row.runs),
     }
-    for what, corpus in (("forgetting", "source"), ("plasticity", "target")):
+    for what, corpus in AMOUNTS.items():
         summary: Summary = getattr(row, what)
         difference: PairedDifference | None = getattr(row, f"{what}_difference")
         record |= {
@@ -130,8 +125,8 @@ def _record(direction: Direction, row: ForgettingRow) -> dict[str, Any]:
             f"{corpus}_after": row.mean(corpus, -1),
             what: summary.mean,
             f"{what}_standard_error": summary.standard_error,
-            f"{what}_difference": difference.mean if difference else None,
-            f"{what}_difference_low": difference.low if difference else None,
-            f"{what}_difference_high": difference.high if difference else None,
+            f"{what}_difference": difference and difference.mean,
+            f"{what}_difference_low": difference and difference.low,
+            f"{what}_difference_high": difference and difference.high,
         }
     return record | {"confidence": direction.confidence}

@@ -121,13 +121,13 @@ SETTINGS = CurvatureSettings
 def measure(run: LoadedRun, settings: CurvatureSettings, *, quiet: bool = False) -> dict[str, Any]:
     """Eigenvalues, trace and loss curve of a run on fixed windows; interrupted, the same call continues."""
     plan = settings.plan(run.config.model.context)
-    windows, digest = windows_of(run, settings.replace(windows=plan.windows, context=plan.context))
+    windows, seen = windows_of(run, settings.replace(windows=plan.windows, context=plan.context))
     operator = HessianOperator(run.model, batches_of(windows, plan.window_batch), dtype=DTYPES[settings.precision])
     found: dict[str, Any] = {
         "parameters": run.model.num_parameters(),
         "parameters_measured": operator.size,
         "tokens": operator.tokens,
-        "windows_hash": digest,
+        "windows_hash": seen["windows_hash"],
         "settings": {**settings.to_dict(), **asdict(plan)},
     }
     about = {**found, "run": run.record.get("id"), "step": run.step}

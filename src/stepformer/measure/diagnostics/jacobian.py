@@ -32,7 +32,7 @@ from stepformer.measure import measured
 from stepformer.measure.diagnostics.jacobian_view import plot, text
 from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised, why_no_oracle
 from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
-from stepformer.measure.diagnostics.windows import about, windows_of
+from stepformer.measure.diagnostics.windows import windows_of
 from stepformer.model import Model
 from stepformer.training.run import LoadedRun
 
@@ -87,14 +87,14 @@ SETTINGS = JacobianSettings
 
 def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) -> dict[str, Any]:
     """Singular values by layer on fixed windows; interrupted, the same call continues."""
-    model, (windows, digest) = run.model, windows_of(run, settings)
+    model, (windows, about) = run.model, windows_of(run, settings)
     batches = list(windows[:, :-1].split(settings.window_batch))
     if len(batches) > 1 and len(batches[-1]) < settings.window_batch:
         raise InputError(
             f"windows = {settings.windows} is no multiple of window_batch = {settings.window_batch}: the last batch "
             "would be smaller, and Jacobians of different size have no common mean."
         )
-    journal = measured.journal(run.folder.path, "jacobian", about(run, settings, digest), quiet=quiet)
+    journal = measured.journal(run.folder.path, "jacobian", about, quiet=quiet)
     pieces: dict[tuple[int, str], list[Spectrum]] = {}
     notes: list[str] = []
     layers, kinds = range(len(model.blocks)), settings.kinds()
@@ -117,7 +117,7 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
         "notes": notes,
         "tokens": windows[:, :-1].numel(),
         "batches": len(batches),
-        "windows_hash": digest,
+        "windows_hash": about["windows_hash"],
         "settings": settings.to_dict(),
     }
     return measured.finish(run.folder.path, "jacobian", step=run.step, settings=settings.to_dict(), result=result)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
-from stepformer.base.settings import Settings
 from stepformer.training.evaluation import EvaluatedSplit
 from stepformer.training.run import LoadedRun, corpus_of
 
@@ -27,22 +26,13 @@ def fixed_windows(split: EvaluatedSplit, count: int, context: int, seed: int = 0
     return torch.from_numpy(split.gather(starts.astype(np.int64), context + 1))
 
 
-def windows_of(run: LoadedRun, settings: Any) -> tuple[Tensor, str]:
-    """The windows of a run's validation split that settings ask for, and a hash of them."""
+def windows_of(run: LoadedRun, settings: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The windows of a run's validation split that settings ask for, and what a journal of them is about."""
     longest = run.config.model.context
     context = settings.context or longest
     if context > longest:
         raise InputError(f"context = {context} is longer than the model's context, {longest}.")
-    split = corpus_of(run, settings.corpus).split("val")
-    windows = fixed_windows(split, settings.windows, context, settings.seed)
-    return windows, hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
-
-
-def about(run: LoadedRun, settings: Settings, windows_hash: str) -> dict[str, Any]:
-    """What a journal is about: the same run, weights, settings and text."""
-    return {
-        "run": run.record.get("id"),
-        "step": run.step,
-        "settings": settings.to_dict(),
-        "windows_hash": windows_hash,
-    }
+    windows = fixed_windows(corpus_of(run, settings.corpus).split("val"), settings.windows, context, settings.seed)
+    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
+    same = {"run": run.record.get("id"), "step": run.step, "settings": settings.to_dict(), "windows_hash": digest}
+    return windows, same
