@@ -247,10 +247,8 @@ def _row(
         if not is_baseline:
             difference = paired(_values(base, "val_loss"), _values(runs, "val_loss"), confidence)
     records = tuple(runs[seed] for seed in sorted(runs))
-    identical = bool(common) and all(
-        (runs[seed].weights_sha256, runs[seed].val_loss) == (base[seed].weights_sha256, base[seed].val_loss)
-        for seed in common
-    )
+    alike = [(runs[s].weights_sha256, runs[s].val_loss) == (base[s].weights_sha256, base[s].val_loss) for s in common]
+    identical = bool(common) and all(alike)
     return Row(
         label=label,
         is_baseline=is_baseline,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,16 +115,14 @@ def plan(wanted: Iterable[Wanted], settings: BenchSettings) -> list[Case]:
             words = [word for word in each.words if word.partition("=")[0].removeprefix("model.") not in SHAPE]
             configs.append((" ".join((Path(each.name).stem, *words)), config))
     groups: dict[tuple[Any, ...], list[Case]] = {}
-    for way in settings.kernels:
-        for streams in settings.streams:
-            for label, config in configs:
-                usual = max(1, MICRO_BATCH_TOKENS[settings.device.type] // config.context)
-                case = Case(label, config, settings.micro_batch or usual, way, streams)
-                shape = {key: getattr(config, key) for key in SHAPE}  # vanilla in that of the other architecture
-                baseline = replace(case, label=BASELINE, config=model_config(BASELINE, size=settings.size, **shape))
-                group = groups.setdefault(case.frame, [baseline])
-                if config != baseline.config:
-                    group.append(case)
+    for way, streams, (label, config) in itertools.product(settings.kernels, settings.streams, configs):
+        usual = max(1, MICRO_BATCH_TOKENS[settings.device.type] // config.context)
+        case = Case(label, config, settings.micro_batch or usual, way, streams)
+        shape = {key: getattr(config, key) for key in SHAPE}  # vanilla in that of the other architecture
+        baseline = replace(case, label=BASELINE, config=model_config(BASELINE, size=settings.size, **shape))
+        group = groups.setdefault(case.frame, [baseline])
+        if config != baseline.config:
+            group.append(case)
     return [case for group in groups.values() for case in group]
 
 

@@ -142,16 +142,12 @@ class _Batch:
         if kind == "joint" and self.maps.has_only_x(layer):
             kind = "block"
         if (layer, kind) not in self.done:
-            self.done[layer, kind] = self._find(layer, kind)
+            jacobian, s = self.maps.jacobian(layer, kind), self.settings
+            sizes = {name: getattr(s, name) for name in ("rank", "oversampling", "iterations", "tolerance", "probes")}
+            generator = _generator(s.seed, layer, kind, self.number)
+            found = None if jacobian is None else spectrum(jacobian, **sizes, generator=generator).to_dict()
+            self.done[layer, kind] = found
         return self.done[layer, kind]
-
-    def _find(self, layer: int, kind: str) -> dict[str, Any] | None:
-        jacobian = self.maps.jacobian(layer, kind)
-        if jacobian is None:
-            return None
-        s = self.settings
-        sizes = {name: getattr(s, name) for name in ("rank", "oversampling", "iterations", "tolerance", "probes")}
-        return spectrum(jacobian, **sizes, generator=_generator(s.seed, layer, kind, self.number)).to_dict()
 
     def notes(self) -> list[str]:
         """What a reader of the numbers should know about this architecture."""
