@@ -45,13 +45,8 @@ class Generating:
         tokens = next((int(settings[name]) for name in names if settings.get(name) is not None), NEW_TOKENS)
         temperature = float(settings.get("temperature") or 0.0)
         drawn = settings.get("do_sample", temperature > 0)
-        return cls(
-            until,
-            tokens,
-            (temperature or 1.0) if drawn else 0.0,
-            settings.get("top_k") or None,
-            settings.get("top_p") or None,
-        )
+        temperature = (temperature or 1.0) if drawn else 0.0
+        return cls(until, tokens, temperature, settings.get("top_k") or None, settings.get("top_p") or None)
 
     def key(self, prompt: str) -> str:
         return hashlib.sha256(json.dumps([prompt, asdict(self)]).encode()).hexdigest()[:24]
@@ -184,18 +179,12 @@ def adapter() -> Any:
             rows = [self.tok_encode(prompt)[new - self.max_length :] or [eot] for prompt in prompts]
             made, texts = Generation([], []), [""] * len(rows)
             with autocasting(model.embed.tok_emb.weight.device, self.scorer.autocast):
-                steps = stream(
-                    model,
-                    rows,
-                    max_new_tokens=new,
-                    temperature=settings.temperature,
-                    top_k=settings.top_k,
-                    top_p=settings.top_p,
-                    stop=eot,
-                    seed=seed,
-                    result=made,
-                )
-                for _ in steps:
+                drawn: dict[str, Any] = {
+                    "temperature": settings.temperature,
+                    "top_k": settings.top_k,
+                    "top_p": settings.top_p,
+                }
+                for _ in stream(model, rows, max_new_tokens=new, **drawn, stop=eot, seed=seed, result=made):
                     texts = [self.vocabulary.decode([t for t in row if t != eot]) for row in made.tokens]
                     rest = zip(texts, made.finish, strict=True)
                     if all(why == "stop" or settings.ended(text) for text, why in rest):

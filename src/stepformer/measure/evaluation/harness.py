@@ -144,8 +144,10 @@ def settled(quiet: bool) -> Iterator[None]:
     """The harness without its log and chatter, and with no process forked from one that has threads."""
     harness, building = need("lm_eval.evaluator"), need("lm_eval.api.task")
     log, bars = logging.getLogger("lm_eval"), need("datasets.utils.logging")
-    level, showed = log.level, bars.is_progress_bar_enabled()
     with contextlib.ExitStack() as stack:
+        stack.callback(log.setLevel, log.level)
+        if bars.is_progress_bar_enabled():
+            stack.callback(bars.enable_progress_bar)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if quiet:
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
@@ -158,26 +160,20 @@ def settled(quiet: bool) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"))
         log.setLevel(logging.ERROR)
         bars.disable_progress_bar()
-        try:
-            yield
-        finally:
-            log.setLevel(level)
-            if showed:
-                bars.enable_progress_bar()
+        yield
 
 
 def as_table(result: Mapping[str, Any]) -> Table:
     """A line for every task, accuracies in percent."""
-    entries = list(result["tasks"].values())
-    other = [", ".join(f"{name} {with_error(entry, name, 1)}" for name in other_metrics(entry)) for entry in entries]
     rows = []
-    for entry, rest in zip(entries, other, strict=True):
+    for entry in result["tasks"].values():
         shots = "" if entry["shots"] is None else str(entry["shots"])
         items = "" if entry["items"] is None else f"{entry['items']:,}"
         accuracies = [with_error(entry, name, 100) for name in ("acc", "acc_norm")]
-        rows.append([entry["task"], shots, items, *accuracies, rest])
+        other = ", ".join(f"{name} {with_error(entry, name, 1)}" for name in other_metrics(entry))
+        rows.append([entry["task"], shots, items, *accuracies, other])
     table = of_texts(("task", "shots", "items", "acc %", "acc_norm %", "other"), rows, words=("other",))
-    return table if any(other) else table.without([5])
+    return table if any(row[5] for row in rows) else table.without([5])
 
 
 def other_metrics(entry: Mapping[str, Any]) -> list[str]:

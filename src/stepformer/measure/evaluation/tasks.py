@@ -209,16 +209,12 @@ def local_task(name: str, found: Mapping[str, Path], tasks: Any) -> Iterator[Ope
     with tempfile.TemporaryDirectory(prefix="stepformer-") as made:
         folder = Path(made)
         sizes = {split: convert(path, folder / f"{split}.jsonl", task.document) for split, path in found.items()}
+        made_of = {split: str(folder / f"{split}.jsonl") for split in found}
         definition: dict[str, Any] = {
             "include": str(TASK_FILES / f"{name}.yaml"),
-            "dataset_kwargs": {
-                "data_files": {split: str(folder / f"{split}.jsonl") for split in found},
-                "cache_dir": str(folder / "cache"),
-            },
+            "dataset_kwargs": {"data_files": made_of, "cache_dir": str(folder / "cache")},
+            **{f"{'training' if split == 'train' else split}_split": split for split in found},
         }
-        for split, key in (("train", "training"), ("validation", "validation"), ("test", "test")):
-            if split in found:
-                definition[f"{key}_split"] = split
         shown = next((split for split in ("train", "validation") if split in found), task.scored)
         if shown == task.scored == "test":
             definition["fewshot_split"] = "test"  # told this way, the harness leaves out the item that is asked
