@@ -120,7 +120,7 @@ class Direction:
         for row in self.rows:
             for what in ("forgetting", "plasticity"):
                 difference: PairedDifference | None = getattr(row, f"{what}_difference")
-                if difference is not None and difference.provisional:
+                if difference and difference.provisional:
                     notes.append(
                         f"{self.name}: {row.label}'s difference in {what} is under {SMALL_DIFFERENCE}, not to be "
                         f"claimed from fewer than {PAIRS_FOR_SMALL} paired seeds."
