@@ -20,10 +20,11 @@ from stepformer.base.errors import InputError
 from stepformer.measure import measured
 from stepformer.measure.diagnostics import depth
 from stepformer.measure.diagnostics.depth import DepthSettings, inside
+from stepformer.measure.diagnostics.windows import fixed_windows
 from stepformer.measure.flows.systems import LinearFlow, SoftmaxFlow
 from stepformer.oracles import fresh_call
 from stepformer.training import load_run, train
-from stepformer.training.run import LoadedRun
+from stepformer.training.run import LoadedRun, corpus_of
 
 COUNTS = torch.arange(1, 9, dtype=torch.float64)  # visible tokens
 TIGHT = 1e-11  # fp64, one formula summed in two orders
@@ -301,7 +302,7 @@ def test_a_run_is_measured(run: LoadedRun, tmp_path: Path) -> None:
     result = depth.measure(run, settings, quiet=True)
     assert result["tokens"] == 5 * 16
     assert not (run.folder.path / measured.FOLDER / "depth.jsonl").exists()
-    text = depth.fixed_windows(depth.corpus_of(run).split("val"), 5, 16, 0)
+    text = fixed_windows(corpus_of(run).split("val"), 5, 16, 0)
     whole = inside(run.model, text)
     for a, b in zip(result["layers"], whole["layers"], strict=True):
         assert a["coefficients"] == b["coefficients"]

@@ -24,10 +24,11 @@ from stepformer.measure.diagnostics import jacobian, layer_maps
 from stepformer.measure.diagnostics.jacobian import JacobianSettings
 from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised
 from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
+from stepformer.measure.diagnostics.windows import fixed_windows
 from stepformer.oracles import fresh_call
 from stepformer.rules import State
 from stepformer.training import load_run, train
-from stepformer.training.run import LoadedRun
+from stepformer.training.run import LoadedRun, corpus_of
 
 PLACES = [(layer, kind) for layer in (0, 1) for kind in KINDS]
 
@@ -338,7 +339,7 @@ def test_a_run_is_measured(run: LoadedRun, tmp_path: Path) -> None:
     assert "legacy" in result["summary"]["block"]
     assert not (run.folder.path / measured.FOLDER / "jacobian.jsonl").exists()
     # the mean over the batches of what the plain functions find
-    windows = jacobian.fixed_windows(jacobian.corpus_of(run).split("val"), 4, 16, 0)
+    windows = fixed_windows(corpus_of(run).split("val"), 4, 16, 0)
     found = []
     for batch in (0, 1):
         operator = LayerMaps(run.model, windows[2 * batch : 2 * batch + 2, :-1]).jacobian(1, "block")

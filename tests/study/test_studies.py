@@ -18,7 +18,7 @@ from stepformer.base.files import write_json
 from stepformer.cli import main
 from stepformer.model import Model
 from stepformer.study import Comparison, Facts, load_records
-from stepformer.study.comparison import at_the_edge
+from stepformer.study.comparison import at_the_edge, grid_points
 from stepformer.study.matching import matched
 from stepformer.study.studies import with_tuning
 from stepformer.study.tuning import Grid
@@ -243,8 +243,9 @@ def test_a_sweep_names_its_best_point(settings: dict[str, Any], tmp_path: Path) 
     assert f"to the next best, {second}, {mean:+.4f} [" in best
     assert any("edge of the grid in lr" in note for note in rest)
     axes = {"lr": ("1", "0.02", "1e-3"), "optim.name": ("muon", "adamw"), "train.batch": ("4", "8"), "beta1": ("0.9",)}
-    assert at_the_edge(axes, "lr-0.02_name-muon_batch-8_beta1-0.9") == ["train.batch"]
-    assert at_the_edge(axes, "lr-1e-3_name-adamw_batch-4_beta1-0.9") == ["lr", "train.batch"]
+    points = grid_points(axes)
+    assert at_the_edge(axes, points["lr-0.02_name-muon_batch-8_beta1-0.9"]) == ["train.batch"]
+    assert at_the_edge(axes, points["lr-1e-3_name-adamw_batch-4_beta1-0.9"]) == ["lr", "train.batch"]
 
 
 def test_losses_on_different_tokens_have_no_best_point(settings: dict[str, Any], tmp_path: Path) -> None:

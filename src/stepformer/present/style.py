@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ def new_figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained", facecolor="white")
 
 
-def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a PNG, whole or not at all."""
+def save_figure(figure: Any, path: str | Path, below: str = "") -> None:
+    """Write a PNG, whole or not at all; `below` is said in small grey letters under it."""
+    if below:
+        figure.supxlabel(below, fontsize=8, color=GREY, parse_math=False)
     with writing(Path(path)) as file:
         figure.savefig(file, format="png", dpi=150)
 
@@ -51,3 +54,30 @@ def short_number(value: float) -> str:
         if abs(value) >= unit:
             return f"{value / unit:.3g}{name}"
     return f"{value:g}"
+
+
+def clean(axes: Any, *, lines: str = "both", width: float = 0.8) -> None:
+    """No frame above and to the right, and faint lines behind what is drawn: across `x`, `y` or both."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=lines, color="#E5E5E5", linewidth=width)
+    axes.set_axisbelow(True)
+
+
+def as_written(words: Any) -> None:
+    """Labels and names of a picture as they are: one with dollar signs is no formula."""
+    for text in words:
+        text.set_parse_math(False)
+
+
+def few_ticks(axes: Any, most: int, **more: Any) -> None:
+    """At most so many numbers along the axis below."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=most, **more))
+
+
+def name_rows(axes: Any, names: Sequence[str]) -> None:
+    """Names of rows at the left, the first on top."""
+    as_written(tick.label1 for tick in axes.set_yticks(range(len(names)), names))
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)

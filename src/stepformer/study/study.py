@@ -36,6 +36,8 @@ from stepformer.training.run import corpus_facts
 from stepformer.training.runs import RunFolder, as_toml
 from stepformer.training.stopping import Watch
 
+ALONE = World(0, 1, torch.device("cpu"))
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -58,17 +60,8 @@ class Report:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def plan(
-    folder: Path,
-    variants: dict[str, RunConfig],
-    seeds: Sequence[int],
-    *,
-    quiet: bool = False,
-    allowed: Sequence[str] = (),
-    facts: Facts | None = None,
-    here: bool = True,
-) -> list[Planned]:
-    """Every variant with every seed, seeds outermost, so that an early stop leaves whole pairs.
+def plan(folder: Path, variants: dict[str, RunConfig], seeds: Sequence[int], **how: Any) -> list[Planned]:
+    """Every variant with every seed, seeds outermost, so that an early stop leaves whole pairs; `how` as for plan_runs.
 
     A folder that already holds other settings under the same label is refused: its runs would not be comparable.
     """
@@ -77,7 +70,7 @@ def plan(
         settings = variant.to_dict()
         settings["train"]["seed"] = seed
         labelled.append((label, RunConfig.from_dict(settings)))
-    return plan_runs(folder, labelled, quiet=quiet, allowed=allowed, facts=facts, here=here)
+    return plan_runs(folder, labelled, **how)
 
 
 def plan_runs(
@@ -96,9 +89,8 @@ def plan_runs(
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     runs = []
-    alone = World(0, 1, torch.device("cpu"))
     for label, config in labelled:
-        corpus = open_corpus(config.data, alone, quiet=quiet)
+        corpus = open_corpus(config.data, ALONE, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)
         run = Planned(label, config, RunFolder(folder / f"{label}-s{config.train.seed}"))
         if run.folder.exists:
