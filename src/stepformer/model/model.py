@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -13,17 +14,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stepformer.base.errors import InputError, suggestion
-from stepformer.decoding.beams import beam_search
 from stepformer.decoding.cache import Cache
-from stepformer.decoding.sampling import Generation, Prompts, Sampling, Steps, stream
+from stepformer.decoding.generation import generate
+from stepformer.decoding.sampling import Sampling, Steps
 from stepformer.model import engines
 from stepformer.model.backbone import Backbone
-from stepformer.model.inputs import check_inputs
 from stepformer.model.roles import Role, named_roles
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from stepformer.ops.linear import rounded_weights
 from stepformer.ops.sharding import whole
+from stepformer.ops.tables import check_inputs
 from stepformer.oracles import Call
 from stepformer.rules import State, templates
 
@@ -71,7 +72,8 @@ class Model(Backbone):
         `last_only` returns the logits of each row's last real token alone, (B, 1, V); `loss_only` the loss alone,
         for which a GPU never holds the logits of all tokens. That loss has first derivatives only (`ops.off`).
         """
-        check_inputs(self.config, tokens, targets, lengths, cached=cache is not None)
+        longest = self.config.context if cache is None else math.inf  # a cache knows its own capacity
+        check_inputs(tokens, targets, lengths, vocab_size=self.config.vocab_size, context=longest)
         if targets is not None and last_only:
             raise InputError("`last_only` gives the logits of one token a row; it cannot be combined with targets.")
         if cache is not None and [len(layer) for layer in cache.slots] != self.attention_calls():
@@ -127,7 +129,7 @@ class Model(Backbone):
     @torch.no_grad()
     def passages(self, tokens: Tensor, *, rows: bool = False) -> Iterator[Passage]:
         """Send tokens (B, T) through the layers, as written, and look at each; `rows` as in `observe`."""
-        check_inputs(self.config, tokens)
+        check_inputs(tokens, None, None, vocab_size=self.config.vocab_size, context=self.config.context)
         call = self.call_of(tokens.long())
         s = self.start(tokens.long(), call.positions)
         for i, block in enumerate(self.blocks):
@@ -228,54 +230,7 @@ class Model(Backbone):
         """Decoding steps of this model as CUDA graphs, or why there are none."""
         return engines.decoding(self, batch, longest, max_new_tokens, sampling)
 
-    def generate(
-        self,
-        prompts: Prompts,
-        *,
-        max_new_tokens: int = 100,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop: int | Collection[int] | None = None,
-        seed: int | None = None,
-        on_context_end: Literal["stop", "slide"] = "stop",
-        beams: int | None = None,
-        length_penalty: float = 1.0,
-    ) -> Generation:
-        """Continue one prompt or several of different length; `decoding.sampling.stream` explains the settings.
-
-        With `beams` nothing is drawn: each prompt gets its best continuation by beam search (`decoding.beams`).
-        """
-        if beams is not None:
-            if temperature != 1.0 or (top_k, top_p, seed) != (None, None, None):
-                raise InputError("Beam search draws nothing: temperature, top_k, top_p and seed do not go with beams.")
-            return beam_search(
-                self,
-                prompts,
-                beams=beams,
-                length_penalty=length_penalty,
-                max_new_tokens=max_new_tokens,
-                stop=stop,
-                on_context_end=on_context_end,
-            )
-        if length_penalty != 1.0:
-            raise InputError(f"length_penalty = {length_penalty} ranks beams: it needs `beams`.")
-        result = Generation([], [])
-        steps = stream(
-            self,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=stop,
-            seed=seed,
-            on_context_end=on_context_end,
-            result=result,
-        )
-        for _ in steps:
-            pass
-        return result
+    generate = generate
 
     def hybrid(self, *, layers: Collection[int] | None = None, cutoff: int | None = None) -> Model:
         """The same weights with momentum in some layers only, the others as plain residual blocks.
