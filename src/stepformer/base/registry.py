@@ -53,6 +53,14 @@ class Component:
     exact_gradient: Mapping[str, Any] = {}  # options under which no gradient is stopped on purpose, for the audit
     all_active: Mapping[str, Any] = {}  # options under which every part acts and none is held constant, for the audit
 
+    def set_options(self, given: Mapping[str, Any]) -> None:
+        """Every declared option as an attribute: what is given, or its default."""
+        unknown = given.keys() - self.options.keys()
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no option '{min(unknown)}'.")
+        for key, option in self.options.items():
+            setattr(self, key, given.get(key, option.default))
+
     @classmethod
     def refusal(cls, config: Selection) -> str | None:
         """Why a config that selects this component has no meaning, in a sentence that says what would; or None."""

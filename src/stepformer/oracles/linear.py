@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,9 +32,11 @@ class BilinearAttention(Attention):
     can_rotate = False
     can_bias = False
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, n0: int = 0, chunk: int = 0) -> None:
-        super().__init__()
-        self.d_model, self.n0, self.chunk = d_model, n0, chunk
+    n0: int
+    chunk: int
+
+    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
         self.kernel = Linear(d_model, d_model, bias=False)
         self.value = Linear(d_model, d_model, bias=False)
 
@@ -65,8 +69,8 @@ class LinearAttention(BilinearAttention):
 
     has_values = True
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, n0: int = 0, chunk: int = 0) -> None:
-        super().__init__(d_model, n_head, bias=bias, rotary=rotary, n0=n0, chunk=chunk)
+    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
         self.coefficients = CoefficientBank({"attn": {"h": positive(1.0, "step")}})
 
     def forward(self, u: Tensor, call: Call) -> Tensor:

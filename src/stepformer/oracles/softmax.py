@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +26,10 @@ class MultiHeadAttention(Attention):
     stacked = {"qkv.weight": 3}
     has_values = True
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, qk_norm: bool = False) -> None:
-        super().__init__()
-        self.n_head, self.head_dim = n_head, d_model // n_head
-        self.rotary, self.qk_norm = rotary, qk_norm
+    qk_norm: bool
+
+    def __init__(self, d_model: int, n_head: int, *, bias: bool, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
         self.qkv = Linear(d_model, 3 * d_model, bias=bias)
         self.out = Linear(d_model, d_model, bias=bias)
 
@@ -69,18 +70,7 @@ class SoftmaxAttention(MultiHeadAttention):
         ),
     }
 
-    def __init__(
-        self,
-        d_model: int,
-        n_head: int,
-        *,
-        bias: bool,
-        rotary: bool,
-        qk_norm: bool = False,
-        attention_backend: str = "sdpa",
-    ) -> None:
-        super().__init__(d_model, n_head, bias=bias, rotary=rotary, qk_norm=qk_norm)
-        self.backend = attention_backend
+    attention_backend: str
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
         q, k, v = self.project(u, call)
@@ -95,7 +85,7 @@ class SoftmaxAttention(MultiHeadAttention):
         causal = call.mask is None
         if q.shape[2] != k.shape[2]:  # a branch: under torch.compile the comparison is a symbol, which SDPA refuses
             causal = False
-        attend = attend_math if self.backend == "math" else F.scaled_dot_product_attention
+        attend = attend_math if self.attention_backend == "math" else F.scaled_dot_product_attention
         return attend(q, k, v, attn_mask=call.mask, is_causal=causal)
 
     def report_rows(self, q: Tensor, k: Tensor, call: Call) -> None:

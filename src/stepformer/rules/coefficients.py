@@ -143,13 +143,6 @@ class CoefficientBank(nn.Module):
             for sub, keys in self.keys_of.items()
         }
 
-    def raw_values(self, substep: str) -> dict[str, tuple[Tensor | None, str, float]]:
-        """What `values` maps: (raw parameter, range, 1) of each coefficient, (None, "free", number) of a constant."""
-        raw: dict[str, tuple[Tensor | None, str, float]] = {
-            name: (getattr(self, key), self.specs[key].range, 1.0) for name, key in self.keys_of[substep].items()
-        }
-        return raw | {name: (None, "free", number) for name, number in self.constants.get(substep, {}).items()}
-
     def names(self) -> list[str]:
         """Every word that `pin` understands."""
         return [*{name for keys in self.keys_of.values() for name in keys}, *self.specs]

@@ -79,8 +79,7 @@ class Splitting(Component):
 
     def __init__(self, *, layer: int = 0, n_layer: int = 1, **options: Any) -> None:
         self.layer, self.last = layer, layer == n_layer - 1
-        for key, option in self.options.items():
-            setattr(self, key, options.get(key, option.default))
+        self.set_options(options)
 
     def describe(self) -> str:
         """What a block does under these options, for people."""
