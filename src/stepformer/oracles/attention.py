@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stepformer.base.registry import Component, Registry, Selection
-from stepformer.oracles.caches import Call, Slot
+from stepformer.ops.slots import Slot
+from stepformer.oracles.caches import Call
 from stepformer.rules.hamiltonian import Fields
 
 

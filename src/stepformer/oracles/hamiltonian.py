@@ -26,8 +26,9 @@ from stepformer.base.registry import Selection
 from stepformer.ops import Linear, at_least_fp32, linear, operation
 from stepformer.ops.adapters import weight_of
 from stepformer.ops.scores import over_queries, rotate, softmax_rows
+from stepformer.ops.slots import TokenSlot
 from stepformer.oracles.attention import Attention, register_attention
-from stepformer.oracles.caches import Call, TokenSlot
+from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
 

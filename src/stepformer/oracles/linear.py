@@ -11,8 +11,9 @@ from stepformer.base.options import integer
 from stepformer.base.registry import Selection
 from stepformer.ops import Linear, at_least_fp32, operation
 from stepformer.ops.causal_sum import causal_sum
+from stepformer.ops.slots import StateSlot
 from stepformer.oracles.attention import Attention, register_attention
-from stepformer.oracles.caches import Call, StateSlot
+from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
 

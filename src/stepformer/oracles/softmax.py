@@ -12,8 +12,9 @@ from torch import Tensor
 from stepformer.base.options import choice, flag
 from stepformer.ops import Linear, at_least_fp32, operation
 from stepformer.ops.scores import attend_math, over_queries, rotate, softmax_rows
+from stepformer.ops.slots import TokenSlot
 from stepformer.oracles.attention import Attention, register_attention
-from stepformer.oracles.caches import Call, TokenSlot
+from stepformer.oracles.caches import Call
 
 QK_NORM_EPS = 1e-5
 REPORTED_AT_ONCE = 256  # queries whose scores exist at the same time while rows are reported
