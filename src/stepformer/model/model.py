@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from stepformer.base.errors import InputError, suggestion
 from stepformer.decoding.cache import Cache
 from stepformer.decoding.generation import generate
-from stepformer.decoding.sampling import Sampling, Steps
 from stepformer.model import engines
 from stepformer.model.backbone import Backbone
 from stepformer.model.roles import Role, named_roles
@@ -139,10 +138,9 @@ class Model(Backbone):
             def note(name: str, value: Tensor, seen: dict[str, list[Tensor]] = seen) -> None:
                 seen.setdefault(name, []).append(value)
 
-            def look(module: object, inputs: tuple[Tensor, ...], points: list[Tensor] = points) -> None:
-                points.append(inputs[0])
-
-            handle = block.attn_norm.register_forward_pre_hook(look)
+            handle = block.attn_norm.register_forward_pre_hook(
+                lambda _, inputs, points=points: points.append(inputs[0])
+            )
             try:
                 after = block(s, replace(call, observe=note, rows=rows), i in self.plain_layers)
             finally:
@@ -170,28 +168,20 @@ class Model(Backbone):
 
     def num_parameters(self, convention: Literal["total", "non-positional", "non-embedding"] = "total") -> int:
         """Parameter count: all; without position tables; or without any token or position table."""
-        if convention not in ("total", "non-positional", "non-embedding"):
+        tables = {"total": (), "non-positional": ("pos_emb",), "non-embedding": ("pos_emb", "tok_emb")}
+        if convention not in tables:
             raise InputError(
                 f"Unknown counting convention '{convention}': use 'total', 'non-positional' or 'non-embedding'."
             )
-        left_out = {"total": (), "non-positional": ("pos_emb",), "non-embedding": ("pos_emb", "tok_emb")}[convention]
-        return sum(p.numel() for n, p in self.named_parameters() if not any(f"{w}." in n for w in left_out))
+        return sum(p.numel() for n, p in self.named_parameters() if not any(f"{w}." in n for w in tables[convention]))
 
     def coefficients(self) -> list[dict[str, float]]:
         """Current values of the learned coefficients, one dictionary per layer; `r[3]` is that of head 3.
 
         Of a model that is spread over ranks, all of them must ask together.
         """
-        layers: list[dict[str, float]] = []
-        for block in self.blocks:
-            values: dict[str, float] = {}
-            for bank in block.banks():
-                for key, spec in bank.specs.items():
-                    numbers = whole(bank.value(key).detach()).tolist()
-                    names = [key] if spec.size == 1 else [f"{key}[{i}]" for i in range(spec.size)]
-                    values.update(zip(names, numbers, strict=True))
-            layers.append(values)
-        return layers
+        banks = [block.banks() for block in self.blocks]
+        return [{key: value for bank in own for key, value in bank.named_values().items()} for own in banks]
 
     def gains(self) -> list[dict[str, float]]:
         """Root mean square of every norm's gain, one dictionary per layer; of a spread model all ranks ask."""
@@ -224,12 +214,7 @@ class Model(Backbone):
             for bank in block.banks():
                 bank.pinned.clear()
 
-    def recorded_steps(
-        self, batch: int, longest: int, max_new_tokens: int, sampling: Sampling
-    ) -> tuple[contextlib.AbstractContextManager[Steps] | None, str | None]:
-        """Decoding steps of this model as CUDA graphs, or why there are none."""
-        return engines.decoding(self, batch, longest, max_new_tokens, sampling)
-
+    recorded_steps = engines.decoding
     generate = generate
 
     def hybrid(self, *, layers: Collection[int] | None = None, cutoff: int | None = None) -> Model:
@@ -247,8 +232,7 @@ class Model(Backbone):
             )
         if (layers is None) == (cutoff is None):
             raise InputError("Give either `layers` (a set of layer numbers) or `cutoff` (a layer number).")
-        momentum: Iterable[int] = range(cutoff) if cutoff is not None else layers or ()
-        momentum = frozenset(momentum)
+        momentum = frozenset(range(cutoff) if cutoff is not None else layers or ())
         if cutoff is not None and not 0 <= cutoff <= config.n_layer:
             raise InputError(f"cutoff = {cutoff} should lie between 0 and {config.n_layer}, the number of layers.")
         if any(not 0 <= i < config.n_layer for i in momentum):

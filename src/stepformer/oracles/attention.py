@@ -23,7 +23,7 @@ class Attention(Component, nn.Module):
     """
 
     output_map: str | None = "out"  # its weight starts smaller the deeper the model; None if there is no such map
-    stacked: Mapping[str, int] = {}  # weights that hold several matrices (roles.stacked_parts)
+    stacked: Mapping[str, int] = {}  # weights that hold several matrices (optim.build.stacked_parts)
     has_values = False  # whether it gathers values and passes them through `call.mix_values` (value residual)
     has_fields = False  # whether it is a Hamiltonian attention: `fields` instead of `forward`
     moves_with_new_momentum = False  # whether its integrator asks for a velocity at newer momenta; set by the block

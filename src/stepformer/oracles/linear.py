@@ -128,15 +128,10 @@ class LinearFields:
 
     def velocity(self, y: Tensor) -> Tensor:
         own = y is self.y
-        before = self.before
-        if not own and self.slot is not None:
-            before = self.slot.moved
+        before = self.before if own or self.slot is None else self.slot.moved
         field, after = self.attention.gather(self.attention.kernel(self.u), self.u, y, self.call, before)
         if self.slot is not None and after is not None:
-            if own:
-                self.slot.state = after
-            else:
-                self.slot.moved = after
+            setattr(self.slot, "state" if own else "moved", after)
         return field.to(y.dtype)
 
     def force(self) -> Tensor:

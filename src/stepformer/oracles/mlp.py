@@ -22,7 +22,7 @@ class MLP(Component, nn.Module):
         self.set_options(options)
         hidden = self.default_hidden(d_model) if hidden is None else hidden
         self.up = Linear(d_model, self.branches * hidden, bias=bias)
-        self.stacked = {"up.weight": self.branches}  # roles.stacked_parts
+        self.stacked = {"up.weight": self.branches}  # optim.build.stacked_parts
         self.down = Linear(hidden, d_model, bias=bias)
 
     @staticmethod

@@ -227,11 +227,9 @@ class PresympEuler(Damped):
     """Explicit Euler on the damped system; the factor of y may become negative."""
 
     def advance(self, s: State, c: Values, field: Fields) -> State:
-        return s.replace(
-            x=s.x + c.h_x * field.velocity(s.y),
-            y=(1 - self.friction(s, c) * c.h_y) * s.y + c.h_y * field.force(),
-            t=self.tick(s, c),
-        )
+        x = s.x + c.h_x * field.velocity(s.y)
+        y = (1 - self.friction(s, c) * c.h_y) * s.y + c.h_y * field.force()
+        return s.replace(x=x, y=y, t=self.tick(s, c))
 
 
 @register_template(
@@ -244,11 +242,9 @@ class ExpEuler(Damped):
 
     def advance(self, s: State, c: Values, field: Fields) -> State:
         decay = self.exponent(s, c)
-        return s.replace(
-            x=s.x + c.h_x * field.velocity(s.y),
-            y=torch.exp(-decay) * s.y + c.h_y * phi1(decay) * field.force(),
-            t=self.tick(s, c),
-        )
+        x = s.x + c.h_x * field.velocity(s.y)
+        y = torch.exp(-decay) * s.y + c.h_y * phi1(decay) * field.force()
+        return s.replace(x=x, y=y, t=self.tick(s, c))
 
 
 @register_template(
@@ -307,15 +303,9 @@ class AB2(TwoStep):
     def advance(self, s: State, c: Values, field: Fields) -> State:
         fx, fy = field.velocity(s.y), field.force() - self.friction(s, c) * s.y
         rx, ry = self.ratio(c.h_x, s.hx), self.ratio(c.h_y, s.hy)
-        return s.replace(
-            x=s.x + c.h_x * self.extrapolate(fx, s.fx, rx),
-            y=s.y + c.h_y * self.extrapolate(fy, s.fy, ry),
-            t=self.tick(s, c),
-            fx=fx,
-            fy=fy,
-            hx=c.h_x,
-            hy=c.h_y,
-        )
+        x = s.x + c.h_x * self.extrapolate(fx, s.fx, rx)
+        y = s.y + c.h_y * self.extrapolate(fy, s.fy, ry)
+        return s.replace(x=x, y=y, t=self.tick(s, c), fx=fx, fy=fy, hx=c.h_x, hy=c.h_y)
 
 
 @register_template(
