@@ -276,7 +276,7 @@ def test_the_model_stays_as_it_is() -> None:
     assert not list(model.blocks[0].attn_norm._forward_pre_hooks)
     softmax = tiny("vanilla")
     LayerMaps(softmax, tokens())
-    assert softmax.blocks[0].attn.backend == "sdpa"
+    assert softmax.blocks[0].attn.attention_backend == "sdpa"
 
 
 def test_a_stopped_gradient_flows_here() -> None:

@@ -15,10 +15,11 @@ import stepformer as sf
 from draws import seeded
 from helpers import tiny, tokens
 from stepformer.base.errors import ConfigError
-from stepformer.model.roles import Role, named_roles, stacked_parts
+from stepformer.model.roles import Role, named_roles
 from stepformer.ops import kernels, optimizer_graphs
 from stepformer.ops.optimizer_graphs import MOST, Recordings
 from stepformer.optim import LmoOptimizer, OptimConfig, Optimizers, lmo, polar
+from stepformer.optim.build import stacked_parts
 from stepping import LR, METHODS, batch_of, both_recipes, polar_file, roles_of, trainable
 from transcriptions import optimizers as naive
 

@@ -15,10 +15,10 @@ import stepformer as sf
 from draws import seeded
 from helpers import INTEGRATORS, in_documents, shake, tiny, tokens
 from stepformer.ops.causal_sum import causal_sum
+from stepformer.ops.phi import phi1, phi2
 from stepformer.oracles.caches import Call, fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
 from stepformer.oracles.linear import LinearHamiltonian
-from stepformer.rules.hamiltonian import phi1, phi2
 
 B, T, D = 2, 7, 6
 

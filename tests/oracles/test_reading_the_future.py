@@ -68,7 +68,7 @@ def energy(attention: HamiltonianAttention, u: Tensor, y: Tensor) -> Tensor:
             places = torch.arange(LENGTH)
             qh, kh = rotate(qh[:, None], places)[:, 0], rotate(kh[:, None], places)[:, 0]
         s = attention.tau * torch.einsum("bid,bjd->bij", qh, kh)
-        s = attention.bound * torch.tanh(s / attention.bound) if attention.bound else s
+        s = attention.score_bound * torch.tanh(s / attention.score_bound) if attention.score_bound else s
         e = torch.exp(s).tril()  # the causal mask
         counts = torch.arange(1, LENGTH + 1) if attention.n0 == 0 else torch.full((LENGTH,), attention.n0)
         z = e.sum(dim=-1) / counts

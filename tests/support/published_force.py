@@ -59,8 +59,8 @@ class WholeGradient(SoftmaxFields):
             scores = attention.scores(self.q, self.k, visible)
             omega = self.a * torch.exp(-2 * self.log_z) + kappa
             weights = 0.5 * omega * torch.exp(scores - self.log_n)
-            if attention.bound:  # dS/d(raw score) of the soft bound
-                weights = weights * (1 - (scores.masked_fill(~visible, 0.0) / attention.bound).square())
+            if attention.score_bound:  # dS/d(raw score) of the soft bound
+                weights = weights * (1 - (scores.masked_fill(~visible, 0.0) / attention.score_bound).square())
             as_query, as_key = weights @ self.k, weights.mT @ self.q
         # with a cache there are older keys than tokens in this call
         rows = self.call.positions.expand(as_key.shape[0], -1)[:, None, :, None]

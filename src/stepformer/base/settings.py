@@ -85,11 +85,11 @@ def type_hints(kind: type) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(kind))
 
 
-def field_problems(settings: Any) -> dict[str, str]:
+def field_problems(settings: Any, but: Collection[str] = ()) -> dict[str, str]:
     """Fields of a dataclass that have the wrong type or lie outside the limits of their `setting`, with a sentence."""
     hints = type_hints(settings.__class__)
     problems = {}
-    for f in dataclasses.fields(settings):
+    for f in (f for f in dataclasses.fields(settings) if f.name not in but):
         value = getattr(settings, f.name)
         problem = type_problem(f.name, value, hints[f.name]) or limit_problem(f, value)
         if problem:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
-from stepformer.oracles.caches import Call, Slot
+from stepformer.ops.slots import Slot
+from stepformer.oracles.caches import Call
 
 
 class Cache:

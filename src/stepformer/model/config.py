@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from stepformer.base.errors import ConfigError, UnknownNameError, independent, suggestion
+from stepformer.base.errors import ConfigError, UnknownNameError, independent
 from stepformer.base.options import Option
-from stepformer.base.registry import Component, Registry
-from stepformer.base.settings import limit_problem, setting, type_hints, type_problem
+from stepformer.base.registry import Component, Registry, clashes, option_problems
+from stepformer.base.settings import field_problems, setting
 from stepformer.extras import Extra, extras
 from stepformer.oracles import attentions, mlps
 from stepformer.rules import splittings, templates
@@ -79,17 +79,15 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """From flat keys, component options among them; unknown keys are errors with a suggestion."""
-        values = dict(values)
-        given = values.pop("options", {})
-        options = dict(given) if isinstance(given, Mapping) else {}
-        own = {f.name for f in dataclasses.fields(cls)} - {"options"}
-        for key in [k for k in values if k not in own]:
-            options[key] = values.pop(key)
+        given = values.get("options", {})
         problems: tuple[str, ...] = ()
         if not isinstance(given, Mapping):
             problems = (f"options = {given!r} should be a table; options are also accepted as plain keys.",)
+            given = {}
+        own = {key: value for key, value in values.items() if key in cls.__dataclass_fields__ and key != "options"}
+        others = {key: value for key, value in values.items() if key not in cls.__dataclass_fields__}
         try:
-            config = cls(**values, options=options)
+            config = cls(**own, options={**given, **others})
         except ConfigError as error:
             problems += error.problems
         if problems:
@@ -218,30 +216,24 @@ def _problems(config: ModelConfig) -> list[str]:
             wrong.add(kind)
     problems += _extras_problems(config)
 
-    hints = type_hints(ModelConfig)
-    for f in dataclasses.fields(config):
-        if f.name not in ("options", "extras", *REGISTRIES):
-            value = getattr(config, f.name)
-            problem = type_problem(f.name, value, hints[f.name]) or limit_problem(f, value)
-            if problem:
-                problems.append(problem)
-                wrong.add(f.name)
+    of_fields = field_problems(config, but=("options", "extras", *REGISTRIES))
+    problems += of_fields.values()
+    wrong |= of_fields.keys()
     problems += _value_problems(config, wrong)
-    clashes = _clashes(config)
-    option_problems = _option_problems(config)
-    problems += [*clashes, *option_problems.values()]
-    if clashes:  # of a component itself: no setting would help
+    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "options"}
+    clashing = clashes(selected(config), {*settings, "options"})
+    of_options = option_problems(config.options, selected(config), {**REGISTRIES, "extras": extras}, settings)
+    problems += [*clashing, *of_options.values()]
+    if clashing:  # of a component itself: no setting would help
         return problems
-    if not (wrong or option_problems):
+    if not (wrong or of_options):
         problems += _pair_problems(config)
         for kind in REGISTRIES:
             problems += config.component(kind).reasons(config)
         return problems + [p for e in extras if e.component.chosen(config) for p in e.component.reasons(config)]
-    wrong |= option_problems.keys()
-    right = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in wrong}
-    right["options"] = {key: value for key, value in config.options.items() if key not in wrong}
+    wrong |= of_options.keys()
     try:
-        ModelConfig(**right)
+        ModelConfig.from_dict({key: value for key, value in {**settings, **config.options}.items() if key not in wrong})
     except ConfigError as error:
         problems += [p for p in independent(error.problems, wrong) if p not in problems]
     return problems
@@ -313,48 +305,4 @@ def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
             f"positions = 'rotary' turns pairs of coordinates, but d_model / n_head = {config.head_dim} is odd. "
             "Choose an even head width or positions = 'learned'."
         )
-    return problems
-
-
-def _clashes(config: ModelConfig) -> list[str]:
-    """Options that a component calls like a config key, or like an option of another component."""
-    fields = {f.name for f in dataclasses.fields(config)}
-    owners: dict[str, str] = {}
-    problems = []
-    for kind, name, part in selected(config):
-        for key in part.options:
-            if key in fields or key in owners:
-                other = "a config key" if key in fields else f"an option of the {owners[key]}"
-                problems.append(f"The {kind} '{name}' names an option '{key}', which is {other}.")
-            owners.setdefault(key, kind)
-    return problems
-
-
-def _option_problems(config: ModelConfig) -> dict[str, str]:
-    """What is wrong with the options, by name."""
-    declared = declared_options(config)
-    problems = {}
-    for key, value in config.options.items():
-        if key in declared:
-            problem = declared[key][1].problem(key, value)
-            if problem:
-                problems[key] = problem
-            continue
-        owners = [
-            f"{kind} = '{entry.name}'"
-            for kind, registry in {**REGISTRIES, "extras": extras}.items()
-            for entry in registry
-            if key in entry.component.options
-        ]
-        if owners:
-            kinds = {owner.split(" ")[0] for owner in owners}
-            here = " and ".join(f"{kind} = {getattr(config, kind)!r}" for kind in sorted(kinds))
-            problems[key] = (
-                f"{key} = {value!r} has no meaning here: it is an option of {' or '.join(owners)}; "
-                f"this model has {here}."
-            )
-        else:
-            known = [f.name for f in dataclasses.fields(config) if f.name != "options"] + list(declared)
-            hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
-            problems[key] = f"Unknown key '{key}'.{hint}"
     return problems

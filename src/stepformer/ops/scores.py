@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from stepformer.ops.dtypes import at_least_fp32
+
+REPORTED_AT_ONCE = 256  # queries whose scores exist at the same time while rows are reported
+
 
 def over_queries(part: Callable[[int, int], Any], queries: int, chunk: int, dim: int) -> Any:
     """`part(begin, end)` for consecutive stretches of `chunk` queries, joined along `dim`; 0 means all at once.
@@ -42,6 +46,18 @@ def softmax_rows(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     log_weights = scores.log_softmax(dim=-1)
     entropy = -(log_weights.exp() * log_weights.masked_fill(~visible, 0.0)).sum(dim=-1)
     return entropy, scores.logsumexp(dim=-1) - visible.sum(dim=-1).to(scores.dtype).log()
+
+
+def reported_rows(q: Tensor, k: Tensor, visible: Callable[[int, int], Tensor]) -> tuple[Tensor, Tensor]:
+    """`softmax_rows` of the scores q.k_j / sqrt(head_dim) (B, H, T, K), some queries at a time, in fp32 at least."""
+    with torch.autocast(q.device.type, enabled=False):
+        q, k = at_least_fp32(q, k)
+
+        def rows(begin: int, end: int) -> tuple[Tensor, Tensor]:
+            return softmax_rows(q[:, :, begin:end] @ k.mT / math.sqrt(q.shape[-1]), visible(begin, end))
+
+        entropy, log_z = over_queries(rows, q.shape[2], REPORTED_AT_ONCE, dim=2)
+    return entropy, log_z
 
 
 def attend_math(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:

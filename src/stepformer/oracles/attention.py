@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepformer.base.registry import Component, Registry, Selection
-from stepformer.oracles.caches import Call, Slot
+from stepformer.ops.slots import Slot
+from stepformer.oracles.caches import Call
 from stepformer.rules.hamiltonian import Fields
 
 
@@ -21,15 +23,18 @@ class Attention(Component, nn.Module):
     """
 
     output_map: str | None = "out"  # its weight starts smaller the deeper the model; None if there is no such map
-    stacked: Mapping[str, int] = {}  # weights that hold several matrices (roles.stacked_parts)
+    stacked: Mapping[str, int] = {}  # weights that hold several matrices (optim.build.stacked_parts)
     has_values = False  # whether it gathers values and passes them through `call.mix_values` (value residual)
     has_fields = False  # whether it is a Hamiltonian attention: `fields` instead of `forward`
-    moves_with_new_momentum = (
-        False  # whether its integrator asks for the velocity at a newer momentum; set by the block
-    )
+    moves_with_new_momentum = False  # whether its integrator asks for a velocity at newer momenta; set by the block
     reports = False  # whether it tells `call.observe` something besides entropy and energy
     can_rotate = True  # whether rotary positions have a meaning
     can_bias = True
+
+    def __init__(self, d_model: int = 0, n_head: int = 1, *, bias: bool = False, rotary: bool = False, **options: Any):
+        super().__init__()
+        self.d_model, self.n_head, self.head_dim, self.rotary = d_model, n_head, d_model // n_head, rotary
+        self.set_options(options)
 
     def unused(self, *, first: bool, calls: int) -> tuple[str, ...]:
         """Parameters that cannot reach the logits in the first block, or when a block calls it so many times."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,9 @@ from stepformer.base.options import integer
 from stepformer.base.registry import Selection
 from stepformer.ops import Linear, at_least_fp32, operation
 from stepformer.ops.causal_sum import causal_sum
+from stepformer.ops.slots import StateSlot
 from stepformer.oracles.attention import Attention, register_attention
-from stepformer.oracles.caches import Call, StateSlot
+from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
 
@@ -30,9 +33,11 @@ class BilinearAttention(Attention):
     can_rotate = False
     can_bias = False
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, n0: int = 0, chunk: int = 0) -> None:
-        super().__init__()
-        self.d_model, self.n0, self.chunk = d_model, n0, chunk
+    n0: int
+    chunk: int
+
+    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
         self.kernel = Linear(d_model, d_model, bias=False)
         self.value = Linear(d_model, d_model, bias=False)
 
@@ -65,8 +70,8 @@ class LinearAttention(BilinearAttention):
 
     has_values = True
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, n0: int = 0, chunk: int = 0) -> None:
-        super().__init__(d_model, n_head, bias=bias, rotary=rotary, n0=n0, chunk=chunk)
+    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
         self.coefficients = CoefficientBank({"attn": {"h": positive(1.0, "step")}})
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
@@ -123,15 +128,10 @@ class LinearFields:
 
     def velocity(self, y: Tensor) -> Tensor:
         own = y is self.y
-        before = self.before
-        if not own and self.slot is not None:
-            before = self.slot.moved
+        before = self.before if own or self.slot is None else self.slot.moved
         field, after = self.attention.gather(self.attention.kernel(self.u), self.u, y, self.call, before)
         if self.slot is not None and after is not None:
-            if own:
-                self.slot.state = after
-            else:
-                self.slot.moved = after
+            setattr(self.slot, "state" if own else "moved", after)
         return field.to(y.dtype)
 
     def force(self) -> Tensor:

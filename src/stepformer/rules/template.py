@@ -63,8 +63,7 @@ class Template(Component):
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
         self.n_head = n_head
         self.head_dim = head_dim
-        for key, option in self.options.items():
-            setattr(self, key, options.get(key, option.default))
+        self.set_options(options)
 
     @classmethod
     def has_velocity(cls) -> bool:

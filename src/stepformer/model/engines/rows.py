@@ -20,7 +20,7 @@ from stepformer.model.block import Block
 from stepformer.model.engines.turns import defers
 from stepformer.ops import kernels
 from stepformer.ops.scores import rotate
-from stepformer.oracles.caches import TokenSlot
+from stepformer.ops.slots import TokenSlot
 from stepformer.oracles.mlp import GeluMLP, SwigluMLP, TanhGeluMLP
 from stepformer.oracles.softmax import QK_NORM_EPS, SoftmaxAttention
 from stepformer.rules.coefficients import CoefficientBank

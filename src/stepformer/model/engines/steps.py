@@ -30,7 +30,8 @@ from stepformer.model.engines.rows import Numbers
 from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.graphs import capture
-from stepformer.oracles.caches import Call, StateSlot, TokenSlot
+from stepformer.ops.slots import StateSlot, TokenSlot
+from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import Coefficient, CoefficientBank
 
 FEWEST = 16  # new tokens that repay a recording
