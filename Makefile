@@ -30,6 +30,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check src tests docs benchmarks
 	$(BIN)/ruff format --check src tests docs benchmarks
 	$(BIN)/mypy
+	$(BIN)/python tests/support/house.py
 
 test: lint
 	$(PYTEST)
@@ -39,7 +40,7 @@ test-all: lint
 
 # ONLY="oldest-torch threads": some of the variations
 test-shaken: $(STAMP)
-	$(BIN)/python tests/shaken.py --workers $(WORKERS) $(ONLY)
+	$(BIN)/python tests/support/shaken.py --workers $(WORKERS) $(ONLY)
 
 test-gpu:
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) -rfEs tests

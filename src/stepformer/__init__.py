@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from stepformer.base.errors import ConfigError, InputError, StepformerError, UnknownNameError
     from stepformer.base.options import Option
     from stepformer.catalogue import build, load_config, model_config, preset, presets, register_preset
+    from stepformer.extras import Extra, register_extra
     from stepformer.model import Model, ModelConfig, Output, Role
     from stepformer.oracles import MLP, Attention, Call, TokenSlot, register_attention, register_mlp
     from stepformer.rules import (
@@ -41,6 +42,7 @@ _NAMES = {
     "base.errors": ("ConfigError", "InputError", "StepformerError", "UnknownNameError"),
     "base.options": ("Option",),
     "catalogue": ("build", "load_config", "model_config", "preset", "presets", "register_preset"),
+    "extras": ("Extra", "register_extra"),
     "model": ("Model", "ModelConfig", "Output", "Role"),
     "oracles": ("MLP", "Attention", "Call", "TokenSlot", "register_attention", "register_mlp"),
     "rules": ("HamiltonianStep", "Splitting", "State", "Stream", "Template", "Values"),
@@ -53,11 +55,12 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 # fmt: off
 __all__ = [
-    "MLP", "Attention", "Call", "ConfigError", "HamiltonianStep", "InputError", "Model", "ModelConfig", "Option",
-    "Output", "Role", "Splitting", "State", "StepformerError", "Stream", "Template", "TokenSlot", "UnknownNameError",
-    "Values", "__version__", "build", "compare", "evaluate_run", "free", "load_config", "load_run", "model_config",
-    "positive", "preset", "presets", "register_attention", "register_mlp", "register_preset", "register_splitting",
-    "register_template", "resume", "run_config", "sweep", "train", "unit",
+    "MLP", "Attention", "Call", "ConfigError", "Extra", "HamiltonianStep", "InputError", "Model", "ModelConfig",
+    "Option", "Output", "Role", "Splitting", "State", "StepformerError", "Stream", "Template", "TokenSlot",
+    "UnknownNameError", "Values", "__version__", "build", "compare", "evaluate_run", "free", "load_config",
+    "load_run", "model_config", "positive", "preset", "presets", "register_attention", "register_extra",
+    "register_mlp", "register_preset", "register_splitting", "register_template", "resume", "run_config", "sweep",
+    "train", "unit",
 ]
 # fmt: on
 

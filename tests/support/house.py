@@ -8,6 +8,7 @@ torch and not imports of a package.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def _folder(name: str) -> str:
 
 def _imported(name: str, path: Path, modules: dict[str, Path]) -> Iterator[tuple[int, str]]:
     """Modules of the package that a file imports anywhere in it, with the lines."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in _nodes(path.read_bytes()):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -83,13 +84,20 @@ def _imported(name: str, path: Path, modules: dict[str, Path]) -> Iterator[tuple
                 yield node.lineno, _inside(full)
 
 
+@functools.cache
+def _nodes(source: bytes) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def _inside(full: str) -> str:
     return full.partition(".")[2]
 
 
 def _code(path: Path) -> Iterator[tuple[int, str]]:
-    """Imports and dotted names of a file as text: no comments, no strings."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    """Imports and dotted names of a file as text, no comments and no strings; nothing of most files."""
+    if not ONLY_IN_OPS.search(path.read_text(encoding="utf-8")):
+        return
+    for node in _nodes(path.read_bytes()):
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Name):
             yield node.lineno, ast.unparse(node)
 

@@ -82,7 +82,7 @@ def transcribe(model: Model, tokens: Tensor) -> Tensor | None:
     config = model.config
     known = (config.template, config.splitting) in rules.LAYERS
     shipped = config.attention in rules.CHOICES["attention"]
-    if not known or not shipped or config.mlp != "gelu" or config.bias:
+    if model.config.extras or not known or not shipped or config.mlp != "gelu" or config.bias:
         return None
     return rules.logits(tokens, weights_of(model), rule_of(model))
 

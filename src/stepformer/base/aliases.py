@@ -29,7 +29,7 @@ MOVED = {
     "importing": "exchange.importing",
     "kernels": "ops",
     "measured": "measure.measured",
-    "memory": "model.memory",
+    "memory": "training.memory",
     "options": "base.options",
     "plugins": "base.plugins",
     "recipes": "catalogue.recipes",

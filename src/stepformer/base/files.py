@@ -240,3 +240,12 @@ def _lives(number: int) -> bool:
     except PermissionError:  # another user's
         return True
     return True
+
+
+def identity(folder: Path) -> tuple[int, int] | None:
+    """What a folder is, whatever it is called; None if there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -52,6 +52,14 @@ class Component:
     options: Mapping[str, Option] = {}
     exact_gradient: Mapping[str, Any] = {}  # options under which no gradient is stopped on purpose, for the audit
     all_active: Mapping[str, Any] = {}  # options under which every part acts and none is held constant, for the audit
+
+    def set_options(self, given: Mapping[str, Any]) -> None:
+        """Every declared option as an attribute: what is given, or its default."""
+        unknown = given.keys() - self.options.keys()
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no option '{min(unknown)}'.")
+        for key, option in self.options.items():
+            setattr(self, key, given.get(key, option.default))
 
     @classmethod
     def refusal(cls, config: Selection) -> str | None:
@@ -149,3 +157,49 @@ class Registry(Generic[T]):
 
 def _origin(component: type) -> tuple[str, str]:
     return component.__module__, component.__qualname__
+
+
+Parts = Iterable[tuple[str, str, type[Component]]]
+"""Kind, name and class of the components that a config names."""
+
+
+def clashes(parts: Parts, keys: Collection[str]) -> list[str]:
+    """Options that a component calls like a config key, or like an option of another component."""
+    owners: dict[str, str] = {}
+    problems = []
+    for kind, name, part in parts:
+        for key in part.options:
+            if key in keys or key in owners:
+                other = "a config key" if key in keys else f"an option of the {owners[key]}"
+                problems.append(f"The {kind} '{name}' names an option '{key}', which is {other}.")
+            owners.setdefault(key, kind)
+    return problems
+
+
+def option_problems(
+    given: Mapping[str, Any], parts: Parts, registries: Mapping[str, Registry[Any]], settings: Mapping[str, Any]
+) -> dict[str, str]:
+    """What is wrong with options given to these components, by name; `settings` are the config's other keys."""
+    declared = {key: option for _, _, part in parts for key, option in part.options.items()}
+    problems = {}
+    for key, value in given.items():
+        if key in declared:
+            problem = declared[key].problem(key, value)
+            if problem:
+                problems[key] = problem
+            continue
+        owners = [
+            (kind, entry.name)
+            for kind, registry in registries.items()
+            for entry in registry
+            if key in entry.component.options
+        ]
+        if owners:
+            where = " or ".join(f"{kind} = '{name}'" for kind, name in owners)
+            here = " and ".join(f"{kind} = {settings[kind]!r}" for kind in sorted({kind for kind, _ in owners}))
+            problems[key] = f"{key} = {value!r} has no meaning here: it is an option of {where}; this model has {here}."
+        else:
+            known = [*settings, *declared]
+            hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
+            problems[key] = f"Unknown key '{key}'.{hint}"
+    return problems

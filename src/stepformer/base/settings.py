@@ -14,9 +14,11 @@ from typing import Any, ClassVar, Literal, Self
 from stepformer.base.errors import ConfigError, independent, suggestion
 
 
-def setting(default: Any, help: str, *, least: float | None = None, above: float | None = None) -> Any:
-    """A field with a default, a sentence of help, and limits for numbers: `least` is allowed, `above` is not."""
-    return field(default=default, metadata={"help": help, "least": least, "above": above})
+def setting(
+    default: Any, help: str, *, least: float | None = None, above: float | None = None, most: float | None = None
+) -> Any:
+    """A field with a default, a sentence of help, and limits: `least` and `most` are allowed, `above` is not."""
+    return field(default=default, metadata={"help": help, "least": least, "above": above, "most": most})
 
 
 @dataclass(frozen=True)
@@ -83,24 +85,32 @@ def type_hints(kind: type) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(kind))
 
 
-def field_problems(settings: Any) -> dict[str, str]:
+def field_problems(settings: Any, but: Collection[str] = ()) -> dict[str, str]:
     """Fields of a dataclass that have the wrong type or lie outside the limits of their `setting`, with a sentence."""
     hints = type_hints(settings.__class__)
     problems = {}
-    for f in dataclasses.fields(settings):
+    for f in (f for f in dataclasses.fields(settings) if f.name not in but):
         value = getattr(settings, f.name)
-        problem = type_problem(f.name, value, hints[f.name])
-        if problem is None and isinstance(value, int | float) and not isinstance(value, bool):
-            least, above = f.metadata.get("least"), f.metadata.get("above")
-            if not math.isfinite(value):
-                problem = f"{f.name} = {value} is not finite."
-            elif least is not None and value < least:
-                problem = f"{f.name} = {value} should be at least {least:g}."
-            elif above is not None and value <= above:
-                problem = f"{f.name} = {value} should be above {above:g}."
+        problem = type_problem(f.name, value, hints[f.name]) or limit_problem(f, value)
         if problem:
             problems[f.name] = problem
     return problems
+
+
+def limit_problem(f: dataclasses.Field[Any], value: Any) -> str | None:
+    """Why a number lies outside the limits of its setting, or None."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    least, above, most = (f.metadata.get(key) for key in ("least", "above", "most"))
+    if not math.isfinite(value):
+        return f"{f.name} = {value} is not finite."
+    if least is not None and value < least:
+        return f"{f.name} = {value} should be at least {least:g}."
+    if above is not None and value <= above:
+        return f"{f.name} = {value} should be above {above:g}."
+    if most is not None and value > most:
+        return f"{f.name} = {value} should be at most {most:,.0f}."
+    return None
 
 
 def type_problem(name: str, value: Any, hint: Any) -> str | None:

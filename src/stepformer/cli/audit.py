@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from stepformer.base.errors import InputError
 from stepformer.catalogue import presets, unlisted_templates
+from stepformer.cli.options import JSON, command, given, option
 from stepformer.cli.show import console, resolve, title_of
 from stepformer.measure.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, load_transcription
 from stepformer.model.config import ModelConfig
@@ -24,27 +25,6 @@ LEGEND = """
 1 parameters of the audited copy   2 change of earlier logits by later tokens (fp32, fp64) and by a longer context
 3 cached against full logits   4 loss on random tokens, ln V = {chance:.3f}   5 finite, reaching every parameter
 6 gradients against finite differences (fd), values and gradients against the transcribed equations (tr)"""
-
-
-def add_audit(commands: Any, common: argparse.ArgumentParser) -> None:
-    what = "\n".join(f"  {number}  {title}" for number, title in OBLIGATIONS.items())
-    sub = commands.add_parser(
-        "audit",
-        parents=[common],
-        description="Check architectures on small copies: width 32, 8 heads, two layers, V = T = 16, at any size.",
-        epilog=f"obligations (docs/audit.md):\n{what}\n\nexamples:\n  stepformer audit yurii verlet-ama\n"
-        "  stepformer audit adam splitting=strang order=mam\n  stepformer audit my-rule --plugin my_rule.py",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument(
-        "names", nargs="*", metavar="NAME", help="presets, templates or config.toml; key=value applies to all"
-    )
-    sub.add_argument("--all", action="store_true", help="every preset")
-    sub.add_argument("--steps", type=int, default=300, help="training steps of obligation 4 (default: 300)")
-    sub.add_argument("--seed", type=int, default=0, help="seed of weights and tokens (default: 0)")
-    sub.add_argument("--transcriptions", metavar="FILE", help="Python file with transcribe(model, tokens) -> logits")
-    sub.add_argument("--json", action="store_true", help="machine-readable output")
-    sub.set_defaults(run=run_audit)
 
 
 def run_audit(args: argparse.Namespace) -> int:
@@ -76,16 +56,8 @@ def run_audit(args: argparse.Namespace) -> int:
                 def show(stage: str, name: str = name) -> None:
                     bar.update(task, advance=1, description=f"{name}: {stage}")
 
-                results.append(
-                    audit(
-                        config,
-                        name,
-                        steps=args.steps,
-                        seed=args.seed,
-                        transcription=transcription,
-                        progress=show,
-                    )
-                )
+                chosen = given(args, "steps", "seed")
+                results.append(audit(config, name, transcription=transcription, progress=show, **chosen))
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -133,3 +105,15 @@ def print_results(results: list[Audit], seconds: float, steps: int) -> None:
     )
     if failed:
         out.print(f"[red]failed:[/red] {', '.join(failed)}")
+
+
+add_audit = command(
+    run_audit,
+    option("names NAME", "presets, templates or config.toml; key=value applies to all", nargs="*"),
+    option("--all", "every preset"),
+    option("--steps", "training steps of obligation 4 (default: 300)", type=int, default=300),
+    option("--seed", "seed of weights and tokens (default: 0)", type=int, default=0),
+    option("--transcriptions FILE", "Python file with transcribe(model, tokens) -> logits"),
+    JSON,
+    obligations=lambda: "\n".join(f"  {number}  {title}" for number, title in OBLIGATIONS.items()),
+)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from stepformer.cli.options import command
 from stepformer.cli.show import console
 from stepformer.present.tables import GAP, Table
 
@@ -13,15 +14,7 @@ from stepformer.present.tables import GAP, Table
 def add_bench(commands: Any, common: argparse.ArgumentParser) -> None:
     from stepformer.measure.benchmark.command import DESCRIPTION, EPILOG, add_arguments
 
-    sub = commands.add_parser(
-        "bench",
-        parents=[common],
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(sub)
-    sub.set_defaults(run=run_bench)
+    command(run_bench, add_arguments, about=lambda: DESCRIPTION, more=lambda: EPILOG)(commands, common)
 
 
 def run_bench(args: argparse.Namespace) -> int:

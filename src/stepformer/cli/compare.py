@@ -6,14 +6,24 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from stepformer.base import documents
-from stepformer.base.errors import InputError, StepformerError, command_line
+from stepformer.base.errors import InputError, command_line
 from stepformer.base.files import write_text
+from stepformer.base.units import duration
 from stepformer.catalogue.recipes import load_recipe
+from stepformer.cli.options import (
+    CONFIDENCE,
+    JOBS,
+    NO_DISPLAY,
+    check,
+    command,
+    drawn,
+    given,
+    option,
+    tell_failed,
+)
 from stepformer.cli.show import console
-from stepformer.cli.train import duration
 from stepformer.model import Model
 from stepformer.present.tables import Table, of_texts
 from stepformer.study import Comparison, Facts, compare, load_records, plot_comparison
@@ -21,7 +31,7 @@ from stepformer.study.differences import refuse_unmeant
 from stepformer.study.matching import AMOUNTS
 from stepformer.study.statistics import seed_words
 from stepformer.study.studies import Study, check_tuning, compared, resolved, swept
-from stepformer.study.study import Planned, Report, carry_out, plan, seeds_of, submit, words_of
+from stepformer.study.study import Report, carry_out, plan, seeds_of, submit, words_of
 from stepformer.training import Stopped, load_run, run_config
 from stepformer.training.forecast import forecast
 from stepformer.training.parallel import choose_device
@@ -38,100 +48,11 @@ DEMO = (
 DEMO_PROMPT = "One morning"
 
 
-def add_compare(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "compare",
-        parents=[common],
-        description="Train architectures x seeds under one budget on the same batches, then compare: mean and "
-        "standard error, paired differences to the baseline with confidence intervals, tokens to reach the baseline's "
-        "loss, time ratio. Started again, it continues and repeats nothing.",
-        epilog="examples:\n"
-        "  stepformer compare vanilla yurii tmm --corpus tales --seeds 3 --budget 200k\n"
-        "  stepformer compare vanilla yurii --seeds 4 --budget 5M optim.name=adamw lr=1e-3\n"
-        "  stepformer compare --recipe momentum-streams-tinystories vanilla yurii tmm --seeds 3\n"
-        "  stepformer compare --runs runs/a runs/b runs/c         finished runs, nothing is trained",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("names", nargs="*", metavar="NAME | key=value", help="presets; settings for all of them")
-    sub.add_argument("--recipe", metavar="RECIPE", help="settings of a paper's experiment; without NAMEs all its runs")
-    sub.add_argument("--runs", nargs="+", metavar="DIR", help="compare these finished runs instead of training")
-    sub.add_argument("--corpus", metavar="NAME|DIR", help="what to train on (default: tales)")
-    sub.add_argument("--budget", metavar="TOKENS", help="tokens each run trains on: 200k, 5M, 1.5B")
-    sub.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: the first)")
-    sub.add_argument(
-        "--match",
-        choices=list(AMOUNTS),
-        help="also compare with a baseline made wider until it has what a row has",
-    )
-    sub.add_argument(
-        "--tune",
-        action="append",
-        default=[],
-        metavar="KEY[,KEY]=a,b,c",
-        help="first the same search for every row, over values (0.01) or multiples of what it has (2x)",
-    )
-    sub.add_argument("--budget-tune", metavar="TOKENS", help="tokens that each run of the search trains on")
-    _study_options(sub)
-    sub.set_defaults(run=run_compare)
-
-
-def add_sweep(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "sweep",
-        parents=[common],
-        description="Train NAME at every point of a grid, with every seed; then the table of `compare`, the first "
-        "point being the baseline. With --slurm the runs are submitted, and the same command later shows the table.",
-        epilog="examples:\n"
-        "  stepformer sweep yurii --grid lr=0.005,0.01,0.02 --grid optim.name=muon,adamw steps=300\n"
-        "  stepformer sweep tmm size=small corpus=data/tinystories-gpt2 --grid lr=0.01,0.02 --slurm gpus_per_node=1",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("names", nargs="+", metavar="NAME | key=value", help="preset, recipe or TOML file; settings")
-    sub.add_argument("--grid", action="append", required=True, metavar="key=a,b,c", help="an axis; may be repeated")
-    _study_options(sub)
-    sub.set_defaults(run=run_sweep)
-
-
-def _study_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="a setting that may differ between the rows although it is not of the architecture; may be repeated",
-    )
-    sub.add_argument("--seeds", metavar="N|a,b,c", help="how many seeds (from 42 on), or which (1; a recipe's own)")
-    sub.add_argument(
-        "--out", metavar="DIR", help="folder of all runs, table and plot (default: runs/compare-... or runs/sweep-...)"
-    )
-    sub.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per GPU, or one)")
-    sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
-    sub.add_argument("--quiet", action="store_true", help="no progress display")
-    sub.add_argument("--dry-run", action="store_true", help="say what would be trained, with which rates, and stop")
-    sub.add_argument(
-        "--slurm",
-        nargs="*",
-        metavar="key=value",
-        help="submit the runs with submitit: timeout_min=240 gpus_per_node=1 slurm_partition=...",
-    )
-
-
-def add_demo(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "demo",
-        parents=[common],
-        description="Train both on the embedded tales for a few minutes, then table, plot and text from each.",
-    )
-    sub.add_argument("--out", default="runs/demo", metavar="DIR", help="folder (runs/demo)")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, e.g. steps=1000")
-    sub.set_defaults(run=run_demo)
-
-
 def run_compare(args: argparse.Namespace) -> int:
     names, words = words_of(args.names)
     if args.runs:
-        given = (args.recipe, args.match, args.tune, args.budget, args.corpus, args.seeds, args.dry_run)
-        if names or words or any(given):
+        others = given(args, "recipe", "match", "tune", "budget", "corpus", "seeds", "dry_run")
+        if names or words or any(others.values()):
             raise InputError(
                 "--runs compares what is there: of the other options only --baseline, --allow and --out apply."
             )
@@ -146,14 +67,15 @@ def run_compare(args: argparse.Namespace) -> int:
         usual = facts.baseline if facts.baseline in {record.label for record in records} else records[0].label
         found = compare(records, args.baseline or usual, args.confidence, facts)
         refuse_unmeant(found.differences, {record.label: record.settings for record in records}, args.allow)
-        return _present(found, out, Report())
+        _present(found, out)
+        return 0
     if args.recipe and not names:
         names = list(load_recipe(args.recipe).runs)
     if args.corpus:
         words.append(f"data.corpus={args.corpus}")
     if args.recipe and args.seeds is None:
         args.seeds = ",".join(map(str, load_recipe(args.recipe).about.get("seeds", [42])))
-    _check_options(args)
+    check(args, "jobs")
     searched = check_tuning(args.tune, args.budget_tune, seeds_of(args.seeds or "1"))
     if args.tune and args.slurm is not None:
         raise InputError("--tune searches here, before the runs: it does not go with --slurm.")
@@ -162,17 +84,11 @@ def run_compare(args: argparse.Namespace) -> int:
             names,
             Path(args.out) if args.out else None,
             seeds=seeds_of(args.seeds or "1"),
-            budget=args.budget,
-            baseline=args.baseline,
-            recipe=args.recipe,
             words=words,
-            allow=args.allow,
-            match=args.match,
             tune=[] if args.dry_run else args.tune,
             budget_tune=None if args.dry_run else args.budget_tune,
-            jobs=args.jobs,
             plugins=args.plugin,
-            quiet=args.quiet,
+            **given(args, "budget", "baseline", "recipe", "allow", "match", "jobs", "quiet"),
         )
     except Stopped as stopped:
         print(f"stepformer: {stopped}; the search is saved. The same command continues.", file=sys.stderr)
@@ -188,40 +104,35 @@ def run_sweep(args: argparse.Namespace) -> int:
     names, words = words_of(args.names)
     if len(names) != 1:
         raise InputError("A sweep is over one NAME; use --grid preset=a,b to go over architectures.")
-    _check_options(args)
+    check(args, "jobs")
     study = swept(names[0], words, args.grid, Path(args.out or f"runs/sweep-{Path(names[0]).stem}"))
     return _study(args, replace(study, seeds=tuple(seeds_of(args.seeds or "1")), allow=tuple(args.allow)))
 
 
 def _study(args: argparse.Namespace, study: Study) -> int:
     """Train what is missing, then show what there is."""
-    out, baseline = study.out, study.baseline
+    out = study.out
     if args.dry_run:
         console().print(planned_table(study))
         return 0
     runs = study.plan(quiet=args.quiet, here=args.slurm is None)
     if args.slurm is not None and not all(run.finished for run in runs):
-        given = dict(word.partition("=")[::2] for word in args.slurm)
-        slurm = {key: int(value) if value.isdigit() else value for key, value in given.items()}
+        asked = dict(word.partition("=")[::2] for word in args.slurm)
+        slurm = {key: int(value) if value.isdigit() else value for key, value in asked.items()}
         ids = submit(runs, out, slurm=slurm, plugins=args.plugin)
         print(f"submitted {len(ids)} runs ({', '.join(ids)}); the same command shows the table when they are done")
         return 0
     try:
         report = carry_out(runs, jobs=args.jobs, quiet=args.quiet, plugins=args.plugin)
     except Stopped as stopped:
-        done = sum(run.finished for run in runs)
-        print(
-            f"stepformer: {stopped}; {done} of {len(runs)} runs are finished, the rest is saved. The same command "
-            "continues.",
-            file=sys.stderr,
-        )
+        done = f"{sum(run.finished for run in runs)} of {len(runs)} runs are finished, the rest is saved"
+        print(f"stepformer: {stopped}; {done}. The same command continues.", file=sys.stderr)
         return stopped.status
-    return show_study(runs, report, baseline, args.confidence, out, study.facts)
+    return show_study(report, study.baseline, args.confidence, out, study.facts)
 
 
 def planned_table(study: Study) -> Table:
     """What would be trained."""
-    header = ("architecture", "parameters", "layers", "width", "context", "steps", "tokens")
     rows, rates = list[tuple[str, ...]](), dict[str, str]()
     variants, _ = resolved(study.variants)
     for label, config in variants.items():
@@ -233,60 +144,35 @@ def planned_table(study: Study) -> Table:
     told = [f"{label}: {text}" for label, text in rates.items()]
     folders = [study.out / f"{label}-s{seed}" for label in variants for seed in study.seeds]
     finished = sum(RunFolder(folder).result.is_file() for folder in folders)
-    return of_texts(
-        header,
-        rows,
-        notes=[
-            f"{len(folders)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
-            f"The baseline is {study.baseline}.",
-            *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.baseline]}"]),
-            *study.facts.remarks,
-        ],
-    )
+    notes = [
+        f"{len(folders)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
+        f"The baseline is {study.baseline}.",
+        *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.baseline]}"]),
+        *study.facts.remarks,
+    ]
+    header = ("architecture", "parameters", "layers", "width", "context", "steps", "tokens")
+    return of_texts(header, rows, notes=notes)
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    if not 0 < args.confidence < 1:
-        raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
-    if args.jobs is not None and args.jobs < 1:
-        raise InputError(f"--jobs {args.jobs} should be at least 1.")
-
-
-def show_study(
-    runs: list[Planned],
-    report: Report,
-    baseline: str,
-    confidence: float,
-    out: Path,
-    facts: Facts | None = None,
-) -> int:
+def show_study(report: Report, baseline: str, confidence: float, out: Path, facts: Facts | None = None) -> int:
     """Table and plot of what finished, and a sentence for what failed; 1 if anything did."""
-    status = 0
-    for name, problem in report.failed.items():
-        print(f"stepformer: {name} failed: {problem}", file=sys.stderr)
-        status = 1
+    failed = tell_failed(report.failed)
     if report.finished:
         records = load_records(report.finished)
         if any(record.label == baseline for record in records):
-            status = _present(compare(records, baseline, confidence, facts), out, report) or status
+            _present(compare(records, baseline, confidence, facts), out)
         else:
             print(f"stepformer: no run of the baseline '{baseline}' finished: nothing to compare with", file=sys.stderr)
-    return status
+    return int(failed)
 
 
-def _present(comparison: Comparison, out: Path, report: Report) -> int:
-    terminal = console()
-    terminal.print(comparison.table)
-    write_text(out / "comparison.md", comparison.table.markdown())
-    write_text(out / "comparison.csv", comparison.details.csv())
-    made = [str(out / "comparison.md"), str(out / "comparison.csv")]
-    try:
-        plot_comparison(comparison, out / "comparison.png")
-        made.append(str(out / "comparison.png"))
-    except StepformerError as error:
-        print(f"note: no plot: {error}", file=sys.stderr)
-    print(f"written: {', '.join(made)}")
-    return 1 if report.failed else 0
+def _present(comparison: Comparison, out: Path) -> None:
+    console().print(comparison.table)
+    table, details = out / "comparison.md", out / "comparison.csv"
+    write_text(table, comparison.table.markdown())
+    write_text(details, comparison.details.csv())
+    made = [table, details, *drawn(plot_comparison, comparison, out / "comparison.png")]
+    print(f"written: {', '.join(map(str, made))}")
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -308,17 +194,67 @@ def run_demo(args: argparse.Namespace) -> int:
     except Stopped as stopped:
         print(f"stepformer: {stopped}; saved. The same command continues.", file=sys.stderr)
         return stopped.status
-    status = show_study(runs, report, names[0], 0.95, out)
+    status = show_study(report, names[0], 0.95, out)
     for folder in report.finished:
         run = load_run(folder)
         text = "".join(continue_text(run, DEMO_PROMPT, max_new_tokens=120, temperature=0.7, seed=0))
         print(f"\n{run.config.title} continues '{DEMO_PROMPT}':\n  {text.strip()}")
-    losses = {record.label: record for record in load_records(report.finished)}
-    if "yurii" in losses and losses["yurii"].unigram_entropy:
-        record = losses["yurii"]
-        print(
-            f"\nyurii's validation loss {record.val_loss:.4f} nats/token; the unigram entropy of the corpus is "
-            f"{record.unigram_entropy:.4f}"
-        )
+    for record in load_records(report.finished):
+        if record.label == "yurii" and record.unigram_entropy:
+            entropy = f"the unigram entropy of the corpus is {record.unigram_entropy:.4f}"
+            print(f"\nyurii's validation loss {record.val_loss:.4f} nats/token; {entropy}")
     print(f"\ngo on: {command_line('generate', out / 'yurii-s42', 'The old')} ; stepformer compare --help")
     return status
+
+
+STUDY_OPTIONS = (
+    option(
+        "--allow KEY",
+        "a setting that may differ between the rows although it is not of the architecture; may be repeated",
+        action="append",
+        default=[],
+    ),
+    option("--seeds N|a,b,c", "how many seeds (from 42 on), or which (1; a recipe's own)"),
+    option("--out DIR", "folder of all runs, table and plot (default: runs/compare-... or runs/sweep-...)"),
+    JOBS,
+    CONFIDENCE,
+    NO_DISPLAY,
+    option("--dry-run", "say what would be trained, with which rates, and stop"),
+    option(
+        "--slurm key=value",
+        "submit the runs with submitit: timeout_min=240 gpus_per_node=1 slurm_partition=...",
+        nargs="*",
+    ),
+)
+
+add_compare = command(
+    run_compare,
+    option("names NAME | key=value", "presets; settings for all of them", nargs="*"),
+    option("--recipe RECIPE", "settings of a paper's experiment; without NAMEs all its runs"),
+    option("--runs DIR", "compare these finished runs instead of training", nargs="+"),
+    option("--corpus NAME|DIR", "what to train on (default: tales)"),
+    option("--budget TOKENS", "tokens each run trains on: 200k, 5M, 1.5B"),
+    option("--baseline NAME", "what the others are compared with (default: the first)"),
+    option("--match", "also compare with a baseline made wider until it has what a row has", choices=list(AMOUNTS)),
+    option(
+        "--tune KEY[,KEY]=a,b,c",
+        "first the same search for every row, over values (0.01) or multiples of what it has (2x)",
+        action="append",
+        default=[],
+    ),
+    option("--budget-tune TOKENS", "tokens that each run of the search trains on"),
+    *STUDY_OPTIONS,
+)
+
+add_sweep = command(
+    run_sweep,
+    option("names NAME | key=value", "preset, recipe or TOML file; settings", nargs="+"),
+    option("--grid key=a,b,c", "an axis; may be repeated", action="append", required=True),
+    *STUDY_OPTIONS,
+)
+
+add_demo = command(
+    run_demo,
+    option("--out DIR", "folder (runs/demo)", default="runs/demo"),
+    option("overrides key=value", "settings to change, e.g. steps=1000", nargs="*"),
+)

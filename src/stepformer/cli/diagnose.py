@@ -10,60 +10,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import ConfigError, InputError, StepformerError, suggestion
+from stepformer.base.errors import ConfigError, InputError, suggestion
 from stepformer.base.settings import Settings
 from stepformer.base.words import parse_overrides
+from stepformer.cli.options import CHECKPOINT, DEVICE, QUIET, RUN, command, drawn, option
 from stepformer.cli.show import console
 from stepformer.measure import measured
 from stepformer.training import load_run
 
 # Each has SETTINGS (a Settings class), measure(run, settings, quiet=), text(result) and plot(result, path).
 KINDS = {
-    "hessian": (
-        "curvature",
-        "sharpness: eigenvalues and trace of the Hessian, loss curve",
-    ),
+    "hessian": ("curvature", "sharpness: eigenvalues and trace of the Hessian, loss curve"),
     "jacobian": ("jacobian", "how perturbations travel through depth: singular values by layer"),
     "depth": ("depth", "inside the network: coefficients, stream norms, attention entropy, ..."),
 }
-
-
-def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
-    lines = []
-    for kind in KINDS:
-        lines.append(f"settings of --{kind}:")
-        lines += [
-            f"  {field.name if field.default is None else f'{field.name}={field.default}'}".ljust(33)
-            + f"{field.metadata['help']}"
-            for field in dataclasses.fields(_module(kind).SETTINGS)
-        ]
-    sub = commands.add_parser(
-        "diagnose",
-        parents=[common],
-        description="Measure a trained run on fixed windows of its validation split. Results are printed, drawn and "
-        "kept in RUN/measured/ for `stepformer report`. After Ctrl-C the same command continues with what is finished "
-        "(a search for eigenvalues begins again).",
-        epilog="\n".join(
-            [
-                *lines,
-                "",
-                "examples:",
-                "  stepformer diagnose runs/yurii-tales-s42 --depth",
-                "  stepformer diagnose runs/yurii-tales-s42 --hessian --jacobian windows=8",
-                "  stepformer diagnose runs/yurii-tales-s42 --hessian --jacobian hessian.probes=100 jacobian.rank=32",
-            ]
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("folder", metavar="RUN", help="run folder")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change (kind.key=value for one)")
-    for kind, (_, help) in KINDS.items():
-        sub.add_argument(f"--{kind}", action="store_true", help=help)
-    sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
-    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    sub.add_argument("--json", action="store_true", help="print the results as JSON")
-    sub.add_argument("--quiet", action="store_true", help="no progress")
-    sub.set_defaults(run=run_diagnose)
 
 
 def _module(kind: str) -> Any:
@@ -110,16 +70,34 @@ def run_diagnose(args: argparse.Namespace) -> int:
             print("stepformer: interrupted; finished parts are kept, the same command continues", file=sys.stderr)
             return 130
         path = run.folder.path / measured.FOLDER / f"{kind}.json"
-        made = [str(path)]
-        picture = path.with_suffix(".png")
-        try:
-            module.plot(found[kind], picture)
-            made.append(str(picture))
-        except StepformerError as error:
-            print(f"note: no plot: {error}", file=sys.stderr)
+        made = [path, *drawn(module.plot, found[kind], path.with_suffix(".png"))]
         if not args.json:
             console().print(module.text(found[kind]))
-            print(f"written: {', '.join(made)}")
+            print(f"written: {', '.join(map(str, made))}")
     if args.json:
         print(json.dumps({"run": str(Path(args.folder)), "step": run.step, **found}))
     return 0
+
+
+def _settings_help() -> str:
+    lines = []
+    for kind in KINDS:
+        lines.append(f"settings of --{kind}:")
+        for field in dataclasses.fields(_module(kind).SETTINGS):
+            default = "" if field.default is None else f"={field.default}"
+            lines.append(f"  {field.name}{default}".ljust(33) + field.metadata["help"])
+    return "\n".join(lines)
+
+
+def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
+    command(
+        run_diagnose,
+        RUN,
+        option("overrides key=value", "settings to change (kind.key=value for one)", nargs="*"),
+        *(option(f"--{kind}", help) for kind, (_, help) in KINDS.items()),
+        CHECKPOINT,
+        DEVICE,
+        option("--json", "print the results as JSON"),
+        QUIET,
+        settings=_settings_help,
+    )(commands, common)

@@ -8,74 +8,16 @@ import sys
 from typing import Any
 
 from stepformer.base.errors import InputError
+from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, RUN, check, command, given, group, option
 from stepformer.cli.show import console
 from stepformer.measure import measured
 from stepformer.measure.evaluation.tasks import need
 from stepformer.training import evaluate_run, load_run
 from stepformer.training.run import LoadedRun
 
-EXAMPLES = """\
-examples:
-  stepformer eval runs/yurii-tales-s42                            validation loss, as in training
-  stepformer eval runs/yurii-tales-s42 --on book.txt --stride 64  perplexity and bits per byte of a text
-  stepformer eval runs/a --on data/tales-bytes --tokens 100000    of a prepared corpus with the same tokenizer
-  stepformer eval runs/a --ood --data eval                        WikiText, LAMBADA and C4 in eval/, and their mean
-  stepformer eval runs/a --tasks hellaswag,arc_easy               the papers' 10 and 25 shots
-  stepformer eval runs/a --tasks arc_easy --shots 0,25 --limit 200
-  stepformer eval runs/a --tasks piqa --json                      any task of lm-evaluation-harness (extra: eval)
-
-Texts and tasks are kept in RUN/measured/ for `stepformer report`. Ctrl-C loses nothing: the same command continues.
-docs/evaluate.md says what may be compared with what.
-"""
-
-
-def add_eval(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "eval",
-        parents=[common],
-        description="Without --on, --ood and --tasks: the loss on a fixed number of tokens of the validation split,\n"
-        "full blocks from its first token on. The count and a hash are printed with every number; only numbers\n"
-        "that agree in both may be compared.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("folder", metavar="RUN", help="run folder")
-    sub.add_argument("--corpus", metavar="DIR", help="validation loss on another prepared corpus, same tokenizer")
-    sub.add_argument(
-        "--tokens", type=int, metavar="N", help="score at most N tokens (default: as in training; texts: all)"
-    )
-    texts = sub.add_argument_group("perplexity")
-    texts.add_argument("--on", nargs="+", metavar="TEXT", help="files (.txt, .jsonl, ...), folders, prepared corpora")
-    texts.add_argument(
-        "--stride", type=int, metavar="N", help="sliding window, N tokens further each time (no: blocks)"
-    )
-    texts.add_argument(
-        "--ood", action="store_true", help="out of domain: wikitext/, lambada/ and c4/ of --data, and mean"
-    )
-    texts.add_argument("--random", action="store_true", help="1,600 random windows as in the momentum-streams paper")
-    texts.add_argument("--field", metavar="NAME", help="field of a row that holds the text (text)")
-    texts.add_argument("--document", metavar="RULE", help="how a .txt is cut: auto, file, line or paragraph (auto)")
-    texts.add_argument("--split", choices=("train", "val"), default="val", help="of a prepared corpus (val)")
-    tasks = sub.add_argument_group("downstream tasks")
-    tasks.add_argument("--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, or YAML files, by commas")
-    tasks.add_argument(
-        "--shots", metavar="N[,N]", help="examples in the prompt (hellaswag 10, arc 25, else the task's)"
-    )
-    tasks.add_argument("--limit", type=int, metavar="N", help="the first N items of each task, to try it out")
-    sub.add_argument(
-        "--data", metavar="DIR", help="folder with hellaswag/, arc/, lambada/, wikitext/, c4/ ($STEPFORMER_DATA/eval)"
-    )
-    sub.add_argument("--micro-batch", type=int, default=8, metavar="N", help="sequences at once (8)")
-    sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
-    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    sub.add_argument("--json", action="store_true", help="machine-readable output")
-    sub.add_argument("--quiet", action="store_true", help="no progress")
-    sub.set_defaults(run=run_eval)
-
 
 def run_eval(args: argparse.Namespace) -> int:
-    if args.micro_batch < 1:
-        raise InputError(f"--micro-batch {args.micro_batch} should be at least 1.")
+    check(args, "micro_batch")
     check_words(args)
     if not (args.on or args.ood or args.tasks):
         return validation_loss(args)
@@ -104,18 +46,14 @@ def run_eval(args: argparse.Namespace) -> int:
 def check_words(args: argparse.Namespace) -> None:
     """Options that would be ignored are mistakes."""
     texts, tasks = bool(args.on or args.ood), bool(args.tasks)
-    for option, given, used in (
-        ("--stride", args.stride is not None, texts),
-        ("--random", args.random, texts),
-        ("--field", args.field is not None, bool(args.on)),
-        ("--document", args.document is not None, bool(args.on)),
-        ("--split", args.split != "val", bool(args.on)),
-    ):
-        if given and not used:
-            raise InputError(f"{option} belongs to a text: say which one with --on FILE or --ood.")
-    for option, value in (("--shots", args.shots), ("--limit", args.limit)):
+    usual = {"stride": None, "random": False, "field": None, "document": None, "split": "val"}
+    for name, default in usual.items():
+        used = texts if name in ("stride", "random") else args.on
+        if getattr(args, name) != default and not used:
+            raise InputError(f"--{name} belongs to a text: say which one with --on FILE or --ood.")
+    for name, value in (("--shots", args.shots), ("--limit", args.limit)):
         if value is not None and not tasks:
-            raise InputError(f"{option} belongs to downstream tasks: name some with --tasks.")
+            raise InputError(f"{name} belongs to downstream tasks: name some with --tasks.")
     if args.data is not None and not (tasks or args.ood):
         raise InputError("--data is where tasks and out-of-domain texts are: give --tasks or --ood as well.")
     if args.corpus is not None and (texts or tasks):
@@ -125,15 +63,8 @@ def check_words(args: argparse.Namespace) -> None:
 
 
 def validation_loss(args: argparse.Namespace) -> int:
-    found, run = evaluate_run(
-        args.folder,
-        which=args.checkpoint,
-        corpus=args.corpus,
-        tokens=args.tokens,
-        micro_batch=args.micro_batch,
-        device=args.device,
-        quiet=args.quiet or args.json,
-    )
+    chosen = given(args, "corpus", "tokens", "micro_batch", "device")
+    found, run = evaluate_run(args.folder, which=args.checkpoint, quiet=args.quiet or args.json, **chosen)
     if args.json:
         print(json.dumps({**found.to_dict(), "perplexity": found.perplexity, "step": run.step, "run": args.folder}))
         return 0
@@ -162,7 +93,7 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
 
     reading = perplexity.Reading(args.stride, args.tokens, args.random)
     enough = None if args.random else args.tokens
-    named = {"field": args.field, "document": args.document, "split": args.split}
+    named = given(args, "field", "document", "split")
     texts = [open_text(where, run.tokenizer, enough=enough, **named) for where in args.on or ()]
     found: dict[str, Any] = {"texts": []}
     foreign = []
@@ -171,15 +102,13 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
         if folder is None:
             raise InputError("Say where wikitext/, lambada/ and c4/ are, with --data DIR or in $STEPFORMER_DATA/eval.")
         foreign = out_of_domain(folder, run.tokenizer, enough)
-    quiet = args.quiet or args.json
     for text in (*texts, *foreign):
         reading.windows(text, run.model.config.context)  # what is too short is said at once
     journal = perplexity.journal_of(run)
     for some, mean in ((texts, False), (foreign, True)):
         if some:
-            made = perplexity.measure_texts(
-                run, some, reading, mean=mean, micro_batch=args.micro_batch, quiet=quiet, journal=journal
-            )
+            settings = {"micro_batch": args.micro_batch, "quiet": args.quiet or args.json, "journal": journal}
+            made = perplexity.measure_texts(run, some, reading, mean=mean, **settings)
             found = {**made, "texts": [*found["texts"], *made["texts"]]}
     if not args.json:
         console().print(perplexity.as_table(found))
@@ -198,15 +127,8 @@ def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
         shots = None if args.shots is None else [int(word) for word in args.shots.split(",")]
     except ValueError:
         raise InputError(f"--shots {args.shots} should be a number, or several with commas: --shots 0,10.") from None
-    found = harness.measure_tasks(
-        run,
-        names,
-        shots=shots,
-        limit=args.limit,
-        data=args.data,
-        micro_batch=args.micro_batch,
-        quiet=args.quiet or args.json,
-    )
+    chosen = given(args, "limit", "data", "micro_batch")
+    found = harness.measure_tasks(run, names, shots=shots, quiet=args.quiet or args.json, **chosen)
     if not args.json:
         console().print(harness.as_table(found))
         for note in harness.notes(found):
@@ -214,3 +136,33 @@ def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
         if len(found.get("not_kept", ())) < len(found["tasks"]):
             print(f"kept in {run.folder.path / measured.FOLDER / harness.KIND}.json")
     return found
+
+
+add_eval = command(
+    run_eval,
+    RUN,
+    option("--corpus DIR", "validation loss on another prepared corpus, same tokenizer"),
+    option("--tokens N", "score at most N tokens (default: as in training; texts: all)", type=int),
+    group(
+        "perplexity",
+        option("--on TEXT", "files (.txt, .jsonl, ...), folders, prepared corpora", nargs="+"),
+        option("--stride N", "sliding window, N tokens further each time (no: blocks)", type=int),
+        option("--ood", "out of domain: wikitext/, lambada/ and c4/ of --data, and mean"),
+        option("--random", "1,600 random windows as in the momentum-streams paper"),
+        option("--field NAME", "field of a row that holds the text (text)"),
+        option("--document RULE", "how a .txt is cut: auto, file, line or paragraph (auto)"),
+        option("--split", "of a prepared corpus (val)", choices=("train", "val"), default="val"),
+    ),
+    group(
+        "downstream tasks",
+        option("--tasks NAMES", "tasks of lm-evaluation-harness, or YAML files, by commas"),
+        option("--shots N[,N]", "examples in the prompt (hellaswag 10, arc 25, else the task's)"),
+        option("--limit N", "the first N items of each task, to try it out", type=int),
+    ),
+    option("--data DIR", "folder with hellaswag/, arc/, lambada/, wikitext/, c4/ ($STEPFORMER_DATA/eval)"),
+    option("--micro-batch N", "sequences at once (8)", type=int, default=8),
+    CHECKPOINT,
+    DEVICE,
+    JSON,
+    QUIET,
+)

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import InputError, StepformerError, UnknownNameError
+from stepformer.base.errors import InputError, UnknownNameError
 from stepformer.base.files import write_json, write_text
 from stepformer.base.plugins import lasting
 from stepformer.catalogue.recipes import recipe_names
+from stepformer.cli.options import (
+    CONFIDENCE,
+    JOBS,
+    NO_DISPLAY,
+    check,
+    command,
+    drawn,
+    fields_help,
+    option,
+    tell_failed,
+)
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus
 from stepformer.study.finetune_study import (
@@ -35,70 +45,9 @@ from stepformer.training.finetuning import FinetuneConfig
 # What a preset alone is pretrained with here: minutes on a laptop for a whole study, well past the unigram entropy.
 PRETRAIN = ("steps=200", "batch=16", "eval_tokens=16384")
 
-DESCRIPTION = """\
-How much of the first corpus does a model forget while it learns a second one?
-
-From its best checkpoint every run is fine-tuned on a target corpus with one and the same optimizer (AdamW for all
-parameters, warm-up and cosine), and its loss is measured on fixed validation tokens of both corpora:
-
-  forgetting  F = source loss at the end - source loss at the start     (less is better)
-  plasticity  P = target loss at the start - target loss at the end     (more is better)
-
-Then: mean and standard error over seeds, differences to the baseline paired by seed with confidence intervals, as
-table, Markdown, CSV, JSON and plot. Started again, the same command continues and repeats nothing.
-"""
-
-
-def _epilog() -> str:
-    lines = [
-        "examples:",
-        "  stepformer finetune runs/vanilla-tales-bpe-1024-s42 runs/yurii-tales-bpe-1024-s42 --on tales:space",
-        "  stepformer finetune runs/compare-tales-vanilla-yurii/*-s4? --on data/books-bpe-1024-1a2b3c4d steps=200",
-        "  stepformer finetune --pretrain vanilla yurii tmm --corpora tales:village tales:space --seeds 3",
-        "  stepformer finetune --pretrain vanilla tmm --corpora tales:village tales:space steps=500 finetune.lr=3e-3",
-        "",
-        "The second command needs a corpus with the runs' tokenizer: stepformer prepare books/ --tokenizer RUN.",
-        "With --pretrain, key=value words are for pretraining (`stepformer train --help` lists them) and",
-        f"finetune.key=value words for fine-tuning. A preset alone is pretrained with {' '.join(PRETRAIN)}.",
-        "",
-        "keys of fine-tuning (key=value, or finetune.key=value):",
-    ]
-    for field in dataclasses.fields(FinetuneConfig):
-        default = "" if field.default is None else f" ({str(field.default).lower()})"
-        lines.append(f"  {field.name:<14} {field.metadata['help']}{default}")
-    return "\n".join(lines)
-
-
-def add_finetune(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "finetune",
-        parents=[common],
-        description=DESCRIPTION,
-        epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("names", nargs="*", metavar="RUN | key=value", help="pretrained runs; settings to change")
-    sub.add_argument("--on", metavar="CORPUS", help="fine-tune the runs on it: a prepared folder, or tales:DIALECT")
-    sub.add_argument("--source", metavar="CORPUS", help="what imported runs were trained on, if they do not know")
-    sub.add_argument("--pretrain", nargs="+", metavar="NAME", help="instead of RUNs: pretrain these on both corpora")
-    sub.add_argument("--corpora", nargs="+", metavar="CORPUS", help="with --pretrain: the two corpora")
-    sub.add_argument("--seeds", metavar="N|a,b,c", help="with --pretrain: how many seeds (from 42 on), or which (1)")
-    sub.add_argument("--native", action="store_true", help="each run's own optimizer at a sixth of its rates")
-    sub.add_argument(
-        "--baseline", metavar="NAME", help="what the others are compared with (default: vanilla, else the first)"
-    )
-    sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
-    sub.add_argument("--out", metavar="DIR", help="folder of all runs, tables and plot (default: runs/finetune-...)")
-    sub.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per GPU, or one)")
-    sub.add_argument("--quiet", action="store_true", help="no progress display")
-    sub.set_defaults(run=run_finetune)
-
 
 def run_finetune(args: argparse.Namespace) -> int:
-    if not 0 < args.confidence < 1:
-        raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
-    if args.jobs is not None and args.jobs < 1:
-        raise InputError(f"--jobs {args.jobs} should be at least 1.")
+    check(args, "jobs")
     # argparse gives words after `--pretrain a b` and `--corpora c d` to these options
     listed = [[*(args.names or [])], [*(args.pretrain or [])], [*(args.corpora or [])]]
     words = [word for part in listed for word in part if _is_setting(word)]
@@ -201,9 +150,7 @@ class Study:
     def _carry_out(self, runs: Sequence[Planned]) -> list[Path]:
         """Folders of the runs that finished; a sentence for each that did not."""
         report = carry_out(runs, jobs=self.args.jobs, quiet=self.args.quiet, plugins=self.plugins)
-        for name, problem in report.failed.items():
-            print(f"stepformer: {name} failed: {problem}", file=sys.stderr)
-            self.failed = True
+        self.failed |= tell_failed(report.failed)
         return report.finished
 
     def _measured(self, found: Sequence[tuple[tuple[str, str], list[Path]]], baseline: str) -> list[Direction]:
@@ -218,19 +165,15 @@ class Study:
         if not directions:
             print("stepformer: no run of the baseline finished: nothing to compare with", file=sys.stderr)
             return 1
-        terminal, table = console(), forgetting_table(directions)
-        terminal.print(table)
-        write_text(out / f"{name}.md", table.markdown())
-        write_text(out / f"{name}.csv", forgetting_details(directions).csv())
-        write_json(out / f"{name}.json", forgetting_record(directions, settings.to_dict()))
-        made = [str(out / f"{name}.{ending}") for ending in ("md", "csv", "json")]
-        try:
-            plot_forgetting(directions, out / f"{name}.png")
-            made.append(str(out / f"{name}.png"))
-        except StepformerError as error:
-            print(f"note: no plot: {error}", file=sys.stderr)
-        print(f"written: {', '.join(made)}")
-        return 1 if self.failed else 0
+        table = forgetting_table(directions)
+        console().print(table)
+        words, details, record, picture = (out / f"{name}.{ending}" for ending in ("md", "csv", "json", "png"))
+        write_text(words, table.markdown())
+        write_text(details, forgetting_details(directions).csv())
+        write_json(record, forgetting_record(directions, settings.to_dict()))
+        made = [words, details, record, *drawn(plot_forgetting, directions, picture)]
+        print(f"written: {', '.join(map(str, made))}")
+        return int(self.failed)
 
 
 def _variant(name: str, words: Sequence[str], corpus: Corpus | None) -> RunConfig:
@@ -238,3 +181,22 @@ def _variant(name: str, words: Sequence[str], corpus: Corpus | None) -> RunConfi
     usual = () if name.endswith(".toml") or name in recipe_names() else PRETRAIN
     given: dict[str, Any] = {} if corpus is None else {"data.corpus": str(corpus.folder)}
     return run_config(name, [*usual, *words], **given)
+
+
+add_finetune = command(
+    run_finetune,
+    option("names RUN | key=value", "pretrained runs; settings to change", nargs="*"),
+    option("--on CORPUS", "fine-tune the runs on it: a prepared folder, or tales:DIALECT"),
+    option("--source CORPUS", "what imported runs were trained on, if they do not know"),
+    option("--pretrain NAME", "instead of RUNs: pretrain these on both corpora", nargs="+"),
+    option("--corpora CORPUS", "with --pretrain: the two corpora", nargs="+"),
+    option("--seeds N|a,b,c", "with --pretrain: how many seeds (from 42 on), or which (1)"),
+    option("--native", "each run's own optimizer at a sixth of its rates"),
+    option("--baseline NAME", "what the others are compared with (default: vanilla, else the first)"),
+    CONFIDENCE,
+    option("--out DIR", "folder of all runs, tables and plot (default: runs/finetune-...)"),
+    JOBS,
+    NO_DISPLAY,
+    settings=lambda: fields_help(FinetuneConfig, 14, with_choices=False),
+    pretrain=lambda: " ".join(PRETRAIN),
+)

@@ -19,42 +19,13 @@ from rich.console import Console
 from stepformer.base.errors import InputError, StepformerError, suggestion
 from stepformer.base.files import write_text
 from stepformer.base.version import __version__
+from stepformer.cli.options import command, option
 from stepformer.cli.show import console
 from stepformer.measure.flows import EXPERIMENTS, Result, Tell
 from stepformer.measure.flows.plots import draw
 from stepformer.present.tables import of_texts
 
 FEWEST, MOST = 8, 2048  # a covariance needs some tokens; kernels are N x N
-
-
-def add_flow(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "flow",
-        parents=[common],
-        description="Small experiments without weights, norms or masks, in fp64 on the CPU; with 64 tokens all of them "
-        "together take less than a minute. The steps are those of the templates that models are built from.",
-        epilog="experiments:\n"
-        "  energy        how fast standard and accelerated attention flows lower their energy, per step\n"
-        "  order         the error of every integrator against its step size\n"
-        "  ellipse       tokens under linear attention against the ODEs of their mean and covariance\n"
-        "  hamiltonian   are the two fields the derivatives of the energy, and which forms are not?\n"
-        "  filter        gradient descent and momentum as filters over the curvatures of a quadratic\n\n"
-        "examples:\n"
-        "  stepformer flow                               all of them; pictures and flow.json in runs/flow\n"
-        "  stepformer flow order ellipse --particles 128\n"
-        "  stepformer flow energy --seed 3 --json        numbers on standard output\n"
-        "  stepformer flow order --plugin leapfrog.py    the order of an integrator of your own\n\n"
-        "docs/flows.md explains each picture.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("names", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)} (default: all)")
-    sub.add_argument("--out", default="runs/flow", metavar="DIR", help="folder of flow.json and PNGs (runs/flow)")
-    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of matrices and tokens (0)")
-    sub.add_argument(
-        "--particles", type=int, default=64, metavar="N", help=f"number of tokens, {FEWEST} to {MOST} (64)"
-    )
-    sub.add_argument("--json", action="store_true", help="print the numbers as JSON instead of tables")
-    sub.set_defaults(run=run_flow)
 
 
 def run_flow(args: argparse.Namespace) -> int:
@@ -140,3 +111,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+add_flow = command(
+    run_flow,
+    option("names EXPERIMENT", f"{', '.join(EXPERIMENTS)} (default: all)", nargs="*"),
+    option("--out DIR", "folder of flow.json and PNGs (runs/flow)", default="runs/flow"),
+    option("--seed N", "of matrices and tokens (0)", type=int, default=0),
+    option("--particles N", f"number of tokens, {FEWEST} to {MOST} (64)", type=int, default=64),
+    option("--json", "print the numbers as JSON instead of tables"),
+)

@@ -15,6 +15,7 @@ from typing import Any
 
 from stepformer.base.errors import ConfigError, StepformerError, StepformerWarning, suggestion
 from stepformer.base.version import __version__
+from stepformer.cli.texts import texts
 
 DESCRIPTION = """\
 Transformers whose layers are steps of an optimizer.
@@ -38,42 +39,30 @@ A preset is a named point in template x splitting x attention; change one word a
 """
 
 
-COMMANDS = {  # name: who adds it, and what `stepformer --help` says
-    "prepare": ("prepare.add_prepare", "make a corpus of tokens from stories, files or a dataset"),
-    "train": ("train.add_train", "train an architecture"),
-    "resume": ("train.add_resume", "continue a run from its last checkpoint"),
-    "extend": ("train.add_extend", "go on with a run for longer, or branch off it, in a new folder"),
-    "eval": ("evaluate.add_eval", "how good is a run: validation loss, perplexity on any text, downstream tasks"),
-    "generate": ("runs.add_generate", "text from a trained run"),
-    "serve": ("serve.add_serve", "a local page: prompts, two checkpoints token by token, a training to watch"),
-    "compare": ("compare.add_compare", "is one architecture better? paired seeds, intervals, table and plot"),
-    "sweep": ("compare.add_sweep", "train every point of a grid of settings"),
-    "demo": ("compare.add_demo", "a plain GPT and a Nesterov one, trained side by side in minutes"),
-    "diagnose": ("diagnose.add_diagnose", "why is a run better? curvature, Jacobians, what happens inside"),
-    "finetune": ("finetune.add_finetune", "what is forgotten of one corpus while another is learned"),
-    "report": ("report.add_report", "one page about runs to show: table, curves, coefficients, spectra, text"),
-    "export": ("share.add_export", "a run as a Hugging Face folder with tokenizer and model card"),
-    "import": ("share.add_import", "a run folder from an exported model, nanoGPT, Momentum-Streams or GPT-2"),
-    "trust": ("trust.add_trust", "let runs import the plug-ins that they were made with"),
-    "recipes": ("train.add_recipes", "list the papers' experiments that can be trained"),
-    "list": ("show.add_list", "list presets"),
-    "show": ("show.add_show", "equations, streams, coefficients, options and parameter counts of one architecture"),
-    "audit": ("audit.add_audit", "check that architectures keep their obligations; exit status 1 if one fails"),
-    "bench": ("bench.add_bench", "how fast are architectures here? throughput, memory, decoding, each against vanilla"),
-    "flow": ("flow.add_flow", "the particle systems behind Hamiltonian attention: energies, orders, ellipses"),
+COMMANDS = {  # name: who adds it
+    "prepare": "prepare.add_prepare",
+    "train": "train.add_train",
+    "resume": "train.add_resume",
+    "extend": "train.add_extend",
+    "eval": "evaluate.add_eval",
+    "generate": "runs.add_generate",
+    "serve": "serve.add_serve",
+    "compare": "compare.add_compare",
+    "sweep": "compare.add_sweep",
+    "demo": "compare.add_demo",
+    "diagnose": "diagnose.add_diagnose",
+    "finetune": "finetune.add_finetune",
+    "report": "report.add_report",
+    "export": "share.add_export",
+    "import": "share.add_import",
+    "trust": "trust.add_trust",
+    "recipes": "train.add_recipes",
+    "list": "show.add_list",
+    "show": "show.add_show",
+    "audit": "audit.add_audit",
+    "bench": "bench.add_bench",
+    "flow": "flow.add_flow",
 }
-
-
-class Commands:
-    """The subcommands of a parser; what the table above says about each is added to its parser."""
-
-    def __init__(self, top: argparse.ArgumentParser) -> None:
-        self.choices = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def add_parser(self, name: str, **settings: Any) -> argparse.ArgumentParser:
-        sub = self.choices.add_parser(name, help=COMMANDS[name][1], **settings)
-        sub.set_defaults(parser=sub)
-        return sub
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -93,13 +82,15 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
         metavar="FILE|MODULE",
         help="import rules of your own first (docs/write-your-own-rule.md); may be repeated",
     )
-    commands = Commands(top)
-    for name, (adder, _) in COMMANDS.items():
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, adder in COMMANDS.items():
         if only in (None, name):
             module, function = adder.split(".")
             getattr(importlib.import_module(f"stepformer.cli.{module}"), function)(commands, common)
         else:
-            commands.add_parser(name)
+            commands.add_parser(name, help=texts()[name]["help"])
+    for sub in commands.choices.values():
+        sub.set_defaults(parser=sub)
     return top
 
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from stepformer.base.errors import command_line
+from stepformer.cli.options import command, given, option
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus, corpus_folder
 from stepformer.data.pieces import Progress
@@ -22,87 +23,16 @@ from stepformer.data.readers import DOCUMENT_RULES
 from stepformer.data.sources import TALES_COUNT, open_source
 from stepformer.present.tables import of_texts
 
-DESCRIPTION = """\
-Turn documents into tokens that a model can be trained on.
-
-SOURCE is one of
-  tales                    small stories made up by a generator, no download
-  PATH                     a .txt, .jsonl or .parquet file, plain or .gz, .xz, .zst, or a folder of such files
-  tinystories, openwebtext, fineweb
-                           from the Hugging Face Hub (needs stepformer[data])
-  hf:OWNER/NAME[:CONFIG]   any other dataset there, or hf:FOLDER for a local copy
-
-About 5 % of the documents, chosen by the checksum of their text, are kept for validation, unless the source has a
-validation split of its own. A preparation that was stopped goes on when the same command is given again.
-"""
-EXAMPLES = """\
-examples:
-  stepformer prepare tales
-  stepformer prepare tales --dialect space --count 20000
-  stepformer prepare tales --dialect space --tokenizer runs/yurii-tales-bpe-1024-s42
-  stepformer prepare books/ --tokenizer bpe:4096 --document file
-  stepformer prepare stories.jsonl.xz --field story --val-field held_out
-  stepformer prepare tinystories --workers 8
-  stepformer prepare hf:HuggingFaceFW/fineweb:sample-10BT --out /scratch/fineweb
-"""
-
-
-def add_prepare(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "prepare",
-        parents=[common],
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("source", metavar="SOURCE", help="tales, a path, a short name or hf:OWNER/NAME")
-    sub.add_argument(
-        "--tokenizer",
-        metavar="KIND|DIR",
-        help="gpt2 (or gpt2:FOLDER with its files), bytes, bpe:N trained on this corpus, or the folder of a run or a "
-        "corpus whose tokenizer is used (default: gpt2; bpe:1024 for tales)",
-    )
-    sub.add_argument("--out", type=Path, metavar="DIR", help="folder of the corpus (default: data/NAME-TOKENIZER)")
-    sub.add_argument("--dialect", metavar="D", help="tales: village or space")
-    sub.add_argument("--count", type=int, metavar="N", help=f"tales: number of stories (default: {TALES_COUNT:,})")
-    sub.add_argument("--seed", type=int, metavar="S", help="tales: other stories (default: 0)")
-    sub.add_argument("--field", metavar="F", help="rows: the field with the text (default: text)")
-    sub.add_argument("--val-field", metavar="F", help="rows: a true/false field that marks validation documents")
-    sub.add_argument(
-        "--document",
-        choices=DOCUMENT_RULES,
-        help=".txt: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
-    )
-    sub.add_argument("--val-fraction", type=float, metavar="X", help="share of validation (default: 0.05, tales 0.02)")
-    sub.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core, 1 if it is little)")
-    sub.add_argument("--verify", action="store_true", help="read all shards again and compare their checksums")
-    sub.add_argument("--force", action="store_true", help="replace another corpus in the folder")
-    sub.set_defaults(run=run_prepare)
-
 
 def run_prepare(args: argparse.Namespace) -> int:
-    source = open_source(
-        args.source,
-        dialect=args.dialect,
-        count=args.count,
-        seed=args.seed,
-        field=args.field,
-        val_field=args.val_field,
-        document=args.document,
-    )
+    about = given(args, "dialect", "count", "seed", "field", "val_field", "document")
+    source = open_source(args.source, **about)
     tokenizer = args.tokenizer or ("bpe:1024" if args.source == "tales" else "gpt2")
     out = args.out or corpus_folder(source.name, tokenizer)
     try:
         with progress_bar() as report:
-            corpus = prepare(
-                source,
-                tokenizer,
-                out,
-                val_fraction=args.val_fraction,
-                workers=args.workers,
-                progress=report,
-                force=args.force,
-            )
+            chosen = given(args, "val_fraction", "workers", "force")
+            corpus = prepare(source, tokenizer, out, progress=report, **chosen)
         if args.verify:
             corpus.verify()
     except KeyboardInterrupt:
@@ -120,14 +50,8 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn(
-            "{task.fields[documents]:,} documents  {task.fields[tokens]:,} tokens  {task.fields[rate]:.1f} MB/s"
-        ),
-        TimeRemainingColumn(),
-    )
+    amounts = "{task.fields[documents]:,} documents  {task.fields[tokens]:,} tokens  {task.fields[rate]:.1f} MB/s"
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(amounts), TimeRemainingColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None, documents=0, tokens=0, rate=0.0)
         begun: list[tuple[float, int]] = []  # time and bytes at the first report: parts found finished do not count
@@ -138,15 +62,8 @@ def progress_bar() -> Iterator[Callable[[Progress], None] | None]:
             seconds = bar.get_time() - begun[0][0]
             rate = (now.bytes - begun[0][1]) / 1e6 / seconds if seconds > 0 else 0.0
             total = now.total_bytes if now.total_bytes and now.total_bytes > now.bytes else None
-            bar.update(
-                task,
-                description=now.stage,
-                completed=now.bytes,
-                total=total,
-                documents=now.documents,
-                tokens=now.tokens,
-                rate=max(0.0, rate),
-            )
+            shown: dict[str, Any] = {"documents": now.documents, "tokens": now.tokens, "rate": max(0.0, rate)}
+            bar.update(task, description=now.stage, completed=now.bytes, total=total, **shown)
 
         yield report
 
@@ -168,3 +85,29 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     out.print(f"folder: {corpus.folder}", soft_wrap=True, markup=False)
     words = command_line("train", "yurii", f"corpus={corpus.folder}")
     out.print(f"train on it: {words}", soft_wrap=True, markup=False)
+
+
+add_prepare = command(
+    run_prepare,
+    option("source SOURCE", "tales, a path, a short name or hf:OWNER/NAME"),
+    option(
+        "--tokenizer KIND|DIR",
+        "gpt2 (or gpt2:FOLDER with its files), bytes, bpe:N trained on this corpus, or the folder of a run or a "
+        "corpus whose tokenizer is used (default: gpt2; bpe:1024 for tales)",
+    ),
+    option("--out DIR", "folder of the corpus (default: data/NAME-TOKENIZER)", type=Path),
+    option("--dialect D", "tales: village or space"),
+    option("--count N", f"tales: number of stories (default: {TALES_COUNT:,})", type=int),
+    option("--seed S", "tales: other stories (default: 0)", type=int),
+    option("--field F", "rows: the field with the text (default: text)"),
+    option("--val-field F", "rows: a true/false field that marks validation documents"),
+    option(
+        "--document",
+        ".txt: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
+        choices=DOCUMENT_RULES,
+    ),
+    option("--val-fraction X", "share of validation (default: 0.05, tales 0.02)", type=float),
+    option("--workers N", "processes (default: one per core, 1 if it is little)", type=int),
+    option("--verify", "read all shards again and compare their checksums"),
+    option("--force", "replace another corpus in the folder"),
+)

@@ -5,41 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_text
 from stepformer.base.progress import counting
-
-
-def add_report(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "report",
-        parents=[common],
-        description="Write DIR/index.html, a page that needs nothing but itself, and DIR/report.md with pictures, CSV "
-        "and LaTeX for a paper. Runs that cannot be paired are shown without differences, unfinished ones with a mark. "
-        "What `diagnose` and the evaluations left in RUN/measured/ is shown too.",
-        epilog="examples:\n"
-        "  stepformer report runs/compare-tales-vanilla-yurii --out report\n"
-        "  stepformer report runs/a runs/b --baseline vanilla --prompt 'One morning' --prompt 'The old'\n"
-        "  stepformer report runs/a --no-samples",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("runs", nargs="+", metavar="RUN", help="run folders, and folders of `compare` or `sweep`")
-    sub.add_argument("--out", default="report", metavar="DIR", help="folder of the report (report)")
-    sub.add_argument("--title", metavar="WORDS", help="instead of the names of the architectures")
-    sub.add_argument("--baseline", metavar="NAME", help="what the others are compared with (default: the study's)")
-    sub.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
-    sub.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="text to continue (default: beginnings of validation texts)"
-    )
-    sub.add_argument("--tokens", type=int, default=120, metavar="N", help="at most so many new tokens of text (120)")
-    sub.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (0.8)")
-    sub.add_argument("--seed", type=int, default=0, help="of the text, the same for every run (0)")
-    sub.add_argument("--no-samples", action="store_true", help="no text")
-    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where text is made")
-    sub.add_argument("--quiet", action="store_true", help="no progress")
-    sub.set_defaults(run=run_report)
+from stepformer.cli.options import CONFIDENCE, QUIET, check, command, option
 
 
 def run_report(args: argparse.Namespace) -> int:
@@ -86,10 +56,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not 0 < args.confidence < 1:
-        raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
-    if args.tokens < 1:
-        raise InputError(f"--tokens {args.tokens} should be at least 1.")
+    check(args, "tokens")
     if not args.temperature >= 0:
         raise InputError(f"--temperature {args.temperature} should be 0 or more.")
     if args.no_samples and args.prompt:
@@ -99,3 +66,20 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(f"--out '{out}' is a file: name a folder.")
     if (out / "run.json").exists():
         raise InputError(f"--out '{out}' is a run's folder: name another, e.g. '{out / 'report'}'.")
+
+
+add_report = command(
+    run_report,
+    option("runs RUN", "run folders, and folders of `compare` or `sweep`", nargs="+"),
+    option("--out DIR", "folder of the report (report)", default="report"),
+    option("--title WORDS", "instead of the names of the architectures"),
+    option("--baseline NAME", "what the others are compared with (default: the study's)"),
+    CONFIDENCE,
+    option("--prompt TEXT", "text to continue (default: beginnings of validation texts)", action="append"),
+    option("--tokens N", "at most so many new tokens of text (120)", type=int, default=120),
+    option("--temperature T", "0 is greedy (0.8)", type=float, default=0.8),
+    option("--seed", "of the text, the same for every run (0)", type=int, default=0),
+    option("--no-samples", "no text"),
+    option("--device", "where text is made", choices=("auto", "cpu", "cuda"), default="auto"),
+    QUIET,
+)

@@ -10,33 +10,7 @@ import webbrowser
 from typing import Any
 
 from stepformer.base.errors import InputError
-
-
-def add_serve(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "serve",
-        parents=[common],
-        description="Open a page in the browser, served to this machine alone. Type a prompt and see the text come "
-        "with the probability of every token; compare two checkpoints on a text, token by token; watch a run while it "
-        "trains. Ctrl-C ends it.",
-        epilog="examples:\n"
-        "  stepformer serve runs/yurii-tales-s42\n"
-        "  stepformer serve runs/demo/vanilla-s42 runs/demo/yurii-s42     two architectures, side by side\n"
-        "  stepformer serve runs/yurii-tales-s42 runs/yurii-tales-s42@last    best against last\n\n"
-        "The page asks for a token, which is in the printed link. A script may choose it (STEPFORMER_SERVE_TOKEN in\n"
-        "the environment); there is no option for it, since everybody on the machine can read a command line.\n\n"
-        "docs/serve.md explains the page.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("names", nargs="+", metavar="RUN", help="one run folder or two; RUN@best, RUN@last: its weights")
-    sub.add_argument(
-        "--checkpoint", choices=("best", "last"), default="best", help="weights where RUN says none (best)"
-    )
-    sub.add_argument("--port", type=int, default=8765, metavar="N", help="0: any free one (8765)")
-    sub.add_argument("--no-browser", action="store_true", help="print the address only")
-    sub.add_argument("--no-token", action="store_true", help="answer everybody who has an account on this machine")
-    sub.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    sub.set_defaults(run=run_serve)
+from stepformer.cli.options import DEVICE, command, option
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -78,3 +52,14 @@ def _load(run: Any) -> None:
 def _has_screen() -> bool:
     """Without a screen the browser that would open is one inside this terminal."""
     return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+add_serve = command(
+    run_serve,
+    option("names RUN", "one run folder or two; RUN@best, RUN@last: its weights", nargs="+"),
+    option("--checkpoint", "weights where RUN says none (best)", choices=("best", "last"), default="best"),
+    option("--port N", "0: any free one (8765)", type=int, default=8765),
+    option("--no-browser", "print the address only"),
+    option("--no-token", "answer everybody who has an account on this machine"),
+    DEVICE,
+)

@@ -4,60 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
-
-def add_export(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "export",
-        parents=[common],
-        description="Write a run's weights, tokenizer and a model card with its numbers into a folder that "
-        "transformers loads and `stepformer import` reads again.",
-        epilog="examples:\n  stepformer export runs/yurii-tales-s42 --out yurii-tales\n"
-        "  stepformer export runs/vanilla-tales-s42 --out plain-gpt --format gpt2 --dtype bf16",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("folder", metavar="RUN", help="run folder")
-    sub.add_argument("--out", required=True, metavar="DIR", help="folder to write; an earlier export is replaced")
-    sub.add_argument("--checkpoint", choices=("best", "last"), default="best", help="which weights (best)")
-    sub.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights in the file (as they are)")
-    sub.add_argument(
-        "--format",
-        choices=("stepformer", "gpt2"),
-        default="stepformer",
-        help="gpt2: a plain GPT as GPT2LMHeadModel, to be loaded without stepformer (stepformer)",
-    )
-    sub.add_argument("--allow-nan", action="store_true", help="also weights that are not finite numbers")
-    sub.set_defaults(run=run_export)
-
-
-def add_import(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "import",
-        parents=[common],
-        description="Make a run from a checkpoint of another program, to generate from, evaluate, diagnose or train "
-        "on. Files are read without running anything in them, and every tensor must find its place.",
-        epilog="examples:\n  stepformer import out/ckpt.pt --out runs/nanogpt\n"
-        "  stepformer import best.pt --out runs/adam --tokenizer gpt2\n"
-        "  stepformer import gpt2-folder --out runs/gpt2\n  stepformer import exported --out runs/again",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("source", metavar="SOURCE", help="a .pt file, or a folder with config.json and weights")
-    sub.add_argument("--out", required=True, metavar="RUN", help="run folder to make")
-    sub.add_argument(
-        "--tokenizer", metavar="NAME|DIR", help="gpt2, bytes or a folder with a tokenizer (default: the source's own)"
-    )
-    sub.add_argument("--heads", type=int, metavar="N", help="attention heads, for files that do not say (width / 64)")
-    sub.add_argument("--json", action="store_true", help="machine-readable output")
-    sub.set_defaults(run=run_import)
+from stepformer.cli.options import CHECKPOINT, JSON, RUN, command, given, option
 
 
 def run_export(args: argparse.Namespace) -> int:
     from stepformer.exchange.huggingface import export_run
 
-    out = export_run(
-        args.folder, args.out, args.checkpoint, dtype=args.dtype, form=args.format, allow_nan=args.allow_nan
-    )
+    chosen = given(args, "dtype", "allow_nan")
+    out = export_run(args.folder, args.out, args.checkpoint, form=args.format, **chosen)
     print(f"written: {', '.join(sorted(path.name for path in out.iterdir()))}")
     where = json.dumps(str(out), ensure_ascii=False)
     print(f"load it with AutoModelForCausalLM.from_pretrained({where}); README.md says how, and wants a licence")
@@ -71,11 +26,8 @@ def run_import(args: argparse.Namespace) -> int:
         args.source, args.out, tokenizer=args.tokenizer, heads=args.heads, plugins=tuple(args.plugin)
     )
     if args.json:
-        print(
-            json.dumps(
-                {"run": str(made.folder), "title": made.title, "parameters": made.parameters, "imported": made.record}
-            )
-        )
+        facts = {"run": str(made.folder), "title": made.title, "parameters": made.parameters}
+        print(json.dumps({**facts, "imported": made.record}))
         return 0
     loss = ""
     if made.record["val_loss"] is not None:
@@ -90,3 +42,28 @@ def run_import(args: argparse.Namespace) -> int:
         print(f"biases: {made.record['biases']}")
     print(f"written: {made.folder}")
     return 0
+
+
+add_export = command(
+    run_export,
+    RUN,
+    option("--out DIR", "folder to write; an earlier export is replaced", required=True),
+    CHECKPOINT,
+    option("--dtype", "of the weights in the file (as they are)", choices=("fp32", "bf16")),
+    option(
+        "--format",
+        "gpt2: a plain GPT as GPT2LMHeadModel, to be loaded without stepformer (stepformer)",
+        choices=("stepformer", "gpt2"),
+        default="stepformer",
+    ),
+    option("--allow-nan", "also weights that are not finite numbers"),
+)
+
+add_import = command(
+    run_import,
+    option("source SOURCE", "a .pt file, or a folder with config.json and weights"),
+    option("--out RUN", "run folder to make", required=True),
+    option("--tokenizer NAME|DIR", "gpt2, bytes or a folder with a tokenizer (default: the source's own)"),
+    option("--heads N", "attention heads, for files that do not say (width / 64)", type=int),
+    JSON,
+)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from stepformer.base.errors import InputError
 from stepformer.base.words import merge
@@ -28,13 +27,14 @@ from stepformer.catalogue import (
     unlisted_templates,
 )
 from stepformer.catalogue.references import BIBTEX
+from stepformer.cli.options import JSON, command, group, option, pairs
 from stepformer.extras import chosen
 from stepformer.model import Model, engines
 from stepformer.model.config import ModelConfig, declared_options
-from stepformer.model.memory import estimate_memory
 from stepformer.oracles import attentions, mlps
 from stepformer.present.tables import of_texts
 from stepformer.rules import splittings, templates
+from stepformer.training.memory import estimate_memory
 
 COUNTS = ("total", "non-positional", "non-embedding")
 
@@ -42,36 +42,6 @@ COUNTS = ("total", "non-positional", "non-embedding")
 def console() -> Console:
     """Standard output; 120 columns when it is not a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-def add_list(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "list",
-        parents=[common],
-        description="List the presets whose name or alias matches PATTERN: shell wildcards, or part of a name.",
-    )
-    sub.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="e.g. 'imex-*' or nesterov")
-    sub.add_argument("--json", action="store_true", help="machine-readable output")
-    sub.set_defaults(run=run_list)
-
-
-def add_show(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "show",
-        parents=[common],
-        description="Show an architecture: a preset, the name of a template, or a TOML file with a [model] table.",
-        epilog="examples:\n  stepformer show adam --size medium\n  stepformer show tmm splitting=imex k=2 order=mam\n"
-        "  stepformer show yurii --batch 32\n  stepformer show vanilla --cite",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("name", metavar="NAME", help="preset, template or config.toml")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="config keys and options to change")
-    sub.add_argument("--size", choices=list(SIZES), help="named size (default: small)")
-    sub.add_argument("--batch", type=int, metavar="N", help="estimate the memory of training on N sequences (bf16)")
-    form = sub.add_mutually_exclusive_group()
-    form.add_argument("--cite", action="store_true", help="print BibTeX for everything this architecture uses")
-    form.add_argument("--json", action="store_true", help="machine-readable output")
-    sub.set_defaults(run=run_show)
 
 
 def resolve(name: str, overrides: list[str], size: str | None = None) -> ModelConfig:
@@ -142,16 +112,10 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     model = Model(config, device="meta")
     block = model.blocks[0]
     row = preset_of(config)
-    coefficients = [
-        {
-            "name": key if spec.size == 1 else f"{key} (per head)",
-            "range": spec.interval,
-            "start": spec.start,
-            "kind": spec.kind,
-        }
-        for bank in block.banks()
-        for key, spec in bank.specs.items()
-    ]
+    coefficients = []
+    for key, spec in (item for bank in block.banks() for item in bank.specs.items()):
+        name = key if spec.size == 1 else f"{key} (per head)"
+        coefficients.append({"name": name, "range": spec.interval, "start": spec.start, "kind": spec.kind})
     streams = {
         name: {"start": _start(config, stream.start), "meaning": stream.meaning}
         for name, stream in block.template.streams.items()
@@ -160,7 +124,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         name: {"value": config.option(name), "of": kind, "values": option.values, "help": option.help}
         for name, (kind, option) in declared_options(config).items()
     }
-    published = row.published if row and _has_size(config, "small") else ""
+    small = all(getattr(config, key) == value for key, value in SIZES["small"].items())
     return {
         "title": title_of(config),
         "name": row.name if row else "",
@@ -184,7 +148,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "parameters": {c: model.num_parameters(c) for c in COUNTS},  # type: ignore[arg-type]
         "unused_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
         "training": _training(config),
-        "published": published,
+        "published": row.published if row and small else "",
         "cite": citations(config),
     }
 
@@ -196,10 +160,6 @@ def _training(config: ModelConfig, file: str = "", words: Sequence[str] = ()) ->
     run = run_config(file, words) if file else RunConfig(config, DataConfig(), OptimConfig(), TrainConfig())
     steps = f"{run.train.steps:,} steps of {run.train.batch} sequences"
     return f"{run.optim.name} for {steps}: {run.optim.rates_text()}"
-
-
-def _has_size(config: ModelConfig, size: str) -> bool:
-    return all(getattr(config, key) == value for key, value in SIZES[size].items())
 
 
 def _start(config: ModelConfig, start: str | float) -> str:
@@ -233,9 +193,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> None:
     out.print(f"[bold]{facts['title']}[/bold]   config {facts['hash']}")
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = pairs([])
     equations = facts["equations"]
     if equations["layer"]:
         table.add_row("layer", escape(equations["layer"]))
@@ -258,8 +216,8 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
         table.add_row("auxiliary norms", f"{len(norms)} per layer, {which}; initial gain {config.aux_norm_gain:g}")
     for name, equation in facts["extras"].items():
         table.add_row(f"extra {name}", escape(equation))
-    for name, option in facts["options"].items():
-        table.add_row(f"option {name}", f"{option['value']}  ({option['values']}: {option['help']})")
+    for name, known in facts["options"].items():
+        table.add_row(f"option {name}", f"{known['value']}  ({known['values']}: {known['help']})")
     for work, how in facts["engines"].items():
         table.add_row(f"{work} on a GPU", escape(how))
     out.print(table)
@@ -279,3 +237,19 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
     if facts["published"]:
         out.print(f"[bold]published[/bold]  {facts['published']} (its paper's figure, not measured here)")
     out.print(f"[bold]cite[/bold]  {', '.join(facts['cite'])}   (--cite prints BibTeX)")
+
+
+add_list = command(
+    run_list,
+    option("pattern PATTERN", "e.g. 'imex-*' or nesterov", nargs="?", default="*"),
+    JSON,
+)
+
+add_show = command(
+    run_show,
+    option("name NAME", "preset, template or config.toml"),
+    option("overrides key=value", "config keys and options to change", nargs="*"),
+    option("--size", "named size (default: small)", choices=list(SIZES)),
+    option("--batch N", "estimate the memory of training on N sequences (bf16)", type=int),
+    group("", option("--cite", "print BibTeX for everything this architecture uses"), JSON),
+)

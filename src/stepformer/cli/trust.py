@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from stepformer.base.plugins import files_at, place_of, trust, trusted
 from stepformer.base.plugins.trusting import place_of_list
+from stepformer.cli.options import command, option
 from stepformer.cli.show import console
 from stepformer.present.tables import of_texts
 from stepformer.training.runs import RunFolder
-
-
-def add_trust(commands: Any, common: argparse.ArgumentParser) -> None:
-    sub = commands.add_parser(
-        "trust",
-        parents=[common],
-        description="A run that was made with rules of its own imports their files when it is opened. It may do so if "
-        "you name them with --plugin, if you have trained with them, or once you have trusted them here: read them "
-        "first, they can do whatever you can. A file that is changed afterwards is another one. Without RUN, the list.",
-        epilog="examples:\n  stepformer trust runs/of-a-friend\n  stepformer trust",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sub.add_argument("folders", nargs="*", metavar="RUN", help="run folders")
-    sub.set_defaults(run=run_trust)
 
 
 def run_trust(args: argparse.Namespace) -> int:
@@ -38,3 +24,9 @@ def run_trust(args: argparse.Namespace) -> int:
         console().print(of_texts(["file", "since", "SHA-256"], rows) if rows else "No plug-in is trusted yet.")
         print(f"the list: {place_of_list()}")
     return 0
+
+
+add_trust = command(
+    run_trust,
+    option("folders RUN", "run folders", nargs="*"),
+)

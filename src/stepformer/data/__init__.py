@@ -13,15 +13,10 @@ if TYPE_CHECKING:
 
 # loaded when first asked for, so that `import stepformer` does not wait for them
 _HOME = {
-    "Batches": "batches",
-    "Corpus": "corpus",
-    "Source": "sources",
-    "TokenSplit": "corpus",
-    "Tokenizer": "tokenizers",
-    "corpus_folder": "corpus",
-    "load_tokenizer": "tokenizers",
-    "make_tokenizer": "tokenizers",
-    "open_source": "sources",
+    "batches": ("Batches",),
+    "corpus": ("Corpus", "TokenSplit", "corpus_folder"),
+    "sources": ("Source", "open_source"),
+    "tokenizers": ("Tokenizer", "load_tokenizer", "make_tokenizer"),
 }
 
 __all__ = [
@@ -38,6 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'stepformer.data' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"stepformer.data.{_HOME[name]}"), name)
+    for home, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(f"stepformer.data.{home}"), name)
+    raise AttributeError(f"module 'stepformer.data' has no attribute '{name}'")

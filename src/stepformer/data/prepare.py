@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,26 +140,24 @@ def locked(folder: Path) -> Iterator[None]:
                     folder.rmdir()
 
 
+@dataclass
 class Job:
     """One preparation: what it depends on, and its state on disk."""
 
-    def __init__(
-        self,
-        source: Source,
-        spec: str,
-        out: Path,
-        val_fraction: float,
-        shard_tokens: int,
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self.source, self.spec, self.out = source, spec, out
-        self.val_fraction, self.shard_tokens, self.progress = val_fraction, shard_tokens, progress
-        self.parts = out / PARTS
+    source: Source
+    spec: str
+    out: Path
+    val_fraction: float
+    shard_tokens: int
+    progress: Callable[[Progress], None] | None
+
+    def __post_init__(self) -> None:
+        self.parts = self.out / PARTS
         self.settings = {
-            "source": source.description,
-            "tokenizer": tokenizer_name(spec),
-            "val_fraction": val_fraction,
-            "shard_tokens": shard_tokens,
+            "source": self.source.description,
+            "tokenizer": tokenizer_name(self.spec),
+            "val_fraction": self.val_fraction,
+            "shard_tokens": self.shard_tokens,
         }
         recipe = [self.settings, FORMAT, PIECE_CHARACTERS, PIECE_SEGMENTS, BPE_SAMPLE, FEW_DOCUMENTS]
         self.fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]

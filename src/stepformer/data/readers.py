@@ -8,7 +8,7 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -109,13 +109,10 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except UnicodeDecodeError as error:
         raise InputError(f"'{path}' is not UTF-8 text: {error.reason} at byte {error.start:,} of a block.") from None
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise InputError(f"'{path}' is damaged: {_sentence(error)}.") from None
-    except OSError as error:  # pyarrow's too, without an error number where the content is at fault
-        if error.errno is None:
-            raise InputError(f"'{path}' is damaged: {_sentence(error)}.") from None
-        raise InputError(f"'{path}' cannot be read: {error.strerror}.") from None
-    except ValueError as error:  # pyarrow.ArrowInvalid
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
+        # gzip's and pyarrow's have no error number where the content is at fault
+        if isinstance(error, OSError) and error.errno is not None:
+            raise InputError(f"'{path}' cannot be read: {error.strerror}.") from None
         raise InputError(f"'{path}' is damaged: {_sentence(error)}.") from None
 
 
@@ -139,14 +136,9 @@ def opened(path: Path) -> BinaryIO:
 
 def read_documents(path: Path, layout: Layout) -> Iterator[Document]:
     """The documents of a file, in order, without empty ones."""
-    form = extensions(path)[0]
-    reader: Callable[[Path, Layout], Iterator[Document]] = read_lines
-    if form == ".txt":
-        reader = read_text
-    elif form == ".parquet":
-        reader = read_parquet
+    readers = {".txt": read_text, ".parquet": read_parquet}
     with reading(path):
-        yield from reader(path, layout)
+        yield from readers.get(extensions(path)[0], read_lines)(path, layout)
 
 
 def read_text(path: Path, layout: Layout) -> Iterator[Document]:

@@ -6,6 +6,7 @@ preparation can leave out the units it has finished.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -91,13 +92,7 @@ class Tales(Source):
         settings = ("", f"-{dialect}")[dialect != tales.DIALECTS[0]]
         settings += ("", f"-{count}")[count != TALES_COUNT] + ("", f"-seed{seed}")[seed != 0]
         self.name = f"tales{settings}"
-        self.description = {
-            "kind": "tales",
-            "version": tales.VERSION,
-            "dialect": dialect,
-            "count": count,
-            "seed": seed,
-        }
+        self.description = {"kind": "tales", "version": tales.VERSION, "dialect": dialect, "count": count, "seed": seed}
         self.approximate_bytes = count * TALE_BYTES
 
     def units(self) -> Sequence[str]:
@@ -130,7 +125,7 @@ class Files(Source):
         self.name = path.resolve().name if path.is_dir() else path.name.partition(".")[0] or path.name
         self.marked = self.layout.val_field is not None
         self.description = {"kind": "files", "files": [describe_file(p, self.root) for p in self.paths]}
-        self.description |= describe_layout(self.layout)
+        self.description |= dataclasses.asdict(self.layout)
         self.approximate_bytes = sum(map(approximate_text, self.paths))
 
     def units(self) -> Sequence[str]:
@@ -167,10 +162,6 @@ def describe_file(path: Path, root: Path) -> dict[str, Any]:
     return facts
 
 
-def describe_layout(layout: Layout) -> dict[str, Any]:
-    return {"field": layout.field, "val_field": layout.val_field, "document": layout.document}
-
-
 class HuggingFace(Source):
     """A dataset of the Hub, or a local folder in its layout, streamed: nothing but its tokens is kept."""
 
@@ -183,7 +174,7 @@ class HuggingFace(Source):
         self.description = {"kind": "hf", "dataset": Path(dataset).name if self.local else dataset, "config": config}
         if self.local:
             self.description["files"] = [describe_file(p, Path(dataset)) for p in usable_files(Path(dataset))]
-        self.description |= describe_layout(self.layout)
+        self.description |= dataclasses.asdict(self.layout)
         self._streams: list[tuple[str, Split | None, Any]] | None = None
 
     def pin(self, pinned: Mapping[str, Any]) -> dict[str, Any]:

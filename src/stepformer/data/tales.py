@@ -1,12 +1,12 @@
 """A training corpus that needs no download: small coherent English stories, each a pure function of its index.
 
-A dialect is plain text, kept in a module of its own (`tales_village`, `tales_space`); this module compiles that text
-once and tells stories from it. To add a plot, add an entry to the dialect's `PLOTS`; no code changes. The notation:
+A dialect is plain text in a file of its own (tales/village.toml, tales/space.toml); this module compiles that text once
+and tells stories from it. To add a plot, add an entry to the file's `plots`; no code changes. The notation:
 
     {slot}          the first column of a row drawn from the slot's table. The row is drawn at the first mention and
                     kept for the whole story, so a lost thing is found in the colour it was lost in.
     {slot.field}    another column of the same row. People have he, him, his, himself, child and capitalised He, His.
-    {colour2}       a second row of table `colour`; slots never share a row. `ROLES` names slots after their part.
+    {colour2}       a second row of table `colour`; slots never share a row. `roles` names slots after their part.
     [this|that|]    one of the wordings, chosen anew each time; an empty one leaves the words out.
     <name>          one line of rule `name`, or, where there is no such rule, a word of table `name` that is not kept.
 
@@ -28,28 +28,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
 
 from stepformer.base.errors import UnknownNameError, suggestion
-from stepformer.data import tales_space, tales_village
 
 VERSION = 1
 """Goes up whenever any story changes, so that results name the corpus they were measured on."""
 
+Source = dict[str, dict[str, str]]
+"""What the file of a dialect holds, in the notation above: `roles`, `tables`, `rules` and `plots`, texts by name."""
 
-class Source(Protocol):
-    """What a dialect module must define, in the notation above."""
-
-    ROLES: dict[str, str]
-    TABLES: dict[str, str]
-    RULES: dict[str, str]
-    PLOTS: dict[str, str]
-
-
-_SOURCES: dict[str, Source] = {"village": tales_village, "space": tales_space}
-DIALECTS: tuple[str, ...] = tuple(_SOURCES)
+DIALECTS: tuple[str, ...] = ("village", "space")
 
 _PRONOUNS = {
     "he": {"him": "him", "his": "his", "himself": "himself", "He": "He", "His": "His", "child": "boy"},
@@ -175,10 +167,10 @@ class Grammar:
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
-        self.roles = source.ROLES
+        self.roles = source["roles"]
         self.tables: dict[str, Table] = {}
-        self.rules: dict[str, list[Piece]] = {rule: [] for rule in source.RULES}
-        texts = {"next": _successors(), "sum": _sums(), **source.TABLES}
+        self.rules: dict[str, list[Piece]] = {rule: [] for rule in source["rules"]}
+        texts = {"next": _successors(), "sum": _sums(), **source["tables"]}
         cells = {table: self._cells(text) for table, text in texts.items()}
         for table, (fields, _) in cells.items():  # the columns first: a cell may mention slots of any table
             self.tables[table] = Table(table, fields[0], frozenset(fields), [])
@@ -189,9 +181,9 @@ class Grammar:
                 self.tables[table].rows.append(
                     {field: self.compile(cell) for field, cell in zip(fields, row, strict=True)}
                 )
-        for rule, text in source.RULES.items():
+        for rule, text in source["rules"].items():
             self.rules[rule].extend(self.compile(line) for line in _lines(text) if line)
-        self.plots = [(plot, self._plot(text)) for plot, text in source.PLOTS.items()]
+        self.plots = [(plot, self._plot(text)) for plot, text in source["plots"].items()]
 
     def _cells(self, text: str) -> tuple[list[str], list[list[str]]]:
         if ";" not in text:
@@ -331,10 +323,11 @@ def _finished(text: str) -> str:
 @functools.cache
 def grammar(dialect: str) -> Grammar:
     """The compiled dialect; compiled at first use, so that importing the package costs nothing."""
-    if dialect not in _SOURCES:
+    if dialect not in DIALECTS:
         known = ", ".join(f"'{name}'" for name in DIALECTS)
         raise UnknownNameError(f"There is no dialect '{dialect}'; known are {known}.{suggestion(dialect, DIALECTS)}")
-    return Grammar(dialect, _SOURCES[dialect])
+    text = (Path(__file__).parent / "tales" / f"{dialect}.toml").read_text(encoding="utf-8")
+    return Grammar(dialect, tomllib.loads(text))
 
 
 def tale(index: int, *, dialect: str = DIALECTS[0], seed: int = 0) -> Tale:

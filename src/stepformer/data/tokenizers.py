@@ -70,13 +70,7 @@ class Tokenizer:
 
     def describe(self) -> dict[str, Any]:
         """What a manifest says about it."""
-        return {
-            "kind": self.kind,
-            "name": self.name,
-            "fingerprint": self.fingerprint,
-            "vocab_size": self.vocab_size,
-            "eot": self.eot,
-        }
+        return {key: getattr(self, key) for key in ("kind", "name", "fingerprint", "vocab_size", "eot")}
 
     def save(self, folder: Path) -> None:
         """Write the data file, then `tokenizer.json`: a folder with a description is complete."""
@@ -151,11 +145,9 @@ class TrainedTokenizer(RankTokenizer):
             model = files.loads(trained, "")["model"]
             letters = byte_of_letter()
             ranks = {bytes(letters[letter] for letter in word): rank for word, rank in model["vocab"].items()}
-            if any(type(rank) is not int for rank in ranks.values()):
-                raise ValueError
-            if sorted(ranks.values()) != list(range(len(ranks))) or not ranks.keys() >= {
-                bytes([i]) for i in range(256)
-            }:
+            whole = all(type(rank) is int for rank in ranks.values())
+            every_byte = ranks.keys() >= {bytes([i]) for i in range(256)}
+            if not whole or sorted(ranks.values()) != list(range(len(ranks))) or not every_byte:
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(f"{where} is damaged: it is not a byte-level BPE.") from None

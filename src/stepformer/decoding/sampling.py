@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.decoding.cache import Cache
 from stepformer.ops.tables import check_ids
-from stepformer.oracles import Cache
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
 Finish = Literal["length", "stop", "context"]

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from stepformer.base import documents, files
 from stepformer.base.errors import InputError, command_line
+from stepformer.base.progress import counting
 from stepformer.base.version import __version__
 
 FOLDER = "measured"
@@ -26,16 +27,16 @@ class Journal:
     """Finished pieces of a long measurement by name, one JSON line each.
 
     `about` says what is measured. A journal about something else, other settings say, is begun again. Losing power
-    in the middle of a line loses that line.
+    in the middle of a line loses that line. Without a path it is kept in memory alone.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None = None, about: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.pieces: dict[str, Any] = {}
         self.used: set[str] = set()  # names that were asked for
         self.head = json.dumps({"about": about}, sort_keys=True)
         self.check = 0
-        lines = path.read_bytes().splitlines() if path.is_file() else []
+        lines = path.read_bytes().splitlines() if path is not None and path.is_file() else []
         if lines and lines[0] == self.head.encode():
             for line in lines[1:]:
                 body, told = files.parted(line)
@@ -49,6 +50,8 @@ class Journal:
 
     def _write(self) -> None:
         self.check = 0
+        if self.path is None:
+            return
         with files.writing(self.path) as file:
             file.write(self.head.encode() + b"\n")
             file.writelines(self._line(name, value) for name, value in self.pieces.items())
@@ -63,17 +66,27 @@ class Journal:
         self.used.add(name)
         if name not in self.pieces:
             value = compute()
-            with files.explained(self.path), self.path.open("ab") as file:
-                file.write(self._line(name, value))
+            if self.path is not None:
+                with files.explained(self.path), self.path.open("ab") as file:
+                    file.write(self._line(name, value))
             self.pieces[name] = value
         return self.pieces[name]
+
+    def each(self, title: str, parts: Mapping[str, Callable[[], Any]], *, quiet: bool) -> list[Any]:
+        """Several pieces, one after the other, under a progress bar."""
+        found = []
+        with counting(title, len(parts), quiet=quiet) as step:
+            for name, compute in parts.items():
+                found.append(self.get(name, compute))
+                step(1)
+        return found
 
     def close_used(self) -> None:
         """The result of what was asked for is written; what another measurement left, interrupted, stays."""
         self.pieces = {name: value for name, value in self.pieces.items() if name not in self.used}
         if self.pieces:
             self._write()
-        else:
+        elif self.path is not None:
             self.path.unlink(missing_ok=True)
 
 

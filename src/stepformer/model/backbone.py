@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepformer.base.errors import InputError
+from stepformer.decoding.cache import Cache
 from stepformer.extras import chosen
 from stepformer.model.block import Block
 from stepformer.model.config import ModelConfig
@@ -17,7 +18,7 @@ from stepformer.model.start import draw_parameters
 from stepformer.ops.adapters import weight_of
 from stepformer.ops.cross_entropy import wide
 from stepformer.ops.tables import Tables, token_order
-from stepformer.oracles import Cache, Call, fresh_call, make_norm
+from stepformer.oracles import Call, fresh_call, make_norm
 from stepformer.rules import State
 
 
@@ -112,18 +113,16 @@ class Backbone(nn.Module):
         x = look_up(self.embed)
         streams = {}
         for name, start in self.starts.items():
-            if start == "embed":
-                streams[name] = look_up(self.aux_embed[name]) if name in self.aux_embed else torch.zeros_like(x)
+            if name in self.aux_embed:
+                streams[name] = look_up(self.aux_embed[name])
             elif isinstance(start, float):
                 wide_dtype = torch.promote_types(x.dtype, torch.float32)
                 streams[name] = torch.full((1,), start, dtype=wide_dtype, device=x.device)
-            elif start == "zero":
-                streams[name] = torch.zeros_like(x)
-            elif start == "ones":
-                streams[name] = torch.ones_like(x)
-            else:  # a root is taken of these matrices, which needs the digits
+            elif start == "identity":  # a root is taken of these matrices, which needs the digits
                 eye = torch.eye(self.config.head_dim, dtype=self.embed.tok_emb.weight.dtype, device=x.device)
                 streams[name] = eye.expand(*x.shape[:2], -1, -1)
+            else:
+                streams[name] = torch.ones_like(x) if start == "ones" else torch.zeros_like(x)
         return State(x, streams, {name: t for part in self.parts for name, t in part.start(x).items()})
 
     def table(self) -> Tensor:

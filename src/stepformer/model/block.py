@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from stepformer.extras import Extra, chosen
-from stepformer.model.config import ModelConfig
-from stepformer.oracles import Call, attentions, make_norm, mlps
-from stepformer.rules import State, Substep, splittings, templates
+from stepformer.extras import chosen
+from stepformer.model.config import REGISTRIES, ModelConfig
+from stepformer.oracles import MLP, Attention, Call, make_norm
+from stepformer.rules import Splitting, State, Substep, Template
 from stepformer.rules.coefficients import CoefficientBank, Values
 from stepformer.rules.hamiltonian import Fields
 
@@ -20,26 +20,17 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, *, layer: int) -> None:
         super().__init__()
-        d, eps = config.d_model, config.norm_eps
-        self.template = templates[config.template].component(
-            config.n_head, config.head_dim, **config.options_of("template")
-        )
+        d, eps, bias, rotary = config.d_model, config.norm_eps, config.bias, config.positions == "rotary"
+        own = {kind: partial(config.component(kind), **config.options_of(kind)) for kind in REGISTRIES}
+        self.template: Template = own["template"](config.n_head, config.head_dim)
         self.template.first, self.template.last = layer == 0, layer == config.n_layer - 1
-        self.splitting = splittings[config.splitting].component(
-            layer=layer, n_layer=config.n_layer, **config.options_of("splitting")
-        )
+        self.splitting: Splitting = own["splitting"](layer=layer, n_layer=config.n_layer)
 
-        self.attn_norm = make_norm(config.norm, d, eps=eps, bias=config.bias)
-        self.attn = attentions[config.attention].component(
-            d,
-            config.n_head,
-            bias=config.bias,
-            rotary=config.positions == "rotary",
-            **config.options_of("attention"),
-        )
+        self.attn_norm = make_norm(config.norm, d, eps=eps, bias=bias)
+        self.attn: Attention = own["attention"](d, config.n_head, bias=bias, rotary=rotary)
         self.attn.moves_with_new_momentum = getattr(self.template, "moves_with_new_momentum", False)
-        self.mlp_norm = make_norm(config.norm, d, eps=eps, bias=config.bias)
-        self.mlp = mlps[config.mlp].component(d, config.mlp_hidden, bias=config.bias, **config.options_of("mlp"))
+        self.mlp_norm = make_norm(config.norm, d, eps=eps, bias=bias)
+        self.mlp: MLP = own["mlp"](d, config.mlp_hidden, bias=bias)
 
         turns = self.splitting.oracles
         self.coefficients = CoefficientBank(
@@ -62,14 +53,14 @@ class Block(nn.Module):
     def _find_unused(self, config: ModelConfig) -> frozenset[str]:
         """Names of the parameters that cannot reach the logits in this block."""
         first, calls = self.template.first, self.calls()["attn"]
-        parts = [*self.template.unused(config)]
+        parts = [
+            *self.template.unused(config),
+            *(part for turn in self.splitting.idle() for part in self._owned_by(turn)),
+        ]
         parts += [f"attn.{name}" for name in self.attn.unused(first=first, calls=calls)]
         parts += [f"extras.{name}" for part in self.parts for name in part.unused(first=first, calls=calls)]
-        names = {name for turn in self.splitting.idle() for name in self._owned_by(turn)}
-        for part in parts:
-            found = {name for name, _ in self.named_parameters() if f"{name}.".startswith(f"{part}.")}
-            names |= found
-        return frozenset(names)
+        within = tuple(f"{part}." for part in parts)
+        return frozenset(name for name, _ in self.named_parameters() if f"{name}.".startswith(within))
 
     def calls(self) -> dict[str, int]:
         """Oracle evaluations in this block; every one of the attention needs a cache of its own."""
@@ -82,15 +73,14 @@ class Block(nn.Module):
         return [self.coefficients, self.extras, *([own] if isinstance(own, CoefficientBank) else [])]
 
     def _owned_by(self, turn: str) -> list[str]:
-        """Names of the parameters that this turn alone uses."""
+        """Modules and coefficients that this turn alone uses."""
         others = [t for t in self.splitting.oracles if t != turn]
         shared = {oracle for t in others for oracle in self.splitting.oracles[t]}
         modules = [m for o in self.splitting.oracles[turn] if o not in shared for m in (o, f"{o}_norm")]
         key = self.norm_keys.get(turn)
         if key is not None and key not in {self.norm_keys[t] for t in others}:
             modules.append(f"aux_norms.{key}")
-        names = [f"{m}.{name}" for m in modules for name, _ in self.get_submodule(m).named_parameters()]
-        return names + [f"coefficients.{k}" for k in self.coefficients.owned_by(turn)]
+        return modules + [f"coefficients.{k}" for k in self.coefficients.owned_by(turn)]
 
     def initialise(self) -> None:
         for gain in self.aux_norms.parameters():
@@ -98,12 +88,11 @@ class Block(nn.Module):
 
     def ask(self, oracles: tuple[str, ...], point: Tensor, *, call: Call) -> Tensor:
         """The summed answers of the oracles at one point (B, T, d)."""
-        answer = None
-        for oracle in oracles:
-            g = self.attn(self.attn_norm(point), call) if oracle == "attn" else self.mlp(self.mlp_norm(point))
-            answer = g if answer is None else answer + g
-        assert answer is not None
-        return answer
+        answers: list[Tensor] = [
+            self.attn(self.attn_norm(point), call) if oracle == "attn" else self.mlp(self.mlp_norm(point))
+            for oracle in oracles
+        ]
+        return sum(answers[1:], answers[0])
 
     def fields_at(self, point: Tensor, y: Tensor, *, call: Call) -> Fields:
         """The fields of a Hamiltonian attention at a point and a momentum, both (B, T, d)."""
@@ -121,7 +110,9 @@ class Block(nn.Module):
     def own_call(self, call: Call, memory: dict[str, Tensor], c: Values | None = None) -> Call:
         """The call as this block's oracles see it: its own count, its own memory (checkpointing runs it twice)."""
         c = self.extras.values()["block"] if c is None else c
-        mixes = [partial(_mixed, part, c) for part in self.parts if part.changes("values")]
+        mixes = [
+            lambda v, memory, part=part: part.values(v, c, memory) for part in self.parts if part.changes("values")
+        ]
         return replace(call, used=0, memory=dict(memory), mixes=mixes)
 
     def turns(self, call: Call) -> dict[str, Substep]:
@@ -140,7 +131,3 @@ class Block(nn.Module):
         for oracle in ("attn", "mlp"):
             x = x + self.ask((oracle,), x, call=call)
         return s.replace(x=x)
-
-
-def _mixed(part: Extra, c: Values, v: Tensor, memory: dict[str, Tensor]) -> Tensor:
-    return part.values(v, c, memory)

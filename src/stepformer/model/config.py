@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from stepformer.base.errors import ConfigError, UnknownNameError, independent, suggestion
+from stepformer.base.errors import ConfigError, UnknownNameError, independent
 from stepformer.base.options import Option
-from stepformer.base.registry import Component, Registry
-from stepformer.base.settings import setting, type_hints, type_problem
+from stepformer.base.registry import Component, Registry, clashes, option_problems
+from stepformer.base.settings import field_problems, setting
 from stepformer.extras import Extra, extras
 from stepformer.oracles import attentions, mlps
 from stepformer.rules import splittings, templates
@@ -31,6 +30,8 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "mlp": mlps,
 }
 
+LARGEST = 1 << 24  # of every size: what is larger is a slip of the keyboard, or damage
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -40,29 +41,31 @@ class ModelConfig:
     splitting: str = setting("lie-trotter", "how attention and MLP take turns inside a layer")
     attention: str = setting("softmax", "the attention oracle")
     mlp: str = setting("gelu", "the MLP oracle")
-    n_layer: int = setting(12, "number of layers")
-    n_head: int = setting(12, "number of attention heads")
-    d_model: int = setting(768, "width of the token streams")
-    context: int = setting(1024, "longest sequence")
-    vocab_size: int = setting(50_304, "rows of the token table")
+    n_layer: int = setting(12, "number of layers", least=1, most=LARGEST)
+    n_head: int = setting(12, "number of attention heads", least=1, most=LARGEST)
+    d_model: int = setting(768, "width of the token streams", least=1, most=LARGEST)
+    context: int = setting(1024, "longest sequence", least=1, most=LARGEST)
+    vocab_size: int = setting(50_304, "rows of the token table", least=1, most=LARGEST)
     real_vocab: int | None = setting(None, "ids from here on are padding and never sampled (default: none are)")
-    mlp_hidden: int | None = setting(None, "hidden width of the MLP (default: 4 d_model; gated: 8/3 d_model)")
+    mlp_hidden: int | None = setting(
+        None, "hidden width of the MLP (default: 4 d_model; gated: 8/3 d_model)", least=1, most=LARGEST
+    )
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "pre-norms and final norm; rmsnorm is gainless")
-    norm_eps: float = setting(1e-5, "epsilon of every norm")
+    norm_eps: float = setting(1e-5, "epsilon of every norm", above=0)
     positions: Literal["learned", "rotary"] = setting("learned", "position table, or rotation of queries and keys")
     bias: bool = setting(False, "biases in linear maps and norms (imported GPT-2 weights need them)")
     aux_init: Literal["embed", "zero"] = setting("embed", "auxiliary streams start from own tables, or at zero")
-    aux_norm_gain: float = setting(1.0, "initial gain of the auxiliary norms LN_v and LN_u")
+    aux_norm_gain: float = setting(1.0, "initial gain of the auxiliary norms LN_v and LN_u", above=0)
     value_residual: Literal["off", "fixed", "free", "unit"] = setting(
         "off", "values mix with those of the first layer: half and half, or by a learned lambda (unit: in (0, 1))"
     )
     embedding_skip: bool = setting(False, "before each layer x becomes a learned mix of itself and the embedding")
     embedding_skip_start: float = setting(0.0, "initial share of the embedding in that mix")
-    logit_softcap: float | None = setting(None, "logits become c tanh(logits / c) with this c (default: none)")
+    logit_softcap: float | None = setting(None, "logits become c tanh(logits / c) with this c (default: none)", above=0)
     document_separator: int | None = setting(
         None, "token id that begins a document; attention stays inside documents (default: they see each other)"
     )
-    extras: tuple[str, ...] = setting((), "other extras, by name: `stepformer list extras`")
+    extras: tuple[str, ...] = setting((), "extras of your own, by name (docs/write-your-own-extra.md)")
     activation_checkpointing: bool = setting(False, "recompute each block in the backward pass to save memory")
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,17 +78,15 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """From flat keys, component options among them; unknown keys are errors with a suggestion."""
-        values = dict(values)
-        given = values.pop("options", {})
-        options = dict(given) if isinstance(given, Mapping) else {}
-        own = {f.name for f in dataclasses.fields(cls)} - {"options"}
-        for key in [k for k in values if k not in own]:
-            options[key] = values.pop(key)
+        given = values.get("options", {})
         problems: tuple[str, ...] = ()
         if not isinstance(given, Mapping):
             problems = (f"options = {given!r} should be a table; options are also accepted as plain keys.",)
+            given = {}
+        own = {key: value for key, value in values.items() if key in cls.__dataclass_fields__ and key != "options"}
+        others = {key: value for key, value in values.items() if key not in cls.__dataclass_fields__}
         try:
-            config = cls(**values, options=options)
+            config = cls(**own, options={**given, **others})
         except ConfigError as error:
             problems += error.problems
         if problems:
@@ -165,7 +166,6 @@ class ModelConfig:
 
 NOT_THE_FUNCTION = {"activation_checkpointing", "attention_backend", "real_vocab", "chunk", "query_chunk"}
 """Keys that say how an architecture is computed or sampled, not what it computes."""
-LARGEST = 1 << 24  # of every size: what is larger is a slip of the keyboard, or damage
 _SIZE_KEYS = ("n_layer", "n_head", "d_model", "context", "vocab_size")
 
 
@@ -215,29 +215,24 @@ def _problems(config: ModelConfig) -> list[str]:
             wrong.add(kind)
     problems += _extras_problems(config)
 
-    hints = type_hints(ModelConfig)
-    for f in dataclasses.fields(config):
-        if f.name not in ("options", "extras", *REGISTRIES):
-            problem = type_problem(f.name, getattr(config, f.name), hints[f.name])
-            if problem:
-                problems.append(problem)
-                wrong.add(f.name)
+    of_fields = field_problems(config, but=("options", "extras", *REGISTRIES))
+    problems += of_fields.values()
+    wrong |= of_fields.keys()
     problems += _value_problems(config, wrong)
-    clashes = _clashes(config)
-    option_problems = _option_problems(config)
-    problems += [*clashes, *option_problems.values()]
-    if clashes:  # of a component itself: no setting would help
+    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "options"}
+    clashing = clashes(selected(config), {*settings, "options"})
+    of_options = option_problems(config.options, selected(config), {**REGISTRIES, "extras": extras}, settings)
+    problems += [*clashing, *of_options.values()]
+    if clashing:  # of a component itself: no setting would help
         return problems
-    if not (wrong or option_problems):
+    if not (wrong or of_options):
         problems += _pair_problems(config)
         for kind in REGISTRIES:
             problems += config.component(kind).reasons(config)
         return problems + [p for e in extras if e.component.chosen(config) for p in e.component.reasons(config)]
-    wrong |= option_problems.keys()
-    right = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in wrong}
-    right["options"] = {key: value for key, value in config.options.items() if key not in wrong}
+    wrong |= of_options.keys()
     try:
-        ModelConfig(**right)
+        ModelConfig.from_dict({key: value for key, value in {**settings, **config.options}.items() if key not in wrong})
     except ConfigError as error:
         problems += [p for p in independent(error.problems, wrong) if p not in problems]
     return problems
@@ -291,20 +286,8 @@ def _pair_problems(config: ModelConfig) -> list[str]:
 
 
 def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
-    """Numbers out of range, among the keys that have the right type."""
+    """Numbers that do not fit each other, among the keys that are right by themselves."""
     problems = []
-    for key in (*_SIZE_KEYS, "mlp_hidden"):
-        value = getattr(config, key)
-        if key not in wrong and value is not None and not 1 <= value <= LARGEST:
-            limit = "at least 1" if value < 1 else f"at most {LARGEST:,}"
-            problems.append(f"{key} = {value} should be {limit}.")
-            wrong = wrong | {key}
-    for key in ("norm_eps", "aux_norm_gain", "logit_softcap"):
-        value = getattr(config, key)
-        if key not in wrong and value is not None and not 0 < value < math.inf:
-            problems.append(f"{key} = {value} should be above 0 and finite.")
-    if "embedding_skip_start" not in wrong and not math.isfinite(config.embedding_skip_start):
-        problems.append(f"embedding_skip_start = {config.embedding_skip_start} should be finite.")
     real = config.real_vocab
     if not wrong & {"real_vocab", "vocab_size"} and real is not None and not 1 <= real <= config.vocab_size:
         problems.append(f"real_vocab = {real} should lie between 1 and vocab_size = {config.vocab_size}.")
@@ -321,48 +304,4 @@ def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
             f"positions = 'rotary' turns pairs of coordinates, but d_model / n_head = {config.head_dim} is odd. "
             "Choose an even head width or positions = 'learned'."
         )
-    return problems
-
-
-def _clashes(config: ModelConfig) -> list[str]:
-    """Options that a component calls like a config key, or like an option of another component."""
-    fields = {f.name for f in dataclasses.fields(config)}
-    owners: dict[str, str] = {}
-    problems = []
-    for kind, name, part in selected(config):
-        for key in part.options:
-            if key in fields or key in owners:
-                other = "a config key" if key in fields else f"an option of the {owners[key]}"
-                problems.append(f"The {kind} '{name}' names an option '{key}', which is {other}.")
-            owners.setdefault(key, kind)
-    return problems
-
-
-def _option_problems(config: ModelConfig) -> dict[str, str]:
-    """What is wrong with the options, by name."""
-    declared = declared_options(config)
-    problems = {}
-    for key, value in config.options.items():
-        if key in declared:
-            problem = declared[key][1].problem(key, value)
-            if problem:
-                problems[key] = problem
-            continue
-        owners = [
-            f"{kind} = '{entry.name}'"
-            for kind, registry in {**REGISTRIES, "extras": extras}.items()
-            for entry in registry
-            if key in entry.component.options
-        ]
-        if owners:
-            kinds = {owner.split(" ")[0] for owner in owners}
-            here = " and ".join(f"{kind} = {getattr(config, kind)!r}" for kind in sorted(kinds))
-            problems[key] = (
-                f"{key} = {value!r} has no meaning here: it is an option of {' or '.join(owners)}; "
-                f"this model has {here}."
-            )
-        else:
-            known = [f.name for f in dataclasses.fields(config) if f.name != "options"] + list(declared)
-            hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
-            problems[key] = f"Unknown key '{key}'.{hint}"
     return problems

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -13,17 +14,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stepformer.base.errors import InputError, suggestion
-from stepformer.decoding.beams import beam_search
-from stepformer.decoding.sampling import Generation, Prompts, Sampling, Steps, stream
+from stepformer.decoding.cache import Cache
+from stepformer.decoding.generation import generate
 from stepformer.model import engines
 from stepformer.model.backbone import Backbone
-from stepformer.model.inputs import check_inputs
 from stepformer.model.roles import Role, named_roles
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from stepformer.ops.linear import rounded_weights
 from stepformer.ops.sharding import whole
-from stepformer.oracles import Cache, Call
+from stepformer.ops.tables import check_inputs
+from stepformer.oracles import Call
 from stepformer.rules import State, templates
 
 
@@ -70,7 +71,8 @@ class Model(Backbone):
         `last_only` returns the logits of each row's last real token alone, (B, 1, V); `loss_only` the loss alone,
         for which a GPU never holds the logits of all tokens. That loss has first derivatives only (`ops.off`).
         """
-        check_inputs(self.config, tokens, targets, lengths, cached=cache is not None)
+        longest = self.config.context if cache is None else math.inf  # a cache knows its own capacity
+        check_inputs(tokens, targets, lengths, vocab_size=self.config.vocab_size, context=longest)
         if targets is not None and last_only:
             raise InputError("`last_only` gives the logits of one token a row; it cannot be combined with targets.")
         if cache is not None and [len(layer) for layer in cache.slots] != self.attention_calls():
@@ -126,7 +128,7 @@ class Model(Backbone):
     @torch.no_grad()
     def passages(self, tokens: Tensor, *, rows: bool = False) -> Iterator[Passage]:
         """Send tokens (B, T) through the layers, as written, and look at each; `rows` as in `observe`."""
-        check_inputs(self.config, tokens)
+        check_inputs(tokens, None, None, vocab_size=self.config.vocab_size, context=self.config.context)
         call = self.call_of(tokens.long())
         s = self.start(tokens.long(), call.positions)
         for i, block in enumerate(self.blocks):
@@ -136,10 +138,9 @@ class Model(Backbone):
             def note(name: str, value: Tensor, seen: dict[str, list[Tensor]] = seen) -> None:
                 seen.setdefault(name, []).append(value)
 
-            def look(module: object, inputs: tuple[Tensor, ...], points: list[Tensor] = points) -> None:
-                points.append(inputs[0])
-
-            handle = block.attn_norm.register_forward_pre_hook(look)
+            handle = block.attn_norm.register_forward_pre_hook(
+                lambda _, inputs, points=points: points.append(inputs[0])
+            )
             try:
                 after = block(s, replace(call, observe=note, rows=rows), i in self.plain_layers)
             finally:
@@ -167,28 +168,20 @@ class Model(Backbone):
 
     def num_parameters(self, convention: Literal["total", "non-positional", "non-embedding"] = "total") -> int:
         """Parameter count: all; without position tables; or without any token or position table."""
-        if convention not in ("total", "non-positional", "non-embedding"):
+        tables = {"total": (), "non-positional": ("pos_emb",), "non-embedding": ("pos_emb", "tok_emb")}
+        if convention not in tables:
             raise InputError(
                 f"Unknown counting convention '{convention}': use 'total', 'non-positional' or 'non-embedding'."
             )
-        left_out = {"total": (), "non-positional": ("pos_emb",), "non-embedding": ("pos_emb", "tok_emb")}[convention]
-        return sum(p.numel() for n, p in self.named_parameters() if not any(f"{w}." in n for w in left_out))
+        return sum(p.numel() for n, p in self.named_parameters() if not any(f"{w}." in n for w in tables[convention]))
 
     def coefficients(self) -> list[dict[str, float]]:
         """Current values of the learned coefficients, one dictionary per layer; `r[3]` is that of head 3.
 
         Of a model that is spread over ranks, all of them must ask together.
         """
-        layers: list[dict[str, float]] = []
-        for block in self.blocks:
-            values: dict[str, float] = {}
-            for bank in block.banks():
-                for key, spec in bank.specs.items():
-                    numbers = whole(bank.value(key).detach()).tolist()
-                    names = [key] if spec.size == 1 else [f"{key}[{i}]" for i in range(spec.size)]
-                    values.update(zip(names, numbers, strict=True))
-            layers.append(values)
-        return layers
+        banks = [block.banks() for block in self.blocks]
+        return [{key: value for bank in own for key, value in bank.named_values().items()} for own in banks]
 
     def gains(self) -> list[dict[str, float]]:
         """Root mean square of every norm's gain, one dictionary per layer; of a spread model all ranks ask."""
@@ -221,60 +214,8 @@ class Model(Backbone):
             for bank in block.banks():
                 bank.pinned.clear()
 
-    def recorded_steps(
-        self, batch: int, longest: int, max_new_tokens: int, sampling: Sampling
-    ) -> tuple[contextlib.AbstractContextManager[Steps] | None, str | None]:
-        """Decoding steps of this model as CUDA graphs, or why there are none."""
-        return engines.decoding(self, batch, longest, max_new_tokens, sampling)
-
-    def generate(
-        self,
-        prompts: Prompts,
-        *,
-        max_new_tokens: int = 100,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        stop: int | Collection[int] | None = None,
-        seed: int | None = None,
-        on_context_end: Literal["stop", "slide"] = "stop",
-        beams: int | None = None,
-        length_penalty: float = 1.0,
-    ) -> Generation:
-        """Continue one prompt or several of different length; `decoding.sampling.stream` explains the settings.
-
-        With `beams` nothing is drawn: each prompt gets its best continuation by beam search (`decoding.beams`).
-        """
-        if beams is not None:
-            if temperature != 1.0 or (top_k, top_p, seed) != (None, None, None):
-                raise InputError("Beam search draws nothing: temperature, top_k, top_p and seed do not go with beams.")
-            return beam_search(
-                self,
-                prompts,
-                beams=beams,
-                length_penalty=length_penalty,
-                max_new_tokens=max_new_tokens,
-                stop=stop,
-                on_context_end=on_context_end,
-            )
-        if length_penalty != 1.0:
-            raise InputError(f"length_penalty = {length_penalty} ranks beams: it needs `beams`.")
-        result = Generation([], [])
-        steps = stream(
-            self,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=stop,
-            seed=seed,
-            on_context_end=on_context_end,
-            result=result,
-        )
-        for _ in steps:
-            pass
-        return result
+    recorded_steps = engines.decoding
+    generate = generate
 
     def hybrid(self, *, layers: Collection[int] | None = None, cutoff: int | None = None) -> Model:
         """The same weights with momentum in some layers only, the others as plain residual blocks.
@@ -291,8 +232,7 @@ class Model(Backbone):
             )
         if (layers is None) == (cutoff is None):
             raise InputError("Give either `layers` (a set of layer numbers) or `cutoff` (a layer number).")
-        momentum: Iterable[int] = range(cutoff) if cutoff is not None else layers or ()
-        momentum = frozenset(momentum)
+        momentum = frozenset(range(cutoff) if cutoff is not None else layers or ())
         if cutoff is not None and not 0 <= cutoff <= config.n_layer:
             raise InputError(f"cutoff = {cutoff} should lie between 0 and {config.n_layer}, the number of layers.")
         if any(not 0 <= i < config.n_layer for i in momentum):

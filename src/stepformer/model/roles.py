@@ -49,16 +49,3 @@ def named_roles(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Role]]:
                     f"Parameter '{name}' has no role: call stepformer.model.roles.declare in {type(module).__name__}."
                 )
             yield name, parameter, role
-
-
-def stacked_parts(model: nn.Module) -> dict[str, int]:
-    """Parameters that hold several matrices on top of each other, and how many; modules say so in `stacked`.
-
-    A module declares `stacked = {"qkv.weight": 3}` when its map gives queries, keys and values in one product.
-    """
-    return {
-        f"{prefix}.{name}" if prefix else name: count
-        for prefix, module in model.named_modules()
-        for name, count in getattr(module, "stacked", {}).items()
-        if count > 1
-    }

@@ -58,12 +58,13 @@ from stepformer.ops.common import (
     thread_sums,
     tile_columns,
 )
+from stepformer.ops.operators import operator
 
 SCALARS = ("beta1", "beta2", "step", "lam")
 
 
 @triton.jit
-def _proposal(a: tl.tensor, second: tl.tensor) -> tl.tensor:
+def _proposal(a, second):  # type: ignore[no-untyped-def]
     """a / q, 1 / q and 1 / sqrt(second) (0 where `second` is 0), with q = sqrt(second) + 1e-8."""
     rsqrt = tl.where(second > 0, tl.rsqrt(tl.where(second > 0, second, 1.0)), 0.0)
     inverse = 1 / (second * rsqrt + 1e-8)
@@ -71,16 +72,12 @@ def _proposal(a: tl.tensor, second: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _adaptive_forward_kernel(
-    g: tl.tensor, g2: tl.tensor, x: tl.tensor, m: tl.tensor, s: tl.tensor,
-    gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
-    raw_beta1: tl.tensor, raw_beta2: tl.tensor, raw_step: tl.tensor, raw_lam: tl.tensor,
-    c_beta1: tl.tensor, c_beta2: tl.tensor, c_step: tl.tensor, c_lam: tl.tensor,
-    x_out: tl.tensor, m_out: tl.tensor, s_out: tl.tensor, u: tl.tensor, u2: tl.tensor,
-    statistics: tl.tensor, n: tl.tensor, eps_v: tl.tensor, eps: tl.tensor,
+def _adaptive_forward_kernel(  # type: ignore[no-untyped-def]
+    g, g2, x, m, s, gain_v, gain_a, bias_a, gain_b, bias_b, raw_beta1, raw_beta2, raw_step, raw_lam,
+    c_beta1, c_beta2, c_step, c_lam, x_out, m_out, s_out, u, u2, statistics, n, eps_v, eps,
     BETA1: tl.constexpr, BETA2: tl.constexpr, STEP: tl.constexpr, LAM: tl.constexpr,
     CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
@@ -128,17 +125,13 @@ def _adaptive_forward_kernel(
 
 
 @triton.jit
-def _adaptive_backward_kernel(
-    du: tl.tensor, du2: tl.tensor, dx_out: tl.tensor, dm_out: tl.tensor, ds_out: tl.tensor,
-    x_out: tl.tensor, g: tl.tensor, g2: tl.tensor, m: tl.tensor, s: tl.tensor, statistics: tl.tensor,
-    gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
-    raw_beta1: tl.tensor, raw_beta2: tl.tensor, raw_step: tl.tensor, raw_lam: tl.tensor,
-    c_beta1: tl.tensor, c_beta2: tl.tensor, c_step: tl.tensor, c_lam: tl.tensor,
-    dx: tl.tensor, dg: tl.tensor, dm: tl.tensor, ds: tl.tensor, partial: tl.tensor, n: tl.tensor,
+def _adaptive_backward_kernel(  # type: ignore[no-untyped-def]
+    du, du2, dx_out, dm_out, ds_out, x_out, g, g2, m, s, statistics, gain_v, gain_a, bias_a, gain_b, bias_b,
+    raw_beta1, raw_beta2, raw_step, raw_lam, c_beta1, c_beta2, c_step, c_lam, dx, dg, dm, ds, partial, n,
     BETA1: tl.constexpr, BETA2: tl.constexpr, STEP: tl.constexpr, LAM: tl.constexpr,
     CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
     beta1 = mapped(raw_beta1, c_beta1, BETA1) if m is not None else 0.0
@@ -263,31 +256,9 @@ def backward_tile(d: int, width: int) -> Tile:
     return common.buffered(tile, d, width)
 
 
-@torch.library.custom_op("stepformer::adaptive_pass", mutates_args=())
-def _pass(
-    g: Tensor, x: Tensor, m: Tensor | None, s: Tensor, g2: Tensor | None,
-    gain_v: Tensor, gain_a: Tensor | None, bias_a: Tensor | None, gain_b: Tensor | None, bias_b: Tensor | None,
-    raw_beta1: Tensor | None, raw_beta2: Tensor | None, raw_step: Tensor | None, raw_lam: Tensor | None,
-    kinds: list[int], constants: list[float], eps_v: float, eps: float, outputs: int, centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x_out, m_out, s_out, u, u2, statistics = _outputs(g, x, m, s, outputs, dtype)
-    d = g.shape[-1]
-    n = statistics.shape[1]
-    tile = common.row_tile(d)
-    _adaptive_forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
-        g.contiguous(), dense(g2), x.contiguous(), dense(m), s.contiguous(), gain_v, gain_a, bias_a, gain_b, bias_b,
-        raw_beta1, raw_beta2, raw_step, raw_lam, *constants,
-        x_out, m_out, s_out, u if outputs else None, u2 if outputs > 1 else None, statistics, n, eps_v, eps, *kinds,
-        CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows, **tile.options(),
-    )  # fmt: skip
-    return x_out, m_out, s_out, u, u2, statistics
-
-
-def _outputs(
-    g: Tensor, x: Tensor, m: Tensor | None, s: Tensor, outputs: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _outputs(g: Tensor, x: Tensor, m: Tensor | None, s: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """Unwritten memory for x', m', s', u, u2 and the statistics; empty where one does not exist."""
+    outputs, _, dtype = others[-3:]
     return (
         x.new_empty(g.shape),
         s.new_empty(0) if m is None else m.new_empty(g.shape),
@@ -298,15 +269,40 @@ def _outputs(
     )
 
 
-@_pass.register_fake
-def _(
-    g: Tensor, x: Tensor, m: Tensor | None, s: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs, _, dtype = args[-3:]
-    return _outputs(g, x, m, s, outputs, dtype)
+@operator("adaptive_pass", fake=_outputs)
+def _pass(
+    g: Tensor, x: Tensor, m: Tensor | None, s: Tensor, g2: Tensor | None,
+    gain_v: Tensor, gain_a: Tensor | None, bias_a: Tensor | None, gain_b: Tensor | None, bias_b: Tensor | None,
+    raw_beta1: Tensor | None, raw_beta2: Tensor | None, raw_step: Tensor | None, raw_lam: Tensor | None,
+    kinds: list[int], constants: list[float], eps_v: float, eps: float, outputs: int, centred: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x_out, m_out, s_out, u, u2, statistics = _outputs(g, x, m, s, outputs, centred, dtype)
+    d = g.shape[-1]
+    n = statistics.shape[1]
+    tile = common.row_tile(d)
+    _adaptive_forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
+        g.contiguous(), dense(g2), x.contiguous(), dense(m), s.contiguous(), gain_v, gain_a, bias_a, gain_b, bias_b,
+        raw_beta1, raw_beta2, raw_step, raw_lam, *constants,
+        x_out, m_out, s_out, u if outputs else None, u2 if outputs > 1 else None, statistics, n, eps_v, eps, *kinds,
+        CENTRED=centred, **tile.options(d),
+    )  # fmt: skip
+    return x_out, m_out, s_out, u, u2, statistics
 
 
-@torch.library.custom_op("stepformer::adaptive_pass_backward", mutates_args=())
+def _gradients(x_out: Tensor, g: Tensor, m: Tensor | None, s: Tensor, wants: list[bool]) -> list[Tensor]:
+    """Unwritten memory for dx, dg, dm, ds, empty where nobody wants one."""
+    streams = (x_out, g, s if m is None else m, s)
+    return [t.new_empty(g.shape if want else 0) for t, want in zip(streams, wants, strict=True)]
+
+
+def _all_gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    x_out, g, _, m, s, statistics = arguments[5:11]
+    columns = common.columns(arguments[11:16], g.shape[-1], len(SCALARS))
+    return *_gradients(x_out, g, m, s, arguments[-1]), statistics.new_empty(columns)
+
+
+@operator("adaptive_pass_backward", fake=_all_gradients)
 def _pass_backward(
     du: Tensor | None, du2: Tensor | None, dx_out: Tensor | None, dm_out: Tensor | None, ds_out: Tensor | None,
     x_out: Tensor, g: Tensor, g2: Tensor | None, m: Tensor | None, s: Tensor, statistics: Tensor,
@@ -327,27 +323,9 @@ def _pass_backward(
         *[packed(t) for t in inputs], statistics, *vectors,
         raw_beta1, raw_beta2, raw_step, raw_lam, *constants,
         *[t if want else None for t, want in zip(grads, wants, strict=True)], partial, n, *kinds,
-        CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows,
-        TILES=tiles, STAGES=tile.stages, HOLD=tile.hold, WIDTH=columns, **tile.options(),
+        CENTRED=centred, TILES=tiles, STAGES=tile.stages, HOLD=tile.hold, WIDTH=columns, **tile.options(d),
     )  # fmt: skip
-    return *grads, common.sum_lines(partial)
-
-
-def _gradients(
-    x_out: Tensor, g: Tensor, m: Tensor | None, s: Tensor, wants: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unwritten memory for dx, dg, dm, ds, empty where nobody wants one."""
-    dx, dg, dm, ds = [
-        t.new_empty(g.shape if want else 0) for t, want in zip((x_out, g, s if m is None else m, s), wants, strict=True)
-    ]
-    return dx, dg, dm, ds
-
-
-@_pass_backward.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    x_out, g, _, m, s, statistics = args[5:11]
-    columns = common.columns(args[11:16], g.shape[-1], len(SCALARS))
-    return *_gradients(x_out, g, m, s, args[-1]), statistics.new_empty(columns)
+    return *grads, common.sum_lines(partial)  # type: ignore[return-value]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -395,9 +373,7 @@ def adaptive_pass(
     scalars = (beta1 if m is not None else None, beta2, gamma.times(scale), lam)
     x_out, m_out, s_out, u, u2, _ = torch.ops.stepformer.adaptive_pass(
         g, x, m, s, g2, gain_v, gain_a, bias_a, gain_b, bias_b,
-        *[None if c is None else c.raw for c in scalars],
-        [common.code(c) for c in scalars],
-        [1.0 if c is None else c.constant for c in scalars],
+        *common.taken_apart(scalars),
         eps_v, eps, len(norms), norm_kind == "layernorm", out_dtype or x.dtype,
     )  # fmt: skip
     return x_out, None if m is None else m_out, s_out, u if norms else None, u2 if len(norms) > 1 else None

@@ -63,8 +63,19 @@ def code(scalar: Scalar | None) -> int:
     return -1 if scalar.raw is None else CODES[scalar.kind]
 
 
+def taken_apart(scalars: tuple[Scalar | None, ...]) -> tuple[Any, ...]:
+    """Scalars as operators take them: each raw parameter, the list of ranges and that of constants."""
+    raws = (None if s is None else s.raw for s in scalars)
+    return *raws, [code(s) for s in scalars], [1.0 if s is None else s.constant for s in scalars]
+
+
+def next_step(beta: Scalar | None, gamma: Scalar | None, scale: float) -> Scalar | None:
+    """scale * gamma of the pass that will consume a velocity; nothing without the beta that it goes with."""
+    return None if beta is None else (gamma or ONE).times(scale)
+
+
 @triton.jit
-def mapped(raw: tl.tensor, constant: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def mapped(raw, constant, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """The value of a scalar; `raw` points to its parameter."""
     if KIND < 0:
         value = constant
@@ -83,7 +94,7 @@ def mapped(raw: tl.tensor, constant: tl.tensor, KIND: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def slope(raw: tl.tensor, constant: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def slope(raw, constant, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """d value / d raw."""
     y = tl.load(raw).to(tl.float32)
     if KIND == UNIT:
@@ -97,13 +108,13 @@ def slope(raw: tl.tensor, constant: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def quotient(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def quotient(a, b):  # type: ignore[no-untyped-def]
     """a / b, and 0 where b is 0."""
     return tl.where(b == 0, 0.0, a / tl.where(b == 0, 1.0, b))
 
 
 @triton.jit
-def tile_columns(CHUNKS: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
+def tile_columns(CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The columns of a tile (chunks, rows, columns of a chunk), shape (CHUNKS, 1, CHUNK).
 
     With rows in the middle, Triton gives a row of CHUNK <= 256 numbers to one warp (8 per thread) and the chunks to
@@ -115,34 +126,32 @@ def tile_columns(CHUNKS: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def row_sum(a: tl.tensor) -> tl.tensor:
+def row_sum(a):  # type: ignore[no-untyped-def]
     """(CHUNKS, ROWS, CHUNK) -> (ROWS,)"""
     return tl.sum(tl.sum(a, 0), 1)
 
 
 @triton.jit
-def row_sums(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+def row_sums(a, b):  # type: ignore[no-untyped-def]
     """Two of them at the price of one: warps meet once."""
     return tl.split(tl.sum(tl.sum(tl.join(a, b), 0), 1))
 
 
 @triton.jit
-def over_row(a: tl.tensor) -> tl.tensor:
+def over_row(a):  # type: ignore[no-untyped-def]
     """(ROWS,) -> (1, ROWS, 1)"""
     return a[None, :, None]
 
 
 @triton.jit
-def thread_sums(a: tl.tensor) -> tl.tensor:
+def thread_sums(a):  # type: ignore[no-untyped-def]
     """Sums of the numbers that one thread holds: what is added up to a scalar at the very end stays this small."""
     a = tl.sum(a, 0)
     return tl.sum(tl.reshape(a, (a.shape[0], a.shape[1] // 8, 8)), 2)
 
 
 @triton.jit
-def row_statistics(
-    p: tl.tensor, column: tl.tensor, eps: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr
-) -> tl.tensor:
+def row_statistics(p, column, eps, CENTRED: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Mean and reciprocal deviation of each row of a tile; `column` says which columns exist."""
     if CENTRED:
         mean = row_sum(p) / D
@@ -155,13 +164,13 @@ def row_statistics(
 
 
 @triton.jit
-def standardised(p: tl.tensor, mean: tl.tensor, r: tl.tensor) -> tl.tensor:
+def standardised(p, mean, r):  # type: ignore[no-untyped-def]
     """(p - mean) r, as one multiplication and addition."""
     return p * over_row(r) - over_row(mean * r)
 
 
 @triton.jit
-def row_norm_backward(c: tl.tensor, hat: tl.tensor, r: tl.tensor, CENTRED: tl.constexpr, D: tl.constexpr) -> tl.tensor:
+def row_norm_backward(c, hat, r, CENTRED: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Gradient of the norm's input from that of `hat`, and mean(c hat) of each row."""
     if CENTRED:
         total, along = row_sums(c, c * hat)
@@ -173,14 +182,14 @@ def row_norm_backward(c: tl.tensor, hat: tl.tensor, r: tl.tensor, CENTRED: tl.co
 
 
 @triton.jit
-def load_tile(source: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def load_tile(source, at, mask):  # type: ignore[no-untyped-def]
     return tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_stored(
-    source: tl.tensor, rows: tl.tensor, n: tl.tensor, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
-) -> tl.tensor:
+def load_stored(  # type: ignore[no-untyped-def]
+    source, rows, n, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+):
     """A tile of rows as it lies in memory, and 0 where there is no tensor: cheap to hold until it is needed.
 
     A tensor of int32 holds two numbers of bf16 in each: single ones would take a register each.
@@ -196,10 +205,9 @@ def load_stored(
 
 
 @triton.jit
-def load_four(
-    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, rows: tl.tensor, n: tl.tensor,
-    D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def load_four(  # type: ignore[no-untyped-def]
+    a, b, c, d, rows, n, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+):
     """The same rows of four tensors as they are stored."""
     return (
         load_stored(a, rows, n, D, CHUNKS, CHUNK),
@@ -210,7 +218,7 @@ def load_four(
 
 
 @triton.jit
-def numbers(stored: tl.tensor) -> tl.tensor:
+def numbers(stored):  # type: ignore[no-untyped-def]
     """What `load_stored` gave, in fp32. The upper half of an fp32 number is a bf16 number."""
     if stored.dtype == tl.int32:
         low = (stored << 16).to(tl.float32, bitcast=True)
@@ -222,29 +230,26 @@ def numbers(stored: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def load_columns(source: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor:
+def load_columns(source, columns, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """A gain or bias in the shape of `columns`, so that it lies in the threads where it is needed."""
     return tl.load(source + columns, mask=columns < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_gain(source: tl.tensor, columns: tl.tensor, D: tl.constexpr) -> tl.tensor:
+def load_gain(source, columns, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """A gain by which something is divided later: one that is exactly 0 counts as 1e-20, and can learn."""
     gain = load_columns(source, columns, D)
     return tl.where((gain == 0) & (columns < D), 1e-20, gain)
 
 
 @triton.jit
-def store_columns(line: tl.tensor, columns: tl.tensor, total: tl.tensor, D: tl.constexpr) -> None:
+def store_columns(line, columns, total, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows' sums of a tile, added up, into a line of partial sums."""
     tl.store(line + columns, tl.sum(total, 1, keep_dims=True), mask=columns < D)
 
 
 @triton.jit
-def store_normalised(
-    u: tl.tensor, at: tl.tensor, mask: tl.tensor, hat: tl.tensor, gain: tl.tensor, bias: tl.tensor,
-    columns: tl.tensor, D: tl.constexpr,
-) -> None:  # fmt: skip
+def store_normalised(u, at, mask, hat, gain, bias, columns, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """u = gain hat + bias."""
     if gain is not None:
         hat = hat * load_columns(gain, columns, D)
@@ -254,7 +259,7 @@ def store_normalised(
 
 
 @triton.jit
-def held_columns(source: tl.tensor, columns: tl.tensor, D: tl.constexpr, HOLD: tl.constexpr) -> tl.tensor:
+def held_columns(source, columns, D: tl.constexpr, HOLD: tl.constexpr):  # type: ignore[no-untyped-def]
     """A gain to keep in registers, or nothing."""
     if HOLD and source is not None:
         held = load_columns(source, columns, D)
@@ -264,10 +269,9 @@ def held_columns(source: tl.tensor, columns: tl.tensor, D: tl.constexpr, HOLD: t
 
 
 @triton.jit
-def hat_gradient(
-    du: tl.tensor, hat: tl.tensor, gain: tl.tensor, bias: tl.tensor, sum_gain: tl.tensor, sum_bias: tl.tensor,
-    held: tl.tensor, columns: tl.tensor, D: tl.constexpr, HOLD: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def hat_gradient(  # type: ignore[no-untyped-def]
+    du, hat, gain, bias, sum_gain, sum_bias, held, columns, D: tl.constexpr, HOLD: tl.constexpr
+):
     """What u = gain hat + bias hands back: dL/dhat, and the running sums of the gradients of gain and bias."""
     if bias is not None:
         sum_bias += du
@@ -278,10 +282,7 @@ def hat_gradient(
 
 
 @triton.jit
-def store_vector_sums(
-    line: tl.tensor, columns: tl.tensor, gain: tl.tensor, bias: tl.tensor, sum_gain: tl.tensor, sum_bias: tl.tensor,
-    D: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def store_vector_sums(line, columns, gain, bias, sum_gain, sum_bias, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write those of the two sums that belong to a parameter; where the next one goes."""
     if gain is not None:
         store_columns(line, columns, sum_gain, D)
@@ -293,10 +294,9 @@ def store_vector_sums(
 
 
 @triton.jit
-def sum_lines_kernel(
-    lines: tl.tensor, total: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr, TURNS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+def sum_lines_kernel(  # type: ignore[no-untyped-def]
+    lines, total, count, WIDTH: tl.constexpr, TURNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """The sum over the lines of (count, WIDTH); a program has COLUMNS of them, and its loads do not wait in line."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     rows = tl.arange(0, ROWS)[:, None]
@@ -321,8 +321,10 @@ class Tile(NamedTuple):
     ahead: bool = False
     hold: bool = False
 
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
+    def options(self, d: int) -> dict[str, int]:
+        """Of a launch for rows of d numbers."""
+        sizes = {"D": d, "CHUNKS": chunks(d, self), "CHUNK": self.chunk, "ROWS": self.rows, "num_warps": self.warps}
+        return {**sizes, "maxnreg": self.registers} if self.registers else sizes
 
 
 @lru_cache
@@ -368,11 +370,6 @@ def persistent(n: int, tile: Tile, device: torch.device) -> tuple[int, int]:
     tiles = max(1, triton.cdiv(n, tile.rows))
     programs = min(tiles, multiprocessors(device) * tile.programs)
     return programs, triton.cdiv(tiles, programs)
-
-
-def nothing(like: Tensor) -> Tensor:
-    """An operator returns tensors only: this one stands for an output that does not exist."""
-    return like.new_empty(0)
 
 
 def dense(t: Tensor | None) -> Tensor | None:

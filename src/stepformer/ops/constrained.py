@@ -17,6 +17,7 @@ Saved for the backward: q, k, v, O, W (as O) and five numbers per row.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from stepformer.ops.constrained_backward import key_gradient, query_gradient
 from stepformer.ops.constrained_forward import gather_rows, solve_rows
 from stepformer.ops.constraint import BETA_MAX
+from stepformer.ops.operators import differentiable, operator
 
 HEAD_DIMS = (16, 32, 64, 128)
 PASSES = 12  # over the keys at most; blocks of hard scores took 4 to 7, one 10
@@ -117,13 +119,24 @@ def solve(q: Tensor, k: Tensor, radius: Tensor, ceiling: float = math.inf, *, co
     return state
 
 
-@torch.library.custom_op("stepformer::constrained_attention", mutates_args=())
+def by_token(*heads: Tensor) -> Iterator[Tensor]:
+    """Unwritten memory (B, T, H, d) for each of some (B, H, T, d)."""
+    for like in heads:
+        batch, n_head, length, d = like.shape
+        yield like.new_empty(batch, length, n_head, d)
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, radius: Tensor, ceiling: float) -> tuple[Tensor, Tensor, Tensor]:
+    out, tilt = by_token(v, v)
+    return out, tilt, q.new_empty(5, *q.shape[:3], dtype=torch.float32)
+
+
+@operator("constrained_attention", fake=_outputs)
 def _forward(q: Tensor, k: Tensor, v: Tensor, radius: Tensor, ceiling: float) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, length, d = q.shape
     state = solve(q, k, radius, ceiling)
-    out = torch.empty(batch, length, heads, d, dtype=v.dtype, device=q.device)
-    tilt, rows = torch.empty_like(out), state.new_empty(5, batch, heads, length)
+    out, tilt, rows = _outputs(q, k, v, radius, ceiling)
     tile = tiles(_wider(q, v)).gather
     gather_rows[(triton.cdiv(length, tile.queries), batch * heads)](
         q, k, v, radius, state, out, tilt, rows,
@@ -134,21 +147,18 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, radius: Tensor, ceiling: float) ->
     return out, tilt, rows
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, radius: Tensor, ceiling: float) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, length, d = q.shape
-    out = v.new_empty(batch, length, heads, d)
-    return out, torch.empty_like(out), q.new_empty(5, batch, heads, length, dtype=torch.float32)
+def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    return *by_token(q, k, v), others[-1].new_empty(q.shape[:3])
 
 
-@torch.library.custom_op("stepformer::constrained_attention_backward", mutates_args=())
+@operator("constrained_attention_backward", fake=_gradients)
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tilt: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad, q, k, v = _rows(grad), _rows(q), _rows(k), _rows(v)
     batch, heads, length, d = q.shape
-    dq, dk, dv = (torch.empty(batch, length, heads, d, dtype=x.dtype, device=q.device) for x in (q, k, v))
-    lines, dradius = rows.new_empty(5, batch, heads, length), rows.new_empty(batch, heads, length)
+    dq, dk, dv, dradius = _gradients(grad, q, k, v, rows)
+    lines = torch.empty_like(rows)
     by_query, by_key = tiles(_wider(q, v)).query, tiles(_wider(q, v)).key
     g = grad.stride()  # (B, T, H, d)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], g[0], g[2], g[1], heads, length, rows[0].numel())
@@ -165,26 +175,16 @@ def _backward(
     return dq, dk, dv, dradius
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tilt: Tensor, rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, length, d = q.shape
-    dq, dk, dv = (x.new_empty(batch, length, heads, d) for x in (q, k, v))
-    return dq, dk, dv, rows.new_empty(batch, heads, length)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.radius_dtype = inputs[3].dtype
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(needs: Any, kept: Any, constants: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     if grad is None:
-        return None, None, None, None, None
-    dq, dk, dv, dradius = _backward(grad, *ctx.saved_tensors)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dradius.to(ctx.radius_dtype), None
+        return ()
+    dq, dk, dv, dradius = _backward(grad, *kept)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dradius.to(*constants)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+differentiable(
+    _forward,
+    keep=lambda inputs, outputs: ((*inputs[:3], *outputs), (inputs[3].dtype,)),
+    gradients=_differentiate,
+    unused=True,
+)

@@ -24,12 +24,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _sums_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, rows: tl.tensor, b2: tl.tensor, mean: tl.tensor,
-    entropy: tl.tensor, z: tl.tensor, s1: tl.tensor, s2: tl.tensor, g0: tl.tensor, g1: tl.tensor,
-    kt: tl.tensor, vt: tl.tensor, length: tl.tensor, stop: tl.tensor,
+def _sums_pass(  # type: ignore[no-untyped-def]
+    q, k, v, grad, rows, b2, mean, entropy, z, s1, s2, g0, g1, kt, vt, length, stop,
     D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Sums of a, a x, a x^2, a g and a x g."""
     for n in range(0, stop, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
@@ -49,12 +47,10 @@ def _sums_pass(
 
 
 @triton.jit
-def _query_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, rows: tl.tensor, b2: tl.tensor, mean: tl.tensor,
-    entropy: tl.tensor, gain: tl.tensor, ratio: tl.tensor, dq: tl.tensor,
-    kt: tl.tensor, vt: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+def _query_pass(  # type: ignore[no-untyped-def]
+    q, k, v, grad, rows, b2, mean, entropy, gain, ratio, dq, kt, vt, length, begin, stop,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     for n in range(begin, stop, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
         tile = load_rows(k, keys, kt, length, D, DIAGONAL)
@@ -70,15 +66,11 @@ def _query_pass(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def query_gradient(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor,
-    grad_ptr: tl.tensor, rows_ptr: tl.tensor,
-    dq_ptr: tl.tensor, dradius_ptr: tl.tensor, lines_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
-    vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor,
-    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+def query_gradient(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, out_ptr, tilt_ptr, grad_ptr, rows_ptr, dq_ptr, dradius_ptr, lines_ptr,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """dq (B, T, H, D), dradius (B, H, T) and, for the other kernel, lines (5, B, H, T): b / ln 2, H / ln 2, m, dO.O, r.
 
     m stays apart from H + b m, which is large where two scores are close: its rounding would be an error of a.
@@ -145,12 +137,10 @@ def query_gradient(
 
 
 @triton.jit
-def _key_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, grads: tl.tensor, lines_ptr: tl.tensor, keys: tl.tensor, dk: tl.tensor,
-    dv: tl.tensor,
-    qt: tl.tensor, gt: tl.tensor, length: tl.tensor, total: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+def _key_pass(  # type: ignore[no-untyped-def]
+    q, k, v, grads, lines_ptr, keys, dk, dv, qt, gt, length, total, begin, stop,
     D: tl.constexpr, BLOCK_M: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Tiles are (keys, queries) here, so that dK and dV are products without a transposition of the weights."""
     for m in range(begin, stop, BLOCK_M):
         rows = m + tl.arange(0, BLOCK_M)
@@ -181,14 +171,11 @@ def _key_pass(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def key_gradient(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, grad_ptr: tl.tensor, lines_ptr: tl.tensor,
-    dk_ptr: tl.tensor, dv_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
-    vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor,
-    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+def key_gradient(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, grad_ptr, lines_ptr, dk_ptr, dv_ptr, qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt,
+    heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """dk, dv (B, T, H, D). CHECK: the length is no multiple of BLOCK_M. The first keys have most to do and go first."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)

@@ -33,9 +33,7 @@ PLAIN = ("heads", "length", "total", "limit", "rb", "rh", "rt")
 
 
 @triton.jit
-def load_rows(
-    pointer: tl.tensor, rows: tl.tensor, stride: tl.tensor, length: tl.tensor, D: tl.constexpr, CHECK: tl.constexpr
-) -> tl.tensor:
+def load_rows(pointer, rows, stride, length, D: tl.constexpr, CHECK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows (N, D) of a matrix; zeros from `length` on, if CHECK."""
     at = pointer + rows[:, None] * stride + tl.arange(0, D)[None, :]
     if CHECK:
@@ -44,24 +42,14 @@ def load_rows(
 
 
 @triton.jit
-def _central(z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor) -> tl.tensor:
+def _central(z, s1, s2, s3):  # type: ignore[no-untyped-def]
     """(mean, variance, third central moment) from sums of weights times powers."""
     mean, square, cube = s1 / z, s2 / z, s3 / z
     return mean, tl.maximum(square - mean * mean, 0.0), cube - 3 * mean * square + 2 * mean * mean * mean
 
 
 @triton.jit
-def _halley(
-    b: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    end: tl.tensor,
-    missing: tl.tensor,
-    second: tl.tensor,
-    third: tl.tensor,
-    full: tl.tensor,
-    rho: tl.tensor,
-) -> tl.tensor:
+def _halley(b, low, high, end, missing, second, third, full, rho):  # type: ignore[no-untyped-def]
     """Halley's method in ln b on logit(D / D(inf)), inside a bracket, at most to `end`; missing = D(inf) - D(b).
 
     Returns (new b, low, high, step, error = D - rho, slope = dD / d ln b, whether the step was taken as it is).
@@ -85,11 +73,10 @@ def _halley(
 
 
 @triton.jit
-def _start(
-    q: tl.tensor, k: tl.tensor, rows: tl.tensor, rho: tl.tensor, limit: tl.tensor, stride: tl.tensor,
-    length: tl.tensor, last: tl.tensor,
+def _start(  # type: ignore[no-untyped-def]
+    q, k, rows, rho, limit, stride, length, last,
     D: tl.constexpr, SUBSET: tl.constexpr, STEPS: tl.constexpr, BETA_MAX: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """(b that solves the row on a subset of its keys, the largest score among them)."""
     every = tl.cdiv(last, SUBSET)
     column = tl.arange(0, SUBSET)
@@ -134,13 +121,10 @@ def _start(
 
 
 @triton.jit
-def _first_pass(
-    q: tl.tensor, k: tl.tensor, rows: tl.tensor, origin: tl.tensor, b: tl.tensor, stride: tl.tensor,
-    length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
-    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, top: tl.tensor, bottom: tl.tensor, ties: tl.tensor,
-    p1: tl.tensor, p2: tl.tensor,
+def _first_pass(  # type: ignore[no-untyped-def]
+    q, k, rows, origin, b, stride, length, begin, stop, z, s1, s2, s3, top, bottom, ties, p1, p2,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Sums of exp(b (d - top)) d^n, n = 0..3, and of d, d^2, over d = S - origin; top, bottom = max, min of d."""
     b2 = b * LOG2E
     for n in range(begin, stop, BLOCK_N):
@@ -174,12 +158,10 @@ def _first_pass(
 
 
 @triton.jit
-def _pass(
-    q: tl.tensor, k: tl.tensor, rows: tl.tensor, origin: tl.tensor, b: tl.tensor, top: tl.tensor, stride: tl.tensor,
-    length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
-    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor,
+def _pass(  # type: ignore[no-untyped-def]
+    q, k, rows, origin, b, top, stride, length, begin, stop, z, s1, s2, s3,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """The sums of exp(b (d - top)) d^n alone."""
     b2 = b * LOG2E
     for n in range(begin, stop, BLOCK_N):
@@ -199,15 +181,12 @@ def _pass(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def solve_rows(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, radius_ptr: tl.tensor, state_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, rb: tl.tensor,
-    rh: tl.tensor, rt: tl.tensor,
-    heads: tl.tensor, length: tl.tensor, total: tl.tensor, limit: tl.tensor,
+def solve_rows(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, radius_ptr, state_ptr, qb, qh, qt, kb, kh, kt, rb, rh, rt, heads, length, total, limit,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBSET: tl.constexpr, STEPS: tl.constexpr,
     PASSES: tl.constexpr, CLOSE: tl.constexpr, LIMITED: tl.constexpr, BETA_MAX: tl.constexpr,
     PRECISION: tl.constexpr, COUNT: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """state (4, B, H, T): b, the largest score, m predicted at b, the largest b where the constraint binds (else 0).
 
     limit: the largest b, if LIMITED. CLOSE: how small a step, in units where b std_a(S) changes by as much, need not be
@@ -308,13 +287,10 @@ def solve_rows(
 
 
 @triton.jit
-def _gather_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, rows: tl.tensor, b2: tl.tensor, lift: tl.tensor, reference: tl.tensor,
-    kt: tl.tensor, vt: tl.tensor, length: tl.tensor,
-    begin: tl.tensor, stop: tl.tensor, z: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, o: tl.tensor,
-    w: tl.tensor,
+def _gather_pass(  # type: ignore[no-untyped-def]
+    q, k, v, rows, b2, lift, reference, kt, vt, length, begin, stop, z, s1, s2, s3, o, w,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Sums of e x^n, n = 0..3, e V and e x V over x = S - reference, e = exp2(b2 x - lift)."""
     for n in range(begin, stop, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
@@ -335,14 +311,11 @@ def _gather_pass(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def gather_rows(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, radius_ptr: tl.tensor, state_ptr: tl.tensor,
-    out_ptr: tl.tensor, tilt_ptr: tl.tensor, rows_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
-    vh: tl.tensor, vt: tl.tensor, rb: tl.tensor, rh: tl.tensor, rt: tl.tensor,
-    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+def gather_rows(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, radius_ptr, state_ptr, out_ptr, tilt_ptr, rows_ptr, qb, qh, qt, kb, kh, kt, vb,
+    vh, vt, rb, rh, rt, heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """out, tilt (B, T, H, D) = O, W; rows (5, B, H, T): b, m, H, Var and 1 where the constraint binds."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)

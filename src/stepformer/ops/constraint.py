@@ -65,24 +65,6 @@ def constrained_softmax(
     return Weights(weights, log_weights, beta, capped)
 
 
-@torch.no_grad()
-def solve(
-    scores: Tensor,
-    radius: Tensor | float,
-    visible: Tensor,
-    log_prior: Tensor | None = None,
-    *,
-    ceiling: float | None = None,
-    evaluations: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(beta, active, capped), each (..., T), as in `constrained_softmax`, without gradients.
-
-    active: the constraint binds, so beta depends on the scores. evaluations: of the row statistics, 2 or more.
-    """
-    s, rho, visible, log_q = _prepare(scores, radius, visible, log_prior)
-    return _solve(s, log_q, rho, visible, ceiling, evaluations)
-
-
 def _prepare(
     scores: Tensor, radius: Tensor | float, visible: Tensor, log_prior: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

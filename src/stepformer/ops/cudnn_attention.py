@@ -7,10 +7,10 @@ Of the fused attentions in torch it is the faster one on a Hopper card: for 32 s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from stepformer.ops.operators import differentiable, operator
 
 ATEN = torch.ops.aten
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -24,17 +24,15 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return HOPPER and q.is_cuda and usual and free and q.dtype == k.dtype == v.dtype == torch.bfloat16
 
 
-@torch.library.custom_op("stepformer::causal_attention", mutates_args=())
+def _heads(like: Tensor) -> Tensor:
+    batch, heads, time, width = like.shape
+    return like.new_empty(batch, time, heads, width).transpose(1, 2)
+
+
+@operator("causal_attention", fake=lambda q, *_: (_heads(q), q.new_empty(*q.shape[:3], 1, dtype=torch.float32)))
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out, lse, *_ = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse
-
-
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    batch, heads, time, width = q.shape
-    out = q.new_empty(batch, time, heads, width).transpose(1, 2)
-    return out, q.new_empty(batch, heads, time, 1, dtype=torch.float32)
 
 
 def _no_dropout(device: torch.device) -> Tensor:
@@ -50,7 +48,7 @@ def _no_dropout(device: torch.device) -> Tensor:
 _SEEDS: dict[torch.device, Tensor] = {}
 
 
-@torch.library.custom_op("stepformer::causal_attention_backward", mutates_args=())
+@operator("causal_attention_backward", fake=lambda grad, q, *_: (_heads(q), _heads(q), _heads(q)))
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,26 +61,12 @@ def _attention_backward(
     return dq, dk, dv
 
 
-@_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, time, width = q.shape
-    dq, dk, dv = (q.new_empty(batch, time, heads, width).transpose(1, 2) for _ in range(3))
-    return dq, dk, dv
-
-
-def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return None, None, None
-    result: tuple[Tensor, ...] = torch.ops.stepformer.causal_attention_backward(grad, *ctx.saved_tensors)
-    return result
-
-
-_attention.register_autograd(_backward, setup_context=_setup)
+differentiable(
+    _attention,
+    keep=lambda inputs, outputs: ((*inputs, *outputs), ()),
+    gradients=lambda needs, kept, _, grad, lse: () if grad is None else _attention_backward(grad, *kept),
+    unused=True,
+)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepformer.ops.operators import Kept, differentiable, operator
+
 CHUNK = 16  # tokens of the sorted sequence that are added one after another
 LANES = 2  # chunks that one program runs through side by side
 RUN_WARPS = 1  # one warp holds whole rows: nothing is exchanged through shared memory
@@ -42,18 +44,9 @@ class Order(NamedTuple):
 
 @triton.jit
 def _lookup_kernel(  # type: ignore[no-untyped-def]
-    tokens,
-    table,
-    positions,
-    out,
-    batch,
-    time,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LEARNED: tl.constexpr,
-):
+    tokens, table, positions, out, batch, time,
+    V: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LEARNED: tl.constexpr,
+):  # fmt: skip
     """Tokens of ROWS sequences at one position, so that its row of P is read once."""
     STRETCHES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
@@ -85,18 +78,9 @@ def _token(keys, i, n):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _runs_kernel(  # type: ignore[no-untyped-def]
-    dout,
-    keys,
-    places,
-    dtable,
-    heads,
-    n,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    dout, keys, places, dtable, heads, n,
+    V: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """LANES chunks side by side: sums of runs that begin here to dtable, that of a run from before to heads."""
     STRETCHES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
@@ -129,16 +113,9 @@ def _runs_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _heads_kernel(  # type: ignore[no-untyped-def]
-    keys,
-    heads,
-    dtable,
-    n,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HEADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    keys, heads, dtable, n,
+    V: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Add the heads of one token, where this chunk's is the first of them, to its row."""
     STRETCHES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
@@ -170,14 +147,9 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _positions_kernel(  # type: ignore[no-untyped-def]
-    dout,
-    dpositions,
-    USED: tl.constexpr,
-    SIZE: tl.constexpr,
-    BATCH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dout, dpositions,
+    USED: tl.constexpr, SIZE: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sums over the batch of (BATCH, USED), USED = T d, and zeros behind them up to SIZE = context d."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -193,7 +165,12 @@ def stretch(d: int, most: int) -> int:
     return min(most, int(triton.next_power_of_2(d)))
 
 
-@torch.library.custom_op("stepformer::token_order", mutates_args=())
+def _sorted(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    keys = tokens.new_empty(tokens.numel(), dtype=torch.int16 if vocabulary <= SHORT else torch.int32)
+    return keys, tokens.new_empty(tokens.numel(), dtype=torch.int64)
+
+
+@operator("token_order", fake=_sorted)
 def _order(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     # what matters is that equal tokens meet: 16 bits may become negative
     keys = tokens.flatten().to(torch.int16 if vocabulary <= SHORT else torch.int32)
@@ -201,56 +178,36 @@ def _order(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     return keys, places
 
 
-@_order.register_fake
-def _(tokens: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    keys = tokens.new_empty(tokens.numel(), dtype=torch.int16 if vocabulary <= SHORT else torch.int32)
-    return keys, tokens.new_empty(tokens.numel(), dtype=torch.int64)
-
-
-@torch.library.custom_op("stepformer::embed", mutates_args=())
+@operator(
+    "embed",
+    fake=lambda tokens, keys, places, table, *others: table.new_empty(*tokens.shape, table.shape[1], dtype=others[-1]),
+)
 def _embed(
-    tokens: Tensor,
-    keys: Tensor | None,
-    places: Tensor | None,
-    table: Tensor,
-    positions: Tensor | None,
+    tokens: Tensor, keys: Tensor | None, places: Tensor | None, table: Tensor, positions: Tensor | None,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     (batch, time), (vocabulary, d) = tokens.shape, table.shape
     out = torch.empty(batch, time, d, dtype=dtype, device=table.device)
     if positions is None:  # every token alike: one long column of them
         batch, time = batch * time, 1
     columns = stretch(d, 256)
     _lookup_kernel[(triton.cdiv(d, columns) * time * triton.cdiv(batch, ROWS),)](
-        tokens.contiguous(),
-        table.contiguous(),
-        out if positions is None else positions.contiguous(),
-        out,
-        batch,
-        time,
-        V=vocabulary,
-        D=d,
-        ROWS=ROWS,
-        COLUMNS=columns,
-        LEARNED=positions is not None,
-        num_warps=4,
-    )
+        tokens.contiguous(), table.contiguous(), out if positions is None else positions.contiguous(), out, batch, time,
+        V=vocabulary, D=d, ROWS=ROWS, COLUMNS=columns, LEARNED=positions is not None, num_warps=4,
+    )  # fmt: skip
     return out
 
 
-@_embed.register_fake
-def _(
-    tokens: Tensor,
-    keys: Tensor | None,
-    places: Tensor | None,
-    table: Tensor,
-    positions: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return table.new_empty(*tokens.shape, table.shape[1], dtype=dtype)
+def _gradients(
+    dout: Tensor, keys: Tensor | None, places: Tensor | None, vocabulary: int, context: int
+) -> tuple[Tensor, Tensor]:
+    """Unwritten memory for dE and dP."""
+    rows = (0 if keys is None else vocabulary, context)
+    dtable, dpositions = (dout.new_empty(n, dout.shape[2], dtype=torch.float32) for n in rows)
+    return dtable, dpositions
 
 
-@torch.library.custom_op("stepformer::embed_backward", mutates_args=())
+@operator("embed_backward", fake=_gradients)
 def _embed_backward(
     dout: Tensor, keys: Tensor | None, places: Tensor | None, vocabulary: int, context: int
 ) -> tuple[Tensor, Tensor]:
@@ -270,19 +227,9 @@ def _embed_backward(
         heads = torch.empty(chunks, d, dtype=torch.float32, device=dout.device)
         columns = stretch(d, 256)
         _runs_kernel[(triton.cdiv(d, columns) * triton.cdiv(chunks, LANES),)](
-            dout,
-            keys,
-            places,
-            dtable,
-            heads,
-            n,
-            V=vocabulary,
-            D=d,
-            CHUNK=CHUNK,
-            LANES=LANES,
-            COLUMNS=columns,
-            num_warps=RUN_WARPS,
-        )
+            dout, keys, places, dtable, heads, n,
+            V=vocabulary, D=d, CHUNK=CHUNK, LANES=LANES, COLUMNS=columns, num_warps=RUN_WARPS,
+        )  # fmt: skip
         columns = stretch(d, 128)
         if chunks > 1:
             _heads_kernel[(triton.cdiv(d, columns) * chunks,)](
@@ -291,38 +238,22 @@ def _embed_backward(
     return dtable, dpositions
 
 
-@_embed_backward.register_fake
-def _(dout: Tensor, keys: Tensor | None, places: Tensor | None, vocabulary: int, context: int) -> tuple[Tensor, Tensor]:
-    d = dout.shape[2]
-    dtable = dout.new_empty(0 if keys is None else vocabulary, d, dtype=torch.float32)
-    return dtable, dout.new_empty(context, d, dtype=torch.float32)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(inputs: tuple[Any, ...], output: Tensor) -> Kept:
     _, keys, places, table, positions, _ = inputs
-    ctx.save_for_backward(keys, places)
-    ctx.vocabulary, ctx.table_dtype = len(table), table.dtype
-    ctx.context, ctx.position_dtype = (0, None) if positions is None else (len(positions), positions.dtype)
+    about = (0, None) if positions is None else (len(positions), positions.dtype)
+    return (keys, places), (len(table), table.dtype, *about)
 
 
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    keys, places = ctx.saved_tensors
-    _, _, _, train_table, train_positions, _ = ctx.needs_input_grad
-    if not train_table:
-        keys = places = None
-    context = ctx.context if train_positions else 0
-    dtable, dpositions = _embed_backward(dout, keys, places, ctx.vocabulary, context)
-    return (
-        None,
-        None,
-        None,
-        dtable.to(ctx.table_dtype) if train_table else None,
-        dpositions.to(ctx.position_dtype) if train_positions else None,
-        None,
-    )
+def _backward(needs: Any, order: Any, constants: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    vocabulary, table_dtype, context, position_dtype = constants
+    _, _, _, train_table, train_positions, _ = needs
+    keys, places = order if train_table else (None, None)
+    dtable, dpositions = _embed_backward(dout, keys, places, vocabulary, context if train_positions else 0)
+    positions = dpositions.to(position_dtype) if train_positions else None
+    return None, None, None, dtable.to(table_dtype) if train_table else None, positions
 
 
-_embed.register_autograd(_backward, setup_context=_keep)
+differentiable(_embed, _keep, _backward)
 
 
 def token_order(tokens: Tensor, vocabulary: int, *, train: bool = True) -> Order:

@@ -26,7 +26,7 @@ memory but are neither written nor read.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepformer.ops.linear_flow import CHUNK, KEPT, fp32_product, from_later, padded, stretches
+from stepformer.ops.operators import differentiable, operator, shaped_as, unwritten
 
 LONGEST = 16_384  # tokens: a kernel holds a whole row of scores
 GROUP = 16  # rows whose column sums are added before they are written
@@ -42,7 +43,7 @@ SLAB = 2**27  # entries of W that exist at the same time in the backward pass
 
 
 @triton.jit
-def _own_rows(begin: tl.tensor, rows: tl.tensor, R: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+def _own_rows(begin, rows, R: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows of this program within its stretch, their keys, whether a row exists, and whether it sees a key.
 
     `near` is `live` rounded up to whole vectors of 16 keys: what is read and written, so that accesses are wide.
@@ -58,22 +59,27 @@ def _own_rows(begin: tl.tensor, rows: tl.tensor, R: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _visible(i: tl.tensor, n0: tl.tensor) -> Any:
+def _visible(i, n0):  # type: ignore[no-untyped-def]
     """n_i."""
     return tl.where(n0 > 0, n0, i + 1).to(tl.float32)
 
 
 @triton.jit
-def _exponentials_kernel(
-    scores: tl.tensor, a: tl.tensor, e: tl.tensor, log_z: tl.tensor, r: tl.tensor,
-    begin: tl.tensor, rows: tl.tensor, keys: tl.tensor, width: tl.tensor, T: tl.tensor,
-    tau: tl.tensor, bound: tl.tensor, n0: tl.tensor, BOUNDED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+def _entries(matrices, batch, row, column, rows, width, near):  # type: ignore[no-untyped-def]
+    """What stands there in a stretch's matrices (batch, rows, width), as far as they go."""
+    at = matrices + batch * rows * width + (row[:, None] * width + column[None, :])
+    return tl.load(at, mask=near & (column < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _exponentials_kernel(  # type: ignore[no-untyped-def]
+    scores, a, e, log_z, r, begin, rows, keys, width, T, tau, bound, n0,
+    BOUNDED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """e = exp(S), ln z and r for a stretch of queries; `width` is the room of a row of e."""
     batch = tl.program_id(1).to(tl.int64)
     row, column, inside, near, live = _own_rows(begin, rows, R, BLOCK)
-    source = scores + batch * rows * keys + (row[:, None] * keys + column[None, :])
-    s = tau * tl.load(source, mask=near & (column < keys)[None, :], other=0.0)
+    s = tau * _entries(scores, batch, row, column, rows, keys, near)
     if BOUNDED:
         s = bound * (2 / (1 + tl.exp(-2 / bound * s)) - 1)  # tanh: its rounding, 1e-7 bound, is that of S
     weights = tl.where(live, tl.exp(s), 0.0)
@@ -87,31 +93,27 @@ def _exponentials_kernel(
 
 
 @triton.jit
-def _weights_kernel(
-    e: tl.tensor, r: tl.tensor, kappa: tl.tensor, out: tl.tensor,
-    begin: tl.tensor, rows: tl.tensor, keys: tl.tensor, width: tl.tensor, T: tl.tensor,
-    factor: tl.tensor, n0: tl.tensor, KEYS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+def _weights_kernel(  # type: ignore[no-untyped-def]
+    e, r, kappa, out, begin, rows, keys, width, T, factor, n0, KEYS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
+):
     """W of a stretch of queries, zeros above the diagonal."""
     batch = tl.program_id(1).to(tl.int64)
     row, column, inside, near, live = _own_rows(begin, rows, R, BLOCK)
     i = begin + row
-    at = row[:, None] * width + column[None, :]
-    weights = tl.load(e + batch * rows * width + at, mask=near & (column < width)[None, :], other=0.0).to(tl.float32)
+    weights = _entries(e, batch, row, column, rows, width, near).to(tl.float32)
     omega = (tl.load(r + batch * T + i, mask=inside, other=0.0) + tl.load(kappa))[:, None]
     if KEYS:
         omega = omega + tl.load(r + batch * T + column, mask=column < keys, other=0.0)[None, :]
     weights = tl.where(live, (factor / _visible(i, n0))[:, None] * weights * omega, 0.0)
-    tl.store(out + batch * rows * width + at, weights, mask=inside[:, None] & (column < keys)[None, :])
+    target = out + batch * rows * width + (row[:, None] * width + column[None, :])
+    tl.store(target, weights, mask=inside[:, None] & (column < keys)[None, :])
 
 
 @triton.jit
-def _sums_kernel(
-    e: tl.tensor, d: tl.tensor, row_sums: tl.tensor, column_sums: tl.tensor,
-    begin: tl.tensor, rows: tl.tensor, keys: tl.tensor, width: tl.tensor, T: tl.tensor,
-    factor: tl.tensor, n0: tl.tensor,
+def _sums_kernel(  # type: ignore[no-untyped-def]
+    e, d, row_sums, column_sums, begin, rows, keys, width, T, factor, n0,
     KEYS: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Sums of H over each row, and over GROUP rows for each column."""
     batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -124,16 +126,8 @@ def _sums_kernel(
         live = inside[:, None] & (column[None, :] <= i[:, None])
         # e is written up to the last row of a tile of R, rounded up to 16: GROUP is 16
         near = inside[:, None] & (column < limit)[None, :]
-        h = tl.load(
-            e + batch * rows * width + (row[:, None] * width + column[None, :]),
-            mask=near & (column < width)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        h *= tl.load(
-            d + batch * rows * keys + (row[:, None] * keys + column[None, :]),
-            mask=near & (column < keys)[None, :],
-            other=0.0,
-        )
+        h = _entries(e, batch, row, column, rows, width, near).to(tl.float32)
+        h *= _entries(d, batch, row, column, rows, keys, near)
         h = tl.where(live, h * (factor / _visible(i, n0))[:, None], 0.0)
         tl.store(row_sums + batch * T + i, tl.sum(h, 1), mask=inside)
         if KEYS:
@@ -146,13 +140,12 @@ def _sums_kernel(
 
 
 @triton.jit
-def _slopes_kernel(
-    e: tl.tensor, d: tl.tensor, r: tl.tensor, log_z: tl.tensor, d_log_z: tl.tensor, kappa: tl.tensor,
-    row_sums: tl.tensor, column_sums: tl.tensor, slopes: tl.tensor, weights: tl.tensor, d_r: tl.tensor,
-    begin: tl.tensor, rows: tl.tensor, keys: tl.tensor, width: tl.tensor, T: tl.tensor, room: tl.tensor,
-    tau: tl.tensor, bound: tl.tensor, factor: tl.tensor, n0: tl.tensor, BOUNDED: tl.constexpr,
+def _slopes_kernel(  # type: ignore[no-untyped-def]
+    e, d, r, log_z, d_log_z, kappa, row_sums, column_sums, slopes, weights, d_r, begin, rows, keys, width, T, room,
+    tau, bound, factor, n0,
+    BOUNDED: tl.constexpr,
     KEYS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """dX and W of a stretch of queries, zeros above the diagonal, into (B, T, room); and dr."""
     batch = tl.program_id(1).to(tl.int64)
     row, column, inside, near, live = _own_rows(begin, rows, R, BLOCK)
@@ -173,16 +166,8 @@ def _slopes_kernel(
     d_lz = tl.load(d_log_z + at, mask=inside, other=0.0) - 2 * own * change
     scale = d_lz * tl.exp(-tl.load(log_z + at, mask=inside, other=0.0)) / n
 
-    ew = tl.load(
-        e + batch * rows * width + (row[:, None] * width + column[None, :]),
-        mask=near & (column < width)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    dw = tl.load(
-        d + batch * rows * keys + (row[:, None] * keys + column[None, :]),
-        mask=near & (column < keys)[None, :],
-        other=0.0,
-    )
+    ew = _entries(e, batch, row, column, rows, width, near).to(tl.float32)
+    dw = _entries(d, batch, row, column, rows, keys, near)
     w = (factor / n)[:, None] * ew * omega
     x = tau * (w * dw + ew * scale[:, None])
     if BOUNDED:
@@ -194,24 +179,15 @@ def _slopes_kernel(
     tl.store(slopes + place, tl.where(live, x, 0.0), mask=known)
 
 
-class Rule(NamedTuple):
-    """The constants of a call."""
-
-    tau: float
-    bound: float
-    n0: int
-    factor: float
-    keys: bool
-    chunk: int
-
-
 def _tile(keys: int) -> dict[str, int]:
     """Rows and columns of a tile that holds whole rows, and its warps."""
     block = max(16, triton.next_power_of_2(keys))
     return {"R": min(GROUP, max(1, TILE // block)), "BLOCK": block, "num_warps": 8 if block <= TILE else 16}
 
 
-def _exponentials(q: Tensor, k: Tensor, a: Tensor, e: Tensor, log_z: Tensor, r: Tensor, begin: int, rule: Rule) -> None:
+def _exponentials(
+    q: Tensor, k: Tensor, a: Tensor, e: Tensor, log_z: Tensor, r: Tensor, begin: int, tau: float, bound: float, n0: int
+) -> None:
     """Fill e (B, rows, width), the exponentials of the scores from query `begin` on, and the rows of ln z and r."""
     rows, length = e.shape[1], q.shape[1]
     keys = begin + rows
@@ -219,8 +195,8 @@ def _exponentials(q: Tensor, k: Tensor, a: Tensor, e: Tensor, log_z: Tensor, r: 
     tile = _tile(keys)
     grid = (triton.cdiv(rows, tile["R"]), q.shape[0])
     _exponentials_kernel[grid](
-        *(scores, a, e, log_z, r, begin, rows, keys, e.shape[2], length, rule.tau, rule.bound or 1.0, rule.n0),
-        BOUNDED=rule.bound > 0,
+        *(scores, a, e, log_z, r, begin, rows, keys, e.shape[2], length, tau, bound or 1.0, n0),
+        BOUNDED=bound > 0,
         **tile,
     )
 
@@ -245,22 +221,18 @@ def _per_head(a: Tensor, heads: int) -> Tensor:
     return a[:, None].expand(-1, heads, -1).reshape(-1, a.shape[-1]).contiguous()
 
 
-@torch.library.custom_op("stepformer::hamiltonian", mutates_args=())
+def _outputs(q: Tensor, k: Tensor, a: Tensor, kappa: Tensor, *constants: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, heads, length, _), (chunk, keep) = q.shape, constants[-2:]
+    kept = q.new_empty(_kept_size(batch * heads, length, chunk) if keep else 0)
+    return unwritten(q), a.new_empty(batch, heads, length), kept
+
+
+@operator("hamiltonian", fake=_outputs)
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    a: Tensor,
-    kappa: Tensor,
-    tau: float,
-    bound: float,
-    n0: int,
-    factor: float,
-    keys: bool,
-    chunk: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, a: Tensor, kappa: Tensor,
+    tau: float, bound: float, n0: int, factor: float, keys: bool, chunk: int, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out, ln z and the exponentials (empty unless they are to be kept)."""
-    rule = Rule(tau, bound, n0, factor, keys, chunk)
     batch, heads, length, _ = q.shape
     shape = q.shape
     q, k = (t.reshape(-1, length, t.shape[-1]) for t in (q, k))
@@ -272,7 +244,7 @@ def _forward(
     for begin, end in stretches(length, chunk):
         room = (q.shape[0], end - begin, padded(end))
         e = blocks[begin] if keep else q.new_empty(room)
-        _exponentials(q, k, a, e, log_z, r, begin, rule)
+        _exponentials(q, k, a, e, log_z, r, begin, tau, bound, n0)
         weights = q.new_empty(room)
         tile = _tile(end)
         _weights_kernel[(triton.cdiv(room[1], tile["R"]), room[0])](
@@ -282,44 +254,12 @@ def _forward(
     return out.view(shape), log_z.view(batch, heads, length), kept
 
 
-@_forward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    a: Tensor,
-    kappa: Tensor,
-    tau: float,
-    bound: float,
-    n0: int,
-    factor: float,
-    keys: bool,
-    chunk: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, length, _ = q.shape
-    kept = q.new_empty(_kept_size(batch * heads, length, chunk) if keep else 0)
-    return q.new_empty(q.shape), a.new_empty(batch, heads, length), kept
-
-
-@torch.library.custom_op("stepformer::hamiltonian_backward", mutates_args=())
+@operator("hamiltonian_backward", fake=shaped_as(2, 3, 4, 5))
 def _backward(
-    grad: Tensor,
-    d_log_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    a: Tensor,
-    kappa: Tensor,
-    log_z: Tensor,
-    kept: Tensor,
-    tau: float,
-    bound: float,
-    n0: int,
-    factor: float,
-    keys: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad: Tensor, d_log_z: Tensor, q: Tensor, k: Tensor, a: Tensor, kappa: Tensor, log_z: Tensor, kept: Tensor,
+    tau: float, bound: float, n0: int, factor: float, keys: bool, chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, da (B, T) and dkappa."""
-    rule = Rule(tau, bound, n0, factor, keys, chunk)
     batch, heads, length, _ = q.shape
     shape = q.shape
     grad, q, k = (t.reshape(-1, length, t.shape[-1]) for t in (grad, q, k))
@@ -341,7 +281,7 @@ def _backward(
             else:
                 e = q.new_empty(q[part].shape[0], end - begin, padded(end))
                 scratch = torch.empty_like(r[part]), torch.empty_like(r[part])
-                _exponentials(q[part], k[part], a[part], e, *scratch, begin, rule)
+                _exponentials(q[part], k[part], a[part], e, *scratch, begin, tau, bound, n0)
             d = fp32_product(grad[part, begin:end], k[part, :end].mT)
             stretch = (begin, end - begin, end, e.shape[2], length)
             tile = _tile(end)
@@ -364,36 +304,11 @@ def _backward(
     return dq.view(shape), dk.view(shape), da, row_sums.sum().reshape(kappa.shape)
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor,
-    d_log_z: Tensor,
-    q: Tensor,
-    k: Tensor,
-    a: Tensor,
-    kappa: Tensor,
-    log_z: Tensor,
-    kept: Tensor,
-    tau: float,
-    bound: float,
-    n0: int,
-    factor: float,
-    keys: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), a.new_empty(a.shape), kappa.new_empty(kappa.shape)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, a, kappa, *ctx.constants, _ = inputs
-    ctx.save_for_backward(q, k, a, kappa, *output[1:])
-
-
-def _gradients(ctx: Any, grad: Tensor, d_log_z: Tensor, _: Any) -> tuple[Any, ...]:
-    return (*_backward(grad, d_log_z, *ctx.saved_tensors, *ctx.constants), *(None,) * 7)
-
-
-_forward.register_autograd(_gradients, setup_context=_setup)
+differentiable(
+    _forward,
+    keep=lambda inputs, outputs: ((*inputs[:4], *outputs[1:]), inputs[4:-1]),
+    gradients=lambda needs, kept, constants, grad, d_log_z, _: _backward(grad, d_log_z, *kept, *constants),
+)
 
 
 def force_and_log_z(

@@ -41,15 +41,11 @@ from torch import Tensor
 
 from stepformer.base.errors import InputError
 from stepformer.ops import common
-from stepformer.ops.common import ABSENT, ONE, Norms, Scalar, Tile, dense, packed
+from stepformer.ops.common import ABSENT, Norms, Scalar, Tile, dense, packed
 from stepformer.ops.integrator_kernels import integrator_backward_kernel, integrator_forward_kernel
+from stepformer.ops.operators import operator, unwritten
 
 SCALARS = ("mu", "beta", "next", "b", "b_o", "a", "c", "c_o", "a_o")
-
-
-def forward_tile(d: int) -> Tile:
-    """A warp per row of 768: 88 registers at most in bf16, so that twenty rows are under way on a multiprocessor."""
-    return common.row_tile(d)
 
 
 def backward_tile(d: int, width: int, vectors: int) -> Tile:
@@ -70,7 +66,14 @@ def backward_tile(d: int, width: int, vectors: int) -> Tile:
     return common.buffered(tile, d, width)
 
 
-@torch.library.custom_op("stepformer::integrator_pass", mutates_args=())
+def _outputs(x: Tensor, y: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Unwritten memory for x', V', u (empty where there is none) and the statistics."""
+    outputs, _, dtype = others[-3:]
+    statistics = x.new_empty((4, x.numel() // x.shape[-1]), dtype=torch.float32)
+    return unwritten(x), y.new_empty(x.shape), unwritten(x, outputs > 0, dtype), statistics
+
+
+@operator("integrator_pass", fake=_outputs)
 def _pass(
     x: Tensor, y: Tensor, velocity: Tensor, force: Tensor | None,
     older_velocity: Tensor | None, older_force: Tensor | None, older_y: Tensor | None,
@@ -80,36 +83,33 @@ def _pass(
     kinds: list[int], constants: list[float], eps_y: float, eps: float,
     outputs: int, centred: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x_out, V_out, u, statistics = _outputs(x, y, outputs, dtype)
+    x_out, V_out, u, statistics = _outputs(x, y, outputs, centred, dtype)
     d = x.shape[-1]
     n = statistics.shape[1]
-    tile = forward_tile(d)
+    tile = common.row_tile(d)  # 88 registers at most in bf16: twenty rows are under way on a multiprocessor
     streams = (x, y, velocity, force, older_velocity, older_force, older_y, scale, older_scale, along, weights)
     integrator_forward_kernel[(max(1, triton.cdiv(n, tile.rows)),)](
         *[dense(t) for t in streams], gain_y, gain, bias, raw_mu, raw_beta, raw_next, *constants,
         x_out, V_out, u if outputs else None, statistics, n, eps_y, eps, *kinds,
-        CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows, **tile.options(),
+        CENTRED=centred, **tile.options(d),
     )  # fmt: skip
     return x_out, V_out, u, statistics
 
 
-def _outputs(x: Tensor, y: Tensor, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Unwritten memory for x', V', u (empty where there is none) and the statistics."""
-    return (
-        x.new_empty(x.shape),
-        y.new_empty(x.shape),
-        x.new_empty(x.shape if outputs else 0, dtype=dtype),
-        x.new_empty((4, x.numel() // x.shape[-1]), dtype=torch.float32),
-    )
+def _gradients(streams: tuple[Any, ...], statistics: Tensor, dx_dtype: torch.dtype, wants: list[bool]) -> list[Tensor]:
+    """Unwritten memory for the gradients of x and of the streams, empty where nobody wants one."""
+    dx = statistics.new_empty(streams[0].shape if wants[0] else 0, dtype=dx_dtype)
+    others = zip(streams, wants[1:], strict=True)
+    return [dx, *(unwritten(t) if t is not None and want else statistics.new_empty(0) for t, want in others)]
 
 
-@_pass.register_fake
-def _(x: Tensor, y: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs, _, dtype = args[-3:]
-    return _outputs(x, y, outputs, dtype)
+def _all_gradients(*arguments: Any) -> tuple[Tensor, ...]:
+    statistics, vectors, (dx_dtype, wants, _) = arguments[14], arguments[15:18], arguments[-3:]
+    columns = common.columns(vectors, arguments[4].shape[-1], len(SCALARS))
+    return *_gradients(arguments[4:13], statistics, dx_dtype, wants), statistics.new_empty(columns)
 
 
-@torch.library.custom_op("stepformer::integrator_pass_backward", mutates_args=())
+@operator("integrator_pass_backward", fake=_all_gradients)
 def _pass_backward(
     du: Tensor | None, dx_out: Tensor | None, dV_out: Tensor | None, x_out: Tensor | None,
     y: Tensor, velocity: Tensor, force: Tensor | None,
@@ -141,10 +141,9 @@ def _pass_backward(
         raw_mu, raw_beta, raw_next, *constants,
         *[t if want else None for t, want in zip(grads, wants, strict=True)], partial, n, *kinds,
         MOVES=moves, TURNS=turns, LEARN=learn, CENTRED=centred,
-        D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows,
-        TILES=tiles, STAGES=tile.stages, HOLD=tile.hold, WIDTH=columns, **tile.options(),
+        TILES=tiles, STAGES=tile.stages, HOLD=tile.hold, WIDTH=columns, **tile.options(d),
     )  # fmt: skip
-    return *grads, common.sum_lines(partial)
+    return *grads, common.sum_lines(partial)  # type: ignore[return-value]
 
 
 def _reaches(
@@ -153,27 +152,6 @@ def _reaches(
     """Whether the gradients of the outputs reach the position (dt) and the momentum (dw)."""
     looks_ahead = du is not None and kinds[0] != ABSENT.value and along is None
     return du is not None or dx_out is not None, dV_out is not None or looks_ahead
-
-
-def _gradients(
-    streams: tuple[Tensor | None, ...], statistics: Tensor, dx_dtype: torch.dtype, wants: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Unwritten memory for the gradients of x and of the streams, empty where nobody wants one."""
-    y = streams[0]
-    assert y is not None
-    dx = statistics.new_empty(y.shape if wants[0] else 0, dtype=dx_dtype)
-    dy, dF, dG, dF_o, dG_o, dy_o, ds, ds_o, d_along = [
-        statistics.new_empty(0) if t is None or not want else t.new_empty(t.shape)
-        for t, want in zip(streams, wants[1:], strict=True)
-    ]
-    return dx, dy, dF, dG, dF_o, dG_o, dy_o, ds, ds_o, d_along
-
-
-@_pass_backward.register_fake
-def _(*args: Any) -> tuple[Tensor, ...]:
-    statistics, vectors, (dx_dtype, wants, _) = args[14], args[15:18], args[-3:]
-    columns = common.columns(vectors, args[4].shape[-1], len(SCALARS))
-    return *_gradients(args[4:13], statistics, dx_dtype, wants), statistics.new_empty(columns)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -233,17 +211,11 @@ def integrator_pass(
     if along is not None and (not norms or mu_next is None or beta_next is None):
         raise InputError("To look along another velocity a pass needs a norm, mu and the beta that scales it.")
     gain, bias = [*norms, (None, None)][0]
-    scalars = (
-        mu_next if norms else None,
-        beta_next,
-        None if beta_next is None else (gamma_next or ONE).times(scale_next),
-    )
+    scalars = (mu_next if norms else None, beta_next, common.next_step(beta_next, gamma_next, scale_next))
     x_out, V_out, u, _ = torch.ops.stepformer.integrator_pass(
         x, y, velocity, force, older_velocity, older_force, older_y,
         scale, None if older_velocity is None else older_scale, along, weights, gain_y, gain, bias,
-        *[None if s is None else s.raw for s in scalars],
-        [common.code(s) for s in scalars],
-        [1.0 if s is None else s.constant for s in scalars],
+        *common.taken_apart(scalars),
         eps_y, eps, len(norms), norm_kind == "layernorm", out_dtype or x.dtype,
     )  # fmt: skip
     return x_out, V_out, u if norms else None

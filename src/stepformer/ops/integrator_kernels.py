@@ -29,7 +29,7 @@ from stepformer.ops.common import (
 
 
 @triton.jit
-def _row_scale(scale: tl.tensor, rows: tl.tensor, row: tl.tensor) -> tl.tensor:
+def _row_scale(scale, rows, row):  # type: ignore[no-untyped-def]
     """The factor of each row, 1 where there is none."""
     if scale is None:
         s = tl.full(rows.shape, 1.0, tl.float32)
@@ -39,7 +39,7 @@ def _row_scale(scale: tl.tensor, rows: tl.tensor, row: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _plus(total: tl.tensor, source: tl.tensor, weight: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def _plus(total, source, weight, at, mask):  # type: ignore[no-untyped-def]
     """total + weight source, of a tensor that may not exist."""
     if source is not None:
         total += weight * load_tile(source, at, mask)
@@ -47,7 +47,7 @@ def _plus(total: tl.tensor, source: tl.tensor, weight: tl.tensor, at: tl.tensor,
 
 
 @triton.jit
-def _plus_stored(total: tl.tensor, source: tl.tensor, stored: tl.tensor, weight: tl.tensor) -> tl.tensor:
+def _plus_stored(total, source, stored, weight):  # type: ignore[no-untyped-def]
     """`_plus` with the tile that `load_stored` gave of the source."""
     if source is not None:
         total += weight * numbers(stored)
@@ -55,7 +55,7 @@ def _plus_stored(total: tl.tensor, source: tl.tensor, stored: tl.tensor, weight:
 
 
 @triton.jit
-def _products(a: tl.tensor, source: tl.tensor, stored: tl.tensor, nought: tl.tensor) -> tl.tensor:
+def _products(a, source, stored, nought):  # type: ignore[no-untyped-def]
     """<a, source> of each row, as far as one thread holds it."""
     if source is None:
         inner = nought
@@ -65,13 +65,13 @@ def _products(a: tl.tensor, source: tl.tensor, stored: tl.tensor, nought: tl.ten
 
 
 @triton.jit
-def _store(target: tl.tensor, at: tl.tensor, mask: tl.tensor, value: tl.tensor) -> None:
+def _store(target, at, mask, value):  # type: ignore[no-untyped-def]
     if target is not None:
         tl.store(target + at, value, mask=mask)
 
 
 @triton.jit
-def _four_sums(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.tensor:
+def _four_sums(a, b, c, d):  # type: ignore[no-untyped-def]
     """Row sums of four (ROWS, THREADS) at once: warps meet once."""
     ab, cd = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 1))
     a, b = tl.split(ab)
@@ -80,16 +80,12 @@ def _four_sums(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tl.ten
 
 
 @triton.jit
-def integrator_forward_kernel(
-    x: tl.tensor, y: tl.tensor, velocity: tl.tensor, force: tl.tensor,
-    older_velocity: tl.tensor, older_force: tl.tensor, older_y: tl.tensor, scale: tl.tensor, older_scale: tl.tensor,
-    along: tl.tensor, weights: tl.tensor, gain_y: tl.tensor, gain: tl.tensor, bias: tl.tensor,
-    raw_mu: tl.tensor, raw_beta: tl.tensor, raw_next: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
-    x_out: tl.tensor, V_out: tl.tensor, u: tl.tensor, statistics: tl.tensor,
-    n: tl.tensor, eps_y: tl.tensor, eps: tl.tensor,
+def integrator_forward_kernel(  # type: ignore[no-untyped-def]
+    x, y, velocity, force, older_velocity, older_force, older_y, scale, older_scale, along, weights, gain_y, gain, bias,
+    raw_mu, raw_beta, raw_next, c_mu, c_beta, c_next, x_out, V_out, u, statistics, n, eps_y, eps,
     MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
     CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
@@ -132,19 +128,15 @@ def integrator_forward_kernel(
 
 
 @triton.jit
-def integrator_backward_kernel(
-    du: tl.tensor, dx_out: tl.tensor, dV_out: tl.tensor, x_out: tl.tensor, y: tl.tensor,
-    velocity: tl.tensor, force: tl.tensor, older_velocity: tl.tensor, older_force: tl.tensor, older_y: tl.tensor,
-    along: tl.tensor, scale: tl.tensor, older_scale: tl.tensor, weights: tl.tensor, statistics: tl.tensor,
-    gain_y: tl.tensor, gain: tl.tensor, bias: tl.tensor,
-    raw_mu: tl.tensor, raw_beta: tl.tensor, raw_next: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
-    dx: tl.tensor, dy: tl.tensor, d_velocity: tl.tensor, d_force: tl.tensor,
-    d_older_velocity: tl.tensor, d_older_force: tl.tensor, d_older_y: tl.tensor,
-    d_scale: tl.tensor, d_older_scale: tl.tensor, d_along: tl.tensor, partial: tl.tensor, n: tl.tensor,
+def integrator_backward_kernel(  # type: ignore[no-untyped-def]
+    du, dx_out, dV_out, x_out, y, velocity, force, older_velocity, older_force, older_y,
+    along, scale, older_scale, weights, statistics, gain_y, gain, bias,
+    raw_mu, raw_beta, raw_next, c_mu, c_beta, c_next, dx, dy, d_velocity, d_force,
+    d_older_velocity, d_older_force, d_older_y, d_scale, d_older_scale, d_along, partial, n,
     MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr, MOVES: tl.constexpr, TURNS: tl.constexpr,
     LEARN: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """MOVES: there is a dt (du or dx'). TURNS: there is a dw (dV', or du with a look-ahead)."""
     columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D

@@ -93,13 +93,18 @@ def prepare_compiler(narrow: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def off() -> Iterator[None]:
-    """Only the PyTorch twins inside: for second derivatives, and to compare."""
-    before, _Switch.on = _Switch.on, False
+def _switched(name: str, value: bool) -> Iterator[None]:
+    before = getattr(_Switch, name)
+    setattr(_Switch, name, value)
     try:
         yield
     finally:
-        _Switch.on = before
+        setattr(_Switch, name, before)
+
+
+def off() -> contextlib.AbstractContextManager[None]:
+    """Only the PyTorch twins inside: for second derivatives, and to compare."""
+    return _switched("on", False)
 
 
 @contextlib.contextmanager
@@ -109,11 +114,6 @@ def twice_differentiable() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted() -> contextlib.AbstractContextManager[None]:
     """Let kernels take CPU tensors inside; they must have been imported under TRITON_INTERPRET=1."""
-    before, _Switch.interpreting = _Switch.interpreting, True
-    try:
-        yield
-    finally:
-        _Switch.interpreting = before
+    return _switched("interpreting", True)

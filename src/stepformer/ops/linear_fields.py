@@ -55,8 +55,10 @@ from stepformer.ops.linear_flow import (
     masked_scores,
     padded,
     running,
+    segmented,
     weighted_sums,
 )
+from stepformer.ops.operators import Kept, differentiable, operator, shaped_as, unwritten
 from stepformer.ops.token_rows import scale_rows
 
 
@@ -80,7 +82,7 @@ def _both_fake(u: Tensor, segment: int, keep: bool) -> tuple[Tensor, Tensor, Ten
     batch, n, width = u.shape[0], u.shape[1] // segment, u.shape[2]
     scores = u.new_empty(2, batch * n, segment, padded(segment)) if keep else u.new_empty(0)
     states = u.new_empty(batch * n, width, width) if n > 1 else u.new_empty(0)
-    return u.new_empty(u.shape), u.new_empty(u.shape), scores, states
+    return unwritten(u), unwritten(u), scores, states
 
 
 def _both_backward(
@@ -108,55 +110,19 @@ def _both_backward(
     return dp.view(shape), du.view(shape), dy.view(shape)
 
 
-@torch.library.custom_op("stepformer::hamiltonian_sums", mutates_args=())
-def _sums(
-    p: Tensor, u: Tensor, y: Tensor, segment: int, chunk: int, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _both(p, u, y, segment, chunk, keep)
+_sums = operator("hamiltonian_sums", lambda p, u, y, segment, chunk, keep: _both_fake(u, segment, keep))(_both)
+_sums_backward = operator("hamiltonian_sums_backward", shaped_as(3, 3, 3))(_both_backward)
 
 
-@_sums.register_fake
-def _(p: Tensor, u: Tensor, y: Tensor, segment: int, chunk: int, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _both_fake(u, segment, keep)
-
-
-@torch.library.custom_op("stepformer::hamiltonian_sums_backward", mutates_args=())
-def _sums_backward(
-    f: Tensor, g: Tensor, p: Tensor, u: Tensor, y: Tensor, scores: Tensor, states: Tensor, segment: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _both_backward(f, g, p, u, y, scores, states, segment, chunk)
-
-
-@_sums_backward.register_fake
-def _(
-    f: Tensor, g: Tensor, p: Tensor, u: Tensor, y: Tensor, scores: Tensor, states: Tensor, segment: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return u.new_empty(u.shape), u.new_empty(u.shape), u.new_empty(u.shape)
-
-
-def _keep_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    p, u, y, ctx.segment, ctx.chunk, _ = inputs
-    ctx.save_for_backward(p, u, y, *output[2:])
-    ctx.set_materialize_grads(False)
-
-
-def _token_gradients(ctx: Any, f: Tensor | None, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    p, u, y, scores, states = ctx.saved_tensors
+def _token_gradients(needs: Any, kept: Any, constants: Any, f: Tensor | None, g: Tensor | None, *_: Any) -> Any:
+    p, u, y, scores, states = kept
     if g is None and f is not None:  # the force of a last layer, whose momentum nobody reads
-        found = linear_flow._backward(f, p, u, y, scores[:1], states, ctx.segment, ctx.chunk)
-    else:
-        f, g = (torch.zeros_like(u) if t is None else t for t in (f, g))
-        found = _sums_backward(f, g, p, u, y, scores, states, ctx.segment, ctx.chunk)
-    return (*found, None, None, None)
+        return linear_flow._backward(f, p, u, y, scores[:1], states, *constants)
+    f, g = (torch.zeros_like(u) if t is None else t for t in (f, g))
+    return _sums_backward(f, g, *kept, *constants)
 
 
-_sums.register_autograd(_token_gradients, setup_context=_keep_tokens)
-
-
-def _split(length: int, segment: int) -> tuple[int, int]:
-    """Tokens of a segment, and how many are missing in the last one."""
-    segment = min(segment or length, length)
-    return segment, -length % segment
+differentiable(_sums, lambda inputs, outputs: ((*inputs[:3], *outputs[2:]), inputs[3:5]), _token_gradients, unused=True)
 
 
 def _kept(u: Tensor, segment: int) -> bool:
@@ -169,14 +135,18 @@ def hamiltonian_sums(p: Tensor, u: Tensor, y: Tensor, *, segment: int = 0, chunk
     segment: tokens between states; 0: all in one.
     """
     length = u.shape[1]
-    segment, missing = _split(length, segment)
-    if missing:
-        p, u, y = (F.pad(t, (0, 0, 0, missing)) for t in (p, u, y))
+    segment, missing, (p, u, y) = segmented(segment, p, u, y)
     first, second, _, _ = _sums(p, u, y, segment, chunk, _kept(u, segment))
     return (first[:, :length], second[:, :length]) if missing else (first, second)
 
 
-@torch.library.custom_op("stepformer::linear_fields", mutates_args=())
+def _unwritten_fields(u: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    segment, _, keep = others[-3:]
+    *fields, scores, states = _both_fake(u, segment, keep)
+    return *fields, unwritten(u), unwritten(u), scores, states
+
+
+@operator("linear_fields", fake=_unwritten_fields)
 def _fields(
     u: Tensor, y: Tensor, kernel: Tensor, a: Tensor, value: Tensor, v: Tensor, minus_nu: Tensor,
     segment: int, chunk: int, keep: bool,
@@ -193,16 +163,12 @@ def _fields(
         return first, force.view(u.shape), p, z, scores, states
 
 
-@_fields.register_fake
-def _(
-    u: Tensor, y: Tensor, kernel: Tensor, a: Tensor, value: Tensor, v: Tensor, minus_nu: Tensor,
-    segment: int, chunk: int, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    first, second, scores, states = _both_fake(u, segment, keep)
-    return first, second, u.new_empty(u.shape), u.new_empty(u.shape), scores, states
+def _unwritten_gradients(f: Tensor, h: Tensor | None, u: Tensor, y: Tensor, a: Tensor, v: Tensor, *others: Any) -> Any:
+    dtype, _, _, (for_a, for_v) = others[-4:]
+    return unwritten(u), unwritten(u), unwritten(a, for_a, dtype), unwritten(v, for_v, dtype)
 
 
-@torch.library.custom_op("stepformer::linear_fields_backward", mutates_args=())
+@operator("linear_fields_backward", fake=_unwritten_gradients)
 def _fields_backward(
     f: Tensor, h: Tensor | None, u: Tensor, y: Tensor, a: Tensor, v: Tensor, minus_nu: Tensor, p: Tensor, z: Tensor,
     scores: Tensor, states: Tensor, dtype: torch.dtype, segment: int, chunk: int, asked: Sequence[bool],
@@ -230,31 +196,19 @@ def _fields_backward(
         return du, dy, da, dv
 
 
-@_fields_backward.register_fake
-def _(
-    f: Tensor, h: Tensor | None, u: Tensor, y: Tensor, a: Tensor, v: Tensor, minus_nu: Tensor, p: Tensor, z: Tensor,
-    scores: Tensor, states: Tensor, dtype: torch.dtype, segment: int, chunk: int, asked: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    da, dv = (u.new_empty(w.shape if wanted else (0,), dtype=dtype) for w, wanted in zip((a, v), asked, strict=True))
-    return u.new_empty(u.shape), u.new_empty(u.shape), da, dv
+def _keep_fields(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Kept:
+    u, y, kernel, a, _, v, minus_nu, segment, chunk, _ = inputs
+    return (u, y, a, v, minus_nu, *outputs[2:]), (kernel.dtype, segment, chunk)
 
 
-def _keep_fields(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    u, y, kernel, a, _, v, minus_nu, ctx.segment, ctx.chunk, _ = inputs
-    ctx.save_for_backward(u, y, a, v, minus_nu, *output[2:])
-    ctx.set_materialize_grads(False)
-    ctx.dtype = kernel.dtype
+def _field_gradients(needs: Any, kept: Any, constants: Any, f: Tensor | None, h: Tensor | None, *_: Any) -> Any:
+    asked = [needs[2], needs[4] and h is not None]
+    f = torch.zeros_like(kept[0]) if f is None else f
+    du, dy, da, dv = _fields_backward(f, h, *kept, *constants, asked)
+    return du, dy, da, None, dv if asked[1] else None
 
 
-def _field_gradients(ctx: Any, f: Tensor | None, h: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    asked = [ctx.needs_input_grad[2], ctx.needs_input_grad[4] and h is not None]
-    f = torch.zeros_like(saved[0]) if f is None else f
-    du, dy, da, dv = _fields_backward(f, h, *saved, ctx.dtype, ctx.segment, ctx.chunk, asked)
-    return du, dy, da if asked[0] else None, None, dv if asked[1] else None, None, *(None,) * 4
-
-
-_fields.register_autograd(_field_gradients, setup_context=_keep_fields)
+differentiable(_fields, _keep_fields, _field_gradients, unused=True)
 
 
 def linear_fields(
@@ -265,28 +219,28 @@ def linear_fields(
     u and y (B, T, d) have one dtype, the weights A (`kernel`) and V (`value`) perhaps a wider one, nu (T,) is fp32.
     """
     length = u.shape[1]
-    segment, missing = _split(length, segment)
-    minus_nu = -nu
-    if missing:
-        u, y, minus_nu = F.pad(u, (0, 0, 0, missing)), F.pad(y, (0, 0, 0, missing)), F.pad(minus_nu, (0, missing))
+    segment, missing, (u, y) = segmented(segment, u, y)
+    minus_nu = F.pad(-nu, (0, missing)) if missing else -nu
     a, v = (maps.rounded_weight(w, u.dtype) for w in (kernel, value))
     found = _fields(u, y, kernel, a, value, v, minus_nu, segment, chunk, _kept(u, segment))
     return (found[0][:, :length], found[1][:, :length]) if missing else (found[0], found[1])
 
 
-@torch.library.custom_op("stepformer::sum_of_maps", mutates_args=())
+@operator("sum_of_maps", fake=maps.mapped_rows)
 def _sum_of_maps(x: Tensor, weight: Tensor, rounded: Tensor, z: Tensor, other: Tensor, other_rounded: Tensor) -> Tensor:
     """The rounded weights are in the dtype of x and z; the weights themselves are there for their gradients."""
     with torch.autocast(x.device.type, enabled=False):
         return torch.mm(x, rounded.t()).addmm_(z, other_rounded.t())
 
 
-@_sum_of_maps.register_fake
-def _(x: Tensor, weight: Tensor, rounded: Tensor, z: Tensor, other: Tensor, other_rounded: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _unwritten_maps(
+    dy: Tensor, x: Tensor, rounded: Tensor, z: Tensor, other_rounded: Tensor, dtype: torch.dtype, asked: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    tensors, dtypes = (x, rounded, z, other_rounded), (dy.dtype, dtype) * 2
+    return tuple(map(unwritten, tensors, asked, dtypes))
 
 
-@torch.library.custom_op("stepformer::sum_of_maps_backward", mutates_args=())
+@operator("sum_of_maps_backward", fake=_unwritten_maps)
 def _sum_of_maps_backward(
     dy: Tensor, x: Tensor, rounded: Tensor, z: Tensor, other_rounded: Tensor, dtype: torch.dtype, asked: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -302,33 +256,16 @@ def _sum_of_maps_backward(
         )
 
 
-@_sum_of_maps_backward.register_fake
-def _(
-    dy: Tensor, x: Tensor, rounded: Tensor, z: Tensor, other_rounded: Tensor, dtype: torch.dtype, asked: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        dy.new_empty(x.shape if asked[0] else (0,)),
-        dy.new_empty(rounded.shape if asked[1] else (0,), dtype=dtype),
-        dy.new_empty(z.shape if asked[2] else (0,)),
-        dy.new_empty(other_rounded.shape if asked[3] else (0,), dtype=dtype),
-    )
-
-
-def _keep_maps(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, rounded, z, _, other_rounded = inputs
-    ctx.save_for_backward(x, rounded, z, other_rounded)
-    ctx.dtype = weight.dtype
-
-
-def _map_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad
+def _map_gradients(needs: Any, kept: Any, constants: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     asked = [needs[0], needs[1], needs[3], needs[4]]
-    found = _sum_of_maps_backward(dy, *ctx.saved_tensors, ctx.dtype, asked)
-    dx, dw, dz, da = (t if wanted else None for t, wanted in zip(found, asked, strict=True))
-    return dx, dw, None, dz, da, None
+    dx, dw, dz, da = _sum_of_maps_backward(dy, *kept, *constants, asked)
+    return dx, dw, None, dz, da
 
 
-_sum_of_maps.register_autograd(_map_gradients, setup_context=_keep_maps)
+# x, the rounded weight, z and the other rounded weight
+differentiable(
+    _sum_of_maps, lambda inputs, _: ((inputs[0], *inputs[2:4], inputs[5]), (inputs[1].dtype,)), _map_gradients
+)
 
 
 def sum_of_maps(x: Tensor, weight: Tensor, z: Tensor, other: Tensor) -> Tensor:

@@ -22,13 +22,14 @@ Bytes per token for the states: 12 d^2 / L forward. With d = 768 one segment is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from stepformer.ops.operators import differentiable, operator, shaped_as, unwritten
 
 CHUNK = 256  # queries at a time: at 1024 tokens 5/8 of the square, in products large enough to fill the device
 KEPT = 2**26  # scores that the forward pass keeps for the backward, per call; beyond, they are computed again
@@ -71,10 +72,9 @@ def from_later(weights: Tensor, sources: Tensor, out: Tensor, chunk: int, fresh:
 
 
 @triton.jit
-def _clear_kernel(
-    scores: tl.tensor, rows: tl.tensor, width: tl.tensor, matrix_stride: tl.tensor, row_stride: tl.tensor,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+def _clear_kernel(  # type: ignore[no-untyped-def]
+    scores, rows, width, matrix_stride, row_stride, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr
+):
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     first = row // CHUNK * CHUNK
     column = first + tl.arange(0, COLUMNS)[None, :]
@@ -138,10 +138,9 @@ def weighted_sums(
 
 
 @triton.jit
-def _running_kernel(
-    states: tl.tensor, more: tl.tensor, out: tl.tensor, size: tl.tensor,
-    SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+def _running_kernel(  # type: ignore[no-untyped-def]
+    states, more, out, size, SEGMENTS: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(1).to(tl.int64) * SEGMENTS
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
@@ -169,7 +168,14 @@ def running(
     return out
 
 
-@torch.library.custom_op("stepformer::causal_sum", mutates_args=())
+def _outputs(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    batch, n = q.shape[0], q.shape[1] // segment
+    scores = q.new_empty(1, batch * n, segment, padded(segment)) if keep else q.new_empty(0)
+    states = q.new_empty(batch * n, k.shape[-1], v.shape[-1]) if n > 1 else q.new_empty(0)
+    return unwritten(v), scores, states
+
+
+@operator("causal_sum", fake=_outputs)
 def _forward(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The sums, the scores (empty unless they are to be kept) and the states (empty for one segment)."""
     shape, n = v.shape, q.shape[1] // segment
@@ -183,15 +189,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bo
     return out.view(shape), scores, states
 
 
-@_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    batch, n = q.shape[0], q.shape[1] // segment
-    scores = q.new_empty(1, batch * n, segment, padded(segment)) if keep else q.new_empty(0)
-    states = q.new_empty(batch * n, k.shape[-1], v.shape[-1]) if n > 1 else q.new_empty(0)
-    return v.new_empty(v.shape), scores, states
-
-
-@torch.library.custom_op("stepformer::causal_sum_backward", mutates_args=())
+@operator("causal_sum_backward", fake=shaped_as(1, 2, 3))
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, states: Tensor, segment: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,32 +210,25 @@ def _backward(
     return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, states: Tensor, segment: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+differentiable(
+    _forward,
+    keep=lambda inputs, outputs: ((*inputs[:3], *outputs[1:]), inputs[3:5]),
+    gradients=lambda needs, kept, constants, grad, *_: _backward(grad, *kept, *constants),
+)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, ctx.segment, ctx.chunk, _ = inputs
-    ctx.save_for_backward(q, k, v, *output[1:])
-
-
-def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    return (*_backward(grad, *ctx.saved_tensors, ctx.segment, ctx.chunk), None, None, None)
-
-
-_forward.register_autograd(_gradients, setup_context=_setup)
+def segmented(segment: int, *tokens: Tensor) -> tuple[int, int, list[Tensor]]:
+    """How many tokens a segment has (all for 0), how many the last one lacks, and the tokens (B, T, d) with those."""
+    length = tokens[0].shape[1]
+    segment = min(segment or length, length)
+    missing = -length % segment
+    return segment, missing, [F.pad(t, (0, 0, 0, missing)) if missing else t for t in tokens]
 
 
 def causal_sum(q: Tensor, k: Tensor, v: Tensor, *, segment: int = 0, chunk: int = CHUNK) -> Tensor:
     """sum_{j<=i} (q_i.k_j) v_j for tokens (B, T, d) of one dtype; `segment` = 0: all tokens in one."""
-    batch, length, _ = q.shape
-    segment = min(segment or length, length)
-    missing = -length % segment
-    if missing:
-        q, k, v = (F.pad(t, (0, 0, 0, missing)) for t in (q, k, v))
-    keep = torch.is_grad_enabled() and batch * q.shape[1] * segment <= KEPT
+    length = q.shape[1]
+    segment, missing, (q, k, v) = segmented(segment, q, k, v)
+    keep = torch.is_grad_enabled() and q.shape[0] * q.shape[1] * segment <= KEPT
     out: Tensor = _forward(q, k, v, segment, chunk, keep)[0]
     return out[:, :length] if missing else out

@@ -38,6 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepformer.ops.operators import differentiable, operator
+
 LOG2E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
@@ -145,14 +147,9 @@ def _launch(like: Tensor, kind: str, settings: dict[str, int]) -> tuple[int, dic
     return rows * blocks, {"blocks": blocks, "width": width, **arguments, **settings}
 
 
-def _hidden(h: Tensor, kind: str) -> tuple[int, int]:
-    """Shape of a."""
-    return h.shape[0], h.shape[1] // (2 if kind == "swiglu" else 1)
-
-
 def activate(h: Tensor, kind: str) -> Tensor:
     """act(h) of a contiguous h (N, hidden)."""
-    a = h.new_empty(_hidden(h, kind))
+    a = h.new_empty(h.shape[0], h.shape[1] // (2 if kind == "swiglu" else 1))
     programs, arguments = _launch(a, kind, FORWARD)
     if programs:
         _activate[(programs,)](h, a, **arguments)
@@ -188,27 +185,26 @@ def _shared_gradients(
     return dw, db
 
 
-def _fake_gradients(
-    dy: Tensor, x: Tensor, columns: int, dtype: torch.dtype, for_x: bool, for_weight: bool, for_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = dy.new_empty(x.shape if for_x else (0,))
-    dw = dy.new_empty((dy.shape[1], columns) if for_weight else (0,), dtype=dtype)
-    return dx, dw, dy.new_empty((dy.shape[1],) if for_bias else (0,), dtype=dtype)
+def mapped_rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    """Unwritten memory for y."""
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@torch.library.custom_op("stepformer::linear", mutates_args=())
+def _unwritten_gradients(dy: Tensor, x: Tensor, rounded: Tensor, dtype: torch.dtype, *others: Any) -> Any:
+    """Of x, W and b; whether they are asked for are the last three arguments."""
+    for_x, for_weight, for_bias = others[-3:]
+    dw = dy.new_empty(rounded.shape if for_weight else 0, dtype=dtype)
+    return dy.new_empty(x.shape if for_x else 0), dw, dy.new_empty(dy.shape[1] if for_bias else 0, dtype=dtype)
+
+
+@operator("linear", fake=mapped_rows)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor) -> Tensor:
     """`rounded` is the weight in the dtype of x; the weight itself is there for its gradient."""
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))
 
 
-@_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("stepformer::linear_backward", mutates_args=())
+@operator("linear_backward", fake=_unwritten_gradients)
 def _linear_backward(
     dy: Tensor, x: Tensor, rounded: Tensor, dtype: torch.dtype, for_x: bool, for_weight: bool, for_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,34 +214,15 @@ def _linear_backward(
         return dx, *_shared_gradients(dy, x, dtype, for_weight, for_bias)
 
 
-@_linear_backward.register_fake
-def _(
-    dy: Tensor, x: Tensor, rounded: Tensor, dtype: torch.dtype, for_x: bool, for_weight: bool, for_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(dy, x, x.shape[1], dtype, for_x, for_weight, for_bias)
-
-
-@torch.library.custom_op("stepformer::activated_linear", mutates_args=())
+@operator("activated_linear", fake=mapped_rows)
 def _activated(h: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, kind: str) -> Tensor:
     with torch.autocast(h.device.type, enabled=False):
         return F.linear(activate(h.contiguous(), kind), rounded, None if bias is None else bias.to(h.dtype))
 
 
-@_activated.register_fake
-def _(h: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, kind: str) -> Tensor:
-    return h.new_empty(h.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("stepformer::activated_linear_backward", mutates_args=())
+@operator("activated_linear_backward", fake=_unwritten_gradients)
 def _activated_backward(
-    dy: Tensor,
-    h: Tensor,
-    rounded: Tensor,
-    dtype: torch.dtype,
-    kind: str,
-    for_h: bool,
-    for_weight: bool,
-    for_bias: bool,
+    dy: Tensor, h: Tensor, rounded: Tensor, dtype: torch.dtype, kind: str, for_h: bool, for_weight: bool, for_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dy, h = dy.contiguous(), h.contiguous()
     with torch.autocast(dy.device.type, enabled=False):
@@ -257,42 +234,17 @@ def _activated_backward(
         return dh, *_shared_gradients(dy, a, dtype, for_weight, for_bias)
 
 
-@_activated_backward.register_fake
-def _(
-    dy: Tensor,
-    h: Tensor,
-    rounded: Tensor,
-    dtype: torch.dtype,
-    kind: str,
-    for_h: bool,
-    for_weight: bool,
-    for_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(dy, h, rounded.shape[1], dtype, for_h, for_weight, for_bias)
+def _differentiate(forward: Any, backward: Any) -> None:
+    """Inputs are x, W, b, the rounded weight, and an activation perhaps."""
+    differentiable(
+        forward,
+        keep=lambda inputs, _: ((inputs[0], inputs[3]), (inputs[1].dtype, *inputs[4:])),
+        gradients=lambda needs, kept, constants, dy: backward(dy, *kept, *constants, *needs[:3]),
+    )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, rounded, *kind = inputs
-    ctx.save_for_backward(x, rounded)
-    ctx.dtype, ctx.kind = weight.dtype, kind
-
-
-def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients somebody asked for, and nothing for the other arguments."""
-    found = (g if asked else None for g, asked in zip(gradients, ctx.needs_input_grad, strict=False))
-    return *found, None, *(None for _ in ctx.kind)
-
-
-def _backward_of(operator: Any) -> Any:
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, rounded = ctx.saved_tensors
-        return _wanted(ctx, operator(dy, x, rounded, ctx.dtype, *ctx.kind, *ctx.needs_input_grad[:3]))
-
-    return backward
-
-
-_linear.register_autograd(_backward_of(_linear_backward), setup_context=_keep)
-_activated.register_autograd(_backward_of(_activated_backward), setup_context=_keep)
+_differentiate(_linear, _linear_backward)
+_differentiate(_activated, _activated_backward)
 
 
 # Rounded copies made beforehand, by the identity of the weight, with what tells whether it has changed since; one

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepformer.base.errors import StepformerError
+from stepformer.ops.operators import differentiable, operator, unwritten
 from stepformer.ops.token_rows import scale_rows
 
 IGNORE = tl.constexpr(-100)
@@ -72,18 +73,10 @@ def _derivative(u, hot, largest, share, scale, cap, CAPPED: tl.constexpr):  # ty
 
 @triton.jit
 def _rows(  # type: ignore[no-untyped-def]
-    logits,
-    targets,
-    count,
-    losses,
-    cap,
-    V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VECTORS: tl.constexpr,
-    LANES: tl.constexpr,
-    CAPPED: tl.constexpr,
+    logits, targets, count, losses, cap,
+    V: tl.constexpr, WIDTH: tl.constexpr, VECTORS: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr,
     GRADIENT: tl.constexpr,
-):
+):  # fmt: skip
     """One row of logits: its loss, and with GRADIENT dz in its place.
 
     A tile is VECTORS x LANES columns, LANES of them the 16 bytes a thread loads at once, so maxima and sums along them
@@ -191,17 +184,9 @@ def _in_chunks(
         logits = buffer[: h[part].shape[0]]
         torch.mm(h[part], weight.t(), out=logits)
         _rows[(logits.shape[0],)](
-            logits,
-            targets[part],
-            count,
-            losses[part],
-            cap or 1.0,
-            V=vocabulary,
-            WIDTH=width,
-            CAPPED=cap is not None,
-            GRADIENT=dh is not None,
-            **settings,
-        )
+            logits, targets[part], count, losses[part], cap or 1.0,
+            V=vocabulary, WIDTH=width, CAPPED=cap is not None, GRADIENT=dh is not None, **settings,
+        )  # fmt: skip
         if dh is not None:
             torch.mm(logits, weight, out=dh[part])
         if dtable is not None:
@@ -209,18 +194,20 @@ def _in_chunks(
     return losses.sum() / count
 
 
-@torch.library.custom_op("stepformer::linear_cross_entropy", mutates_args=())
+@operator("linear_cross_entropy", fake=lambda h, *_: h.new_empty((), dtype=torch.float32))
 def _loss(h: Tensor, table: Tensor, targets: Tensor, cap: float | None) -> Tensor:
     with torch.autocast(h.device.type, enabled=False):
         return _in_chunks(h, table, targets, cap, None, None)
 
 
-@_loss.register_fake
-def _(h: Tensor, table: Tensor, targets: Tensor, cap: float | None) -> Tensor:
-    return h.new_empty((), dtype=torch.float32)
+def _outputs(
+    h: Tensor, table: Tensor, targets: Tensor, cap: float | None, train_table: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtable = table.new_empty(table.shape if train_table else (0, table.shape[1]))
+    return h.new_empty((), dtype=torch.float32), unwritten(h), dtable
 
 
-@torch.library.custom_op("stepformer::linear_cross_entropy_and_gradients", mutates_args=())
+@operator("linear_cross_entropy_and_gradients", fake=_outputs)
 def _loss_and_gradients(
     h: Tensor, table: Tensor, targets: Tensor, cap: float | None, train_table: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,20 +225,6 @@ def _loss_and_gradients(
     return loss, dh, dtable[:vocabulary].to(table.dtype)
 
 
-@_loss_and_gradients.register_fake
-def _(h: Tensor, table: Tensor, targets: Tensor, cap: float | None, train_table: bool) -> tuple[Tensor, Tensor, Tensor]:
-    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    dtable = torch.empty(table.shape if train_table else (0, table.shape[1]), dtype=table.dtype, device=h.device)
-    return h.new_empty((), dtype=torch.float32), dh, dtable
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, dh, dtable = output
-    ctx.save_for_backward(dh, dtable)
-    ctx.train_table = inputs[4]
-    ctx.set_materialize_grads(False)
-
-
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return scale_rows(gradient, factor.float())  # torch's own loads one entry at a time, to broadcast
@@ -260,18 +233,18 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _multiply(
-    ctx: Any, factor: Tensor | None, second_h: Tensor | None, second_table: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    needs: Any, kept: Any, _: Any, factor: Tensor | None, second_h: Tensor | None, second_table: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """For a compiler plain PyTorch, so that it may fuse the product with what comes next (the embedding's share)."""
     if second_h is not None or second_table is not None:
         raise StepformerError("The fused loss has no second derivative: ask for it inside `with kernels.off():`.")
     if factor is None:
-        return None, None, None, None, None
-    dh, dtable = ctx.saved_tensors
-    return _scaled(dh, factor), _scaled(dtable, factor) if ctx.train_table else None, None, None, None
+        return ()
+    dh, dtable = kept
+    return _scaled(dh, factor), _scaled(dtable, factor) if needs[1] else None
 
 
-_loss_and_gradients.register_autograd(_multiply, setup_context=_keep)
+differentiable(_loss_and_gradients, lambda inputs, outputs: (outputs[1:], ()), _multiply, unused=True)
 
 
 def linear_cross_entropy(h: Tensor, table: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:

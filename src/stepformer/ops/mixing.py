@@ -7,14 +7,13 @@ Traffic in tensors: 2 reads and 1 write, backward 3 and 2. Plain PyTorch needs t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stepformer.ops import common
+from stepformer.ops.operators import differentiable, operator, shaped_as, unwritten
 
 BLOCK = 4096
 
@@ -44,7 +43,7 @@ def _mix_backward(  # type: ignore[no-untyped-def]
     tl.store(partial + tl.program_id(0) * WIDTH + place, line)
 
 
-@torch.library.custom_op("stepformer::mix", mutates_args=())
+@operator("mix", fake=lambda a, b, weights: unwritten(a))
 def _forward(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
     out = torch.empty_like(a)
@@ -52,38 +51,17 @@ def _forward(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-@_forward.register_fake
-def _(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
-    return torch.empty_like(a, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("stepformer::mix_backward", mutates_args=())
+@operator("mix_backward", fake=shaped_as(1, 2, 3))
 def _backward(grad: Tensor, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grad, a, b = grad.contiguous(), a.contiguous(), b.contiguous()
     da, db = torch.empty_like(a), torch.empty_like(b)
     programs = max(1, triton.cdiv(a.numel(), BLOCK))
     partial = weights.new_empty((programs, 8))
-    _mix_backward[(programs,)](
-        grad, a, b, weights, da, db, partial, a.numel(), BLOCK=BLOCK, WIDTH=8, num_warps=8
-    )  # fmt: skip
+    _mix_backward[(programs,)](grad, a, b, weights, da, db, partial, a.numel(), BLOCK=BLOCK, WIDTH=8, num_warps=8)
     return da, db, common.sum_lines(partial)[:2].clone()
 
 
-@_backward.register_fake
-def _(grad: Tensor, a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    da, db = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (a, b))
-    return da, db, torch.empty_like(weights)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-    return torch.ops.stepformer.mix_backward(grad, *ctx.saved_tensors)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+differentiable(_forward, lambda inputs, _: (inputs, ()), lambda needs, kept, constants, grad: _backward(grad, *kept))
 
 
 def mix(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:

@@ -35,8 +35,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepformer.ops.common import Scalar, code, mapped, nothing, slope
+from stepformer.ops.common import Scalar, code, mapped, slope
 from stepformer.ops.matrix_functions import NEWTON_SCHULZ
+from stepformer.ops.operators import differentiable, operator, unwritten
 
 MOST_ROWS, MOST_COLUMNS = 32, 128  # larger matrices do not fit in the registers of a warp
 
@@ -44,7 +45,7 @@ A, B, C = tl.constexpr(NEWTON_SCHULZ[0]), tl.constexpr(NEWTON_SCHULZ[1]), tl.con
 
 
 @triton.jit
-def _product(x: tl.tensor, y: tl.tensor, total: tl.tensor) -> tl.tensor:
+def _product(x, y, total):  # type: ignore[no-untyped-def]
     """total + x y^T in tf32, of x (tokens, rows, k) and y (tokens, columns, k).
 
     The summed index runs in the order 0 2 4 6 1 3 5 7 of every eight. That changes nothing but which register meets
@@ -60,13 +61,13 @@ def _product(x: tl.tensor, y: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _tf32(x: tl.tensor) -> tl.tensor:
+def _tf32(x):  # type: ignore[no-untyped-def]
     """x rounded to the 11 significant bits of tf32."""
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _times(x: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr) -> tl.tensor:
+def _times(x, y, total, ACCURATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """total + x y^T: with a symmetric y, x y."""
     x_high, y_high = _tf32(x), _tf32(y)
     if ACCURATE:
@@ -76,7 +77,7 @@ def _times(x: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr)
 
 
 @triton.jit
-def _gram(x: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr) -> tl.tensor:
+def _gram(x, y, total, ACCURATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """total + x y^T of stored numbers; products of bf16 numbers are exact."""
     if x.dtype == tl.bfloat16 and y.dtype == tl.bfloat16:
         result = tl.dot(x, tl.permute(y, (0, 2, 1)), total)
@@ -86,7 +87,7 @@ def _gram(x: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr) 
 
 
 @triton.jit
-def _apply(q: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr) -> tl.tensor:
+def _apply(q, y, total, ACCURATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """total + q y of a symmetric q with a stored y; bf16 numbers are tf32 numbers already."""
     columns = tl.permute(y.to(tl.float32), (0, 2, 1))
     columns_high = columns if y.dtype == tl.bfloat16 else _tf32(columns)
@@ -99,12 +100,12 @@ def _apply(q: tl.tensor, y: tl.tensor, total: tl.tensor, ACCURATE: tl.constexpr)
 
 
 @triton.jit
-def _polynomial(G: tl.tensor, one: tl.tensor, ACCURATE: tl.constexpr) -> tl.tensor:
+def _polynomial(G, one, ACCURATE: tl.constexpr):  # type: ignore[no-untyped-def]
     return one * A + G * B + _times(G, G, tl.zeros_like(G), ACCURATE) * C
 
 
 @triton.jit
-def _steps(G: tl.tensor, one: tl.tensor, STEPS: tl.constexpr, ACCURATE: tl.constexpr) -> tl.tensor:
+def _steps(G, one, STEPS: tl.constexpr, ACCURATE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The product of the polynomials of STEPS steps from G.
 
     (M G^T) M^T, in this order, keeps what rounding adds to G symmetric; in others it grows to five times the error.
@@ -120,26 +121,22 @@ def _steps(G: tl.tensor, one: tl.tensor, STEPS: tl.constexpr, ACCURATE: tl.const
 
 
 @triton.jit
-def _times_pair(
-    X: tl.tensor, dX: tl.tensor, Y: tl.tensor, dY: tl.tensor, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr
-) -> tl.tensor:
+def _times_pair(X, dX, Y, dY, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """X Y and its derivative."""
     zero = tl.zeros_like(X)
     return _times(X, Y, zero, VALUES), _times(dX, Y, _times(X, dY, zero, DERIVATIVES), DERIVATIVES)
 
 
 @triton.jit
-def _polynomial_pair(
-    G: tl.tensor, dG: tl.tensor, one: tl.tensor, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr
-) -> tl.tensor:
+def _polynomial_pair(G, dG, one, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr):  # type: ignore[no-untyped-def]
     square, dsquare = _times_pair(G, dG, G, dG, VALUES, DERIVATIVES)
     return one * A + G * B + square * C, dG * B + dsquare * C
 
 
 @triton.jit
-def _steps_pair(
-    G: tl.tensor, dG: tl.tensor, one: tl.tensor, STEPS: tl.constexpr, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr
-) -> tl.tensor:
+def _steps_pair(  # type: ignore[no-untyped-def]
+    G, dG, one, STEPS: tl.constexpr, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr
+):
     """`_steps` and its derivative along dG."""
     M, dM = _polynomial_pair(G, dG, one, VALUES, DERIVATIVES)
     Q, dQ = M, dM
@@ -152,12 +149,12 @@ def _steps_pair(
 
 
 @triton.jit
-def _load(source: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def _load(source, at, mask):  # type: ignore[no-untyped-def]
     return tl.load(source + at, mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_matrix(g: tl.tensor, m: tl.tensor, beta: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def _load_matrix(g, m, beta, at, mask):  # type: ignore[no-untyped-def]
     """Y: g itself, or the mean m' as it is stored."""
     y = _load(g, at, mask)
     if m is not None:
@@ -166,16 +163,16 @@ def _load_matrix(g: tl.tensor, m: tl.tensor, beta: tl.tensor, at: tl.tensor, mas
 
 
 @triton.jit
-def _identity(R: tl.constexpr) -> tl.tensor:
+def _identity(R: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(tl.arange(0, R)[None, :, None] == tl.arange(0, R)[None, None, :], 1.0, 0.0)
 
 
 @triton.jit(do_not_specialize=["n"])  # no compilation of its own for one token
-def _newton_schulz_forward_kernel(
-    g: tl.tensor, m: tl.tensor, raw: tl.tensor, constant: tl.tensor, m_out: tl.tensor, o: tl.tensor, n: tl.tensor,
+def _newton_schulz_forward_kernel(  # type: ignore[no-untyped-def]
+    g, m, raw, constant, m_out, o, n,
     KIND: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, TOKENS: tl.constexpr, ACCURATE: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Columns in chunks: three walks over Y keep fewer registers busy than holding it, and the later ones hit L1."""
     first = tl.program_id(0).to(tl.int64) * TOKENS
     token, row, column = tl.arange(0, TOKENS)[:, None, None], tl.arange(0, R)[None, :, None], tl.arange(0, CHUNK)
@@ -216,12 +213,11 @@ def _newton_schulz_forward_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])  # no compilation of its own for one token
-def _newton_schulz_backward_kernel(
-    g: tl.tensor, m: tl.tensor, raw: tl.tensor, constant: tl.tensor, do: tl.tensor, dm_out: tl.tensor,
-    dg: tl.tensor, dm: tl.tensor, partial: tl.tensor, n: tl.tensor,
+def _newton_schulz_backward_kernel(  # type: ignore[no-untyped-def]
+    g, m, raw, constant, do, dm_out, dg, dm, partial, n,
     KIND: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * TOKENS
     token, row, column = tl.arange(0, TOKENS)[:, None, None], tl.arange(0, R)[None, :, None], tl.arange(0, CHUNK)
     at = (token * (H * K) + row * K) + column[None, None, :] + first * (H * K)
@@ -296,11 +292,7 @@ class Tile(NamedTuple):
 
 def tile(h: int, k: int, backward: bool) -> Tile:
     """One token per warp: its matrices fill the registers of a warp in the backward."""
-    return Tile(1, 1, min(32 if backward or h > 16 else 64, _columns(k)))
-
-
-def _columns(k: int) -> int:
-    return max(16, triton.next_power_of_2(k))
+    return Tile(1, 1, min(32 if backward or h > 16 else 64, max(16, triton.next_power_of_2(k))))
 
 
 def supports(h: int, k: int) -> bool:
@@ -356,40 +348,24 @@ def _backward(
     return dg, dm, None if raw is None or partial is None else partial.sum().to(raw.dtype).expand_as(raw)
 
 
-@torch.library.custom_op("stepformer::newton_schulz", mutates_args=())
+@operator("newton_schulz", fake=lambda g, heads, dtype, fast: unwritten(g, dtype=dtype))
 def _ortho(g: Tensor, heads: int, dtype: torch.dtype, fast: bool) -> Tensor:
     return _forward(g.contiguous(), None, None, -2, 1.0, heads, dtype, fast)[1]
 
 
-@_ortho.register_fake
-def _(g: Tensor, heads: int, dtype: torch.dtype, fast: bool) -> Tensor:
-    return g.new_empty(g.shape, dtype=dtype)
-
-
-@torch.library.custom_op("stepformer::newton_schulz_backward", mutates_args=())
+@operator("newton_schulz_backward", fake=lambda g, *_: unwritten(g))
 def _ortho_backward(g: Tensor, do: Tensor, heads: int, fast: bool) -> Tensor:
     return _backward(g.contiguous(), None, None, -2, 1.0, heads, fast, do.contiguous(), None)[0]
 
 
-@_ortho_backward.register_fake
-def _(g: Tensor, do: Tensor, heads: int, fast: bool) -> Tensor:
-    return g.new_empty(g.shape)
+differentiable(
+    _ortho,
+    keep=lambda inputs, _: (inputs[:1], (inputs[1], inputs[3])),
+    gradients=lambda needs, kept, constants, do: (_ortho_backward(*kept, do, *constants),),
+)
 
 
-def _ortho_keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    g, ctx.heads, _, ctx.fast = inputs
-    ctx.save_for_backward(g)
-
-
-def _ortho_gradient(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-    (g,) = ctx.saved_tensors
-    return _ortho_backward(g, do, ctx.heads, ctx.fast), None, None, None
-
-
-_ortho.register_autograd(_ortho_gradient, setup_context=_ortho_keep)
-
-
-@torch.library.custom_op("stepformer::muon", mutates_args=())
+@operator("muon", fake=lambda g, m, *others: (unwritten(m), unwritten(g, dtype=others[-2])))
 def _muon(
     g: Tensor, m: Tensor, raw: Tensor | None, kind: int, constant: float, heads: int, dtype: torch.dtype, fast: bool
 ) -> tuple[Tensor, Tensor]:
@@ -398,14 +374,10 @@ def _muon(
     return m_out, o
 
 
-@_muon.register_fake
-def _(
-    g: Tensor, m: Tensor, raw: Tensor | None, kind: int, constant: float, heads: int, dtype: torch.dtype, fast: bool
-) -> tuple[Tensor, Tensor]:
-    return m.new_empty(m.shape), g.new_empty(g.shape, dtype=dtype)
-
-
-@torch.library.custom_op("stepformer::muon_backward", mutates_args=())
+@operator(
+    "muon_backward",
+    fake=lambda g, m, raw, *_: (unwritten(g), unwritten(m), g.new_empty(0) if raw is None else unwritten(raw)),
+)
 def _muon_backward(
     g: Tensor, m: Tensor, raw: Tensor | None, do: Tensor, dm_out: Tensor | None,
     kind: int, constant: float, heads: int, fast: bool,
@@ -413,32 +385,17 @@ def _muon_backward(
     dm_out = None if dm_out is None else dm_out.contiguous()
     dg, dm, draw = _backward(g.contiguous(), m.contiguous(), raw, kind, constant, heads, fast, do.contiguous(), dm_out)
     assert dm is not None
-    return dg, dm, nothing(g) if draw is None else draw.clone()
+    return dg, dm, g.new_empty(0) if draw is None else draw.clone()
 
 
-@_muon_backward.register_fake
-def _(
-    g: Tensor, m: Tensor, raw: Tensor | None, do: Tensor, dm_out: Tensor | None,
-    kind: int, constant: float, heads: int, fast: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return g.new_empty(g.shape), m.new_empty(m.shape), nothing(g) if raw is None else raw.new_empty(raw.shape)
+def _muon_gradients(needs: Any, kept: Any, constants: Any, dm_out: Tensor | None, do: Tensor | None) -> Any:
+    (g, m, raw), (kind, constant, heads, dtype, fast) = kept, constants
+    do = g.new_zeros(g.shape, dtype=dtype) if do is None else do
+    return _muon_backward(g, m, raw, do, dm_out, kind, constant, heads, fast)
 
 
-def _muon_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    g, m, raw, ctx.kind, ctx.constant, ctx.heads, ctx.dtype, ctx.fast = inputs
-    ctx.save_for_backward(g, m, raw)
-    ctx.set_materialize_grads(False)  # the mean after the last turn has no gradient
-
-
-def _muon_gradient(ctx: Any, dm_out: Tensor | None, do: Tensor | None) -> tuple[Tensor | None, ...]:
-    g, m, raw = ctx.saved_tensors
-    if do is None:
-        do = g.new_zeros(g.shape, dtype=ctx.dtype)
-    dg, dm, draw = _muon_backward(g, m, raw, do, dm_out, ctx.kind, ctx.constant, ctx.heads, ctx.fast)
-    return dg, dm, None if raw is None else draw, None, None, None, None, None
-
-
-_muon.register_autograd(_muon_gradient, setup_context=_muon_keep)
+# the mean after the last turn has no gradient
+differentiable(_muon, lambda inputs, _: (inputs[:3], inputs[3:]), _muon_gradients, unused=True)
 
 
 def newton_schulz(g: Tensor, heads: int, dtype: torch.dtype | None = None, fast: bool = False) -> Tensor:

@@ -27,8 +27,9 @@ import triton
 from torch import Tensor
 
 from stepformer.ops import constrained
-from stepformer.ops.constrained import HEAD_DIMS, Tile, Tiles, _precision, _rows, _wider
+from stepformer.ops.constrained import Tile, Tiles, _precision, _rows, _wider, by_token
 from stepformer.ops.constraint import BETA_MAX, EVALUATIONS_WITH_PRIOR, PACKED, UNSOLVED
+from stepformer.ops.operators import Kept, differentiable, operator
 from stepformer.ops.prior_backward import prior_key_gradient, prior_query_gradient
 from stepformer.ops.prior_forward import gather_prior_rows, solve_prior_rows, write_log_weights
 
@@ -53,8 +54,7 @@ def tiles(like: Tensor) -> Tiles:
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels know these shapes: as many keys as queries, not too many, a power of two wide."""
-    same = q.shape == k.shape == v.shape and q.dtype == k.dtype
-    return same and q.shape[-1] in HEAD_DIMS and 0 < q.shape[2] <= LONGEST
+    return constrained.takes(q, k, v) and q.shape[2] <= LONGEST
 
 
 def prior_attention(
@@ -107,16 +107,28 @@ def solve(q: Tensor, k: Tensor, radius: Tensor, below: Tensor, keep: Tensor, *, 
     return state
 
 
-@torch.library.custom_op("stepformer::prior_attention", mutates_args=())
+def _log_weights(q: Tensor, packed: bool) -> Tensor:
+    return q.new_empty(*q.shape[:3], q.shape[2], dtype=PACKED if packed else torch.float32)
+
+
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, radius: Tensor, below: Tensor | None, keep: Tensor | None, packed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Unwritten memory for O, ln a, W and the numbers of the rows."""
+    out, tilt = by_token(v, v)
+    return out, _log_weights(q, packed), tilt, q.new_empty(5 if below is None else 6, *q.shape[:3], dtype=torch.float32)
+
+
+@operator("prior_attention", fake=_outputs)
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, radius: Tensor, below: Tensor | None, keep: Tensor | None, packed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v = _rows(q), _rows(k), _rows(v)
     batch, heads, length, d = q.shape
-    log_a = torch.empty(batch, heads, length, length, dtype=PACKED if packed else torch.float32, device=q.device)
     tile = tiles(_wider(q, v)).gather
     precision = _precision(_wider(q, v))
     if below is None:
+        log_a = _log_weights(q, packed)
         out, tilt, rows = constrained._forward(q, k, v, radius, math.inf)
         write_log_weights[(triton.cdiv(length, tile.queries), triton.cdiv(length, tile.keys), batch * heads)](
             q, k, rows, _bits(log_a), *q.stride()[:3], *k.stride()[:3], length, heads, length, rows[0].numel(),
@@ -126,8 +138,7 @@ def _forward(
         return out, log_a, tilt, rows
     assert keep is not None
     state = solve(q, k, radius, below, keep)
-    out = torch.empty(batch, length, heads, d, dtype=v.dtype, device=q.device)
-    tilt, rows = torch.empty_like(out), state.new_empty(6, batch, heads, length)
+    out, log_a, tilt, rows = _outputs(q, k, v, radius, below, keep, packed)
     gather_prior_rows[(triton.cdiv(length, tile.queries), batch * heads)](
         q, k, v, _bits(below), keep, state, out, tilt, _bits(log_a), rows,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], length, heads, length, rows[0].numel(),
@@ -137,18 +148,16 @@ def _forward(
     return out, log_a, tilt, rows
 
 
-@_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, radius: Tensor, below: Tensor | None, keep: Tensor | None, packed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, length, d = q.shape
-    out = v.new_empty(batch, length, heads, d)
-    log_a = q.new_empty(batch, heads, length, length, dtype=PACKED if packed else torch.float32)
-    rows = q.new_empty(5 if below is None else 6, batch, heads, length, dtype=torch.float32)
-    return out, log_a, torch.empty_like(out), rows
+def _gradients(
+    grad: Tensor, given: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tilt: Tensor, rows: Tensor,
+    below: Tensor | None, keep: Tensor | None, send: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Unwritten memory for dq, dk, dv, drho, dln a_below and dkeep."""
+    sent = below.new_empty(below.shape) if below is not None and send else rows.new_empty(0)
+    return *by_token(q, k, v), rows.new_empty(q.shape[:3]), sent, rows.new_empty(0 if keep is None else q.shape[1])
 
 
-@torch.library.custom_op("stepformer::prior_attention_backward", mutates_args=())
+@operator("prior_attention_backward", fake=_gradients)
 def _backward(
     grad: Tensor, given: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tilt: Tensor, rows: Tensor,
     below: Tensor | None, keep: Tensor | None, send: bool,
@@ -186,36 +195,18 @@ def _backward(
     return dq, dk, dv, dradius.clone(), nothing.clone() if sent is None else sent, total
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor, given: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tilt: Tensor, rows: Tensor,
-    below: Tensor | None, keep: Tensor | None, send: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, heads, length, d = q.shape
-    dq, dk, dv = (x.new_empty(batch, length, heads, d) for x in (q, k, v))
-    sent = below.new_empty(below.shape) if below is not None and send else rows.new_empty(0)
-    total = rows.new_empty(0 if keep is None else heads)
-    return dq, dk, dv, rows.new_empty(batch, heads, length), sent, total
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Kept:
     q, k, v, radius, below, keep, _ = inputs
-    out, _, tilt, rows = output
-    ctx.save_for_backward(q, k, v, out, tilt, rows, below, keep)
-    ctx.radius_dtype = radius.dtype
-    ctx.set_materialize_grads(False)
+    out, _, tilt, rows = outputs
+    return (q, k, v, out, tilt, rows, below, keep), (radius.dtype,)
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, given: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+def _differentiate(needs: Any, kept: Any, constants: Any, grad: Any, given: Any, *_: Any) -> tuple[Tensor, ...]:
     if grad is None and given is None:
-        return (None,) * 7
-    q, k, v, out, tilt, rows, below, keep = ctx.saved_tensors
-    grad = torch.zeros_like(out) if grad is None else grad
-    send = ctx.needs_input_grad[4]
-    dq, dk, dv, dradius, sent, dkeep = _backward(grad, given, q, k, v, out, tilt, rows, below, keep, send)
-    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-    dbelow = sent if below is not None and send else None
-    return dq, dk, dv, dradius.to(ctx.radius_dtype), dbelow, None if keep is None else dkeep, None
+        return ()
+    grad = torch.zeros_like(kept[3]) if grad is None else grad
+    dq, dk, dv, dradius, sent, dkeep = _backward(grad, given, *kept, needs[4])
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dradius.to(*constants), sent, dkeep
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+differentiable(_forward, _keep, _differentiate, unused=True)

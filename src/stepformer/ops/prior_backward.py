@@ -27,12 +27,11 @@ from stepformer.ops.prior_forward import LN2, load_tile, store_tile
 
 
 @triton.jit
-def _given_pass(
-    q: tl.tensor, k: tl.tensor, given: tl.tensor, rows: tl.tensor, mean: tl.tensor, h0: tl.tensor, h1: tl.tensor,
-    kt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+def _given_pass(  # type: ignore[no-untyped-def]
+    q, k, given, rows, mean, h0, h1, kt, pitch, length, begin, stop,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Sums of h and h x."""
     for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         keys = n + tl.arange(0, BLOCK_N)
@@ -45,13 +44,10 @@ def _given_pass(
 
 
 @triton.jit
-def _sums_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, below: tl.tensor, rows: tl.tensor, keep2: tl.tensor,
-    b2: tl.tensor, mean: tl.tensor, c2: tl.tensor,
-    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, g0: tl.tensor, g1: tl.tensor,
-    kt: tl.tensor, vt: tl.tensor, pitch: tl.tensor, length: tl.tensor, stop: tl.tensor,
+def _sums_pass(  # type: ignore[no-untyped-def]
+    q, k, v, grad, below, rows, keep2, b2, mean, c2, z, s1, s2, g0, g1, kt, vt, pitch, length, stop,
     D: tl.constexpr, BLOCK_N: tl.constexpr, PRIOR: tl.constexpr, PRECISION: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Sums of a, a x, a x^2, a g and a x g."""
     for n in range(0, stop, BLOCK_N):
         keys = n + tl.arange(0, BLOCK_N)
@@ -73,14 +69,12 @@ def _sums_pass(
 
 
 @triton.jit
-def _query_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, grad: tl.tensor, below: tl.tensor, given: tl.tensor, sent: tl.tensor,
-    rows: tl.tensor, keep2: tl.tensor, b2: tl.tensor, mean: tl.tensor, c2: tl.tensor, lse2: tl.tensor,
-    gain: tl.tensor, ratio: tl.tensor, dradius: tl.tensor, dq: tl.tensor, dkeep: tl.tensor,
-    kt: tl.tensor, vt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
+def _query_pass(  # type: ignore[no-untyped-def]
+    q, k, v, grad, below, given, sent, rows, keep2, b2, mean, c2, lse2, gain, ratio, dradius, dq, dkeep,
+    kt, vt, pitch, length, begin, stop,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRIOR: tl.constexpr,
     GIVEN: tl.constexpr, SEND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         keys = n + tl.arange(0, BLOCK_N)
         tile = load_rows(k, keys, kt, length, D, DIAGONAL)
@@ -111,16 +105,13 @@ def _query_pass(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def prior_query_gradient(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor,
-    grad_ptr: tl.tensor, rows_ptr: tl.tensor, below_ptr: tl.tensor, keep_ptr: tl.tensor, given_ptr: tl.tensor,
-    dq_ptr: tl.tensor, dradius_ptr: tl.tensor, dkeep_ptr: tl.tensor, sent_ptr: tl.tensor, lines_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
-    vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor, pitch: tl.tensor,
-    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+def prior_query_gradient(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, out_ptr, tilt_ptr, grad_ptr, rows_ptr, below_ptr, keep_ptr, given_ptr,
+    dq_ptr, dradius_ptr, dkeep_ptr, sent_ptr, lines_ptr, qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, pitch,
+    heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
     PRIOR: tl.constexpr, GIVEN: tl.constexpr, SEND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """dq (B, T, H, D), dradius, dkeep (B, H, T), sent = d ln a_below, and lines as `query_gradient` leaves them.
 
     PRIOR: there is a prior, below, keep and rows[5] = lse. GIVEN: there is an h. SEND: the prior wants its gradient.
@@ -211,14 +202,11 @@ def prior_query_gradient(
 
 
 @triton.jit
-def _key_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, grads: tl.tensor, below: tl.tensor, given: tl.tensor,
-    lines_ptr: tl.tensor, keys: tl.tensor, keep2: tl.tensor, dk: tl.tensor, dv: tl.tensor,
-    qt: tl.tensor, gt: tl.tensor, pitch: tl.tensor, length: tl.tensor, total: tl.tensor, begin: tl.tensor,
-    stop: tl.tensor,
+def _key_pass(  # type: ignore[no-untyped-def]
+    q, k, v, grads, below, given, lines_ptr, keys, keep2, dk, dv, qt, gt, pitch, length, total, begin, stop,
     D: tl.constexpr, BLOCK_M: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRIOR: tl.constexpr,
     GIVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Tiles are (keys, queries) here, so that dK and dV are products without a transposition of the weights."""
     for m in tl.range(begin, stop, BLOCK_M, num_stages=STAGES):
         rows = m + tl.arange(0, BLOCK_M)
@@ -255,15 +243,12 @@ def _key_pass(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def prior_key_gradient(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, grad_ptr: tl.tensor, lines_ptr: tl.tensor,
-    below_ptr: tl.tensor, keep_ptr: tl.tensor, given_ptr: tl.tensor, dk_ptr: tl.tensor, dv_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
-    vh: tl.tensor, vt: tl.tensor, gb: tl.tensor, gh: tl.tensor, gt: tl.tensor, pitch: tl.tensor,
-    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+def prior_key_gradient(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, grad_ptr, lines_ptr, below_ptr, keep_ptr, given_ptr, dk_ptr, dv_ptr,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, pitch, heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRIOR: tl.constexpr,
     GIVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """dk, dv (B, T, H, D). CHECK: the length is no multiple of the blocks. The first keys have most to do: first."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)

@@ -26,10 +26,9 @@ LOWEST = tl.constexpr(-6e4)  # what fp16 holds
 
 
 @triton.jit
-def load_tile(
-    pointer: tl.tensor, rows: tl.tensor, keys: tl.tensor, pitch: tl.tensor, length: tl.tensor,
-    DIAGONAL: tl.constexpr, CHECK: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def load_tile(  # type: ignore[no-untyped-def]
+    pointer, rows, keys, pitch, length, DIAGONAL: tl.constexpr, CHECK: tl.constexpr
+):
     """Entries of a (T, T) matrix as fp32, rows and keys given as (N, 1) and (1, N); 0 where a row does not see a key.
 
     DIAGONAL: some keys may be hidden from some rows. CHECK: some may lie beyond the length. Without it, loads are wide.
@@ -46,10 +45,9 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    pointer: tl.tensor, value: tl.tensor, rows: tl.tensor, keys: tl.tensor, pitch: tl.tensor, length: tl.tensor,
-    DIAGONAL: tl.constexpr, CHECK: tl.constexpr,
-) -> None:  # fmt: skip
+def store_tile(  # type: ignore[no-untyped-def]
+    pointer, value, rows, keys, pitch, length, DIAGONAL: tl.constexpr, CHECK: tl.constexpr
+):
     """The reverse; without CHECK entries above the diagonal are overwritten, too."""
     at = pointer + rows * pitch + keys
     value = value.to(pointer.dtype.element_ty)
@@ -62,14 +60,11 @@ def store_tile(
 
 
 @triton.jit
-def _prior_pass(
-    q: tl.tensor, k: tl.tensor, below: tl.tensor, rows: tl.tensor, origin: tl.tensor, keep2: tl.tensor,
-    kt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
-    z: tl.tensor, shift: tl.tensor, q1: tl.tensor, q2: tl.tensor, ties: tl.tensor, top: tl.tensor, bottom: tl.tensor,
-    p1: tl.tensor, p2: tl.tensor,
+def _prior_pass(  # type: ignore[no-untyped-def]
+    q, k, below, rows, origin, keep2, kt, pitch, length, begin, stop, z, shift, q1, q2, ties, top, bottom, p1, p2,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Sums of 2^(l - shift) d^n, n = 0..2, l in bits, and of d, d^2, over d = S - origin; the extremes of S.
 
     ties: the part of the first sum at the largest score.
@@ -105,13 +100,11 @@ def _prior_pass(
 
 
 @triton.jit
-def _moments_pass(
-    q: tl.tensor, k: tl.tensor, below: tl.tensor, rows: tl.tensor, origin: tl.tensor, keep2: tl.tensor, b2: tl.tensor,
-    kt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
-    z: tl.tensor, shift: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor,
+def _moments_pass(  # type: ignore[no-untyped-def]
+    q, k, below, rows, origin, keep2, b2, kt, pitch, length, begin, stop, z, shift, s1, s2, s3,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """Sums of 2^(l + b2 d - shift) d^n, n = 0..3, over d = S - origin."""
     for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         keys = n + tl.arange(0, BLOCK_N)
@@ -135,16 +128,13 @@ def _moments_pass(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def solve_prior_rows(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, below_ptr: tl.tensor, keep_ptr: tl.tensor, radius_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, rb: tl.tensor,
-    rh: tl.tensor, rt: tl.tensor, pitch: tl.tensor,
-    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+def solve_prior_rows(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, below_ptr, keep_ptr, radius_ptr, state_ptr, qb, qh, qt, kb, kh, kt, rb, rh, rt, pitch,
+    heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PASSES: tl.constexpr,
     CLOSE: tl.constexpr, BETA_MAX: tl.constexpr, UNSOLVED: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, COUNT: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """state (5, B, H, T): b, m, c, lse(l), 1 where the constraint binds; below (B, H, T, T), its rows `pitch` apart.
 
     CLOSE as in `solve_rows`. With COUNT the last row of the state holds the number of passes instead.
@@ -261,14 +251,11 @@ def solve_prior_rows(
 
 
 @triton.jit
-def _gather_pass(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, below: tl.tensor, above: tl.tensor, rows: tl.tensor, keep2: tl.tensor,
-    b2: tl.tensor, m: tl.tensor, c2: tl.tensor,
-    kt: tl.tensor, vt: tl.tensor, pitch: tl.tensor, length: tl.tensor, begin: tl.tensor, stop: tl.tensor,
-    z: tl.tensor, s1: tl.tensor, s2: tl.tensor, o: tl.tensor, w: tl.tensor,
+def _gather_pass(  # type: ignore[no-untyped-def]
+    q, k, v, below, above, rows, keep2, b2, m, c2, kt, vt, pitch, length, begin, stop, z, s1, s2, o, w,
     D: tl.constexpr, BLOCK_N: tl.constexpr, DIAGONAL: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """ln a = l + b x - c written, x = S - m; sums of a, a x, a x^2, a V and a x V."""
     for n in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         keys = n + tl.arange(0, BLOCK_N)
@@ -292,15 +279,12 @@ def _gather_pass(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def gather_prior_rows(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, below_ptr: tl.tensor, keep_ptr: tl.tensor,
-    state_ptr: tl.tensor, out_ptr: tl.tensor, tilt_ptr: tl.tensor, above_ptr: tl.tensor, rows_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, vb: tl.tensor,
-    vh: tl.tensor, vt: tl.tensor, pitch: tl.tensor,
-    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+def gather_prior_rows(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, below_ptr, keep_ptr, state_ptr, out_ptr, tilt_ptr, above_ptr, rows_ptr,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, pitch, heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """out, tilt (B, T, H, D) = O, W; above = ln a; rows (6, B, H, T): b, m, c, Var, where the constraint binds, lse."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
@@ -353,12 +337,10 @@ def gather_prior_rows(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def write_log_weights(
-    q_ptr: tl.tensor, k_ptr: tl.tensor, rows_ptr: tl.tensor, above_ptr: tl.tensor,
-    qb: tl.tensor, qh: tl.tensor, qt: tl.tensor, kb: tl.tensor, kh: tl.tensor, kt: tl.tensor, pitch: tl.tensor,
-    heads: tl.tensor, length: tl.tensor, total: tl.tensor,
+def write_log_weights(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, rows_ptr, above_ptr, qb, qh, qt, kb, kh, kt, pitch, heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """above = ln a = b (S - m) - c of a call without prior, one tile a program; rows as `gather_rows` left them."""
     start = tl.program_id(0) * BLOCK_M
     first = tl.program_id(1) * BLOCK_N

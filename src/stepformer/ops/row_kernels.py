@@ -32,7 +32,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _await(OVERLAP: tl.constexpr) -> None:
+def _await(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """Nothing that a kernel before this one wrote may be read, and nothing written, above this line."""
     if OVERLAP == 2:
         tl.extra.cuda.gdc_launch_dependents()
@@ -43,14 +43,12 @@ def _await(OVERLAP: tl.constexpr) -> None:
 
 
 @triton.jit
-def _add_both(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def _add_both(a, b, c, d):  # type: ignore[no-untyped-def]
     return a + c, b + d
 
 
 @triton.jit
-def _layer_norm(
-    p: tl.tensor, inside: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr
-) -> tl.tensor:
+def _layer_norm(p, inside, eps, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
     """AT_ONCE: both sums in one pass, which waits for the other warps once; p is 0 outside.
 
     The variance then loses digits by cancellation: its relative error is 1e-7 (1 + mean^2 / variance).
@@ -67,28 +65,11 @@ def _layer_norm(
 
 
 @triton.jit
-def _next_point(
-    row: tl.tensor,
-    k: tl.tensor,
-    g: tl.tensor,
-    x: tl.tensor,
-    v: tl.tensor,
-    numbers: tl.tensor,
-    v_gain: tl.tensor,
-    gain: tl.tensor,
-    shift: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
-    PENDING: tl.constexpr,
-    VELOCITY: tl.constexpr,
-    AHEAD: tl.constexpr,
-    V_NORM: tl.constexpr,
-    NORM: tl.constexpr,
-    GAIN: tl.constexpr,
-    SHIFT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def _next_point(  # type: ignore[no-untyped-def]
+    row, k, g, x, v, numbers, v_gain, gain, shift, eps,
+    WIDTH: tl.constexpr, PENDING: tl.constexpr, VELOCITY: tl.constexpr, AHEAD: tl.constexpr, V_NORM: tl.constexpr,
+    NORM: tl.constexpr, GAIN: tl.constexpr, SHIFT: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """norm(x' + m v') of one row, x' and v'."""
     inside = k < WIDTH
     at = row * WIDTH + k
@@ -134,17 +115,9 @@ def _next_point(
 
 
 @triton.jit
-def _store_streams(
-    row: tl.tensor,
-    k: tl.tensor,
-    new_x: tl.tensor,
-    new_v: tl.tensor,
-    moved: tl.tensor,
-    velocity: tl.tensor,
-    WIDTH: tl.constexpr,
-    PENDING: tl.constexpr,
-    VELOCITY: tl.constexpr,
-) -> None:
+def _store_streams(  # type: ignore[no-untyped-def]
+    row, k, new_x, new_v, moved, velocity, WIDTH: tl.constexpr, PENDING: tl.constexpr, VELOCITY: tl.constexpr
+):
     if PENDING:
         tl.store(new_x + row * WIDTH + k, moved, mask=k < WIDTH)
         if VELOCITY:
@@ -152,16 +125,9 @@ def _store_streams(
 
 
 @triton.jit
-def _merged(
-    row: tl.tensor,
-    k: tl.tensor,
-    parts: tl.tensor,
-    tops: tl.tensor,
-    sums: tl.tensor,
-    WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
-    SPLIT: tl.constexpr,
-) -> tl.tensor:
+def _merged(  # type: ignore[no-untyped-def]
+    row, k, parts, tops, sums, WIDTH: tl.constexpr, HEAD: tl.constexpr, SPLIT: tl.constexpr
+):
     """The attention's output of one row, (WIDTH,), from what `SPLIT` programs found about a head each."""
     inside = k < WIDTH
     first = (row * (WIDTH // HEAD) + k // HEAD) * SPLIT
@@ -178,47 +144,13 @@ def _merged(
 
 
 @triton.jit
-def linear_kernel(
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    source: tl.tensor,
-    tops: tl.tensor,
-    sums: tl.tensor,
-    x: tl.tensor,
-    v: tl.tensor,
-    new_x: tl.tensor,
-    new_v: tl.tensor,
-    numbers: tl.tensor,
-    v_gain: tl.tensor,
-    gain: tl.tensor,
-    shift: tl.tensor,
-    eps: tl.tensor,
-    best: tl.tensor,
-    where: tl.tensor,
-    bad: tl.tensor,
-    cap: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    HOW: tl.constexpr,
-    HEAD: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PENDING: tl.constexpr,
-    VELOCITY: tl.constexpr,
-    AHEAD: tl.constexpr,
-    V_NORM: tl.constexpr,
-    NORM: tl.constexpr,
-    GAIN: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-    CAP: tl.constexpr,
-    REAL: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+def linear_kernel(  # type: ignore[no-untyped-def]
+    weight, bias, out, source, tops, sums, x, v, new_x, new_v, numbers, v_gain, gain, shift, eps, best, where, bad, cap,
+    N: tl.constexpr, K: tl.constexpr, HOW: tl.constexpr, HEAD: tl.constexpr, SPLIT: tl.constexpr, PENDING: tl.constexpr,
+    VELOCITY: tl.constexpr, AHEAD: tl.constexpr, V_NORM: tl.constexpr, NORM: tl.constexpr, GAIN: tl.constexpr,
+    SHIFT: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr, REAL: tl.constexpr,
+    AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Some outputs of one row: program (i, row) takes those from i BLOCK_N on. REAL > 0: also their largest."""
     pid, row = tl.program_id(0), tl.program_id(1)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -276,30 +208,12 @@ def linear_kernel(
 
 
 @triton.jit
-def point_kernel(
-    g: tl.tensor,
-    x: tl.tensor,
-    v: tl.tensor,
-    new_x: tl.tensor,
-    new_v: tl.tensor,
-    u: tl.tensor,
-    numbers: tl.tensor,
-    v_gain: tl.tensor,
-    gain: tl.tensor,
-    shift: tl.tensor,
-    eps: tl.tensor,
-    K: tl.constexpr,
-    PENDING: tl.constexpr,
-    VELOCITY: tl.constexpr,
-    AHEAD: tl.constexpr,
-    V_NORM: tl.constexpr,
-    NORM: tl.constexpr,
-    GAIN: tl.constexpr,
-    SHIFT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+def point_kernel(  # type: ignore[no-untyped-def]
+    g, x, v, new_x, new_v, u, numbers, v_gain, gain, shift, eps,
+    K: tl.constexpr, PENDING: tl.constexpr, VELOCITY: tl.constexpr, AHEAD: tl.constexpr, V_NORM: tl.constexpr,
+    NORM: tl.constexpr, GAIN: tl.constexpr, SHIFT: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_K: tl.constexpr,
-) -> None:
+):  # fmt: skip
     """The next point of a row by itself, for those who need it often."""
     row, k = tl.program_id(0), tl.arange(0, BLOCK_K)
     found, moved, velocity = _next_point(
@@ -311,27 +225,11 @@ def point_kernel(
 
 
 @triton.jit
-def attend_kernel(
-    qkv: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    positions: tl.tensor,
-    cosines: tl.tensor,
-    sines: tl.tensor,
-    parts: tl.tensor,
-    tops: tl.tensor,
-    sums: tl.tensor,
-    scale: tl.tensor,
-    eps: tl.tensor,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ROTARY: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
+def attend_kernel(  # type: ignore[no-untyped-def]
+    qkv, keys, values, positions, cosines, sines, parts, tops, sums, scale, eps,
+    H: tl.constexpr, D: tl.constexpr, CAPACITY: tl.constexpr, ROTARY: tl.constexpr, QK_NORM: tl.constexpr,
+    OVERLAP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Program (s, row and head): one query over the s-th stretch of its keys; the stretch of the new key stores it."""
     stretch, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
@@ -397,22 +295,11 @@ def attend_kernel(
 
 
 @triton.jit
-def embed_kernel(
-    tokens: tl.tensor,
-    positions: tl.tensor,
-    given: tl.tensor,
-    lengths: tl.tensor,
-    tok: tl.tensor,
-    pos: tl.tensor,
-    out: tl.tensor,
-    K: tl.constexpr,
-    VOCABULARY: tl.constexpr,
-    CONTEXT: tl.constexpr,
-    GIVEN: tl.constexpr,
-    LEARNED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+def embed_kernel(  # type: ignore[no-untyped-def]
+    tokens, positions, given, lengths, tok, pos, out,
+    K: tl.constexpr, VOCABULARY: tl.constexpr, CONTEXT: tl.constexpr, GIVEN: tl.constexpr, LEARNED: tl.constexpr,
+    OVERLAP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """A row's token is the one given for its position, as long as there are such, then the last one chosen."""
     row, k = tl.program_id(0), tl.arange(0, BLOCK_K)
     inside = k < K
@@ -430,18 +317,10 @@ def embed_kernel(
 
 
 @triton.jit
-def finish_kernel(
-    best: tl.tensor,
-    where: tl.tensor,
-    bad: tl.tensor,
-    tokens: tl.tensor,
-    positions: tl.tensor,
-    out: tl.tensor,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def finish_kernel(  # type: ignore[no-untyped-def]
+    best, where, bad, tokens, positions, out,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The likeliest token of every row from the best ones of all programs, and the next positions."""
     i = tl.arange(0, BLOCK)
     inside = i < PARTS

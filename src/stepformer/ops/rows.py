@@ -149,25 +149,10 @@ def _product(
     best, bad = (torch.empty(rows, programs, dtype=torch.float32, device=out.device) for _ in range(2))
     where = torch.empty(rows, programs, dtype=torch.long, device=out.device)
     linear_kernel[(programs, rows)](
-        weight,
-        out if bias is None else bias,
-        out,
-        best=best,
-        where=where,
-        bad=bad,
-        cap=cap or 1.0,
-        N=n,
-        K=k,
-        BIAS=bias is not None,
-        ACT=act,
-        CAP=cap is not None,
-        REAL=real,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=warps_for(block_k),
-        **dependent(weight),
-        **arguments,
-    )
+        weight, out if bias is None else bias, out, best=best, where=where, bad=bad, cap=cap or 1.0, N=n, K=k,
+        BIAS=bias is not None, ACT=act, CAP=cap is not None, REAL=real, BLOCK_N=block_n, BLOCK_K=block_k,
+        num_warps=warps_for(block_k), **dependent(weight), **arguments,
+    )  # fmt: skip
     return out, Best(best, where, bad)
 
 
@@ -212,27 +197,10 @@ def attend(
     tops, sums = (torch.empty(rows, heads, split, dtype=torch.float32, device=qkv.device) for _ in range(2))
     cosines, sines = (qkv, qkv) if turns is None else turns
     attend_kernel[(split, rows * heads)](
-        qkv,
-        keys,
-        values,
-        positions,
-        cosines,
-        sines,
-        parts,
-        tops,
-        sums,
-        head_dim**-0.5,
-        qk_eps or 0.0,
-        H=heads,
-        D=head_dim,
-        CAPACITY=capacity,
-        ROTARY=turns is not None,
-        QK_NORM=qk_eps is not None,
-        BLOCK=min(KEYS, triton.next_power_of_2(capacity)),
-        BLOCKS=blocks,
-        num_warps=WARPS,
-        **dependent(qkv),
-    )
+        qkv, keys, values, positions, cosines, sines, parts, tops, sums, head_dim**-0.5, qk_eps or 0.0,
+        H=heads, D=head_dim, CAPACITY=capacity, ROTARY=turns is not None, QK_NORM=qk_eps is not None,
+        BLOCK=min(KEYS, triton.next_power_of_2(capacity)), BLOCKS=blocks, num_warps=WARPS, **dependent(qkv),
+    )  # fmt: skip
     return Stretches(parts, tops, sums)
 
 
@@ -245,21 +213,10 @@ def embed(tokens: Tensor, positions: Tensor, given: Tensor, lengths: Tensor, tok
     out = torch.empty(rows, k, dtype=torch.float32, device=tok.device)
     table = tok if pos is None else pos
     embed_kernel[(rows,)](
-        tokens,
-        positions,
-        given,
-        lengths,
-        tok,
-        table,
-        out,
-        K=k,
-        VOCABULARY=len(tok),
-        CONTEXT=len(table),
-        GIVEN=given.shape[1],
-        LEARNED=pos is not None,
-        OVERLAP=overlap(tok),
-        BLOCK_K=triton.next_power_of_2(k),
-    )
+        tokens, positions, given, lengths, tok, table, out,
+        K=k, VOCABULARY=len(tok), CONTEXT=len(table), GIVEN=given.shape[1], LEARNED=pos is not None,
+        OVERLAP=overlap(tok), BLOCK_K=triton.next_power_of_2(k),
+    )  # fmt: skip
     return out
 
 

@@ -1,9 +1,9 @@
-"""Embedding tables: rows of a token table plus rows of a position table, which start a stream."""
+"""Embedding tables: rows of a token table plus rows of a position table, which start a stream; and what has no row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stepformer.base.errors import InputError
 from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
+from stepformer.ops.cross_entropy import IGNORE
 from stepformer.ops.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -61,3 +62,39 @@ def check_ids(ids: Tensor, vocab_size: int, what: str = "token") -> None:
             f"Found {what} id {low if low < 0 else high}, but the vocabulary has ids 0 to {vocab_size - 1}: "
             "was the text encoded with another tokenizer?"
         )
+
+
+def check_inputs(
+    tokens: Any, targets: Tensor | None, lengths: Tensor | None, *, vocab_size: int, context: float
+) -> None:
+    """Refuse what no model of this vocabulary and context can take.
+
+    Values are looked at on CPU only: no synchronisation on a device.
+    """
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not _is_integer(tokens):
+        is_tensor = isinstance(tokens, Tensor)
+        what = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if is_tensor else type(tokens).__name__
+        raise InputError(f"Tokens should be a tensor of integers of shape (batch, time), not {what}.")
+    batch, time = tokens.shape
+    if time == 0:
+        raise InputError("There are no tokens: a sequence needs at least one.")
+    if time > context:
+        raise InputError(f"The sequence has {time} tokens, but the model's context is {context}.")
+    if targets is not None and targets.shape != tokens.shape:
+        raise InputError(f"Targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}.")
+    if lengths is not None and not (isinstance(lengths, Tensor) and _is_integer(lengths)):
+        raise InputError("`lengths` should be a tensor of integers, one per row.")
+    if lengths is not None and lengths.shape != (batch,):
+        raise InputError(f"`lengths` should have one entry per row, {batch}, not shape {tuple(lengths.shape)}.")
+    # not fake, not distributed, not inside vmap or grad: a plain tensor on the CPU
+    has_values = type(tokens) is Tensor and tokens.device.type == "cpu"
+    if has_values and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+        check_ids(tokens, vocab_size)
+        if targets is not None:
+            check_ids(targets[targets != IGNORE], vocab_size, "target")
+        if lengths is not None and not bool(((lengths >= 1) & (lengths <= time)).all()):
+            raise InputError(f"`lengths` should lie between 1 and {time}, the width of the tokens.")
+
+
+def _is_integer(t: Tensor) -> bool:
+    return not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool

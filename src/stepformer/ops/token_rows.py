@@ -21,11 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from stepformer.ops import common
-from stepformer.ops.common import load_tile, nothing, over_row, row_sum, tile_columns
+from stepformer.ops.common import load_tile, over_row, row_sum, tile_columns
+from stepformer.ops.operators import differentiable, operator, shaped_as, unwritten
 
 
 @triton.jit
-def _place(n: tl.tensor, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr) -> tl.tensor:
+def _place(  # type: ignore[no-untyped-def]
+    n, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr
+):
     """This program's rows, where their entries lie, and which of those exist."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tile_columns(CHUNKS, CHUNK)
@@ -33,20 +36,18 @@ def _place(n: tl.tensor, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.conste
 
 
 @triton.jit
-def _dot_kernel(
-    a: tl.tensor, b: tl.tensor, out: tl.tensor, n: tl.tensor, constant: tl.tensor,
-    D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+def _dot_kernel(  # type: ignore[no-untyped-def]
+    a, b, out, n, constant, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr
+):
     rows, at, mask = _place(n, D, CHUNKS, CHUNK, ROWS)
     total = row_sum(load_tile(a, at, mask) * load_tile(b, at, mask))
     tl.store(out + rows, total * constant, mask=rows < n)
 
 
 @triton.jit
-def _dot_backward_kernel(
-    grad: tl.tensor, a: tl.tensor, b: tl.tensor, da: tl.tensor, db: tl.tensor, n: tl.tensor, constant: tl.tensor,
-    D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+def _dot_backward_kernel(  # type: ignore[no-untyped-def]
+    grad, a, b, da, db, n, constant, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr
+):
     rows, at, mask = _place(n, D, CHUNKS, CHUNK, ROWS)
     d = over_row(tl.load(grad + rows, mask=rows < n, other=0.0) * constant)
     a_rows, b_rows = load_tile(a, at, mask), load_tile(b, at, mask)
@@ -55,28 +56,24 @@ def _dot_backward_kernel(
 
 
 @triton.jit
-def _factors(
-    s: tl.tensor, rows: tl.tensor, n: tl.tensor, length: tl.tensor, outer: tl.tensor, inner: tl.tensor
-) -> tl.tensor:
+def _factors(s, rows, n, length, outer, inner):  # type: ignore[no-untyped-def]
     """s of shape (n / length, length) with these strides, one number per row."""
     return over_row(tl.load(s + rows // length * outer + rows % length * inner, mask=rows < n, other=0.0))
 
 
 @triton.jit
-def _scale_kernel(
-    x: tl.tensor, s: tl.tensor, out: tl.tensor, n: tl.tensor, length: tl.tensor, outer: tl.tensor, inner: tl.tensor,
-    D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+def _scale_kernel(  # type: ignore[no-untyped-def]
+    x, s, out, n, length, outer, inner, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr
+):
     rows, at, mask = _place(n, D, CHUNKS, CHUNK, ROWS)
     tl.store(out + at, load_tile(x, at, mask) * _factors(s, rows, n, length, outer, inner), mask=mask)
 
 
 @triton.jit
-def _scale_backward_kernel(
-    grad: tl.tensor, s: tl.tensor, x: tl.tensor, dx: tl.tensor, ds: tl.tensor, n: tl.tensor,
-    length: tl.tensor, outer: tl.tensor, inner: tl.tensor,
+def _scale_backward_kernel(  # type: ignore[no-untyped-def]
+    grad, s, x, dx, ds, n, length, outer, inner,
     D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """ds only where there is room for it."""
     rows, at, mask = _place(n, D, CHUNKS, CHUNK, ROWS)
     g = load_tile(grad, at, mask)
@@ -94,46 +91,30 @@ def _launch(kernel: Any, like: Tensor, *arguments: Any) -> None:
     width = like.shape[-1]
     n = like.numel() // width if width else 0
     tile = common.row_tile(max(1, width))
-    sizes = {"D": width, "CHUNKS": common.chunks(width, tile), "CHUNK": tile.chunk, "ROWS": tile.rows}
     if n:
         places = (n if a is Ellipsis else a for a in arguments)
-        kernel[(triton.cdiv(n, tile.rows),)](*places, **sizes, **tile.options())
+        kernel[(triton.cdiv(n, tile.rows),)](*places, **tile.options(width))
 
 
-@torch.library.custom_op("stepformer::row_dot", mutates_args=())
+@operator("row_dot", fake=lambda a, b, constant: a.new_empty(a.shape[:-1], dtype=torch.float32))
 def _dot(a: Tensor, b: Tensor, constant: float) -> Tensor:
     out = torch.empty(a.shape[:-1], dtype=torch.float32, device=a.device)
     _launch(_dot_kernel, a, a.contiguous(), b.contiguous(), out, ..., constant)
     return out
 
 
-@_dot.register_fake
-def _(a: Tensor, b: Tensor, constant: float) -> Tensor:
-    return a.new_empty(a.shape[:-1], dtype=torch.float32)
-
-
-@torch.library.custom_op("stepformer::row_dot_backward", mutates_args=())
+@operator("row_dot_backward", fake=shaped_as(1, 2))
 def _dot_backward(grad: Tensor, a: Tensor, b: Tensor, constant: float) -> tuple[Tensor, Tensor]:
     da, db = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (a, b))
     _launch(_dot_backward_kernel, a, grad.contiguous(), a.contiguous(), b.contiguous(), da, db, ..., constant)
     return da, db
 
 
-@_dot_backward.register_fake
-def _(grad: Tensor, a: Tensor, b: Tensor, constant: float) -> tuple[Tensor, Tensor]:
-    return a.new_empty(a.shape), b.new_empty(b.shape)
-
-
-def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, ctx.constant = inputs
-    ctx.save_for_backward(a, b)
-
-
-def _dot_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    return (*_dot_backward(grad, *ctx.saved_tensors, ctx.constant), None)
-
-
-_dot.register_autograd(_dot_gradients, setup_context=_keep_factors)
+differentiable(
+    _dot,
+    keep=lambda inputs, _: (inputs[:2], inputs[2:]),
+    gradients=lambda needs, kept, constants, grad: _dot_backward(grad, *kept, *constants),
+)
 
 
 def row_dot(a: Tensor, b: Tensor, constant: float = 1.0) -> Tensor:
@@ -148,7 +129,7 @@ def _strided(s: Tensor) -> tuple[Tensor, int, int, int]:
     return s, s.shape[1], *s.stride()
 
 
-@torch.library.custom_op("stepformer::scale_rows", mutates_args=())
+@operator("scale_rows", fake=lambda x, s, dtype: unwritten(x, dtype=dtype))
 def _scale(x: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     s, *place = _strided(s)
@@ -156,25 +137,18 @@ def _scale(x: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@_scale.register_fake
-def _(x: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
+def _scale_gradients(grad: Tensor, s: Tensor, x: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return unwritten(grad, dtype=dtype), unwritten(s, x is not None)
 
 
-@torch.library.custom_op("stepformer::scale_rows_backward", mutates_args=())
+@operator("scale_rows_backward", fake=_scale_gradients)
 def _scale_backward(grad: Tensor, s: Tensor, x: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dx in `dtype`, and ds where x is there."""
-    dx = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-    ds = nothing(s) if x is None else torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    dx, ds = _scale_gradients(grad, s, x, dtype)
     s, *place = _strided(s)
     kept = (None, None) if x is None else (x.contiguous(), ds)
     _launch(_scale_backward_kernel, grad, grad.contiguous(), s, kept[0], dx, kept[1], ..., *place)
     return dx, ds
-
-
-@_scale_backward.register_fake
-def _(grad: Tensor, s: Tensor, x: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return grad.new_empty(grad.shape, dtype=dtype), nothing(s) if x is None else s.new_empty(s.shape)
 
 
 def _keep_scale(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -183,12 +157,12 @@ def _keep_scale(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(s, x if ctx.needs_input_grad[1] else None)
 
 
-def _scale_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+def _differentiate_scale(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
     dx, ds = _scale_backward(grad, *ctx.saved_tensors, ctx.dtype)
     return dx, ds if ctx.needs_input_grad[1] else None, None
 
 
-_scale.register_autograd(_scale_gradients, setup_context=_keep_scale)
+_scale.register_autograd(_differentiate_scale, setup_context=_keep_scale)
 
 
 def scale_rows(x: Tensor, s: Tensor, dtype: torch.dtype | None = None) -> Tensor:

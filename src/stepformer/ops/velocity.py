@@ -36,6 +36,7 @@ from torch import Tensor
 from stepformer.base.errors import InputError
 from stepformer.ops import common
 from stepformer.ops.common import ABSENT, ONE, Norms, Scalar, Tile, dense, packed
+from stepformer.ops.operators import operator, unwritten
 from stepformer.ops.velocity_kernels import velocity_backward_kernel, velocity_forward_kernel
 
 SCALARS = ("step", "nu", "lam", "mu", "beta", "next")
@@ -55,7 +56,19 @@ def backward_tile(d: int, light: bool, width: int) -> Tile:
     return common.buffered(common.row_tile(d, rows=1, programs=8), d, width)
 
 
-@torch.library.custom_op("stepformer::velocity_pass", mutates_args=())
+def _outputs(g: Tensor | None, x: Tensor, V: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    """Unwritten memory for x', V', u, u2 and the statistics; empty where one does not exist."""
+    outputs, _, drift, carry, dtype = others[-5:]
+    return (
+        unwritten(x, drift),
+        (x if V is None else V).new_empty(x.shape if carry else 0),
+        unwritten(x, outputs > 0, dtype),
+        unwritten(x, outputs > 1, dtype),
+        x.new_empty((4, x.numel() // x.shape[-1]), dtype=torch.float32),
+    )
+
+
+@operator("velocity_pass", fake=_outputs)
 def _pass(
     g: Tensor | None, x: Tensor, V: Tensor | None, g2: Tensor | None,
     gain_v: Tensor | None, gain_a: Tensor | None, bias_a: Tensor | None, gain_b: Tensor | None, bias_b: Tensor | None,
@@ -64,7 +77,7 @@ def _pass(
     kinds: list[int], constants: list[float], eps_v: float, eps: float,
     outputs: int, centred: bool, drift: bool, carry: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x_out, V_out, u, u2, statistics = _outputs(x, V, outputs, drift, carry, dtype)
+    x_out, V_out, u, u2, statistics = _outputs(g, x, V, outputs, centred, drift, carry, dtype)
     d = x.shape[-1]
     n = statistics.shape[1]
     tile = common.row_tile(d)
@@ -73,31 +86,20 @@ def _pass(
         gain_v, gain_a, bias_a, gain_b, bias_b, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         x_out if drift else None, V_out if carry else None, u if outputs else None, u2 if outputs > 1 else None,
         statistics, n, eps_v, eps, *kinds,
-        CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows, **tile.options(),
+        CENTRED=centred, **tile.options(d),
     )  # fmt: skip
     return x_out, V_out, u, u2, statistics
 
 
-def _outputs(
-    x: Tensor, V: Tensor | None, outputs: int, drift: bool, carry: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Unwritten memory for x', V', u, u2 and the statistics; empty where one does not exist."""
-    return (
-        x.new_empty(x.shape if drift else 0),
-        (x if V is None else V).new_empty(x.shape if carry else 0),
-        x.new_empty(x.shape if outputs else 0, dtype=dtype),
-        x.new_empty(x.shape if outputs > 1 else 0, dtype=dtype),
-        x.new_empty((4, x.numel() // x.shape[-1]), dtype=torch.float32),
-    )
+def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Unwritten memory for dx, dw and the sums."""
+    statistics, vectors, (shape, dx_dtype, dw_dtype) = arguments[8], arguments[9:14], arguments[-3:]
+    dx = statistics.new_empty(0 if dx_dtype is None else shape, dtype=dx_dtype)
+    dw = statistics.new_empty(0 if dw_dtype is None else shape, dtype=dw_dtype)
+    return dx, dw, statistics.new_empty(common.columns(vectors, shape[-1], len(SCALARS)))
 
 
-@_pass.register_fake
-def _(g: Tensor | None, x: Tensor, V: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs, _, drift, carry, dtype = args[-5:]
-    return _outputs(x, V, outputs, drift, carry, dtype)
-
-
-@torch.library.custom_op("stepformer::velocity_pass_backward", mutates_args=())
+@operator("velocity_pass_backward", fake=_gradients)
 def _pass_backward(
     du: Tensor | None, du2: Tensor | None, dx_out: Tensor | None, dV_out: Tensor | None,
     x_out: Tensor | None, V_out: Tensor | None, g: Tensor | None, g2: Tensor | None, statistics: Tensor,
@@ -114,35 +116,18 @@ def _pass_backward(
     light = V_out is None and g is None and sum(v is not None for v in vectors) < 2
     tile = backward_tile(d, light, common.column_bytes(du, du2, dx_out, dV_out, x_out, V_out, g, g2))
     programs, tiles = common.persistent(n, tile, statistics.device)
-    dx, dw, _ = _gradients(statistics, vectors, shape, dx_dtype, dw_dtype)
+    dx = statistics.new_empty(0 if dx_dtype is None else shape, dtype=dx_dtype)
+    dw = statistics.new_empty(0 if dw_dtype is None else shape, dtype=dw_dtype)
     columns = common.columns(vectors, d, len(SCALARS))
     partial = statistics.new_empty((programs, columns))
     velocity_backward_kernel[(programs,)](
         *inputs, statistics, *vectors,
         raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, *constants,
         None if dx_dtype is None else dx, None if dw_dtype is None else dw, partial, n, eps_v, *kinds,
-        DRIFT=drift, CENTRED=centred, D=d, CHUNKS=common.chunks(d, tile), CHUNK=tile.chunk, ROWS=tile.rows,
-        TILES=tiles, STAGES=tile.stages, AHEAD=tile.ahead, HOLD=tile.hold, WIDTH=columns, **tile.options(),
+        DRIFT=drift, CENTRED=centred, TILES=tiles, STAGES=tile.stages, AHEAD=tile.ahead, HOLD=tile.hold, WIDTH=columns,
+        **tile.options(d),
     )  # fmt: skip
     return dx, dw, common.sum_lines(partial)
-
-
-def _gradients(
-    statistics: Tensor,
-    vectors: tuple[Tensor | None, ...],
-    shape: list[int],
-    dx_dtype: torch.dtype | None,
-    dw_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = statistics.new_empty(0 if dx_dtype is None else shape, dtype=dx_dtype)
-    dw = statistics.new_empty(0 if dw_dtype is None else shape, dtype=dw_dtype)
-    return dx, dw, statistics.new_empty(common.columns(vectors, shape[-1], len(SCALARS)))
-
-
-@_pass_backward.register_fake
-def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    shape, dx_dtype, dw_dtype = args[-3:]
-    return _gradients(args[8], args[9:14], shape, dx_dtype, dw_dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -233,20 +218,12 @@ def velocity_pass(
     if not drift:
         nu = lam = None
     (gain_a, bias_a), (gain_b, bias_b) = [*norms, (None, None), (None, None)][:2]
-    scalars = (
-        gamma.times(scale),
-        nu,
-        lam,
-        mu_next if norms else None,
-        beta_next,
-        None if beta_next is None else (gamma_next or ONE).times(scale_next),
-    )
+    step_next = common.next_step(beta_next, gamma_next, scale_next)
+    scalars = (gamma.times(scale), nu, lam, mu_next if norms else None, beta_next, step_next)
     staying = not drift and len(norms) > 0 and not torch.compiler.is_compiling()
     arguments = (
         g, x, V, g2, gain_v, gain_a, bias_a, gain_b, bias_b,
-        *[None if s is None else s.raw for s in scalars],
-        [common.code(s) for s in scalars],
-        [1.0 if s is None else s.constant for s in scalars],
+        *common.taken_apart(scalars),
         eps_v, eps, len(norms), norm_kind == "layernorm", drift, carry, out_dtype or x.dtype,
     )  # fmt: skip
     if staying:

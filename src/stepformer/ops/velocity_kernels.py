@@ -32,17 +32,12 @@ from stepformer.ops.common import (
 
 
 @triton.jit
-def velocity_forward_kernel(
-    g: tl.tensor, g2: tl.tensor, x: tl.tensor, V: tl.tensor,
-    gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
-    raw_step: tl.tensor, raw_nu: tl.tensor, raw_lam: tl.tensor, raw_mu: tl.tensor,
-    raw_beta: tl.tensor, raw_next: tl.tensor,
-    c_step: tl.tensor, c_nu: tl.tensor, c_lam: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
-    x_out: tl.tensor, V_out: tl.tensor, u: tl.tensor, u2: tl.tensor, statistics: tl.tensor,
-    n: tl.tensor, eps_v: tl.tensor, eps: tl.tensor,
+def velocity_forward_kernel(  # type: ignore[no-untyped-def]
+    g, g2, x, V, gain_v, gain_a, bias_a, gain_b, bias_b, raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next,
+    c_step, c_nu, c_lam, c_mu, c_beta, c_next, x_out, V_out, u, u2, statistics, n, eps_v, eps,
     STEP: tl.constexpr, NU: tl.constexpr, LAM: tl.constexpr, MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
     CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
@@ -99,19 +94,15 @@ def velocity_forward_kernel(
 
 
 @triton.jit
-def velocity_backward_kernel(
-    du: tl.tensor, du2: tl.tensor, dx_out: tl.tensor, dV_out: tl.tensor,
-    x_out: tl.tensor, V_out: tl.tensor, g: tl.tensor, g2: tl.tensor, statistics: tl.tensor,
-    gain_v: tl.tensor, gain_a: tl.tensor, bias_a: tl.tensor, gain_b: tl.tensor, bias_b: tl.tensor,
-    raw_step: tl.tensor, raw_nu: tl.tensor, raw_lam: tl.tensor, raw_mu: tl.tensor,
-    raw_beta: tl.tensor, raw_next: tl.tensor,
-    c_step: tl.tensor, c_nu: tl.tensor, c_lam: tl.tensor, c_mu: tl.tensor, c_beta: tl.tensor, c_next: tl.tensor,
-    dx: tl.tensor, dw: tl.tensor, partial: tl.tensor, n: tl.tensor, eps_v: tl.tensor,
+def velocity_backward_kernel(  # type: ignore[no-untyped-def]
+    du, du2, dx_out, dV_out, x_out, V_out, g, g2, statistics, gain_v, gain_a, bias_a, gain_b, bias_b,
+    raw_step, raw_nu, raw_lam, raw_mu, raw_beta, raw_next, c_step, c_nu, c_lam, c_mu, c_beta, c_next,
+    dx, dw, partial, n, eps_v,
     STEP: tl.constexpr, NU: tl.constexpr, LAM: tl.constexpr, MU: tl.constexpr, BETA: tl.constexpr, NEXT: tl.constexpr,
     DRIFT: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, HOLD: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     columns = tile_columns(CHUNKS, CHUNK)
     column = columns < D
     step = mapped(raw_step, c_step, STEP)

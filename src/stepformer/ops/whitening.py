@@ -43,13 +43,14 @@ in one kernel into accesses outside shared memory or into wrong numbers (triton 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from stepformer.ops.common import multiprocessors
+from stepformer.ops.common import dense, multiprocessors
+from stepformer.ops.operators import differentiable, operator, unwritten
 from stepformer.ops.whitening_kernels import whitening_backward_kernel, whitening_forward_kernel
 
 STEPS = 10
@@ -57,29 +58,18 @@ HEAD_DIMS = (16, 32, 64)  # a matrix of 128 does not fit in the registers: the t
 MAX_HEADS = 32
 
 
-class Launch(NamedTuple):
-    """How a kernel runs; programs per multiprocessor count backward only."""
+def launch_options(k: int) -> dict[str, Any]:
+    """How both kernels run: a warp for 16 rows, as many as one product of a warp has.
 
-    warps: int = 4
-    stages: int = 1
-    registers: int | None = None
-    programs: int = 2
-    products: str = "sm80"
-
-    def options(self) -> dict[str, Any]:
-        """As Triton wants them. `arch` says whose products to use; the code is built for the device all the same."""
-        here = {} if torch.version.hip else {"arch": self.products}
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers, **here}
+    `arch` says whose products to use; the code is built for the device all the same.
+    """
+    here = {} if torch.version.hip else {"arch": "sm80"}
+    return {"num_warps": k // 16, "num_stages": 1, "maxnreg": None, **here}
 
 
-def forward_launch(k: int, exact: int) -> Launch:
-    """A warp for 16 rows, as many as one product of a warp has."""
-    return Launch(k // 16)
-
-
-def backward_launch(k: int, exact: int) -> Launch:
-    """As forward; each thread takes all the registers there are, which leaves room for 8 warps a multiprocessor."""
-    return Launch(k // 16, programs=128 // k)
+def backward_programs(k: int) -> int:
+    """Per multiprocessor: each thread takes all the registers there are, which leaves room for 8 warps."""
+    return 128 // k
 
 
 def exact_steps(dtype: torch.dtype) -> tuple[int, int]:
@@ -109,35 +99,34 @@ def soap_pass(
     return m_new, r_new, u
 
 
-@torch.library.custom_op("stepformer::whiten", mutates_args=())
+def _outputs(
+    g: Tensor, m: Tensor | None, r: Tensor, beta_r: Tensor, beta1: Tensor | None,
+    n_head: int, dtype: torch.dtype, *exact: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Unwritten memory for u, R' and M'; an operator returns tensors only, so a missing M' is an empty one."""
+    u, r_new = unwritten(g, dtype=dtype), g.new_empty(r.shape, dtype=torch.float32)
+    if m is None or beta1 is None:
+        return u, r_new, g.new_empty(0)
+    wide = torch.promote_types(torch.promote_types(g.dtype, m.dtype), beta1.dtype)
+    return u, r_new, unwritten(g, dtype=wide)
+
+
+@operator("whiten", fake=_outputs)
 def _whiten(
     g: Tensor, m: Tensor | None, r: Tensor, beta_r: Tensor, beta1: Tensor | None,
     n_head: int, dtype: torch.dtype, exact: int, exact_backward: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    u, r_new, m_new = _outputs(g, m, r, beta1, dtype)
+    u, r_new, m_new = _outputs(g, m, r, beta_r, beta1, n_head, dtype)
     r, stride = _matrices(r)
     k = r.shape[-1]
     tokens = g.numel() // (n_head * k)
-    how = forward_launch(k, exact)
     if tokens:
         whitening_forward_kernel[(tokens,)](
-            g.contiguous(), None if m is None else m.contiguous(), r, beta_r, beta1, u, r_new, m_new,
+            g.contiguous(), dense(m), r, beta_r, beta1, u, r_new, m_new,
             H=n_head, K=k, R_STRIDE=stride, COLUMNS=_columns(n_head), MEAN=m is not None, STEPS=STEPS,
-            EXACT=exact, **how.options(),
+            EXACT=exact, **launch_options(k),
         )  # fmt: skip
     return u, r_new, m_new
-
-
-def _outputs(
-    g: Tensor, m: Tensor | None, r: Tensor, beta1: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Unwritten memory for u, R' and M'; an operator returns tensors only, so a missing M' is an empty one."""
-    u = g.new_empty(g.shape, dtype=dtype)
-    r_new = g.new_empty(r.shape, dtype=torch.float32)
-    if m is None or beta1 is None:
-        return u, r_new, g.new_empty(0)
-    wide = torch.promote_types(torch.promote_types(g.dtype, m.dtype), beta1.dtype)
-    return u, r_new, g.new_empty(g.shape, dtype=wide)
 
 
 def _columns(n_head: int) -> int:
@@ -153,21 +142,18 @@ def _matrices(r: Tensor) -> tuple[Tensor, int]:
     return r.contiguous(), k * k
 
 
-@_whiten.register_fake
-def _(
-    g: Tensor,
-    m: Tensor | None,
-    r: Tensor,
-    beta_r: Tensor,
-    beta1: Tensor | None,
-    n_head: int,
-    dtype: torch.dtype,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(g, m, r, beta1, dtype)
+def _gradients(g: Tensor, m: Tensor | None, r: Tensor, needs_dr: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Unwritten memory for dg, dm and dr."""
+    return unwritten(g), g.new_empty(0) if m is None else unwritten(m), unwritten(r, needs_dr)
 
 
-@torch.library.custom_op("stepformer::whiten_backward", mutates_args=())
+def _all_gradients(
+    du: Tensor, dr_new: Tensor | None, dm_new: Tensor | None, g: Tensor, m: Tensor | None, r: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    return *_gradients(g, m, r, needs_dr=others[-1]), g.new_empty(2, dtype=torch.float32)
+
+
+@operator("whiten_backward", fake=_all_gradients)
 def _whiten_backward(
     du: Tensor, dr_new: Tensor | None, dm_new: Tensor | None, g: Tensor, m: Tensor | None, r: Tensor, r_new: Tensor,
     beta_r: Tensor, beta1: Tensor | None, n_head: int, exact: int, needs_dr: bool,
@@ -176,51 +162,33 @@ def _whiten_backward(
     r, stride = _matrices(r)
     k = r.shape[-1]
     tokens = g.numel() // (n_head * k)
-    how = backward_launch(k, exact)
-    programs = min(tokens, multiprocessors(g.device) * how.programs)
+    programs = min(tokens, multiprocessors(g.device) * backward_programs(k))
     partial = g.new_empty((2, programs), dtype=torch.float32)
     scratch = g.new_empty((programs, STEPS - 1, 2, k * (k + _columns(n_head))), dtype=torch.float16)
     if tokens:
         whitening_backward_kernel[(programs,)](
-            du.contiguous(), None if dr_new is None else dr_new.contiguous(),
-            None if dm_new is None else dm_new.contiguous(), g.contiguous(), None if m is None else m.contiguous(),
-            r, r_new, beta_r, beta1, dg, dm, dr, partial, scratch, tokens,
+            du.contiguous(), dense(dr_new), dense(dm_new), g.contiguous(), dense(m), r, r_new, beta_r, beta1,
+            dg, dm, dr, partial, scratch, tokens,
             H=n_head, K=k, R_STRIDE=stride, COLUMNS=_columns(n_head), MEAN=m is not None,
             HAS_DR=dr_new is not None, HAS_DM=dm_new is not None, NEEDS_DR=needs_dr, STEPS=STEPS, EXACT=exact,
-            **how.options(),
+            **launch_options(k),
         )  # fmt: skip
     return dg, dm, dr, partial.sum(1)
 
 
-def _gradients(g: Tensor, m: Tensor | None, r: Tensor, needs_dr: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Unwritten memory for dg, dm and dr."""
-    dm = g.new_empty(0) if m is None else g.new_empty(m.shape, dtype=m.dtype)
-    return g.new_empty(g.shape), dm, g.new_empty(r.shape if needs_dr else 0, dtype=r.dtype)
+def _differentiate(
+    needs: Any, kept: Any, constants: Any, du: Tensor | None, dr_new: Tensor | None, dm_new: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    g, m, r, r_new, beta_r, beta1 = kept
+    du = torch.zeros_like(g) if du is None else du
+    dm_new = None if m is None else dm_new
+    dg, dm, dr, dbetas = _whiten_backward(du, dr_new, dm_new, g, m, r, r_new, beta_r, beta1, *constants, needs[2])
+    return dg, dm, dr, dbetas[:1].to(beta_r.dtype), None if beta1 is None else dbetas[1:].to(beta1.dtype)
 
 
-@_whiten_backward.register_fake
-def _(
-    du: Tensor, dr_new: Tensor | None, dm_new: Tensor | None, g: Tensor, m: Tensor | None, r: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_gradients(g, m, r, needs_dr=rest[-1]), g.new_empty(2, dtype=torch.float32)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    g, m, r, beta_r, beta1, ctx.n_head, _, _, ctx.exact = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(g, m, r, output[1], beta_r, beta1)
-
-
-def _differentiate(ctx: Any, du: Tensor | None, dr_new: Tensor | None, dm_new: Tensor | None) -> tuple[Any, ...]:
-    g, m, r, r_new, beta_r, beta1 = ctx.saved_tensors
-    if du is None:
-        du = torch.zeros_like(g)
-    needs_dr = ctx.needs_input_grad[2]
-    dg, dm, dr, dbetas = _whiten_backward(
-        du, dr_new, None if m is None else dm_new, g, m, r, r_new, beta_r, beta1, ctx.n_head, ctx.exact, needs_dr
-    )
-    mean = (None, None) if m is None else (dm, dbetas[1:].to(beta1.dtype))
-    return dg, mean[0], dr if needs_dr else None, dbetas[:1].to(beta_r.dtype), mean[1], None, None, None, None
-
-
-_whiten.register_autograd(_differentiate, setup_context=_keep)
+differentiable(
+    _whiten,
+    keep=lambda inputs, outputs: ((*inputs[:3], outputs[1], *inputs[3:5]), (inputs[5], inputs[8])),
+    gradients=_differentiate,
+    unused=True,
+)

@@ -13,7 +13,7 @@ SCALE = tl.constexpr(512.0)  # of every matrix below, so that fp16 holds the sma
 
 
 @triton.jit
-def _operand(x: tl.tensor, SPLIT: tl.constexpr) -> tl.tensor:
+def _operand(x, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """x as a pair of dot operands: leading and trailing half."""
     high = x.to(tl.float16)
     low = high
@@ -23,7 +23,7 @@ def _operand(x: tl.tensor, SPLIT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _product(a: tl.tensor, a_low: tl.tensor, b: tl.tensor, b_low: tl.tensor, SPLIT: tl.constexpr) -> tl.tensor:
+def _product(a, a_low, b, b_low, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """a @ b of two pairs."""
     if SPLIT:
         result = tl.dot(a, b, tl.dot(a, b_low, tl.dot(a_low, b)))
@@ -33,21 +33,21 @@ def _product(a: tl.tensor, a_low: tl.tensor, b: tl.tensor, b_low: tl.tensor, SPL
 
 
 @triton.jit
-def _power_of_two(x: tl.tensor) -> tl.tensor:
+def _power_of_two(x):  # type: ignore[no-untyped-def]
     """The largest power of two that is not above the Frobenius norm of x; never 0, so that one can divide by it."""
     norm = tl.maximum(tl.sqrt(tl.sum(x * x)), 1e-30)
     return (norm.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _shifted(covariance: tl.tensor, K: tl.constexpr) -> tl.tensor:
+def _shifted(covariance, K: tl.constexpr):  # type: ignore[no-untyped-def]
     """The covariance plus 1e-6 I."""
     j = tl.arange(0, K)
     return tl.where(j[:, None] == j[None, :], covariance + 1e-6, covariance)
 
 
 @triton.jit
-def _normalised(covariance: tl.tensor, K: tl.constexpr) -> tl.tensor:
+def _normalised(covariance, K: tl.constexpr):  # type: ignore[no-untyped-def]
     """(P_0, s) of a covariance."""
     shifted = _shifted(covariance, K)
     size = tl.maximum(tl.sqrt(tl.sum(shifted * shifted)), 1e-6)
@@ -55,15 +55,13 @@ def _normalised(covariance: tl.tensor, K: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _turned(z: tl.tensor, zh: tl.tensor, zl: tl.tensor, ph: tl.tensor, pl: tl.tensor, SPLIT: tl.constexpr) -> tl.tensor:
+def _turned(z, zh, zl, ph, pl, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """T_i Z_i^T from Z_i^T (k x h) and P_i."""
     return 1.5 * z - _product(ph, pl, zh, zl, SPLIT) * (0.5 / SCALE)
 
 
 @triton.jit
-def _advanced(
-    p: tl.tensor, z: tl.tensor, ph: tl.tensor, pl: tl.tensor, zh: tl.tensor, zl: tl.tensor, SPLIT: tl.constexpr
-) -> tl.tensor:
+def _advanced(p, z, ph, pl, zh, zl, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """(P_{i+1}, Z_{i+1}^T) from P_i, Z_i^T and their operands."""
     z = _turned(z, zh, zl, ph, pl, SPLIT)
     qh, ql = _operand(_product(ph, pl, ph, pl, SPLIT) * (1 / SCALE) - 6 * p, SPLIT)
@@ -71,10 +69,9 @@ def _advanced(
 
 
 @triton.jit
-def _keep_operands(
-    here: tl.tensor, ph: tl.tensor, pl: tl.tensor, zh: tl.tensor, zl: tl.tensor,
-    K: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
-) -> None:  # fmt: skip
+def _keep_operands(  # type: ignore[no-untyped-def]
+    here, ph, pl, zh, zl, K: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr
+):
     """P_i and Z_i^T into the programs' buffer, behind them their trailing halves."""
     j = tl.arange(0, K)
     square = j[:, None] * K + j[None, :]
@@ -87,10 +84,9 @@ def _keep_operands(
 
 
 @triton.jit
-def _retreated(
-    e: tl.tensor, y: tl.tensor, shrunk: tl.tensor, here: tl.tensor,
-    K: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _retreated(  # type: ignore[no-untyped-def]
+    e, y, shrunk, here, K: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr
+):
     """(E_i times another 4/9, Y_{i-1}^T) from E_{i+1}, Y_i^T and what was kept of step i."""
     j = tl.arange(0, K)
     square = j[:, None] * K + j[None, :]
@@ -111,12 +107,11 @@ def _retreated(
 
 
 @triton.jit
-def whitening_forward_kernel(
-    g: tl.tensor, m: tl.tensor, r: tl.tensor, beta_r: tl.tensor, beta1: tl.tensor,
-    u: tl.tensor, r_new: tl.tensor, m_new: tl.tensor,
+def whitening_forward_kernel(  # type: ignore[no-untyped-def]
+    g, m, r, beta_r, beta1, u, r_new, m_new,
     H: tl.constexpr, K: tl.constexpr, R_STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
     MEAN: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     LEADING: tl.constexpr = EXACT if EXACT < STEPS else STEPS - 1
     token = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, K)
@@ -156,14 +151,12 @@ def whitening_forward_kernel(
 
 
 @triton.jit
-def whitening_backward_kernel(
-    du: tl.tensor, dr_new: tl.tensor, dm_new: tl.tensor,
-    g: tl.tensor, m: tl.tensor, r: tl.tensor, r_new: tl.tensor, beta_r: tl.tensor, beta1: tl.tensor,
-    dg: tl.tensor, dm: tl.tensor, dr: tl.tensor, partial: tl.tensor, scratch: tl.tensor, tokens: tl.tensor,
+def whitening_backward_kernel(  # type: ignore[no-untyped-def]
+    du, dr_new, dm_new, g, m, r, r_new, beta_r, beta1, dg, dm, dr, partial, scratch, tokens,
     H: tl.constexpr, K: tl.constexpr, R_STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
     MEAN: tl.constexpr, HAS_DR: tl.constexpr, HAS_DM: tl.constexpr, NEEDS_DR: tl.constexpr,
     STEPS: tl.constexpr, EXACT: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     LEADING: tl.constexpr = EXACT if EXACT < STEPS else STEPS - 1
     SLOT: tl.constexpr = 2 * K * (K + COLUMNS)
     program = tl.program_id(0)

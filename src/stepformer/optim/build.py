@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepformer.model.roles import Role, named_roles, stacked_parts
+from stepformer.model.roles import Role, named_roles
 from stepformer.ops.optimizer_graphs import Recordings, recordable
 from stepformer.ops.sharding import whole
 from stepformer.optim.config import OptimConfig
@@ -212,3 +212,16 @@ def scion_init(model: nn.Module, config: OptimConfig) -> None:
 
 def _unit_rows(p: Tensor) -> Tensor:
     return p / p.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
+
+
+def stacked_parts(model: nn.Module) -> dict[str, int]:
+    """Parameters that hold several matrices on top of each other, and how many; modules say so in `stacked`.
+
+    A module declares `stacked = {"qkv.weight": 3}` when its map gives queries, keys and values in one product.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: count
+        for prefix, module in model.named_modules()
+        for name, count in getattr(module, "stacked", {}).items()
+        if count > 1
+    }

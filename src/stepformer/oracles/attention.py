@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from stepformer.base.registry import Component, Registry, Selection
-from stepformer.oracles.caches import Call, Slot
+from stepformer.ops.slots import Slot
+from stepformer.oracles.caches import Call
 from stepformer.rules.hamiltonian import Fields
 
 
@@ -23,15 +23,18 @@ class Attention(Component, nn.Module):
     """
 
     output_map: str | None = "out"  # its weight starts smaller the deeper the model; None if there is no such map
-    stacked: Mapping[str, int] = {}  # weights that hold several matrices (roles.stacked_parts)
+    stacked: Mapping[str, int] = {}  # weights that hold several matrices (optim.build.stacked_parts)
     has_values = False  # whether it gathers values and passes them through `call.mix_values` (value residual)
     has_fields = False  # whether it is a Hamiltonian attention: `fields` instead of `forward`
-    moves_with_new_momentum = (
-        False  # whether its integrator asks for the velocity at a newer momentum; set by the block
-    )
+    moves_with_new_momentum = False  # whether its integrator asks for a velocity at newer momenta; set by the block
     reports = False  # whether it tells `call.observe` something besides entropy and energy
     can_rotate = True  # whether rotary positions have a meaning
     can_bias = True
+
+    def __init__(self, d_model: int = 0, n_head: int = 1, *, bias: bool = False, rotary: bool = False, **options: Any):
+        super().__init__()
+        self.d_model, self.n_head, self.head_dim, self.rotary = d_model, n_head, d_model // n_head, rotary
+        self.set_options(options)
 
     def unused(self, *, first: bool, calls: int) -> tuple[str, ...]:
         """Parameters that cannot reach the logits in the first block, or when a block calls it so many times."""
@@ -82,36 +85,3 @@ class Attention(Component, nn.Module):
 
 attentions: Registry[Attention] = Registry("attention", Attention)
 register_attention = attentions.register
-
-
-def over_queries(part: Callable[[int, int], Any], queries: int, chunk: int, dim: int) -> Any:
-    """`part(begin, end)` for consecutive stretches of `chunk` queries, joined along `dim`; 0 means all at once.
-
-    Each stretch is computed again in the backward pass, so that no tensor of all queries times all keys exists.
-    `part` returns a tensor or a tuple of tensors.
-    """
-    if chunk == 0 or queries <= chunk:
-        return part(0, queries)
-    parts = []
-    for begin in range(0, queries, chunk):
-        end = min(begin + chunk, queries)
-        again = torch.is_grad_enabled()
-        # nothing here draws random numbers, and asking for their state would keep CUDA graphs away
-        if again:
-            parts.append(checkpoint(part, begin, end, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(part(begin, end))
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts, dim=dim)
-    return tuple(torch.cat(pieces, dim=dim) for pieces in zip(*parts, strict=True))
-
-
-def softmax_rows(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """What softmax makes of scores (..., T, K): the entropy of each row, and ln z, z the mean of exp(scores); (..., T).
-
-    Both are in nats and over the visible keys alone; a key that underflows counts 0 ln 0 = 0.
-    """
-    scores = scores.masked_fill(~visible, -torch.inf)
-    log_weights = scores.log_softmax(dim=-1)
-    entropy = -(log_weights.exp() * log_weights.masked_fill(~visible, 0.0)).sum(dim=-1)
-    return entropy, scores.logsumexp(dim=-1) - visible.sum(dim=-1).to(scores.dtype).log()

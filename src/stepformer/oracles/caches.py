@@ -12,75 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from stepformer.base.errors import InputError, StepformerError
-
-
-class Slot(Protocol):
-    """What one attention call remembers; each attention defines its own."""
-
-    def select(self, rows: Tensor) -> None: ...
-
-    def tensors(self) -> list[Tensor]: ...
-
-
-class TokenSlot:
-    """Something of every past token, by name: keys and values, or whatever an attention looks up again.
-
-    `k=(heads, width, dtype)` declares a tensor (B, heads, capacity, width).
-    """
-
-    def __init__(self, batch: int, capacity: int, device: torch.device, **kinds: tuple[int, int, torch.dtype]) -> None:
-        self.stored = {
-            name: torch.zeros(batch, heads, capacity, width, device=device, dtype=dtype)
-            for name, (heads, width, dtype) in kinds.items()
-        }
-
-    def extend(self, call: Call, **new: Tensor) -> tuple[Tensor, ...]:
-        """Store new tensors (B, heads, T, width) at their positions; return all that may be visible."""
-        for name, value in new.items():
-            stored = self.stored[name]
-            if call.uniform:
-                stored[:, :, call.start : call.end] = value
-            else:
-                rows = torch.arange(value.shape[0], device=value.device)[:, None]
-                stored[rows, :, call.positions] = value.transpose(1, 2).to(stored.dtype)
-        # .to(): a cache made under autocast may be read outside it
-        return tuple(self.stored[name][:, :, : call.end].to(value.dtype) for name, value in new.items())
-
-    def select(self, rows: Tensor) -> None:
-        self.stored = {name: tensor[rows] for name, tensor in self.stored.items()}
-
-    def tensors(self) -> list[Tensor]:
-        return list(self.stored.values())
-
-
-class StateSlot:
-    """The running sum of a linear attention call, (B, d, d): the same size however long the text."""
-
-    def __init__(self, batch: int, width: int, device: torch.device, dtype: torch.dtype, moved: bool = False) -> None:
-        wide = torch.promote_types(dtype, torch.float32)  # a sum over all tokens needs the digits
-        self.state = torch.zeros(batch, width, width, device=device, dtype=wide)
-        # the same with newer momenta, where an integrator moves with them
-        self.moved = torch.zeros_like(self.state) if moved else None
-
-    def select(self, rows: Tensor) -> None:
-        self.state = self.state[rows]
-        self.moved = None if self.moved is None else self.moved[rows]
-
-    def tensors(self) -> list[Tensor]:
-        return [self.state] if self.moved is None else [self.state, self.moved]
-
-    def keep(self, tensors: list[Tensor]) -> None:
-        """Hold what is held now in these tensors, the ones of an earlier `tensors`: for steps at fixed addresses."""
-        for kept, new in zip(tensors, self.tensors(), strict=True):
-            if kept is not new:
-                kept.copy_(new)
-        self.state, self.moved = tensors[0], tensors[1] if len(tensors) > 1 else None
+from stepformer.base.errors import StepformerError
+from stepformer.ops.slots import Slot
 
 
 @dataclass
@@ -144,64 +81,3 @@ class Call:
 def fresh_call(tokens: Tensor, lengths: Tensor | None = None) -> Call:
     """How a forward pass without a cache sees its tokens (B, T)."""
     return Call(torch.arange(tokens.shape[1], device=tokens.device), end=tokens.shape[1], lengths=lengths)
-
-
-class Cache:
-    """All slots of a model, and how many tokens each row has stored."""
-
-    def __init__(self, slots: Sequence[Sequence[Slot]], batch: int, capacity: int, device: torch.device) -> None:
-        self.slots = slots
-        self.capacity = capacity
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.origins = torch.zeros_like(self.lengths)  # where each row's current document began
-        self.longest = 0  # a Python bound on `lengths`, so that no step asks the device
-        self.uniform = True
-
-    @property
-    def batch(self) -> int:
-        return self.lengths.shape[0]
-
-    def call(self, tokens: Tensor, lengths: Tensor | None = None) -> Call:
-        """How a forward pass over `tokens` (B, T) sees this cache."""
-        batch, width = tokens.shape
-        if batch != self.batch:
-            raise InputError(f"The cache holds {self.batch} rows, but {batch} rows of tokens were given.")
-        start, end = self.longest, self.longest + width
-        if end > self.capacity:
-            raise InputError(
-                f"The cache is full: {start} tokens stored, {width} more would exceed its capacity {self.capacity}."
-            )
-        steps = torch.arange(width, device=tokens.device)
-        if self.uniform:
-            positions = start + steps
-            mask = None
-            if start > 0 and width > 1:
-                mask = (torch.arange(end, device=tokens.device) <= positions[:, None])[None, None]
-        else:
-            positions = self.lengths[:, None] + steps
-            mask = (torch.arange(end, device=tokens.device) <= positions[..., None])[:, None]
-        return Call(positions, mask, start, end, self.uniform, lengths)
-
-    def advance(self, call: Call, width: int) -> None:
-        """Count the tokens just written: `width` in every row, or `lengths[b]` real ones in row b."""
-        lengths = call.lengths
-        if call.origins is not None:
-            ends = torch.full_like(self.lengths, width) if lengths is None else lengths.to(self.lengths.device)
-            self.origins = call.origins.gather(1, ends[:, None] - 1)[:, 0]
-        if lengths is None:
-            self.lengths += width
-        else:
-            self.lengths += lengths.to(self.lengths.device)
-            self.uniform = self.uniform and bool((lengths == width).all())
-        self.longest += width
-        if not self.uniform and lengths is not None:
-            self.longest = int(self.lengths.max())
-
-    def select(self, rows: Tensor) -> None:
-        """Keep some rows, in this order (beam search, finished prompts)."""
-        self.lengths, self.origins = self.lengths[rows], self.origins[rows]
-        self.longest = int(self.lengths.max())
-        self.uniform = bool((self.lengths == self.longest).all())
-        for layer in self.slots:
-            for slot in layer:
-                slot.select(rows)

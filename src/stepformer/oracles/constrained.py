@@ -20,7 +20,8 @@ from stepformer.base.options import Option, choice, flag, integer
 from stepformer.base.registry import Selection
 from stepformer.ops import at_least_fp32, operation
 from stepformer.ops.constraint import constrained_softmax, unpacked
-from stepformer.oracles.attention import over_queries, register_attention
+from stepformer.ops.scores import over_queries
+from stepformer.oracles.attention import register_attention
 from stepformer.oracles.caches import Call
 from stepformer.oracles.softmax import MultiHeadAttention
 from stepformer.rules.coefficients import CoefficientBank, unit
@@ -41,18 +42,15 @@ class ConstrainedAttention(MultiHeadAttention):
     reports = True
     ceiling: float | None = None
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, **options: Any) -> None:
-        super().__init__(d_model, n_head, bias=bias, rotary=rotary, qk_norm=options.pop("qk_norm", False))
-        for key, option in self.options.items():
-            if key != "qk_norm":
-                setattr(self, key, options.get(key, option.default))
-        learned = {} if self.target == "fixed" else {"r": unit(self.ratio, "target", size=n_head)}
-        self.coefficients = CoefficientBank({"attn": {**learned, **self.prior_coefficients()}})
-        self.ratio_map = nn.Linear(d_model, n_head, bias=False) if self.target == "token" else None
-
     target: str
     ratio: float
     query_chunk: int
+
+    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
+        learned = {} if self.target == "fixed" else {"r": unit(self.ratio, "target", size=n_head)}
+        self.coefficients = CoefficientBank({"attn": {**learned, **self.prior_coefficients()}})
+        self.ratio_map = nn.Linear(d_model, n_head, bias=False) if self.target == "token" else None
 
     def prior_coefficients(self) -> dict[str, Any]:
         return {}
@@ -147,8 +145,8 @@ class EntropyAttention(ConstrainedAttention):
     constraint: str
     tau: float
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, **options: Any) -> None:
-        super().__init__(d_model, n_head, bias=bias, rotary=rotary, **options)
+    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
         self.ceiling = 1 / self.tau if self.constraint == "floor" else None
 
     def radius(self, u: Tensor, call: Call) -> Tensor:

@@ -15,6 +15,7 @@ row to what it may see. Where the soft bound on the scores acts, its slope is le
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +25,10 @@ from stepformer.base.options import Option, choice, flag, integer
 from stepformer.base.registry import Selection
 from stepformer.ops import Linear, at_least_fp32, linear, operation
 from stepformer.ops.adapters import weight_of
-from stepformer.oracles.attention import (
-    Attention,
-    over_queries,
-    register_attention,
-    softmax_rows,
-)
-from stepformer.oracles.caches import Call, TokenSlot
-from stepformer.oracles.softmax import rotate
+from stepformer.ops.scores import over_queries, rotate, softmax_rows
+from stepformer.ops.slots import TokenSlot
+from stepformer.oracles.attention import Attention, register_attention
+from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
 
@@ -65,37 +62,24 @@ class HamiltonianAttention(Attention):
     reports = True
     can_bias = False
 
-    def __init__(
-        self,
-        d_model: int,
-        n_head: int,
-        *,
-        bias: bool,
-        rotary: bool,
-        force: str = "row",
-        kernel: str = "single",
-        metric: str = "learned",
-        symmetric: bool = False,
-        kappa: float = 1.0,
-        learned_kappa: bool = False,
-        score_bound: float = 12.0,
-        n0: int = 0,
-        query_chunk: int = 256,
-    ) -> None:
-        super().__init__()
-        head_dim = d_model // n_head
-        self.kernels = n_head if kernel == "per-head" else 1
+    metric: str
+    kappa: float
+    score_bound: float
+    n0: int
+    query_chunk: int
+
+    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
+        self.kernels = n_head if self.kernel == "per-head" else 1
         # Averaging head scores before the exponential leaves one kernel at this temperature.
-        self.tau = 1 / math.sqrt(head_dim) if kernel == "per-head" else 1 / (n_head * math.sqrt(head_dim))
-        self.d_model, self.rotary, self.kappa = d_model, rotary, kappa
-        self.rule, self.metric, self.bound, self.n0, self.query_chunk = force, metric, score_bound, n0, query_chunk
+        self.tau = 1 / (n_head // self.kernels * math.sqrt(self.head_dim))
         self.query = Linear(d_model, d_model, bias=False)
-        self.key = None if symmetric else Linear(d_model, d_model, bias=False)
-        if metric == "learned":
+        self.key = None if self.symmetric else Linear(d_model, d_model, bias=False)
+        if self.metric == "learned":
             self.root = Linear(d_model, d_model, bias=False)
         else:
             self.value = Linear(d_model, d_model, bias=False)
-        self.coefficients = CoefficientBank({"attn": {"kappa": positive(kappa)} if learned_kappa else {}})
+        self.coefficients = CoefficientBank({"attn": {"kappa": positive(self.kappa)} if self.learned_kappa else {}})
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -192,7 +176,7 @@ class HamiltonianAttention(Attention):
     def scores(self, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
         """S between some queries and all keys, bounded, -inf where not visible."""
         raw = self.tau * q @ k.mT
-        bounded = self.bound * torch.tanh(raw / self.bound) if self.bound else raw
+        bounded = self.score_bound * torch.tanh(raw / self.score_bound) if self.score_bound else raw
         return bounded.masked_fill(~visible, -torch.inf)
 
 
@@ -218,7 +202,7 @@ class SoftmaxFields:
         self.keys_log_z, self.keys_a = self.log_z, self.a
         if isinstance(slot, TokenSlot):
             self.keys_log_z, self.keys_a = slot.extend(call, log_z=self.log_z, a=self.a)
-        if call.observe is not None and attention.bound:
+        if call.observe is not None and attention.score_bound:
             beyond = over_queries(self.beyond_bound, u.shape[1], attention.query_chunk, dim=2)
             seen = call.counts().sum() * (attention.kernels * (u.shape[0] if call.origins is None else 1))
             call.observe("bounded_scores", beyond.sum() / seen)
@@ -230,7 +214,7 @@ class SoftmaxFields:
     def beyond_bound(self, begin: int, end: int) -> Tensor:
         """How many visible scores of each query the soft bound changes a lot, (B, H, T)."""
         raw = self.attention.tau * self.q[:, :, begin:end] @ self.k.mT
-        return ((raw.abs() > self.attention.bound) & self.call.visible(begin, end)).sum(dim=-1)
+        return ((raw.abs() > self.attention.score_bound) & self.call.visible(begin, end)).sum(dim=-1)
 
     def entropy(self, begin: int, end: int) -> Tensor:
         """Of the softmax of some queries' scores, (B, H, T)."""
@@ -261,7 +245,7 @@ class SoftmaxFields:
         kappa = attention.kappa_now()
         with torch.autocast(self.q.device.type, enabled=False):
             z = torch.exp(self.log_z)
-            if attention.rule == "query":
+            if attention.force == "query":
                 total = 0.5 * (self.a / z + kappa * z) * self.gathered
             else:
                 others = over_queries(self.second_pass, self.q.shape[2], attention.query_chunk, dim=2)

@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from stepformer.base.options import integer
 from stepformer.base.registry import Selection
 from stepformer.ops import Linear, at_least_fp32, operation
+from stepformer.ops.causal_sum import causal_sum
+from stepformer.ops.slots import StateSlot
 from stepformer.oracles.attention import Attention, register_attention
-from stepformer.oracles.caches import Call, StateSlot
+from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import CoefficientBank, positive
 from stepformer.rules.hamiltonian import SYMP, Fields
 
 CHUNK = 128
-
-
-def gather(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, state: Tensor | None = None, chunk: int = 0
-) -> tuple[Tensor, Tensor]:
-    """sum_{j visible to i} (q_i.k_j) v_j for tokens (B, T, d), and the state sum_j k_j v_j^T after them.
-
-    state: what earlier tokens left, (B, d, d). Inside a chunk the sum is a masked product, between chunks the state
-    carries it; `chunk` = 0 means one chunk. Padding leaves no trace, and with documents the state holds the last one.
-    """
-    batch, length, _ = q.shape
-    chunk = chunk or length
-    state = q.new_zeros(batch, k.shape[-1], v.shape[-1]) if state is None else state.to(q.dtype)
-    gathered = []
-    for begin in range(0, length, chunk):
-        end = min(begin + chunk, length)
-        qs, ks, vs = q[:, begin:end], k[:, begin:end], v[:, begin:end]
-        within = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).tril()
-        before = qs @ state
-        if call.origins is not None:
-            positions, origins = call.positions.expand(batch, length), call.origins
-            within = within & (positions[:, None, begin:end] >= origins[:, begin:end, None])
-            before = before * (origins[:, begin:end, None] < positions[:, begin, None, None])
-        gathered.append((qs @ ks.mT).masked_fill(~within, 0.0) @ vs + before)
-        if call.lengths is not None:
-            real = torch.arange(begin, end, device=q.device) < call.lengths[:, None]
-            ks = ks * real[..., None]
-        if call.origins is not None:
-            last = torch.full_like(origins[:, 0], end - 1)  # the last token so far: whose document goes on
-            last = last if call.lengths is None else torch.minimum(last, call.lengths - 1)
-            origin = origins.gather(1, last[:, None])
-            ks = ks * (positions[:, begin:end] >= origin)[..., None]
-            state = state * (origin < positions[:, begin, None])[..., None]
-        state = state + ks.mT @ vs
-    return torch.cat(gathered, dim=1), state
 
 
 class BilinearAttention(Attention):
@@ -64,9 +33,11 @@ class BilinearAttention(Attention):
     can_rotate = False
     can_bias = False
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, n0: int = 0, chunk: int = 0) -> None:
-        super().__init__()
-        self.d_model, self.n0, self.chunk = d_model, n0, chunk
+    n0: int
+    chunk: int
+
+    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
         self.kernel = Linear(d_model, d_model, bias=False)
         self.value = Linear(d_model, d_model, bias=False)
 
@@ -82,7 +53,8 @@ class BilinearAttention(Attention):
         """nu_i sum_j (q_i.k_j) v_j with nu = 1 / n_i in fp32 at least, and the new state if anyone asks for one."""
         with torch.autocast(q.device.type, enabled=False):  # operands too: a running sum needs the digits
             q, k, v = at_least_fp32(q, k, v)
-            total, state = gather(q, k, v, call, state, self.chunk_of(q.shape[1], CHUNK))
+            chunk = self.chunk_of(q.shape[1], CHUNK)
+            total, state = causal_sum(q, k, v, state, chunk, call.positions, call.origins, call.lengths)
         if self.n0:
             return total / self.n0, state
         return total / call.counts()[..., None].to(total.dtype), state
@@ -98,8 +70,8 @@ class LinearAttention(BilinearAttention):
 
     has_values = True
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, n0: int = 0, chunk: int = 0) -> None:
-        super().__init__(d_model, n_head, bias=bias, rotary=rotary, n0=n0, chunk=chunk)
+    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
         self.coefficients = CoefficientBank({"attn": {"h": positive(1.0, "step")}})
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
@@ -156,15 +128,10 @@ class LinearFields:
 
     def velocity(self, y: Tensor) -> Tensor:
         own = y is self.y
-        before = self.before
-        if not own and self.slot is not None:
-            before = self.slot.moved
+        before = self.before if own or self.slot is None else self.slot.moved
         field, after = self.attention.gather(self.attention.kernel(self.u), self.u, y, self.call, before)
         if self.slot is not None and after is not None:
-            if own:
-                self.slot.state = after
-            else:
-                self.slot.moved = after
+            setattr(self.slot, "state" if own else "moved", after)
         return field.to(y.dtype)
 
     def force(self) -> Tensor:

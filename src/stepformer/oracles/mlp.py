@@ -19,11 +19,10 @@ class MLP(Component, nn.Module):
 
     def __init__(self, d_model: int, hidden: int | None, *, bias: bool, **options: Any) -> None:
         super().__init__()
-        for key, option in self.options.items():
-            setattr(self, key, options.get(key, option.default))
+        self.set_options(options)
         hidden = self.default_hidden(d_model) if hidden is None else hidden
         self.up = Linear(d_model, self.branches * hidden, bias=bias)
-        self.stacked = {"up.weight": self.branches}  # roles.stacked_parts
+        self.stacked = {"up.weight": self.branches}  # optim.build.stacked_parts
         self.down = Linear(hidden, d_model, bias=bias)
 
     @staticmethod

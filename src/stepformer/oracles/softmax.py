@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stepformer.base.options import choice, flag
-from stepformer.ops import Linear, at_least_fp32, operation
-from stepformer.oracles.attention import Attention, over_queries, register_attention, softmax_rows
-from stepformer.oracles.caches import Call, TokenSlot
+from stepformer.ops import Linear, operation
+from stepformer.ops.scores import attend_math, reported_rows, rotate
+from stepformer.ops.slots import TokenSlot
+from stepformer.oracles.attention import Attention, register_attention
+from stepformer.oracles.caches import Call
 
 QK_NORM_EPS = 1e-5
-REPORTED_AT_ONCE = 256  # queries whose scores exist at the same time while rows are reported
 
 
 class MultiHeadAttention(Attention):
@@ -24,10 +25,10 @@ class MultiHeadAttention(Attention):
     stacked = {"qkv.weight": 3}
     has_values = True
 
-    def __init__(self, d_model: int, n_head: int, *, bias: bool, rotary: bool, qk_norm: bool = False) -> None:
-        super().__init__()
-        self.n_head, self.head_dim = n_head, d_model // n_head
-        self.rotary, self.qk_norm = rotary, qk_norm
+    qk_norm: bool
+
+    def __init__(self, d_model: int, n_head: int, *, bias: bool, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
         self.qkv = Linear(d_model, 3 * d_model, bias=bias)
         self.out = Linear(d_model, d_model, bias=bias)
 
@@ -68,23 +69,15 @@ class SoftmaxAttention(MultiHeadAttention):
         ),
     }
 
-    def __init__(
-        self,
-        d_model: int,
-        n_head: int,
-        *,
-        bias: bool,
-        rotary: bool,
-        qk_norm: bool = False,
-        attention_backend: str = "sdpa",
-    ) -> None:
-        super().__init__(d_model, n_head, bias=bias, rotary=rotary, qk_norm=qk_norm)
-        self.backend = attention_backend
+    attention_backend: str
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
         q, k, v = self.project(u, call)
         if call.observe is not None and call.rows:
-            self.report_rows(q, k, call)
+            # the energy -ln z = min_a [-s.a + KL(a || uniform)] is what the weights a attain
+            entropy, log_z = reported_rows(q, k, call.visible)
+            call.observe("entropy", entropy)
+            call.observe("energy", -log_z)
         return self.merge(self.attend(q, k, v, call))
 
     @operation
@@ -94,43 +87,5 @@ class SoftmaxAttention(MultiHeadAttention):
         causal = call.mask is None
         if q.shape[2] != k.shape[2]:  # a branch: under torch.compile the comparison is a symbol, which SDPA refuses
             causal = False
-        attend = attend_math if self.backend == "math" else F.scaled_dot_product_attention
+        attend = attend_math if self.attention_backend == "math" else F.scaled_dot_product_attention
         return attend(q, k, v, attn_mask=call.mask, is_causal=causal)
-
-    def report_rows(self, q: Tensor, k: Tensor, call: Call) -> None:
-        """Entropy of the weights a, and the energy -ln z = min_a [-s.a + KL(a || uniform)] that they attain."""
-        assert call.observe is not None
-        with torch.autocast(q.device.type, enabled=False):
-            q, k = at_least_fp32(q, k)
-
-            def rows(begin: int, end: int) -> tuple[Tensor, Tensor]:
-                scores = q[:, :, begin:end] @ k.mT / math.sqrt(self.head_dim)
-                return softmax_rows(scores, call.visible(begin, end))
-
-            entropy, log_z = over_queries(rows, q.shape[2], REPORTED_AT_ONCE, dim=2)
-        call.observe("entropy", entropy)
-        call.observe("energy", -log_z)
-
-
-def attend_math(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v in plain products: it has second derivatives, fused kernels have none."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if is_causal:
-        attn_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    return torch.softmax(scores, dim=-1) @ v
-
-
-def rotate(t: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary: turn the pairs (i, i + head_dim/2) of t (B, H, T, head_dim) by position * base^(-2i/head_dim)."""
-    half = t.shape[-1] // 2
-    # Angles in at least fp32: bf16 cannot tell position 1023 from 1024.
-    wide = torch.promote_types(t.dtype, torch.float32)
-    rates = base ** (-torch.arange(half, device=t.device, dtype=wide) / half)
-    angles = positions[..., None].to(wide) * rates  # (T, half) or (B, T, half)
-    if angles.ndim == 3:
-        angles = angles[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = t[..., :half], t[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(t.dtype)

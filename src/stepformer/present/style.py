@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ def new_figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained", facecolor="white")
 
 
-def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a PNG, whole or not at all."""
+def save_figure(figure: Any, path: str | Path, below: str = "") -> None:
+    """Write a PNG, whole or not at all; `below` is said in small grey letters under it."""
+    if below:
+        figure.supxlabel(below, fontsize=8, color=GREY, parse_math=False)
     with writing(Path(path)) as file:
         figure.savefig(file, format="png", dpi=150)
 
@@ -37,9 +40,44 @@ def looks(index: int) -> dict[str, Any]:
     return {"color": COLOURS[1 + position], "linestyle": DASHES[cycle % len(DASHES)]}
 
 
+def look_of(index: int) -> tuple[int, int]:
+    """Which colour and which of three dashes an architecture has in a report, where a line that lies on top of another
+    leaves gaps to see it through; of the baseline, 0, the colour alone counts.
+    """
+    cycle, place = divmod(max(index, 1) - 1, len(COLOURS) - 1)
+    return (1 + place if index else 0), (place + cycle) % 3
+
+
 def short_number(value: float) -> str:
     """1500 as 1.5k, 2e6 as 2M."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.3g}{name}"
     return f"{value:g}"
+
+
+def clean(axes: Any, *, lines: str = "both", width: float = 0.8) -> None:
+    """No frame above and to the right, and faint lines behind what is drawn: across `x`, `y` or both."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=lines, color="#E5E5E5", linewidth=width)
+    axes.set_axisbelow(True)
+
+
+def as_written(words: Any) -> None:
+    """Labels and names of a picture as they are: one with dollar signs is no formula."""
+    for text in words:
+        text.set_parse_math(False)
+
+
+def few_ticks(axes: Any, most: int, **more: Any) -> None:
+    """At most so many numbers along the axis below."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=most, **more))
+
+
+def name_rows(axes: Any, names: Sequence[str]) -> None:
+    """Names of rows at the left, the first on top."""
+    as_written(tick.label1 for tick in axes.set_yticks(range(len(names)), names))
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
 import re
 import textwrap
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from stepformer.base.errors import StepformerError
+from stepformer.present.templates import template
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -95,14 +95,15 @@ class Table:
 
     def plain(self) -> str:
         """For a terminal without colours, or a file."""
-        lines = [[column.title for column in self.columns], *([cell.text for cell in row] for row in self.rows)]
-        out = [(" " * GAP).join(_padded(line, self.widths(), self.columns)).rstrip() for line in lines]
+        out = [(" " * GAP).join(_padded(line, self.widths(), self.columns)).rstrip() for line in self._lines()]
         return "\n".join([*out, *self.notes])
+
+    def _lines(self) -> list[list[str]]:
+        return [[column.title for column in self.columns], *([cell.text for cell in row] for row in self.rows)]
 
     def widths(self) -> list[int]:
         """Of every column with its title, as text on one line."""
-        lines = [[column.title for column in self.columns], *([cell.text for cell in row] for row in self.rows)]
-        return [max(map(_width, column)) for column in zip(*lines, strict=True)]
+        return [max(map(_width, column)) for column in zip(*self._lines(), strict=True)]
 
     def fitting(self, width: int) -> Table:
         """What fits: all of it, or without spare columns, or with cells of two lines, or both."""
@@ -122,14 +123,11 @@ class Table:
 
     def stacked(self) -> Table:
         """The table with what follows a number, its error or interval, below it."""
-        rows = [
-            [
-                replace(cell, text=_stacked(cell.text)) if c.numeric else cell
-                for c, cell in zip(self.columns, row, strict=True)
-            ]
-            for row in self.rows
-        ]
-        return replace(self, rows=rows)
+
+        def stack(cell: Cell, column: Column) -> Cell:
+            return replace(cell, text=re.sub(r" (?=±|\[|->)", "\n", cell.text)) if column.numeric else cell
+
+        return replace(self, rows=[list(map(stack, row, self.columns)) for row in self.rows])
 
     def _least(self) -> int:
         """The width that it needs, words folded."""
@@ -144,8 +142,7 @@ class Table:
 
     def markdown(self) -> str:
         """A GitHub table, padded so that it also reads well as text, with its notes below."""
-        lines = [[_markdown(column.title) for column in self.columns]]
-        lines += [[markdown_cell(cell) for cell in row] for row in self.rows]
+        lines = [list(map(markdown_cell, row)) for row in ([Cell(c.title) for c in self.columns], *self.rows)]
         # at least two: a delimiter such as "-:" needs its hyphen
         widths = [max(2, *map(len, column)) for column in zip(*lines, strict=True)]
         rule = ["-" * (w - 1) + (":" if c.numeric else "-") for c, w in zip(self.columns, widths, strict=True)]
@@ -162,17 +159,7 @@ class Table:
 
     def html(self, style: str = "", mark: Callable[[str], str] | None = None) -> str:
         """A table whose cells carry what they are sorted by; `mark` gives what stands before the name of a row."""
-        head = "".join(_html_heading(column) for column in self.columns)
-        rows = []
-        for row in self.rows:
-            cells = [_html_cell(cell, c, i, mark) for i, (cell, c) in enumerate(zip(row, self.columns, strict=True))]
-            rows.append(f"<tr>{''.join(cells)}</tr>")
-        notes = "".join(f'<p class="note">{html_text(note)}</p>' for note in self.notes)
-        return (
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{html_text(self.caption)}">'
-            f'<table class="sortable {style}"><caption class="visually-hidden">{html_text(self.caption)}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>{notes}"
-        )
+        return template(__package__, "parts/table.html").render(table=self, style=style, mark=mark, long=LONG)
 
     def _repr_html_(self) -> str:
         return self.html()
@@ -186,18 +173,9 @@ class Table:
         # there LaTeX would take a bracket or an asterisk for an option of the line above
         rows = ["{}" * row.startswith(("[", "(", "*")) + row for row in rows]
         notes = [f"% {on_one_line(note)}" for note in self.notes]
-        lines = [
-            "% needs \\usepackage{booktabs}",
-            *notes,
-            rf"\begin{{tabular}}{{{layout}}}",
-            r"\toprule",
-            head + r" \\",
-            r"\midrule",
-            *rows,
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
-        return "\n".join(lines) + "\n"
+        top = ["% needs \\usepackage{booktabs}", *notes, rf"\begin{{tabular}}{{{layout}}}", r"\toprule"]
+        body = [head + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
+        return "\n".join([*top, *body]) + "\n"
 
     def to_frame(self) -> Any:
         """The values as a pandas.DataFrame."""
@@ -215,6 +193,11 @@ def number(value: float | None, digits: str = ".4f", suffix: str = "") -> Cell:
     return Cell(format(value, digits).replace("-", MINUS) + suffix, value)
 
 
+def signed(value: float, digits: str = ".4f") -> str:
+    """With its sign, a true minus where it has one."""
+    return format(value, f"+{digits}").replace("-", MINUS)
+
+
 def text(value: object, *, marked: bool = False, code: bool = False, style: str = "") -> Cell:
     shown = str(value)
     return Cell(shown or NOTHING, shown, marked, code, style)
@@ -226,6 +209,17 @@ def of_texts(
     """Cells as they are to be read; the first column and those in `words` are words, the others numbers."""
     titles = [Column(name, numeric=place > 0 and name not in words) for place, name in enumerate(header)]
     return Table(titles, [[Cell(cell, cell) for cell in row] for row in rows], notes=list(notes))
+
+
+def tabulated(
+    entries: Iterable[Any],
+    fields: Sequence[tuple[Column, Callable[[Any], Cell]]],
+    caption: str = "",
+    notes: Sequence[str] = (),
+) -> Table:
+    """A row for each entry, a column for each field: its heading, and what makes a cell of an entry."""
+    rows = [[made(entry) for _, made in fields] for entry in entries]
+    return Table([column for column, _ in fields], rows, caption, list(notes))
 
 
 def columns(*titles: str | Column) -> list[Column]:
@@ -276,22 +270,12 @@ def markdown_cell(cell: Cell) -> str:
     return (markdown_code(cell.text) if typed else markdown_text(cell.text)).replace("|", "\\|")
 
 
-def _markdown(words: str) -> str:
-    return markdown_text(words).replace("|", "\\|")
-
-
 def _padded(line: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> list[str]:
     return [t.rjust(w) if c.numeric else t.ljust(w) for t, w, c in zip(line, widths, columns, strict=True)]
 
 
 def _width(words: str) -> int:
     return max(map(len, words.split("\n")))
-
-
-def _stacked(words: str) -> str:
-    for sign in ("±", "[", "->"):
-        words = words.replace(f" {sign}", f"\n{sign}")
-    return words
 
 
 def _heading(column: Column, cells: Sequence[str]) -> list[str]:
@@ -305,40 +289,9 @@ def _heading(column: Column, cells: Sequence[str]) -> list[str]:
     return [column.title]
 
 
-def html_text(words: object) -> str:
-    """Words for HTML, in text and in attributes; characters that no page may hold are left out."""
-    return html.escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]", "", str(words)), quote=True)
-
-
-def _html_heading(column: Column) -> str:
-    words = html_text(column.title)
-    if column.hint:
-        words = f'<span class="hint" title="{html_text(column.hint)}">{words}</span>'
-    return f'<th scope="col" class="{"number" if column.numeric else ""}">{words}</th>'
-
-
-def _html_cell(cell: Cell, column: Column, place: int, mark: Callable[[str], str] | None) -> str:
-    styles = [name for name, on in (("number", column.numeric), ("marked", cell.marked)) if on]
-    if len(cell.text) > LONG:
-        styles.append("wrap")
-    value = "" if cell.value is None else f' data-value="{html_text(cell.value)}"'
-    word = f' data-word="{html_text(cell.text)}"' if cell.marked else ""
-    shown = f"<code>{html_text(cell.text)}</code>" if cell.code else html_text(cell.text)
-    if place == 0 and mark is not None and column.title in ("architecture", "run"):
-        shown = mark(cell.text) + shown
-    name = 'th scope="row"' if place == 0 else "td"
-    return f'<{name} class="{" ".join(styles)}"{value}{word}>{shown}</{name[:2]}>'
-
-
-LATEX = {
+LATEX: dict[str, str | int | None] = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
     "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
     "±": r"$\pm$",
@@ -351,4 +304,4 @@ LATEX = {
 
 
 def latex_text(words: str) -> str:
-    return "".join(LATEX.get(character, character) for character in on_one_line(words))
+    return on_one_line(words).translate(str.maketrans(LATEX))

@@ -8,20 +8,8 @@ from stepformer.rules.splittings import Splitting, Substep, register_splitting, 
 from stepformer.rules.state import State
 from stepformer.rules.template import Stream, Template, register_template, templates
 
+# fmt: off
 __all__ = [
-    "Coefficient",
-    "HamiltonianStep",
-    "Splitting",
-    "State",
-    "Stream",
-    "Substep",
-    "Template",
-    "Values",
-    "free",
-    "positive",
-    "register_splitting",
-    "register_template",
-    "splittings",
-    "templates",
-    "unit",
+    "Coefficient", "HamiltonianStep", "Splitting", "State", "Stream", "Substep", "Template", "Values", "free",
+    "positive", "register_splitting", "register_template", "splittings", "templates", "unit",
 ]

@@ -8,15 +8,16 @@ A test can pin a value the map never reaches (0 or 1).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepformer.base.errors import InputError
+from stepformer.ops.scalars import LearnedScalars
 
 Kind = Literal["memory", "lookahead", "step", "drift", "decay", "damping", "mix", "target"]
 """What a coefficient does; a splitting shares whole kinds inside a layer.
@@ -50,11 +51,8 @@ class Coefficient:
         """The unconstrained parameter whose mapped value is `start`."""
         if self.range == "free":
             return self.start
-        if self.range == "unit":
-            raw = math.log(self.start / (1.0 - self.start))
-        else:
-            raw = math.log(math.expm1(self.start))
-        return round(raw, 12)  # so that 0.5 and ln 2 start at exactly 0
+        ratio = self.start / (1.0 - self.start) if self.range == "unit" else math.expm1(self.start)
+        return round(math.log(ratio), 12)  # so that 0.5 and ln 2 start at exactly 0
 
     def value(self, raw: Tensor) -> Tensor:
         if self.range == "free":
@@ -93,7 +91,7 @@ class Values:
         return self._values[name]
 
 
-class CoefficientBank(nn.Module):
+class CoefficientBank(LearnedScalars):
     """The raw coefficients of one layer, stored under `name` (shared or alone) or `name_substep`.
 
     `substeps` says which coefficients each substep uses; a kind in `shared` exists once for all of them. `constants`
@@ -108,32 +106,14 @@ class CoefficientBank(nn.Module):
     ) -> None:
         super().__init__()
         self.constants = constants or {}
-        self.specs: dict[str, Coefficient] = {}
         self.keys_of: dict[str, dict[str, str]] = {substep: {} for substep in substeps}
-        self.pinned: dict[str, Tensor] = {}
         for substep, specs in substeps.items():
             for name, spec in specs.items():
                 users = [other for other in substeps.values() if name in other]
                 key = name if len(users) == 1 or spec.kind in shared else f"{name}_{substep}"
                 self.keys_of[substep][name] = key
                 if key not in self.specs:
-                    self.specs[key] = spec
-                    self.register_parameter(key, nn.Parameter(torch.empty(spec.size)))
-
-    def initialise(self) -> None:
-        for key, spec in self.specs.items():
-            self.get_parameter(key).fill_(spec.raw_start)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CoefficientBank:
-        """Let pinned values follow `.to()`, `.cuda()`, `.double()`."""
-        super()._apply(fn, recurse)
-        self.pinned = {key: fn(value) for key, value in self.pinned.items()}
-        return self
-
-    def value(self, key: str) -> Tensor:
-        if key in self.pinned:
-            return self.pinned[key]
-        return self.specs[key].value(getattr(self, key))
+                    self.add(key, spec)
 
     def values(self) -> dict[str, Values]:
         """Mapped values for every substep, each coefficient mapped once."""
@@ -142,13 +122,6 @@ class CoefficientBank(nn.Module):
             sub: Values({**{name: mapped[k] for name, k in keys.items()}, **self.constants.get(sub, {})})
             for sub, keys in self.keys_of.items()
         }
-
-    def raw_values(self, substep: str) -> dict[str, tuple[Tensor | None, str, float]]:
-        """What `values` maps: (raw parameter, range, 1) of each coefficient, (None, "free", number) of a constant."""
-        raw: dict[str, tuple[Tensor | None, str, float]] = {
-            name: (getattr(self, key), self.specs[key].range, 1.0) for name, key in self.keys_of[substep].items()
-        }
-        return raw | {name: (None, "free", number) for name, number in self.constants.get(substep, {}).items()}
 
     def names(self) -> list[str]:
         """Every word that `pin` understands."""
@@ -161,12 +134,5 @@ class CoefficientBank(nn.Module):
 
     def pin(self, word: str, value: float | Tensor) -> int:
         """Replace the mapped value of a key (`mu_attn`) or of every key of a name (`mu`); returns how many."""
-        keys = [k for k in self.specs if k == word]
-        keys = keys or sorted({ks[word] for ks in self.keys_of.values() if word in ks})
-        for key in keys:
-            raw = self.get_parameter(key)
-            pinned = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).expand(raw.shape)
-            if not bool(pinned.isfinite().all()):
-                raise InputError(f"{word} = {value} is not finite.")
-            self.pinned[key] = pinned
-        return len(keys)
+        named = sorted({keys[word] for keys in self.keys_of.values() if word in keys})
+        return self.pin_keys([word] if word in self.specs else named, word, value)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from stepformer.base.options import Option, choice, flag
 from stepformer.base.registry import Selection
+from stepformer.ops.phi import phi1, phi2
 from stepformer.rules.coefficients import Coefficient, Values, positive, unit
 from stepformer.rules.state import State
 from stepformer.rules.template import Stream, Template, register_template, scaled
@@ -226,11 +227,9 @@ class PresympEuler(Damped):
     """Explicit Euler on the damped system; the factor of y may become negative."""
 
     def advance(self, s: State, c: Values, field: Fields) -> State:
-        return s.replace(
-            x=s.x + c.h_x * field.velocity(s.y),
-            y=(1 - self.friction(s, c) * c.h_y) * s.y + c.h_y * field.force(),
-            t=self.tick(s, c),
-        )
+        x = s.x + c.h_x * field.velocity(s.y)
+        y = (1 - self.friction(s, c) * c.h_y) * s.y + c.h_y * field.force()
+        return s.replace(x=x, y=y, t=self.tick(s, c))
 
 
 @register_template(
@@ -243,11 +242,9 @@ class ExpEuler(Damped):
 
     def advance(self, s: State, c: Values, field: Fields) -> State:
         decay = self.exponent(s, c)
-        return s.replace(
-            x=s.x + c.h_x * field.velocity(s.y),
-            y=torch.exp(-decay) * s.y + c.h_y * phi1(decay) * field.force(),
-            t=self.tick(s, c),
-        )
+        x = s.x + c.h_x * field.velocity(s.y)
+        y = torch.exp(-decay) * s.y + c.h_y * phi1(decay) * field.force()
+        return s.replace(x=x, y=y, t=self.tick(s, c))
 
 
 @register_template(
@@ -306,15 +303,9 @@ class AB2(TwoStep):
     def advance(self, s: State, c: Values, field: Fields) -> State:
         fx, fy = field.velocity(s.y), field.force() - self.friction(s, c) * s.y
         rx, ry = self.ratio(c.h_x, s.hx), self.ratio(c.h_y, s.hy)
-        return s.replace(
-            x=s.x + c.h_x * self.extrapolate(fx, s.fx, rx),
-            y=s.y + c.h_y * self.extrapolate(fy, s.fy, ry),
-            t=self.tick(s, c),
-            fx=fx,
-            fy=fy,
-            hx=c.h_x,
-            hy=c.h_y,
-        )
+        x = s.x + c.h_x * self.extrapolate(fx, s.fx, rx)
+        y = s.y + c.h_y * self.extrapolate(fy, s.fy, ry)
+        return s.replace(x=x, y=y, t=self.tick(s, c), fx=fx, fy=fy, hx=c.h_x, hy=c.h_y)
 
 
 @register_template(
@@ -349,26 +340,3 @@ class ETDAB2(TwoStep):
             y = kept * s.y + c.h_y * (phi1(exponent) * fy + ry * phi2(exponent) * (fy - s.fy))
         x = s.x + c.h_x * self.extrapolate(fx, s.fx, rx)
         return s.replace(x=x, y=y, t=self.tick(s, c), fx=fx, fy=fy, hx=c.h_x, hy=c.h_y)
-
-
-SERIES_BELOW = 0.1  # ten terms of the series are exact to fp64 there, while (s - 1 + e^-s)/s^2 loses two digits
-
-
-def phi1(s: Tensor) -> Tensor:
-    """(1 - e^-s) / s = sum_k (-s)^k / (k+1)!, in fp64 and smooth through s = 0."""
-    return _phi(s, 1, lambda s: -torch.expm1(-s) / s)
-
-
-def phi2(s: Tensor) -> Tensor:
-    """(s - 1 + e^-s) / s^2 = sum_k (-s)^k / (k+2)!, in fp64: fp32 would lose 5 % at s = 1e-3."""
-    return _phi(s, 2, lambda s: (s + torch.expm1(-s)) / s.square())
-
-
-def _phi(s: Tensor, order: int, quotient: Callable[[Tensor], Tensor]) -> Tensor:
-    wide = s.double()
-    near_zero = wide.abs() < SERIES_BELOW
-    series = torch.zeros_like(wide)
-    for k in reversed(range(10)):
-        series = 1 / math.factorial(k + order) - wide * series
-    away = quotient(torch.where(near_zero, 1.0, wide))  # never 0/0, so that no gradient is NaN
-    return torch.where(near_zero, series, away).to(s.dtype)

@@ -76,11 +76,11 @@ class Splitting(Component):
     coefficients: Mapping[str, Coefficient] = {}
     needs_velocity = False
     deferrable = False
+    answers = ""  # what g is in each turn, for people
 
     def __init__(self, *, layer: int = 0, n_layer: int = 1, **options: Any) -> None:
         self.layer, self.last = layer, layer == n_layer - 1
-        for key, option in self.options.items():
-            setattr(self, key, options.get(key, option.default))
+        self.set_options(options)
 
     def describe(self) -> str:
         """What a block does under these options, for people."""
@@ -88,7 +88,7 @@ class Splitting(Component):
 
     def in_turns(self, rule: str) -> str:
         """A layer in one line, from a rule's step: which oracles answer, A the attention and M the MLP."""
-        return f"{rule};  {self.describe()}"
+        return f"g = {self.answers}:  {rule}" if self.answers else f"{rule};  {self.describe()}"
 
     def norm_keys(self) -> dict[str, str]:
         return {turn: turn for turn in self.oracles}
@@ -107,11 +107,7 @@ class Splitting(Component):
 splittings: Registry[Splitting] = Registry("splitting", Splitting)
 register_splitting = splittings.register
 
-ORDER = choice(
-    "ama",
-    "mam",
-    help="attention outside (strang) or explicit (imex), or the MLP",
-)
+ORDER = choice("ama", "mam", help="attention outside (strang) or explicit (imex), or the MLP")
 
 
 class Ordered(Splitting):
@@ -140,9 +136,7 @@ class Parallel(Splitting):
 
     oracles = {"both": ("attn", "mlp")}
     deferrable = True
-
-    def in_turns(self, rule: str) -> str:
-        return f"g = A + M:  {rule}"
+    answers = "A + M"
 
     def step(self, turns: Substeps, s: State) -> State:
         return turns["both"].take(s)
@@ -158,14 +152,10 @@ class LieTrotter(Splitting):
     """The order everyone knows: a full attention step, then a full MLP step, each with its own coefficients."""
 
     deferrable = True
-
-    def in_turns(self, rule: str) -> str:
-        return f"g = A, then M:  {rule}"
+    answers = "A, then M"
 
     def step(self, turns: Substeps, s: State) -> State:
-        for turn in (turns["attn"], turns["mlp"]):
-            s = turn.take(s)
-        return s
+        return turns["mlp"].take(turns["attn"].take(s))
 
 
 @register_splitting(

@@ -26,9 +26,8 @@ class State:
     memory: dict[str, Tensor] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Tensor:
-        if (
-            name in ("streams", "memory") or name not in self.streams
-        ):  # the first guard keeps copy and pickle from recursing
+        # the first guard keeps copy and pickle from recursing
+        if name in ("streams", "memory") or name not in self.streams:
             raise AttributeError(f"this state has no stream '{name}'")
         return self.streams[name]
 

@@ -49,7 +49,7 @@ class Template(Component):
     A rule without velocity proposes its update as the stream `u` in `kick`, and `drift` consumes it.
 
     A rule with `integrates = True` takes the attention's turn as a whole instead (`integrate`), from the velocity and
-    force fields of a Hamiltonian attention; its other turns go as above (schemes/hamiltonian.py).
+    force fields of a Hamiltonian attention; its other turns go as above (rules/hamiltonian.py).
     """
 
     streams: Mapping[str, Stream] = {}
@@ -63,8 +63,7 @@ class Template(Component):
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
         self.n_head = n_head
         self.head_dim = head_dim
-        for key, option in self.options.items():
-            setattr(self, key, options.get(key, option.default))
+        self.set_options(options)
 
     @classmethod
     def has_velocity(cls) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from stepformer.study.differences import Difference
 from stepformer.study.records import RunRecord
-from stepformer.study.statistics import PairedDifference, Summary
+from stepformer.study.statistics import PairedDifference, Summary, several_intervals
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,4 @@ class Compared:
         notes += [f"The rows also differ in {found}." for found in self.differences if not found.meant]
         notes += [note for row in self.rows for note in row.notes]
         second = [row.matched[2] for row in self.rows if row.matched and row.matched[1] != self.baseline]
-        intervals = sum(d is not None and d.low is not None for d in (*(row.difference for row in self.rows), *second))
-        if intervals > 1:
-            chance = min(1.0, intervals * (1 - self.confidence))
-            notes.append(
-                f"Each interval holds on its own: among {intervals}, the chance that at least one misses the true "
-                f"difference is up to {chance:.0%}."
-            )
-        return tuple(notes)
+        return (*notes, *several_intervals([*(row.difference for row in self.rows), *second], self.confidence))

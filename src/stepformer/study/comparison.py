@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,7 +94,7 @@ def compare(
     # a grid over batch, steps or context has losses and no paired differences
     pairs = len({(run.pairing, run.tokens, run.val_hash, run.val_tokens) for run in records}) == 1
     rows = {}
-    order = [baseline, *(label for label in by_label if label != baseline)]
+    order = list(dict.fromkeys([baseline, *by_label]))
     for label in order:
         if not pairs:
             row = _row(label, {}, by_label[label], label == baseline, confidence)
@@ -171,34 +172,36 @@ def best_point(rows: Sequence[Row], axes: Mapping[str, Sequence[str]], confidenc
         return []  # losses on different texts have no best one
     best, second = sorted(rows, key=lambda row: row.loss.mean)[:2]
     said = f"Best of {len(rows)} points: {best.label}, {best.loss.mean:.4f}"
-    values = [{record.seed: record.val_loss for record in row.records} for row in (second, best)]
-    if confidence is not None and values[0].keys() & values[1].keys():
-        difference = paired(values[0], values[1], confidence)
+    next_best, lowest = ({record.seed: record.val_loss for record in row.records} for row in (second, best))
+    if confidence is not None and next_best.keys() & lowest.keys():
+        difference = paired(next_best, lowest, confidence)
         said += f"; to the next best, {second.label}, {difference}"
         if difference.low is not None:
             said += f" ({difference.verdict}{', not to be claimed from so few pairs' * difference.provisional})"
-    edge = ", ".join(at_the_edge(axes, best.label))
+    edge = ", ".join(at_the_edge(axes, grid_points(axes).get(best.label, {})))
     warning = f"{best.label} lies at the edge of the grid in {edge}: a better value may lie beyond."
     return [f"{said}.", *([warning] if edge else [])]
 
 
+def all_points(axes: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
 def grid_points(axes: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
     """Every point of a grid under its label."""
-    points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    points = all_points(axes)
     labels = ["_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in point.items()) for point in points]
     return {label.replace("/", "-"): point for label, point in zip(labels, points, strict=True)}
 
 
-def at_the_edge(axes: Mapping[str, Sequence[str]], label: str) -> list[str]:
+def at_the_edge(axes: Mapping[str, Sequence[str]], point: Mapping[str, str]) -> list[str]:
     """The keys whose value at a point is the smallest or largest of its axis; words have no order."""
     found = []
-    for key, value in grid_points(axes).get(label, {}).items():
-        try:
-            numbers = sorted({float(text) for text in axes[key]})
-            if len(numbers) > 1 and float(value) in (numbers[0], numbers[-1]):
-                found.append(key)
-        except ValueError:
-            continue
+    for key, value in point.items():
+        with contextlib.suppress(ValueError):
+            numbers = {text: float(text.removesuffix("x")) for text in axes[key]}
+            ends = {min(numbers.values()), max(numbers.values())}
+            found += [key] if len(ends) > 1 and numbers[value] in ends else []
     return found
 
 
@@ -218,18 +221,15 @@ def _all_differences(
 
 
 def _check_same(first: RunRecord, other: RunRecord) -> None:
-    pair = f"'{first.folder}' and '{other.folder}' cannot be compared"
-    if first.val_hash != other.val_hash:
-        hashes = f"{first.val_hash[:12]} and {other.val_hash[:12]}"
-        raise InputError(f"{pair}: they were evaluated on different splits (hashes {hashes}).")
-    if first.val_tokens != other.val_tokens:
-        counts = f"{first.val_tokens:,} and {other.val_tokens:,}"
-        raise InputError(f"{pair}: they were evaluated on different numbers of tokens ({counts}).")
-    if first.tokens != other.tokens:
-        raise InputError(f"{pair}: their budgets are {first.tokens:,} and {other.tokens:,} training tokens.")
-    if first.pairing != other.pairing:
-        pairings = f"{first.pairing} and {other.pairing}"
-        raise InputError(f"{pair}: the same seed gives them different batches (pairing {pairings}).")
+    for one, two, sentence in (
+        (first.val_hash, other.val_hash, "they were evaluated on different splits (hashes {:.12} and {:.12})"),
+        (first.val_tokens, other.val_tokens, "they were evaluated on different numbers of tokens ({:,} and {:,})"),
+        (first.tokens, other.tokens, "their budgets are {:,} and {:,} training tokens"),
+        (first.pairing, other.pairing, "the same seed gives them different batches (pairing {} and {})"),
+    ):
+        if one != two:
+            said = sentence.format(one, two)
+            raise InputError(f"'{first.folder}' and '{other.folder}' cannot be compared: {said}.")
 
 
 def _row(
@@ -247,10 +247,8 @@ def _row(
         if not is_baseline:
             difference = paired(_values(base, "val_loss"), _values(runs, "val_loss"), confidence)
     records = tuple(runs[seed] for seed in sorted(runs))
-    identical = bool(common) and all(
-        (runs[seed].weights_sha256, runs[seed].val_loss) == (base[seed].weights_sha256, base[seed].val_loss)
-        for seed in common
-    )
+    alike = [(runs[s].weights_sha256, runs[s].val_loss) == (base[s].weights_sha256, base[s].val_loss) for s in common]
+    identical = bool(common) and all(alike)
     return Row(
         label=label,
         is_baseline=is_baseline,
@@ -284,14 +282,11 @@ def _too_small(label: str, difference: PairedDifference) -> str:
 def _notes(
     label: str, base: Mapping[int, RunRecord], runs: Mapping[int, RunRecord], difference: PairedDifference | None
 ) -> tuple[str, ...]:
-    notes = []
-    if difference and difference.provisional:
-        notes.append(_too_small(label, difference))
-    alone, missing = sorted(runs.keys() - base.keys()), sorted(base.keys() - runs.keys())
-    if alone:
-        notes.append(f"{label}: {seed_words(alone)} left out of the difference, the baseline has no such run.")
-    if missing:
-        notes.append(
-            f"{label}: {seed_words(missing)} of the baseline left out of the difference, there is no such run."
-        )
+    notes = [_too_small(label, difference)] if difference and difference.provisional else []
+    for some, others, of, why in (
+        (runs, base, "", "the baseline has no such run"),
+        (base, runs, " of the baseline", "there is no such run"),
+    ):
+        if alone := sorted(some.keys() - others.keys()):
+            notes.append(f"{label}: {seed_words(alone)}{of} left out of the difference, {why}.")
     return tuple(notes)

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stepformer.base import documents, files
 from stepformer.base.errors import InputError, command_line
 from stepformer.base.words import parse_override, parse_overrides
@@ -25,15 +23,12 @@ from stepformer.data.corpus import MANIFEST, TOKENIZER, Corpus
 from stepformer.data.prepare import shared_tokenizer
 from stepformer.data.sources import TALES_COUNT, open_source
 from stepformer.data.tokenizers import tokenizer_kind
-from stepformer.study.study import Planned, plan_runs
+from stepformer.study.study import ALONE, Planned, plan_runs
 from stepformer.training.config import DataConfig, RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_corpus
 from stepformer.training.finetuning import FinetuneConfig, finetune_config
-from stepformer.training.parallel import World
 from stepformer.training.run import trained_on
 from stepformer.training.runs import RunFolder, checkpoint_of
-
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Direction:
         for row in self.rows:
             for what in ("forgetting", "plasticity"):
                 difference: PairedDifference | None = getattr(row, f"{what}_difference")
-                if difference is not None and difference.provisional:
+                if difference and difference.provisional:
                     notes.append(
                         f"{self.name}: {row.label}'s difference in {what} is under {SMALL_DIFFERENCE}, not to be "
                         f"claimed from fewer than {PAIRS_FOR_SMALL} paired seeds."
@@ -156,7 +156,7 @@ def forgetting(
             f"No run is labelled '{baseline}', the baseline.{suggestion(baseline, by_label)} "
             f"Labels: {', '.join(by_label)}."
         )
-    order = [baseline, *(label for label in by_label if label != baseline)]
+    order = dict.fromkeys([baseline, *by_label])
     rows = [_row(label, by_label[baseline], by_label[label], label == baseline, confidence) for label in order]
     return Direction(source, target, baseline, confidence, tuple(rows), _pretraining(by_label))
 
@@ -167,8 +167,8 @@ def _pretraining(by_label: Mapping[str, Mapping[int, Finetuned]]) -> tuple[Diffe
     for seed in sorted({seed for runs in by_label.values() for seed in runs}):
         rows = {}
         for label, runs in by_label.items():
+            start = runs[seed].start if seed in runs else {}
             with contextlib.suppress(InputError):
-                start = runs[seed].start if seed in runs else {}
                 if start and RunFolder(Path(start["run"])).read().get("id") == start.get("id"):
                     rows[label] = recorded(Path(start["run"]))
         for difference in differences(rows):
@@ -193,17 +193,9 @@ def _row(
     label: str, base: Mapping[int, Finetuned], mine: Mapping[int, Finetuned], is_baseline: bool, confidence: float
 ) -> ForgettingRow:
     runs = tuple(mine[seed] for seed in sorted(mine))
-    apart: dict[str, PairedDifference | None] = {"forgetting": None, "plasticity": None}
-    if not is_baseline and base.keys() & mine.keys():
-        for what in apart:
-            one, two = ({seed: getattr(run, what) for seed, run in runs_.items()} for runs_ in (base, mine))
-            apart[what] = paired(one, two, confidence)
-    return ForgettingRow(
-        label,
-        is_baseline,
-        runs,
-        summarise(run.forgetting for run in runs),
-        summarise(run.plasticity for run in runs),
-        apart["forgetting"],
-        apart["plasticity"],
-    )
+    found: list[PairedDifference | None] = []
+    for what in ("forgetting", "plasticity"):
+        one, two = ({seed: getattr(run, what) for seed, run in some.items()} for some in (base, mine))
+        found.append(None if is_baseline or not one.keys() & two.keys() else paired(one, two, confidence))
+    amounts = (summarise(run.forgetting for run in runs), summarise(run.plasticity for run in runs))
+    return ForgettingRow(label, is_baseline, runs, *amounts, *found)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.present.style import GREY, looks, new_figure, save_figure
-from stepformer.study.forgetting import Direction, ForgettingRow
+from stepformer.present.style import as_written, clean, few_ticks, looks, name_rows, new_figure, save_figure
+from stepformer.study.forgetting import Direction
 from stepformer.study.plots import NAME_WIDTH
 from stepformer.study.statistics import summarise, t_quantile
 from stepformer.study.tables import percent
@@ -23,13 +23,11 @@ def plot_forgetting(directions: Sequence[Direction], path: str | Path) -> None:
         _draw_amounts(left, direction, "forgetting", "rise of the source loss (left is better)")
         _draw_amounts(right, direction, "plasticity", "fall of the target loss (right is better)")
     first = directions[0]
-    figure.supxlabel(
+    below = (
         f"points: seeds; lines: mean and its {percent(first.confidence)} interval (Student's t). "
-        f"Nats per token on {first.first.source_tokens:,} source and {first.first.record.val_tokens:,} target tokens.",
-        fontsize=8,
-        color=GREY,
+        f"Nats per token on {first.first.source_tokens:,} source and {first.first.record.val_tokens:,} target tokens."
     )
-    save_figure(figure, path)
+    save_figure(figure, path, below)
 
 
 def _draw_curves(axes: Any, direction: Direction) -> None:
@@ -43,17 +41,14 @@ def _draw_curves(axes: Any, direction: Direction) -> None:
             means = [summarise(values).mean for values in zip(*(getattr(r, corpus) for r in row.runs), strict=True)]
             line = axes.plot(steps, means, color=colour, linestyle=dashes, linewidth=1.9)
             handles += line if corpus == "source" else []
-    legend = axes.legend(
-        handles, [_name(row) for row in direction.rows], fontsize=8.5, facecolor="white", edgecolor="none"
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a label with dollar signs is a label
+    legend = axes.legend(handles, _names(direction), fontsize=8.5, facecolor="white", edgecolor="none")
+    as_written(legend.get_texts())
     axes.set_xlabel("fine-tuning steps")
-    axes.xaxis.set_major_locator(_few_ticks(integer=True))
+    few_ticks(axes, 6, integer=True)
     axes.set_ylabel("validation loss (nats per token)")
     title = f"{direction.name}: source (solid) and target (dashed)"
     axes.set_title(title, loc="left", fontsize=10.5, parse_math=False)
-    _clean(axes)
+    clean(axes, lines="x")
 
 
 def _draw_amounts(axes: Any, direction: Direction, what: str, label: str) -> None:
@@ -66,28 +61,12 @@ def _draw_amounts(axes: Any, direction: Direction, what: str, label: str) -> Non
             half = t_quantile((1 + direction.confidence) / 2, summary.n - 1) * summary.standard_error
             axes.plot([summary.mean - half, summary.mean + half], [place, place], linewidth=1.6, color=colour)
             axes.plot(summary.mean, place, "|", markersize=16, markeredgewidth=2.4, color=colour)
-    ticks = axes.set_yticks(range(len(direction.rows)), [_name(row) for row in direction.rows])
-    for tick in ticks:
-        tick.label1.set_parse_math(False)
-    axes.set_ylim(len(direction.rows) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
+    name_rows(axes, _names(direction))
     axes.set_xlabel(label)
-    axes.xaxis.set_major_locator(_few_ticks(integer=False))
+    few_ticks(axes, 4)
     axes.set_title(what, loc="left", fontsize=10.5)
-    _clean(axes)
+    clean(axes, lines="x")
 
 
-def _name(row: ForgettingRow) -> str:
-    return textwrap.fill(row.label, NAME_WIDTH)
-
-
-def _few_ticks(*, integer: bool) -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=6 if integer else 4, integer=integer)
-
-
-def _clean(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
+def _names(direction: Direction) -> list[str]:
+    return [textwrap.fill(row.label, NAME_WIDTH) for row in direction.rows]

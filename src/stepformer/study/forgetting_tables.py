@@ -7,10 +7,11 @@ from typing import Any
 
 from stepformer.present.tables import Column, Table, text
 from stepformer.study.forgetting import Direction, ForgettingRow
-from stepformer.study.statistics import PairedDifference, Summary, seed_words
-from stepformer.study.tables import percent
+from stepformer.study.statistics import PairedDifference, Summary, seed_words, several_intervals
+from stepformer.study.tables import percent, with_error, with_interval
 
 FORMAT = 1
+AMOUNTS = {"forgetting": "source", "plasticity": "target"}  # and the corpus whose loss they are of
 MARK = "*"  # beside a difference that has a note against claiming it
 
 
@@ -73,12 +74,12 @@ def forgetting_record(directions: Sequence[Direction], settings: Mapping[str, An
 
 def facts(directions: Sequence[Direction]) -> list[str]:
     """What has to be known to read the table."""
-    first = directions[0]
+    first, record = directions[0], directions[0].first.record
     seeds = sorted({seed for d in directions for row in d.rows for seed in row.seeds})
     interval = percent(first.confidence)
     found = [
         "Forgetting F: rise of the source loss. Plasticity P: fall of the target loss. Nats per token, "
-        f"{first.first.record.steps:,} fine-tuning steps of {_step_tokens(first):,} tokens; {seed_words(seeds)}.",
+        f"{record.steps:,} fine-tuning steps of {record.tokens // record.steps:,} tokens; {seed_words(seeds)}.",
         *(
             f"{d.name}: source loss on {d.first.source_tokens:,} tokens of split {d.first.source_hash[:12]}, target "
             f"loss on {d.first.record.val_tokens:,} tokens of split {d.first.record.val_hash[:12]}."
@@ -87,59 +88,25 @@ def facts(directions: Sequence[Direction]) -> list[str]:
         f"± is the standard error over seeds. Differences are to {first.baseline}, paired by seed, with {interval} "
         "intervals (Student's t); 'less' or 'more' where the interval excludes zero.",
     ]
-    intervals = sum(
-        difference is not None and difference.low is not None
-        for d in directions
-        for row in d.rows
-        for difference in (row.forgetting_difference, row.plasticity_difference)
-    )
-    if intervals > 1:
-        chance = min(1.0, intervals * (1 - first.confidence))
-        found.append(
-            f"Each interval holds on its own: among {intervals}, the chance that at least one misses the true "
-            f"difference is up to {chance:.0%}."
-        )
+    rows = [row for direction in directions for row in direction.rows]
+    differences = [d for row in rows for d in (row.forgetting_difference, row.plasticity_difference)]
+    found += several_intervals(differences, first.confidence)
     return found + [f"{MARK} {note}" for direction in directions for note in direction.notes]
 
 
-def _step_tokens(direction: Direction) -> int:
-    record = direction.first.record
-    return record.tokens // record.steps
-
-
 def _cells(direction: Direction, row: ForgettingRow) -> list[str]:
-    return [
-        direction.name,
-        row.label,
-        str(len(row.runs)),
-        f"{row.mean('source', 0):.4f} -> {row.mean('source', -1):.4f}",
-        _mean(row.forgetting),
-        _difference(row.forgetting_difference),
-        f"{row.mean('target', 0):.4f} -> {row.mean('target', -1):.4f}",
-        _mean(row.plasticity),
-        _difference(row.plasticity_difference),
-    ]
-
-
-def _mean(summary: Summary) -> str:
-    error = "" if summary.standard_error is None else f" ± {summary.standard_error:.4f}"
-    return f"{summary.mean:.4f}{error}"
+    cells = [direction.name, row.label, str(len(row.runs))]
+    for what, corpus in AMOUNTS.items():
+        cells.append(f"{row.mean(corpus, 0):.4f} -> {row.mean(corpus, -1):.4f}")
+        cells += [with_error(getattr(row, what)), _difference(getattr(row, f"{what}_difference"))]
+    return cells
 
 
 def _difference(difference: PairedDifference | None) -> str:
-    if difference is None:
-        return "-"
-    if difference.low is None or difference.high is None:
-        return f"{difference.mean:+.4f}"
-    word = MARK if difference.provisional else amount_word(difference)
-    return f"{difference.mean:+.4f} {word}".rstrip() + f" [{difference.low:+.4f}, {difference.high:+.4f}]"
-
-
-def amount_word(difference: PairedDifference) -> str:
-    """Less or more than the baseline, or nothing when the interval does not exclude zero."""
-    if difference.low is None or difference.high is None:
-        return ""
-    return "less" if difference.high < 0 else "more" if difference.low > 0 else ""
+    """With a word for less or more than the baseline, or nothing when the interval does not exclude zero."""
+    words = {"better": "less", "worse": "more"}
+    provisional = difference is not None and difference.provisional
+    return with_interval(difference, MARK if provisional else words.get(difference.verdict, "") if difference else "")
 
 
 def _record(direction: Direction, row: ForgettingRow) -> dict[str, Any]:
@@ -150,7 +117,7 @@ def _record(direction: Direction, row: ForgettingRow) -> dict[str, Any]:
         "seeds": " ".join(map(str, row.seeds)),
         "n": len(row.runs),
     }
-    for what, corpus in (("forgetting", "source"), ("plasticity", "target")):
+    for what, corpus in AMOUNTS.items():
         summary: Summary = getattr(row, what)
         difference: PairedDifference | None = getattr(row, f"{what}_difference")
         record |= {
@@ -158,8 +125,8 @@ def _record(direction: Direction, row: ForgettingRow) -> dict[str, Any]:
             f"{corpus}_after": row.mean(corpus, -1),
             what: summary.mean,
             f"{what}_standard_error": summary.standard_error,
-            f"{what}_difference": difference.mean if difference else None,
-            f"{what}_difference_low": difference.low if difference else None,
-            f"{what}_difference_high": difference.high if difference else None,
+            f"{what}_difference": difference and difference.mean,
+            f"{what}_difference_low": difference and difference.low,
+            f"{what}_difference_high": difference and difference.high,
         }
     return record | {"confidence": direction.confidence}

@@ -45,20 +45,11 @@ class Match:
         )
 
 
-def parameters(config: RunConfig) -> float:
-    return float(Model(config.model, device="meta").num_parameters())
-
-
-def flops(config: RunConfig) -> float:
-    return flops_per_token(Model(config.model, device="meta"))
-
-
-def seconds(config: RunConfig) -> float:
-    """Of a step, measured here."""
-    return forecast(config, choose_device(config.train.device)).step
-
-
-AMOUNTS: Mapping[str, Callable[[RunConfig], float]] = {"parameters": parameters, "flops": flops, "time": seconds}
+AMOUNTS: Mapping[str, Callable[[RunConfig], float]] = {
+    "parameters": lambda config: float(Model(config.model, device="meta").num_parameters()),
+    "flops": lambda config: flops_per_token(Model(config.model, device="meta")),
+    "time": lambda config: forecast(config, choose_device(config.train.device)).step,  # seconds of it, measured here
+}
 
 
 def matched(variants: Mapping[str, RunConfig], baseline: str, what: str) -> list[Match]:

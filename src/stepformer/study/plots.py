@@ -7,7 +7,19 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from stepformer.present.style import COLOURS, GREY, looks, new_figure, save_figure, short_number
+from stepformer.present.style import (
+    COLOURS,
+    GREY,
+    as_written,
+    clean,
+    few_ticks,
+    looks,
+    name_rows,
+    new_figure,
+    save_figure,
+    short_number,
+)
+from stepformer.present.tables import MINUS
 from stepformer.study.compared import Compared, Row
 from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words
 from stepformer.study.tables import MARK, percent
@@ -18,15 +30,13 @@ NAME_WIDTH = 26  # characters; longer labels go on on the next line
 
 def plot_comparison(comparison: Compared, path: str | Path) -> None:
     """Write a PNG of evaluation loss against tokens and of each difference to the baseline with its interval."""
-    figure = draw_comparison(comparison)
-    save_figure(figure, path)
+    save_figure(draw_comparison(comparison), path)
 
 
 def draw_comparison(comparison: Compared) -> Any:
     """The same as a matplotlib figure."""
     others = [row for row in comparison.rows if row.difference is not None]
-    height = _height(comparison)
-    figure = new_figure((11 if others else 6.5, height))
+    figure = new_figure((11 if others else 6.5, _height(comparison)))
     if others:
         left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
         _draw_differences(right, comparison)
@@ -41,8 +51,7 @@ def plot_differences(comparison: Compared, path: str | Path) -> None:
     """Write a PNG of the differences to the baseline alone."""
     figure = new_figure((6.5, _height(comparison) - 1.4))
     _draw_differences(figure.subplots(), comparison)
-    figure.supxlabel(_footer(comparison), fontsize=8, color=GREY, parse_math=False)
-    save_figure(figure, path)
+    save_figure(figure, path, _footer(comparison))
 
 
 def _height(comparison: Compared) -> float:
@@ -82,14 +91,13 @@ def _draw_curves(axes: Any, comparison: Compared) -> None:
         width = axes.figure.get_size_inches()[0]
         columns = max(1, int(width / (0.75 + 0.08 * max(len(line) for label in labels for line in label.split("\n")))))
         legend = axes.figure.legend(handles, labels, loc="outside upper left", ncols=columns, **looks_of_legend)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a label with dollar signs is a label
+    as_written(legend.get_texts())
     axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
     axes.set_xlabel("training tokens")
     axes.set_ylabel("evaluation loss (nats per token)")
     several = any(len(row.records) > 1 for row in comparison.rows)
     axes.set_title(f"Evaluation loss{', mean (bold) and seeds (thin)' if several else ''}", loc="left", fontsize=11)
-    _clean(axes)
+    clean(axes, lines="x")
 
 
 def _mean_curve(row: Row) -> tuple[list[int], list[float]]:
@@ -130,46 +138,25 @@ def _draw_differences(axes: Any, comparison: Compared) -> None:
     axes.axvline(0, color=COLOURS[0], linewidth=1.2, zorder=1)
     for place, (index, _, difference) in enumerate(rows):
         colour = looks(index)["color"]
-        if difference.low is not None and difference.high is not None:
-            axes.plot(
-                [difference.low, difference.high], [place, place], linewidth=2.2, color=colour, solid_capstyle="butt"
-            )
+        if difference.low is not None:
+            ends = [difference.low, difference.high]
+            axes.plot(ends, [place, place], linewidth=2.2, color=colour, solid_capstyle="butt")
         face = colour if difference.low is not None else "white"  # hollow: a mean without an interval
         axes.plot(difference.mean, place, "o", markersize=7, color=colour, markerfacecolor=face, markeredgewidth=1.8)
-    labels = axes.set_yticks(range(len(rows)), [textwrap.fill(row.label, NAME_WIDTH) for _, row, _ in rows])
-    for label in labels:
-        label.label1.set_parse_math(False)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    name_rows(axes, [textwrap.fill(row.label, NAME_WIDTH) for _, row, _ in rows])
     values = axes.secondary_yaxis("right")
     verdicts = [textwrap.fill(row.verdict + (MARK if row.provisional else ""), NAME_WIDTH) for _, row, _ in rows]
-    words = [f"{_signed(d.mean)}\n{verdict}" for (_, _, d), verdict in zip(rows, verdicts, strict=True)]
+    means = [f"{d.mean:+.4f}".replace("-", MINUS) for _, _, d in rows]  # as on the axis
+    words = [f"{mean}\n{verdict}" for mean, verdict in zip(means, verdicts, strict=True)]
     values.set_yticks(range(len(rows)), words, fontsize=8.5)
     values.tick_params(length=0)
     values.spines["right"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
     axes.set_xlabel("difference in final loss (left of zero is better)")
-    axes.xaxis.set_major_locator(_few_ticks())
+    few_ticks(axes, 5, min_n_ticks=3)
     several = any(difference.low is not None for _, _, difference in rows)
     confidence = f", {percent(comparison.confidence)} confidence" if several else ""
     name = comparison.baseline
     name = name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
-    title = f"Paired difference to {name}{confidence}"
-    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
-    _clean(axes)
+    axes.set_title(f"Paired difference to {name}{confidence}", loc="left", fontsize=11, parse_math=False)
+    clean(axes, lines="x")
     axes.spines["left"].set_visible(False)
-
-
-def _few_ticks() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=5, min_n_ticks=3)
-
-
-def _clean(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "\N{MINUS SIGN}")  # as on the axis

@@ -149,10 +149,7 @@ def paired(baseline: Mapping[int, float], other: Mapping[int, float], confidence
     if error is None:
         return PairedDifference(1, mean, None, None, None, None, seeds, unpaired, confidence)
     half = t_quantile((1 + confidence) / 2, n - 1) * error
-    if error:
-        p_value = 2 * t_tail(abs(mean) / error, n - 1)
-    else:
-        p_value = float(mean == 0)
+    p_value = 2 * t_tail(abs(mean) / error, n - 1) if error else float(mean == 0)
     return PairedDifference(n, mean, error, mean - half, mean + half, p_value, seeds, unpaired, confidence)
 
 
@@ -182,6 +179,17 @@ def mean_ratio(baseline: Mapping[int, float], other: Mapping[int, float]) -> flo
     if not seeds:
         raise InputError("The two sets of runs have no seed in common, so nothing can be paired.")
     return math.exp(math.fsum(math.log(other[seed] / baseline[seed]) for seed in seeds) / len(seeds))
+
+
+def several_intervals(differences: Iterable[PairedDifference | None], confidence: float) -> list[str]:
+    """A warning to whoever reads more than one interval."""
+    intervals = sum(difference is not None and difference.low is not None for difference in differences)
+    if intervals < 2:
+        return []
+    return [
+        f"Each interval holds on its own: among {intervals}, the chance that at least one misses the true difference "
+        f"is up to {min(1.0, intervals * (1 - confidence)):.0%}."
+    ]
 
 
 def seed_words(seeds: Sequence[int]) -> str:

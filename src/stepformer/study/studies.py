@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stepformer.base import documents, files
 from stepformer.base.errors import InputError, StepformerError, UnknownNameError
 from stepformer.base.plugins import digest, identity, load_plugin, package_digest
@@ -20,11 +18,21 @@ from stepformer.study.comparison import compare as compare_records
 from stepformer.study.differences import differences, fair, recorded, what_was_read
 from stepformer.study.matching import CLOSE, Match, matched
 from stepformer.study.records import load_records
-from stepformer.study.study import Planned, amount, carry_out, grid, grid_axes, plan, refuse_seed, seeds_of
+from stepformer.study.study import (
+    ALONE,
+    Planned,
+    Report,
+    amount,
+    carry_out,
+    grid,
+    grid_axes,
+    plan,
+    refuse_seed,
+    seeds_of,
+)
 from stepformer.study.tuning import FIRST_SEED, Grid, chosen, planned
 from stepformer.training import RunConfig, run_config
 from stepformer.training.corpora import open_corpus
-from stepformer.training.parallel import World
 from stepformer.training.run import corpus_facts
 
 Named = str | Path | RunConfig | ModelConfig  # a row: preset, recipe or TOML file by name, or a config
@@ -139,7 +147,9 @@ def compared(
         load_plugin(plugin)
     searched = check_tuning(tune, budget_tune, seeds)
     variants = labelled(rows, recipe, words, budget, settings)
-    first = known(baseline or next(iter(variants)), variants)
+    first = baseline or next(iter(variants))
+    if first not in variants:
+        raise UnknownNameError(f"The baseline '{first}' is not among {', '.join(variants)}.")
     variants, data = resolved(variants, quiet=quiet)
     variants = fair(variants, first, allow, searched.axes, data)
     if out is None:
@@ -186,10 +196,9 @@ def resolved(
     variants: Mapping[str, RunConfig], *, quiet: bool = False
 ) -> tuple[dict[str, RunConfig], dict[str, dict[str, Any]]]:
     """The rows with the vocabulary of their corpus, which is part of their size, and what each of them reads."""
-    alone = World(0, 1, torch.device("cpu"))
     found, data = {}, {}
     for label, config in variants.items():
-        corpus = open_corpus(config.data, alone, quiet=quiet)
+        corpus = open_corpus(config.data, ALONE, quiet=quiet)
         found[label], data[label] = config.for_vocabulary(corpus.vocab_size), what_was_read(corpus_facts(corpus))
     return found, data
 
@@ -256,9 +265,9 @@ def with_tuning(
     """Give every row of a study the same search, in the folder `tuning`, and put its best point in its place."""
     if not searched.axes:
         return Facts()
-    search = planned(out / "tuning", variants, searched, amount(str(budget)), 1, quiet=quiet, allowed=allow)
-    runs = [run for points in search.values() for _, runs in points for run in runs]
-    report = carry_out(runs, jobs=_jobs(jobs, runs, plugins), quiet=quiet, plugins=plugins)
+    search = planned(out / "tuning", variants, searched, amount(str(budget)), quiet=quiet, allowed=allow)
+    runs = [run for points in search.values() for _, run in points]
+    report = _trained(runs, jobs, plugins, quiet)
     for run in runs:
         if not run.finished and not run.folder.diverged:
             why = report.failed.get(run.folder.path.name, "it was stopped.")
@@ -278,20 +287,11 @@ def with_tuning(
     return Facts(meant=tuple(searched.axes), remarks=tuple(said))
 
 
-def _jobs(jobs: int | None, runs: Sequence[Planned], plugins: Sequence[str]) -> int | None:
+def _trained(runs: Sequence[Planned], jobs: int | None, plugins: Sequence[str], quiet: bool) -> Report:
     """One at a time, in this process, for rules that only this process knows."""
-    ours = all(_is_ours(rule) for run in runs for rule in run.config.model.components().values())
-    return 1 if jobs is None and not plugins and not ours else jobs
-
-
-def _is_ours(component: type) -> bool:
-    return component.__module__.partition(".")[0] == "stepformer"
-
-
-def known(baseline: str, variants: Mapping[str, RunConfig]) -> str:
-    if baseline not in variants:
-        raise UnknownNameError(f"The baseline '{baseline}' is not among {', '.join(variants)}.")
-    return baseline
+    rules = [rule for run in runs for rule in run.config.model.components().values()]
+    ours = all(rule.__module__.partition(".")[0] == "stepformer" for rule in rules)
+    return carry_out(runs, jobs=1 if jobs is None and not plugins and not ours else jobs, quiet=quiet, plugins=plugins)
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:
@@ -343,7 +343,7 @@ def _config(what: Named, recipe: str | None, words: Sequence[str], settings: Map
 
 def _carried_out(study: Study, confidence: float, jobs: int | None, plugins: Sequence[str], quiet: bool) -> Comparison:
     runs = study.plan(quiet=quiet)
-    report = carry_out(runs, jobs=_jobs(jobs, runs, plugins), quiet=quiet, plugins=plugins)
+    report = _trained(runs, jobs, plugins, quiet)
     if report.failed:
         name, why = next(iter(report.failed.items()))
         raise StepformerError(

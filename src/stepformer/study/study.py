@@ -29,12 +29,14 @@ from stepformer.base.words import parse_override
 from stepformer.study.comparison import Facts, grid_points
 from stepformer.study.differences import differences, last, recorded
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
+from stepformer.training.choices import precision_of
 from stepformer.training.corpora import open_corpus
-from stepformer.training.loop import precision_of
 from stepformer.training.parallel import World, choose_device
 from stepformer.training.run import corpus_facts
 from stepformer.training.runs import RunFolder, as_toml
 from stepformer.training.stopping import Watch
+
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,8 @@ class Report:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def plan(
-    folder: Path,
-    variants: dict[str, RunConfig],
-    seeds: Sequence[int],
-    *,
-    quiet: bool = False,
-    allowed: Sequence[str] = (),
-    facts: Facts | None = None,
-    here: bool = True,
-) -> list[Planned]:
-    """Every variant with every seed, seeds outermost, so that an early stop leaves whole pairs.
+def plan(folder: Path, variants: dict[str, RunConfig], seeds: Sequence[int], **how: Any) -> list[Planned]:
+    """Every variant with every seed, seeds outermost, so that an early stop leaves whole pairs; `how` as for plan_runs.
 
     A folder that already holds other settings under the same label is refused: its runs would not be comparable.
     """
@@ -77,7 +70,7 @@ def plan(
         settings = variant.to_dict()
         settings["train"]["seed"] = seed
         labelled.append((label, RunConfig.from_dict(settings)))
-    return plan_runs(folder, labelled, quiet=quiet, allowed=allowed, facts=facts, here=here)
+    return plan_runs(folder, labelled, **how)
 
 
 def plan_runs(
@@ -96,9 +89,8 @@ def plan_runs(
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     runs = []
-    alone = World(0, 1, torch.device("cpu"))
     for label, config in labelled:
-        corpus = open_corpus(config.data, alone, quiet=quiet)
+        corpus = open_corpus(config.data, ALONE, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)
         run = Planned(label, config, RunFolder(folder / f"{label}-s{config.train.seed}"))
         if run.folder.exists:

@@ -20,8 +20,8 @@ def summary_table(comparison: Compared) -> Table:
     columns = [
         Column("architecture"),
         Column("n", numeric=True),
-        *([Column("tokens", numeric=True)] if budgets else []),
-        *([Column("evaluated on", numeric=True)] if texts else []),
+        Column("tokens", numeric=True),
+        Column("evaluated on", numeric=True),
         Column("final loss ± se", numeric=True),
         Column(f"difference [{percent(comparison.confidence)} CI]", numeric=True),
         Column("parameters", numeric=True),
@@ -30,8 +30,9 @@ def summary_table(comparison: Compared) -> Table:
         Column("tokens to baseline", numeric=True, spare=1),
         Column("speed", numeric=True),
     ]
-    rows = [[_name(row), *map(text, _cells(row, budgets, texts))] for row in comparison.rows]
-    return Table(columns, rows, "Comparison with the baseline", [*_facts(comparison), *_notes(comparison)])
+    rows = [[_name(row), *map(text, _cells(row))] for row in comparison.rows]
+    table = Table(columns, rows, "Comparison with the baseline", [*_facts(comparison), *_notes(comparison)])
+    return table.without(place for place, there in ((2, budgets), (3, texts)) if not there)
 
 
 def _name(row: Row) -> Cell:
@@ -45,13 +46,13 @@ def full_table(comparison: Compared) -> Table:
     return Table([Column(key) for key in records[0]], [list(map(text, record.values())) for record in records])
 
 
-def _cells(row: Row, budgets: bool, texts: bool) -> list[str]:
+def _cells(row: Row) -> list[str]:
     return [
         str(row.loss.n),
-        *([f"{row.records[0].tokens:,}"] if budgets else []),
-        *([_text(row)] if texts else []),
-        _loss(row.loss),
-        _difference(row.difference),
+        f"{row.records[0].tokens:,}",
+        _text(row),
+        with_error(row.loss),
+        with_interval(row.difference),
         f"{row.parameters:,}",
         row.verdict + (MARK if row.provisional else ""),
         f"{row.best.mean:.4f}",
@@ -69,17 +70,19 @@ def reach(row: Row) -> str:
     return f"{row.reached} of {len(row.common_seeds)}" if row.reached else "never"
 
 
-def _loss(summary: Summary) -> str:
+def with_error(summary: Summary) -> str:
+    """A mean ± its standard error."""
     error = "" if summary.standard_error is None else f" ± {summary.standard_error:.4f}"
     return f"{summary.mean:.4f}{error}"
 
 
-def _difference(difference: PairedDifference | None) -> str:
+def with_interval(difference: PairedDifference | None, word: str = "") -> str:
+    """A difference, a word on it, and its interval, as far as there are any."""
     if difference is None:
         return "-"
-    if difference.low is None or difference.high is None:
+    if difference.low is None:
         return f"{difference.mean:+.4f}"
-    return str(difference)
+    return f"{difference.mean:+.4f} {word}".rstrip() + f" [{difference.low:+.4f}, {difference.high:+.4f}]"
 
 
 def _text(row: Row) -> str:
@@ -122,7 +125,7 @@ def percent(confidence: float) -> str:
 
 
 def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
-    difference = row.difference
+    difference, (what, other, to_that) = row.difference, row.matched or ("", "", None)
     return {
         "architecture": row.label,
         "baseline": comparison.baseline,
@@ -133,14 +136,18 @@ def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
         "loss_std": _number(row.loss.std),
         "best_loss": _number(row.best.mean),
         "paired_seeds": " ".join(map(str, difference.seeds)) if difference else "",
-        "difference": _number(difference.mean if difference else None, "+.6f"),
-        "difference_standard_error": _number(difference.standard_error if difference else None),
-        "difference_low": _number(difference.low if difference else None, "+.6f"),
-        "difference_high": _number(difference.high if difference else None, "+.6f"),
-        "p_value": _number(difference.p_value if difference else None, ".4g"),
+        "difference": _of(difference, "mean"),
+        "difference_standard_error": _of(difference, "standard_error", ".6f"),
+        "difference_low": _of(difference, "low"),
+        "difference_high": _of(difference, "high"),
+        "p_value": _of(difference, "p_value", ".4g"),
         "confidence": f"{comparison.confidence:.6g}",
         "verdict": row.verdict,
-        **_matched(row),
+        "matched": what,
+        "matched_with": other,
+        "matched_difference": _of(to_that, "mean"),
+        "matched_low": _of(to_that, "low"),
+        "matched_high": _of(to_that, "high"),
         "reached_baseline": row.reached,
         "tokens_fraction": _number(row.tokens_fraction),
         "speed_ratio": _number(row.speed_ratio),
@@ -156,16 +163,8 @@ def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
     }
 
 
-def _matched(row: Row) -> dict[str, str]:
-    """The difference to a baseline that has as much of something."""
-    what, other, found = row.matched or ("", "", None)
-    return {
-        "matched": what,
-        "matched_with": other,
-        "matched_difference": _number(found.mean if found else None, "+.6f"),
-        "matched_low": _number(found.low if found else None, "+.6f"),
-        "matched_high": _number(found.high if found else None, "+.6f"),
-    }
+def _of(difference: PairedDifference | None, name: str, digits: str = "+.6f") -> str:
+    return _number(getattr(difference, name, None), digits)
 
 
 def _number(value: float | None, digits: str = ".6f") -> str:

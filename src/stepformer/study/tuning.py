@@ -1,13 +1,11 @@
 """The same search for every row before it is compared: a baseline that nobody tuned is easily beaten.
 
-Every row is trained at every point of one grid for a tuning budget, with seeds from 1000 on, and judged on the first
+Every row is trained at every point of one grid for a tuning budget, with seed 1000, and judged on the first
 half of the validation split. Then it is trained anew at its best point, and the table shows losses on the second half.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 
 from stepformer.base.errors import InputError, suggestion
 from stepformer.base.words import parse_override
-from stepformer.study.records import load_records
+from stepformer.study.comparison import all_points, at_the_edge
+from stepformer.study.records import RunRecord
 from stepformer.study.study import Planned, plan_runs
 from stepformer.training import RunConfig
 
@@ -40,16 +39,7 @@ class Grid:
         return cls(axes)
 
     def points(self) -> list[dict[str, str]]:
-        return [dict(zip(self.axes, point, strict=True)) for point in itertools.product(*self.axes.values())]
-
-    def at_the_edge(self, point: Mapping[str, str]) -> list[str]:
-        """Keys whose best value is the smallest or largest of its axis: a better one may lie beyond."""
-        edges = {}
-        for key, values in self.axes.items():
-            with contextlib.suppress(ValueError):  # words have no order
-                ordered = sorted(values, key=lambda value: float(value.removesuffix("x")))
-                edges[key] = (ordered[0], ordered[-1])
-        return [key for key, value in point.items() if value in edges.get(key, ())]
+        return all_points(self.axes)
 
 
 def applied(config: RunConfig, point: Mapping[str, str]) -> RunConfig:
@@ -75,12 +65,11 @@ def planned(
     variants: Mapping[str, RunConfig],
     grid: Grid,
     tokens: int,
-    seeds: int,
     *,
     quiet: bool = False,
     allowed: Sequence[str] = (),
-) -> dict[str, list[tuple[dict[str, str], list[Planned]]]]:
-    """The search: for every row its points, each with its runs."""
+) -> dict[str, list[tuple[dict[str, str], Planned]]]:
+    """The search: for every row its points, each with its run."""
     listed: list[tuple[str, RunConfig]] = []
     for label, config in variants.items():
         steps = round(tokens / config.step_tokens)
@@ -91,27 +80,19 @@ def planned(
             for key in ("warmup", "decay_start"):  # as large a part of the shorter run
                 if settings["optim"][key] is not None:
                     settings["optim"][key] = round(settings["optim"][key] * steps / config.train.steps)
-            settings["train"] |= {"steps": steps, "eval_half": "first"}
-            for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-                settings["train"]["seed"] = seed
-                listed.append((f"{label}-{number}", RunConfig.from_dict(settings)))
+            settings["train"] |= {"steps": steps, "eval_half": "first", "seed": FIRST_SEED}
+            listed.append((f"{label}-{number}", RunConfig.from_dict(settings)))
     runs = iter(plan_runs(folder, listed, quiet=quiet, allowed=allowed))
-    return {label: [(point, [next(runs) for _ in range(seeds)]) for point in grid.points()] for label in variants}
+    return {label: [(point, next(runs)) for point in grid.points()] for label in variants}
 
 
 def chosen(
-    variants: Mapping[str, RunConfig],
-    grid: Grid,
-    search: Mapping[str, Sequence[tuple[dict[str, str], Sequence[Planned]]]],
+    variants: Mapping[str, RunConfig], grid: Grid, search: Mapping[str, Sequence[tuple[dict[str, str], Planned]]]
 ) -> tuple[dict[str, RunConfig], list[str]]:
     """Every row at its best point, to be judged on the other half, and a sentence on what was chosen."""
     rows, said = {}, []
     for label, points in search.items():
-        losses = []
-        for point, runs in points:
-            if all(run.finished for run in runs):
-                records = load_records([run.folder.path for run in runs])
-                losses.append((sum(record.val_loss for record in records) / len(records), point))
+        losses = [(RunRecord.load(run.folder.path).val_loss, point) for point, run in points if run.finished]
         if not losses:
             raise InputError(f"No run of the search for '{label}' finished: nothing can be chosen.")
         diverged = len(points) - len(losses)
@@ -120,7 +101,7 @@ def chosen(
         settings["train"]["eval_half"] = "second"
         rows[label] = RunConfig.from_dict(settings)
         words = ", ".join(f"{key} {_shown(settings['optim'][key.rpartition('.')[2]])}" for key in best)
-        edge = grid.at_the_edge(best)
+        edge = at_the_edge(grid.axes, best)
         said.append(
             f"{label}: tuned to {words} ({loss:.4f} on the other half, the best of {len(points)} points"
             + (f", {diverged} of which diverged)" if diverged else ")")

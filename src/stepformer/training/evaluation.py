@@ -33,6 +33,14 @@ class EvaluatedSplit(Protocol):
 
 
 @dataclass(frozen=True)
+class Best:
+    """The best evaluation so far."""
+
+    val_loss: float
+    step: int
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """A loss in nats per token, and on what."""
 

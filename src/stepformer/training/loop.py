@@ -11,47 +11,39 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError, StepformerWarning
-from stepformer.base.files import remove_unfinished, write_json
+from stepformer.base.errors import DivergedError, StepformerError
+from stepformer.base.files import identity, remove_unfinished, write_json
 from stepformer.catalogue import preset_of
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus, TokenSplit
 from stepformer.model import Model
-from stepformer.ops import kernels
 from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import Optimizers, scion_init
 from stepformer.training import checkpoints as stored
+from stepformer.training.choices import eval_every_of, max_loss_of, micro_batch_of, pairing, precision_of, streams_of
 from stepformer.training.config import RunConfig
 from stepformer.training.display import Display
-from stepformer.training.evaluation import Evaluation, autocasting, check_blocks, evaluate
+from stepformer.training.divergence import first_bad
+from stepformer.training.evaluation import Best, Evaluation, autocasting, check_blocks, evaluate
 from stepformer.training.loggers import Loggers
 from stepformer.training.metrics import Metrics
+from stepformer.training.observing import reported, stream_norms
 from stepformer.training.parallel import ParallelModel, World
+from stepformer.training.reading import LocalBatches
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import flops_per_token, peak_flops
-from stepformer.training.stopping import Stopped, Watch
+from stepformer.training.stopping import Stopped, Watch, warn_of_torchrun
 
 SLOW_SAVE = 5.0  # seconds after which somebody who waits for a stop is told about torchrun's patience
-NORM_WINDOWS = 8  # of the validation split, that norms of streams are taken on
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best evaluation so far."""
-
-    val_loss: float
-    step: int
 
 
 class Trainer:
@@ -76,7 +68,8 @@ class Trainer:
         self.autocast = torch.bfloat16 if self.precision == "bf16" else None
         self.micro_batch = micro_batch_of(config, world)
         self.accumulation = train.batch // (world.size * self.micro_batch)
-        self.batches = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)
+        rows = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)
+        self.batches = LocalBatches(rows, world, train.steps)
         self.val = corpus.split("val").half(train.eval_half)
         self.also = {name: other.split("val") for name, other in (also or {}).items()}
         evaluated = (self.val, *self.also.values())
@@ -106,8 +99,6 @@ class Trainer:
         self.best: Best | None = None
         self.last: Evaluation | None = None
         self.last_also: dict[str, Evaluation] = {}
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
 
     def begin_with(self, checkpoint: Path) -> None:
         """Take the weights of a checkpoint of another run as the initial ones."""
@@ -144,7 +135,7 @@ class Trainer:
         self.run_id = str(self.folder.read().get("id", "")) if self.world.is_main else ""
         loggers = Loggers(self.config, self.folder.path, self.run_id) if self.world.is_main else None
         self.checkpoints.on_disk = self._note_saved
-        self._home = _identity(self.folder.path)
+        self._home = identity(self.folder.path)
         self.display.begin(train.steps, self.step)
         separator, eot = self.config.model.document_separator, self.corpus.manifest["tokenizer"].get("eot")
         if separator is not None and eot is not None and separator != eot:
@@ -172,7 +163,7 @@ class Trainer:
             return self._result()
         finally:
             self.display.close()
-            self._loader.shutdown(wait=False, cancel_futures=True)
+            self.batches.close()
             self.checkpoints.settle()
             if metrics is not None and loggers is not None:
                 metrics.close()
@@ -180,7 +171,7 @@ class Trainer:
 
     def _stop(self, asked: int) -> NoReturn:
         """Save and stop; no rank leaves before the save is on disk, for torchrun then kills the others."""
-        late = threading.Timer(SLOW_SAVE, self._warn_of_torchrun)
+        late = threading.Timer(SLOW_SAVE, warn_of_torchrun, [self.step])
         if self.world.is_main and "TORCHELASTIC_RUN_ID" in os.environ and asked != signal.SIGALRM:
             late.start()
         try:
@@ -189,16 +180,6 @@ class Trainer:
         finally:
             late.cancel()
         raise Stopped(asked, self.step, self.folder.path)
-
-    def _warn_of_torchrun(self) -> None:
-        patience = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
-        warnings.warn(
-            f"Saving step {self.step} takes long. If torchrun was told to end, it kills its ranks {patience} s later, "
-            "and the run goes on from the checkpoint before: `torchrun --shutdown-timeout SECONDS` (torch 2.12 or "
-            "later) gives them more time, and so does a signal to a rank instead of to torchrun.",
-            StepformerWarning,
-            stacklevel=1,
-        )
 
     def _check_folder(self) -> None:
         """Notice a folder that was moved or deleted: nothing must be written where it was."""
@@ -211,7 +192,7 @@ class Trainer:
     @property
     def in_place(self) -> bool:
         """Whether the run's folder is still the one that training began in."""
-        return self._home is None or self._home == _identity(self.folder.path)
+        return self._home is None or self._home == identity(self.folder.path)
 
     def _train_step(self, metrics: Metrics | None, loggers: Loggers | None) -> None:
         begin = time.perf_counter()
@@ -257,7 +238,7 @@ class Trainer:
 
     def _gradients(self, t: int) -> Tensor:
         """Add the mean gradient of step t's batch to the parameters; returns its mean loss, over all ranks."""
-        inputs, targets = self._local_batch(t)
+        inputs, targets = self.batches.at(t)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if self.captured is not None and not self.captured.recorded:
             self._record(inputs, targets)
@@ -298,22 +279,6 @@ class Trainer:
             self.optimizers.zero_grad()
             torch.cuda.empty_cache()
 
-    def _local_batch(self, t: int) -> tuple[Tensor, Tensor]:
-        """This rank's share of step t's batch, on its device; the next step's is read meanwhile."""
-        if self._next is None or self._next[0] != t:
-            self._next = (t, self._loader.submit(self._read, t))
-        inputs, targets = self._next[1].result()
-        if t + 1 < self.config.train.steps and not self.optimizers.schedule.perturbs(t):
-            self._next = (t + 1, self._loader.submit(self._read, t + 1))
-        return tuple(part.to(self.world.device, non_blocking=True) for part in (inputs, targets))  # type: ignore[return-value]
-
-    def _read(self, t: int) -> tuple[Tensor, Tensor]:
-        share = self.config.train.batch // self.world.size
-        rows = self.batches.rows(t, self.world.rank * share, (self.world.rank + 1) * share)
-        if self.world.device.type != "cuda":
-            return rows
-        return rows[0].contiguous().pin_memory(), rows[1].contiguous().pin_memory()
-
     def _where(self) -> dict[str, Any]:
         return {"step": self.step, "tokens": self.step * self.config.step_tokens, "seconds": round(self.seconds, 3)}
 
@@ -321,83 +286,46 @@ class Trainer:
         self.display.waiting("evaluating")
         found = self.last = self._evaluation(self.val)
         self.last_also = {name: self._evaluation(split) for name, split in self.also.items()}
-        reported: dict[str, Any] = self._reported()
+        said: dict[str, Any] = reported(self.model, self.val, self.parallel, self.autocast)
         learned = {"coefficients": self.model.coefficients(), "gains": self.model.gains()}  # all ranks ask together
         for each in (found, *self.last_also.values()):
             if not math.isfinite(each.val_loss):
                 self._fail(f"after step {self.step}", f"(validation loss {each.val_loss:g})")
         if metrics and loggers:
-            line = {"kind": "eval", **self._where(), **found.to_dict(), **reported, **self._beside()}
+            line = {"kind": "eval", **self._where(), **found.to_dict(), **said, **self._beside()}
             line |= {name: layers for name, layers in learned.items() if any(layers)}
-            line |= {"norms": self._norms()} if self.config.train.stream_norms else {}
+            line |= {"norms": stream_norms(self.model, self.val)} if self.config.train.stream_norms else {}
             metrics.write(**line)
             loggers.write(line)
-        remark = f"  (attention rows whose target is out of reach: {reported.get('capped_rows', 0):.1%})"
-        remark = remark if reported.get("capped_rows", 0) >= 0.001 else ""
+        remark = f"  (attention rows whose target is out of reach: {said.get('capped_rows', 0):.1%})"
+        remark = remark if said.get("capped_rows", 0) >= 0.001 else ""
         remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in self.last_also.items()) + remark
         self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
         if self.step and (self.best is None or found.val_loss < self.best.val_loss):
             self.best = Best(found.val_loss, self.step)
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
 
-    def _norms(self) -> list[dict[str, float]]:
-        """Of the streams by layer, on the first windows of the validation split."""
-        context = self.config.model.context
-        starts = np.arange(min(NORM_WINDOWS, len(self.val) // context), dtype=np.int64) * context
-        windows = torch.from_numpy(self.val.gather(starts, context)).to(self.world.device)
-        return self.model.stream_norms(windows)
-
     def _evaluation(self, split: TokenSplit) -> Evaluation:
+        train, context = self.config.train, self.config.model.context
+        run = partial(evaluate, self.parallel.evaluated, split, context=context, tokens=train.eval_tokens)
         try:
-            return self._evaluated(split)
+            return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
         except torch.OutOfMemoryError:
             if self.captured is None or not self.captured.recorded:
                 raise
             # the recorded pass keeps the memory of a whole step; it is recorded again when training goes on
             self.captured.forget()
             torch.cuda.empty_cache()
-            return self._evaluated(split)
-
-    def _evaluated(self, split: TokenSplit) -> Evaluation:
-        return evaluate(
-            self.parallel.evaluated,
-            split,
-            context=self.config.model.context,
-            tokens=self.config.train.eval_tokens,
-            micro_batch=self.micro_batch,
-            world=self.world,
-            autocast=self.autocast,
-        )
+            return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
 
     def _beside(self) -> dict[str, Any]:
         """The losses on the other corpora, for metrics and result; nothing when there are none."""
         return {"also": {name: found.to_dict() for name, found in self.last_also.items()}} if self.also else {}
 
-    def _reported(self) -> dict[str, float]:
-        """What the oracles say about themselves on the first validation block, as means over the layers.
-
-        Shares of rows that miss their target and of scores beyond their bound (`Model.observe`). Sharded models are
-        left out: outside its forward pass a rank holds only a part of the weights.
-        """
-        if self.parallel.sharded or not any(block.attn.reports for block in self.model.blocks):
-            return {}
-        context = self.config.model.context
-        block = torch.from_numpy(self.val.gather(np.zeros(1, dtype=np.int64), context)).to(self.world.device)
-        with autocasting(self.world.device, self.autocast):
-            layers = self.model.observe(block, rows=False)
-        shares: dict[str, list[float]] = {}
-        for layer in layers:
-            for name, values in layer.items():
-                shares.setdefault(name, []).extend(v.item() for v in values if v.ndim == 0)
-        return {name: sum(values) / len(values) for name, values in shares.items() if values}
-
     def save(self) -> None:
         """Everything that the rest of the run depends on."""
-        parts: dict[str, Any] = {
-            "model": dict(self.model.named_parameters()),
-            "optimizer": self.optimizers.tensors(create=True),
-        }
-        self._save_part(stored.step_name(self.step), parts)
+        weights, memory = dict(self.model.named_parameters()), self.optimizers.tensors(create=True)
+        self._save_part(stored.step_name(self.step), {"model": weights, "optimizer": memory})
 
     def _save_part(self, name: str, parts: dict[str, dict[str, Any]]) -> None:
         self.display.waiting("saving")
@@ -426,7 +354,11 @@ class Trainer:
 
         overflow: if no tensor is bad, the norm of the gradients is too large a number.
         """
-        culprit, good = self._first_bad() if diagnose else ("", True)
+        culprit, good = "", True
+        if diagnose:
+            inputs, targets = self.batches.at(min(self.step, self.config.train.steps - 1))
+            parts = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
+            culprit, good = first_bad(self.model, self.world, parts, self.autocast)
         name = stored.step_name(self.step)
         self.checkpoints.wait()
         whole = self.world.on_main(lambda: self.checkpoints.names("step"))
@@ -446,38 +378,6 @@ class Trainer:
         raise DivergedError(
             f"Training stopped {when}: {why}. {where}; try a lower rate, a longer warm-up or more frequent checkpoints."
         )
-
-    def _first_bad(self) -> tuple[str, bool]:
-        """The first tensor, in the order of the computation, that is not finite, if any; and whether the weights are.
-
-        Ranks look at their own shards and micro-batches and agree on the earliest find after each stage, so that none
-        of them waits for another that has gone on.
-        """
-        names = [name for name, _ in self.model.named_parameters()]
-        bad = [i for i, p in enumerate(self.model.parameters()) if not bool(_local(p).isfinite().all())]
-        first = self._earliest(bad)
-        if first is not None:
-            return f"the parameter '{names[first]}'", False
-        modules = [name for name, _ in self.model.named_modules()]
-        inputs, targets = self._local_batch(min(self.step, self.config.train.steps - 1))
-        bad = []
-        for i in range(self.accumulation):
-            rows = slice(i * self.micro_batch, (i + 1) * self.micro_batch)
-            found = first_bad_output(self.model, inputs[rows], targets[rows], self.autocast)
-            bad += [] if found is None else [modules.index(found)]
-        first = self._earliest(bad)
-        if first is not None:
-            return f"the output of '{modules[first]}'", True
-        gradients = [p.grad for p in self.model.parameters()]
-        bad = [i for i, g in enumerate(gradients) if g is not None and not bool(_local(g).isfinite().all())]
-        first = self._earliest(bad)
-        return ("" if first is None else f"the gradient of '{names[first]}'"), True
-
-    def _earliest(self, found: list[int]) -> int | None:
-        """The smallest index any rank has found."""
-        nowhere = 1 << 40
-        first = -self.world.largest(-min(found, default=nowhere))
-        return None if first == nowhere else first
 
     def _result(self) -> dict[str, Any]:
         assert self.last is not None
@@ -515,96 +415,3 @@ class Trainer:
         if self.world.is_main:
             write_json(self.folder.result, record)
         return {**record, "folder": str(self.folder.path)}
-
-
-def pairing(config: RunConfig, corpus: Corpus) -> str:
-    """Runs with one pairing and one seed saw the same batches; it names the data, the budget and the evaluation."""
-    splits = f"{corpus.split('train').hash}/{corpus.split('val').hash}"
-    train = config.train
-    return f"{splits}/{config.model.context}x{train.batch}x{train.steps}/{train.eval_tokens}"
-
-
-def precision_of(config: RunConfig, device: torch.device) -> str:
-    """What auto means: bf16 autocast on CUDA, fp32 on the CPU, where bf16 is slower by orders of magnitude."""
-    chosen = config.train.precision
-    if chosen != "auto":
-        return chosen
-    return "bf16" if device.type == "cuda" else "fp32"
-
-
-def streams_of(config: RunConfig, device: torch.device) -> torch.dtype | None:
-    """What x and the velocities are carried in: bf16 under bf16 autocast on CUDA unless fp32 is asked for
-    (docs/performance.md has the difference in loss); otherwise as the weights."""
-    if precision_of(config, device) != "bf16" or config.train.streams == "fp32":
-        return None
-    return torch.bfloat16 if config.train.streams == "bf16" or device.type == "cuda" else None
-
-
-def eval_every_of(config: RunConfig, eval_tokens: int) -> int:
-    """Steps between evaluations: as asked, or ten in a run; fewer, but four, if they would read more than half as many
-    tokens as training does."""
-    train = config.train
-    affordable = train.steps * config.step_tokens / (2 * eval_tokens)
-    return train.eval_every or max(1, train.steps // max(4, min(10, int(affordable))))
-
-
-def max_loss_of(config: RunConfig) -> float:
-    """The loss above which a run has diverged: ln V is what knowing nothing costs. Scion's own start is far above."""
-    if config.train.max_loss is not None:
-        return config.train.max_loss
-    return math.inf if config.optim.own_init else math.log(config.model.vocab_size) + 4
-
-
-def micro_batch_of(config: RunConfig, world: World) -> int:
-    """Sequences per forward pass; it must divide each rank's share of the batch."""
-    batch = config.train.batch
-    if batch % world.size:
-        raise ConfigError([f"[train] batch = {batch} cannot be shared by {world.size} ranks: it does not divide."])
-    share = batch // world.size
-    chosen = config.train.micro_batch
-    if chosen is None:  # tokens in a forward pass that keep the device busy without filling its memory
-        room = max(1, (32_768 if world.device.type == "cuda" else 4_096) // config.model.context)
-        return max(n for n in range(1, min(share, room) + 1) if share % n == 0)
-    if share % chosen:
-        raise ConfigError(
-            [f"[train] micro_batch = {chosen} does not divide the {share} sequences of a step on each rank."]
-        )
-    return chosen
-
-
-@torch.no_grad()
-def first_bad_output(model: nn.Module, inputs: Tensor, targets: Tensor, autocast: torch.dtype | None) -> str | None:
-    """The first submodule whose output is not finite, by running the model once with hooks."""
-    found: list[str] = []
-
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
-                found.append(name)
-
-        return hook
-
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
-    try:
-        with autocasting(inputs.device, autocast), kernels.off():  # in fused passes modules are not called
-            model(inputs, targets, loss_only=True)
-    except InputError:
-        return None
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if found else None
-
-
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """What a folder is, whatever it is called; None if there is none."""
-    try:
-        found = folder.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _local(tensor: Tensor) -> Tensor:
-    to_local = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor

@@ -23,12 +23,13 @@ from stepformer.model import Model
 from stepformer.training import checkpoints as stored
 from stepformer.training import shortage
 from stepformer.training.checkpoints import Checkpoints
+from stepformer.training.choices import precision_of, streams_of
 from stepformer.training.config import RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
 from stepformer.training.display import Display
 from stepformer.training.ending import Reason
 from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
-from stepformer.training.loop import Trainer, precision_of, streams_of
+from stepformer.training.loop import Trainer
 from stepformer.training.metrics import last_saved
 from stepformer.training.parallel import World, choose_device, joined_world
 from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of

@@ -16,8 +16,8 @@ from stepformer.base.errors import StepformerError
 from stepformer.model import Model
 from stepformer.model.roles import Role, named_roles
 from stepformer.optim import OptimConfig
+from stepformer.training.choices import micro_batch_of, precision_of
 from stepformer.training.config import RunConfig
-from stepformer.training.loop import micro_batch_of, precision_of
 from stepformer.training.parallel import World
 from stepformer.training.stopping import resume_command
 
@@ -74,7 +74,7 @@ def sentence(config: RunConfig, world: World, folder: Path) -> str:
 
 def _needed(config: RunConfig, world: World, micro_batch: int) -> tuple[float, float]:
     """Bytes on each rank, by estimate; and how many of them the weights take with what belongs to them."""
-    from stepformer.model.memory import estimate_memory  # slow to load
+    from stepformer.training.memory import estimate_memory  # slow to load
 
     precision = precision_of(config, world.device)
     copies = optimizer_copies(Model(config.model, device="meta"), config.optim)

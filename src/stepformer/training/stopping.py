@@ -7,11 +7,12 @@ import re
 import shlex
 import signal
 import time
+import warnings
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from stepformer.base.errors import StepformerError
+from stepformer.base.errors import StepformerError, StepformerWarning
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # the last one is submitit's
 
@@ -101,3 +102,15 @@ def seconds(text: str) -> float:
     if not parts or "".join(number + unit for number, unit in parts) != word:
         raise StepformerError(f"'{text}' is not a time: write 90, 90s, 15m, 2h or 1h30m.")
     return sum(float(number) * units[unit] for number, unit in parts)
+
+
+def warn_of_torchrun(step: int) -> None:
+    """Tell somebody who waits for a stop about torchrun's patience."""
+    patience = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+    warnings.warn(
+        f"Saving step {step} takes long. If torchrun was told to end, it kills its ranks {patience} s later, "
+        "and the run goes on from the checkpoint before: `torchrun --shutdown-timeout SECONDS` (torch 2.12 or "
+        "later) gives them more time, and so does a signal to a rank instead of to torchrun.",
+        StepformerWarning,
+        stacklevel=1,
+    )

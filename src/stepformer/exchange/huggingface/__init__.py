@@ -27,10 +27,4 @@ AutoModelForCausalLM.register(StepformerConfig, StepformerForCausalLM, exist_ok=
 # By this list, which `register` does not touch, Trainer decides whether it has to shift labels that it smooths.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[StepformerConfig.model_type] = StepformerForCausalLM.__name__
 
-__all__ = [
-    "StepformerCache",
-    "StepformerConfig",
-    "StepformerForCausalLM",
-    "as_transformers_tokenizer",
-    "export_run",
-]
+__all__ = ["StepformerCache", "StepformerConfig", "StepformerForCausalLM", "as_transformers_tokenizer", "export_run"]

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import Cache as TransformersCache
 
 from stepformer.base.errors import InputError
+from stepformer.decoding.cache import Cache
 from stepformer.model import Model
-from stepformer.oracles import Cache
 
 
 class StepformerCache(TransformersCache):

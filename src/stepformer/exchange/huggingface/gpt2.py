@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from stepformer.base.errors import InputError
+from stepformer.exchange.importing.gpt2 import sources
 from stepformer.model import Model
 from stepformer.model.config import ModelConfig
 
@@ -15,16 +16,6 @@ FIXED = {"template": "gd", "splitting": "lie-trotter", "attention": "softmax"}
 FREE = {"n_layer", "n_head", "d_model", "context", "vocab_size", "real_vocab", "mlp_hidden", "norm_eps", "bias"}
 # Keys without any meaning for the plain GPT, or that only say how it is computed.
 IDLE = {"aux_init", "aux_norm_gain", "embedding_skip_start", "activation_checkpointing", "attention_backend"}
-
-# Ours, theirs inside a block, and whether theirs is stored transposed.
-BLOCK = (
-    ("attn_norm", "ln_1", False),
-    ("attn.qkv", "attn.c_attn", True),
-    ("attn.out", "attn.c_proj", True),
-    ("mlp_norm", "ln_2", False),
-    ("mlp.up", "mlp.c_fc", True),
-    ("mlp.down", "mlp.c_proj", True),
-)
 
 
 def refusal(config: ModelConfig) -> str | None:
@@ -67,20 +58,9 @@ def as_gpt2(model: Model, **ids: int) -> GPT2LMHeadModel:
 def gpt2_weights(model: Model) -> dict[str, Tensor]:
     """Our weights under GPT-2's names."""
     ours = {name: p.detach() for name, p in model.named_parameters()}
-    table = ours["embed.tok_emb.weight"]
-    weights = {
-        "transformer.wte.weight": table,
-        "transformer.wpe.weight": ours["embed.pos_emb.weight"],
-        "lm_head.weight": table,
-    }
-
-    def add(name: str, target: str, transposed: bool) -> None:
-        weight = ours[f"{name}.weight"]
-        weights[f"{target}.weight"] = weight.T.contiguous() if transposed else weight
-        weights[f"{target}.bias"] = ours.get(f"{name}.bias", torch.zeros(weight.shape[0], dtype=weight.dtype))
-
-    for i in range(model.config.n_layer):
-        for name, target, transposed in BLOCK:
-            add(f"blocks.{i}.{name}", f"transformer.h.{i}.{target}", transposed)
-    add("final_norm", "transformer.ln_f", False)
+    weights = {"lm_head.weight": ours["embed.tok_emb.weight"]}
+    for name, source in sources(model.config.n_layer, "transformer.", transposed=True, bias=True).items():
+        weight = ours[f"{name.rpartition('.')[0]}.weight"]
+        value = ours[name] if name in ours else torch.zeros(weight.shape[0], dtype=weight.dtype)
+        weights[source.name] = value.T.contiguous() if source.transposed else value
     return weights

@@ -19,6 +19,7 @@ from stepformer.exchange.huggingface.caching import StepformerCache
 from stepformer.exchange.huggingface.configuration import CODE, CODE_FILE, StepformerConfig
 from stepformer.exchange.huggingface.padding import packed
 from stepformer.model import IGNORE, Model
+from stepformer.ops.cross_entropy import wide
 
 logger = logging.getLogger(__name__)
 # What others take and we do not, with what there is instead.
@@ -222,8 +223,7 @@ def causal_loss(logits: Tensor, labels: Tensor, count: int | Tensor | None = Non
     """Cross-entropy of every label given what stands before it; over `count` tokens, or their own number."""
     if labels.shape != logits.shape[:2]:
         raise InputError(f"Labels have shape {tuple(labels.shape)}, the logits are for {tuple(logits.shape[:2])}.")
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    flat, targets = wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device).long()
+    flat, targets = wide(logits)[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device).long()
     if count is None:
         return F.cross_entropy(flat, targets, ignore_index=IGNORE)
     total = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="sum")

@@ -33,17 +33,17 @@ ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu_
 BUFFERS = r"(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias"  # causal masks
 
 
-def sources(config: ModelConfig, prefix: str, transposed: bool) -> dict[str, Source]:
+def sources(n_layer: int, prefix: str, *, transposed: bool, bias: bool) -> dict[str, Source]:
     """Where GPT-2 keeps each of our parameters; Conv1D, unlike Linear, stores its matrices transposed."""
     found = {
         "embed.tok_emb.weight": Source(f"{prefix}wte.weight"),
         "embed.pos_emb.weight": Source(f"{prefix}wpe.weight"),
     }
-    parts = {f"blocks.{i}.{ours}": f"h.{i}.{theirs}" for i in range(config.n_layer) for ours, theirs in BLOCK.items()}
+    parts = {f"blocks.{i}.{ours}": f"h.{i}.{theirs}" for i in range(n_layer) for ours, theirs in BLOCK.items()}
     for ours, theirs in {**parts, "final_norm": "ln_f"}.items():
         matrix = not ours.endswith("norm")
         found[f"{ours}.weight"] = Source(f"{prefix}{theirs}.weight", transposed=transposed and matrix)
-        if config.bias:
+        if bias:
             found[f"{ours}.bias"] = Source(f"{prefix}{theirs}.bias")
     return found
 
@@ -70,12 +70,11 @@ def nanogpt(found: Found, heads: int | None) -> Layout:
         vocab_size=vocab,
         bias="transformer.ln_f.bias" in found.tensors,
     )
-    names = {"n_layer": "n_layer", "d_model": "n_embd", "context": "block_size", "vocab_size": "vocab_size"}
-    check_sizes(where, config, args, **names)
+    check_sizes(where, config, args, context="block_size")
     return Layout(
         "a nanoGPT checkpoint",
         config,
-        sources(config, "transformer.", transposed=False),
+        sources(config.n_layer, "transformer.", transposed=False, bias=config.bias),
         step=whole_number(found.beside.get("iter_num")),
         val_loss=number(found.beside.get("best_val_loss")),
         head="lm_head.weight",
@@ -114,13 +113,11 @@ def huggingface(found: Found) -> Layout:
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         bias=True,
     )
-    check_sizes(
-        where, made, config, n_layer="n_layer", d_model="n_embd", context="n_positions", vocab_size="vocab_size"
-    )
+    check_sizes(where, made, config, context="n_positions")
     return Layout(
         "a Hugging Face GPT-2",
         made,
-        sources(made, prefix, transposed=True),
+        sources(made.n_layer, prefix, transposed=True, bias=made.bias),
         step=whole_number(found.facts.get("step")),
         val_loss=number(found.facts.get("val_loss")),
         head="lm_head.weight",
@@ -138,8 +135,9 @@ def about_biases(tensors: Mapping[str, Tensor]) -> str:
     return f"kept; all {count:,} are zero, as GPT-2's form adds them to a model that has none"
 
 
-def check_sizes(where: str, config: ModelConfig, said: Mapping[str, Any], **names: str) -> None:
-    """Refuse a file whose settings and tensors are not of one size."""
+def check_sizes(where: str, config: ModelConfig, said: Mapping[str, Any], context: str) -> None:
+    """Refuse a file whose settings and tensors are not of one size; `context` is its word for that."""
+    names = {"n_layer": "n_layer", "d_model": "n_embd", "context": context, "vocab_size": "vocab_size"}
     for ours, theirs in names.items():
         if said.get(theirs) not in (None, getattr(config, ours)):
             raise InputError(

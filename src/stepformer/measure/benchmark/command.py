@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,13 @@ def run(args: argparse.Namespace, show: Show) -> int:
     """Carry out a parsed command; `show` prints a table."""
     check(args)
     if args.table:
-        return _page(Path(args.table), args.out)
+        text = page(records.read_all(Path(args.table)))
+        if args.out is None:
+            print(text, end="")
+        else:
+            write_text(Path(args.out), text)
+            print(f"written: {args.out}")
+        return 0
     settings = settings_of(args)
     cases = plan(_wanted(args), settings)
     save = writer(args)
@@ -116,13 +123,8 @@ def run(args: argparse.Namespace, show: Show) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what does not go together, in a sentence."""
-    for option, least in (
-        ("context", 2),
-        ("micro_batch", 1),
-        ("steps", 3),
-        ("decode_tokens", 2),
-        ("batch_tokens", 1),
-    ):
+    limits = {"context": 2, "micro_batch": 1, "steps": 3, "decode_tokens": 2, "batch_tokens": 1}
+    for option, least in limits.items():
         value = getattr(args, option)
         if value is not None and value < least:
             raise InputError(f"--{option.replace('_', '-')} {value} should be at least {least}.")
@@ -144,11 +146,10 @@ def settings_of(args: argparse.Namespace) -> BenchSettings:
     """Settings with the defaults of the device."""
     device = choose_device(args.device)
     on_cuda = device.type == "cuda"
-    size = args.size or ("small" if on_cuda else "tiny")
     decode = args.decode_tokens or (512 if on_cuda else 48)
     return BenchSettings(
         device=device,
-        size=size,
+        size=args.size or ("small" if on_cuda else "tiny"),
         steps=args.steps or (20 if on_cuda else 15),
         warmup=5 if on_cuda else 2,
         compile=args.compile if on_cuda else bool(args.compile),
@@ -195,15 +196,13 @@ def carry_out(
     save(process)  # a file that cannot be written is better known now
     todo = [*cases]
     if settings.again:
-        first = cases[0]
-        todo.append(Case(f"{BASELINE} (again)", first.config, first.micro_batch, first.kernels, first.streams))
+        todo.append(replace(cases[0], label=f"{BASELINE} (again)"))
     baselines: dict[tuple[Any, ...], Any] = {}
     for case in todo:
         record: dict[str, Any] = {}
         progress.begin(case)
+        beside, rate = baselines.get(case.frame), process["product"]["flops"]
         try:
-            beside = baselines.get(case.frame)
-            rate = process["product"]["flops"]
             step = measure(case, settings, rate, record, stage=progress.stage, beside=beside)
             if case.label == BASELINE:
                 baselines[case.frame] = step
@@ -212,12 +211,12 @@ def carry_out(
                 record["notes"].append("interrupted")
                 process["results"].append(record)
             save(process)
-            progress.close()
+            progress.show()
             return process, True
         process["results"].append(record)
         save(process)
         progress.done(record)
-    progress.close()
+    progress.show()
     return process, False
 
 
@@ -244,16 +243,6 @@ def _present(process: dict[str, Any], show: Show) -> None:
         show(times)
 
 
-def _page(where: Path, out: str | None) -> int:
-    text = page(records.read_all(where))
-    if out is None:
-        print(text, end="")
-    else:
-        write_text(Path(out), text)
-        print(f"written: {out}")
-    return 0
-
-
 class Progress:
     """One line on a terminal that says what is going on; elsewhere one line per finished architecture."""
 
@@ -270,8 +259,7 @@ class Progress:
         self.stage("building")
 
     def stage(self, text: str) -> None:
-        if self.live:
-            self._line(f"{self.number}/{self.total}  {self.label}: {text}  ({time.perf_counter() - self.began:.0f} s)")
+        self.show(f"{self.number}/{self.total}  {self.label}: {text}  ({time.perf_counter() - self.began:.0f} s)")
 
     def done(self, record: dict[str, Any]) -> None:
         if self.live:
@@ -281,10 +269,7 @@ class Progress:
         text = f"{self.number}/{self.total}  {self.label}: {what}  ({record['seconds']:.0f} s)"
         print(text, file=sys.stderr, flush=True)
 
-    def close(self) -> None:
+    def show(self, text: str = "") -> None:
+        """Instead of what the terminal's line said."""
         if self.live:
-            self._line("")
-
-    def _line(self, text: str) -> None:
-        sys.stderr.write(f"\r\033[K{text[:118]}")
-        sys.stderr.flush()
+            print(f"\r\033[K{text[:118]}", end="", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,18 +19,16 @@ from stepformer.measure.benchmark.profiling import profile
 from stepformer.measure.benchmark.timing import Limit, spread, timed
 from stepformer.model import Model
 from stepformer.model.engines.steps import BEHIND
-from stepformer.model.memory import estimate_memory
 from stepformer.ops import kernels
 from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training.evaluation import autocasting
+from stepformer.training.memory import estimate_memory
 from stepformer.training.parallel import ParallelModel, World, prepare_compiler
 from stepformer.training.speed import flops_per_token, peak_flops
 
 WARM_TOKENS = 24
 BATCHES = 4  # different inputs in turn, so that no step finds its data in a cache
-ABOUT = {"label", "config", "hash", "context", "micro_batch", "kernels", "streams", "compiled", "graph"}
-ABOUT |= {"notes", "error"}
 Stage = Callable[[str], None]
 Work = Callable[[], Any]
 
@@ -57,16 +56,19 @@ def measure(
             with kernels.off() if case.kernels == "off" else contextlib.nullcontext():
                 return _Bench(case, settings, product, record, stage, limit, beside).run()
         except torch.OutOfMemoryError:
-            smaller = record["micro_batch"] // 2
+            tried, smaller = case.micro_batch, case.micro_batch // 2
         except Exception as error:
             record["error"] = _sentence(error, case.compiled(settings) and "compile_seconds" not in record)
             return None
         finally:
             record["seconds"] = round(limit.used, 2)
-        _out_of_memory(record, smaller if settings.micro_batch is None else 0)
-        if record["error"]:
+        if settings.micro_batch is not None or not smaller:
+            record["error"] = f"out of memory at micro-batch {tried}."
             return None
-        case = Case(case.label, case.config, smaller, case.kernels, case.streams)
+        case = replace(case, micro_batch=smaller)
+        record.clear()
+        record.update(facts(case, settings))
+        record["notes"].append(f"micro-batch {tried} did not fit; measured at {smaller}")
 
 
 def facts(case: Case, settings: BenchSettings) -> dict[str, Any]:
@@ -309,18 +311,6 @@ class _Bench:
                 self.record["profile_optimizer"] = profile(self.update, self.device, "optimizer")
         except RuntimeError as error:
             self.note(f"no profile: {str(error).splitlines()[0]}")
-
-
-def _out_of_memory(record: dict[str, Any], smaller: int) -> None:
-    """Keep what a record says about itself; try the smaller micro-batch, or end with a sentence."""
-    tried = record["micro_batch"]
-    if not smaller:
-        record["error"] = f"out of memory at micro-batch {tried}."
-        return
-    for key in set(record) - ABOUT:
-        del record[key]
-    record["micro_batch"] = smaller
-    record["notes"] = [f"micro-batch {tried} did not fit; measured at {smaller}"]
 
 
 def _sentence(error: Exception, compiling: bool) -> str:

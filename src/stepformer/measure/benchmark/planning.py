@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,14 @@ def plan(wanted: Iterable[Wanted], settings: BenchSettings) -> list[Case]:
             words = [word for word in each.words if word.partition("=")[0].removeprefix("model.") not in SHAPE]
             configs.append((" ".join((Path(each.name).stem, *words)), config))
     groups: dict[tuple[Any, ...], list[Case]] = {}
-    for way in settings.kernels:
-        for streams in settings.streams:
-            for label, config in configs:
-                micro_batch = settings.micro_batch or usual_micro_batch(settings.device, config.context)
-                case = Case(label, config, micro_batch, way, streams)
-                baseline = Case(BASELINE, baseline_of(config, settings.size), micro_batch, way, streams)
-                group = groups.setdefault(case.frame, [baseline])
-                if config != baseline.config:
-                    group.append(case)
+    for way, streams, (label, config) in itertools.product(settings.kernels, settings.streams, configs):
+        usual = max(1, MICRO_BATCH_TOKENS[settings.device.type] // config.context)
+        case = Case(label, config, settings.micro_batch or usual, way, streams)
+        shape = {key: getattr(config, key) for key in SHAPE}  # vanilla in that of the other architecture
+        baseline = replace(case, label=BASELINE, config=model_config(BASELINE, size=settings.size, **shape))
+        group = groups.setdefault(case.frame, [baseline])
+        if config != baseline.config:
+            group.append(case)
     return [case for group in groups.values() for case in group]
 
 
@@ -142,15 +142,6 @@ def resolve(wanted: Wanted, size: str) -> ModelConfig:
     if "preset" in values:
         raise InputError("`preset` is the NAME itself: write `stepformer bench NAME key=value ...`.")
     return model_config(wanted.name, size=size, **values)
-
-
-def baseline_of(config: ModelConfig, size: str) -> ModelConfig:
-    """The preset vanilla in the shape of another architecture."""
-    return model_config(BASELINE, size=size, **{key: getattr(config, key) for key in SHAPE})
-
-
-def usual_micro_batch(device: torch.device, context: int) -> int:
-    return max(1, MICRO_BATCH_TOKENS[device.type] // context)
 
 
 def introduction(cases: Sequence[Case], settings: BenchSettings) -> str:

@@ -61,10 +61,8 @@ def frame(record: Record) -> tuple[Any, ...]:
 def pairs(results: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
     """Every record with the vanilla that was measured first under the same conditions in its process."""
     results = list(results)
-    baselines: dict[tuple[Any, ...], Record] = {}
-    for record in results:
-        if record["label"] == BASELINE:
-            baselines.setdefault(frame(record), record)
+    vanilla = [record for record in results if record["label"] == BASELINE]
+    baselines = {frame(record): record for record in reversed(vanilla)}
     for record in results:
         yield record, baselines.get(frame(record), {})
 

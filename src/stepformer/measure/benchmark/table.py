@@ -156,13 +156,10 @@ def page(processes: Sequence[Process]) -> str:
         measured = newest(members)
         table = speed_table(measured)
         out.append(f"\n## {name}, size {size}{changes}, {HOW_COMPILED[compiled]}\n")
-        out.append(_conditions(members))
-        out.append(table.markdown())
-        out.append(f"\n{legend(members[-1], table)}")
+        out += [_conditions(members), table.markdown(), f"\n{legend(members[-1], table)}"]
         times = profile_table(measured)
         if times is not None:
-            out.append("\n### Where the time goes\n")
-            out.append(times.markdown())
+            out += ["\n### Where the time goes\n", times.markdown()]
     return "\n".join(out) + "\n"
 
 
@@ -170,10 +167,6 @@ def _changes(process: Process) -> str:
     """How the shape differs from that of the size, as words; contexts have their own column."""
     usual, config = SIZES[process["settings"]["size"]], process["results"][0]["config"]
     return "".join(f" {k}={config[k]}" for k in usual if k != "context" and config.get(k) != usual[k] and k in config)
-
-
-def _commit(commit: dict[str, Any]) -> str:
-    return str(commit.get("hash", "unknown"))[:10] + (" with changes" if commit.get("changed") else "")
 
 
 def _conditions(members: Sequence[Process]) -> str:
@@ -189,20 +182,15 @@ def _conditions(members: Sequence[Process]) -> str:
     parts.append(f"a {product['dtype']} product of size {product['size']} at {product['flops'] / 1e12:,.2f} TFLOP/s")
     dates = sorted({str(process["date"])[:10] for process in members})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    commits = sorted({_commit(process["commit"] or {}) for process in members})
-    shortest = min(record["context"] for process in members for record in process["results"])
-    speeds = [
-        record["tokens_per_second"] / 1000
-        for process in members
-        for record in process["results"]
-        if record["label"] == BASELINE
-        and "tokens_per_second" in record
-        and record["kernels"] != "off"
-        and record["context"] == shortest
-    ]
-    text = (
-        f"{', '.join(parts)}; {when}, {len(members)} process{'es' * (len(members) > 1)}, commit {', '.join(commits)}."
-    )
+    known = [process["commit"] or {} for process in members]
+    commits = sorted({str(c.get("hash", "unknown"))[:10] + " with changes" * bool(c.get("changed")) for c in known})
+    results = [record for process in members for record in process["results"]]
+    shortest = min(record["context"] for record in results)
+    vanilla = [record for record in results if record["label"] == BASELINE and "tokens_per_second" in record]
+    same = [record for record in vanilla if record["kernels"] != "off" and record["context"] == shortest]
+    speeds = [record["tokens_per_second"] / 1000 for record in same]
+    processes = f"{len(members)} process{'es' * (len(members) > 1)}"
+    text = f"{', '.join(parts)}; {when}, {processes}, commit {', '.join(commits)}."
     if len(speeds) > 1:
         text += f" Vanilla, measured in {len(speeds)} of them: {min(speeds):,.1f} to {max(speeds):,.1f} ktok/s."
     return f"{text}\n"

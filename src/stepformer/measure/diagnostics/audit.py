@@ -23,6 +23,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -50,14 +51,7 @@ TRANSCRIPTION_TOLERANCE = 1e-9
 # The catalogue's allowance for the noise of a mean over 100 steps.
 BELOW_CHANCE = 0.02
 
-OBLIGATIONS = {
-    1: "builds",
-    2: "causal",
-    3: "decoding",
-    4: "chance",
-    5: "gradients",
-    6: "equations",
-}
+OBLIGATIONS = {1: "builds", 2: "causal", 3: "decoding", 4: "chance", 5: "gradients", 6: "equations"}
 
 Transcription = Callable[[Model, Tensor], Tensor | None]
 """Logits of a model's architecture computed independently from its parameters, or None if it is not transcribed."""
@@ -95,19 +89,19 @@ def audit(
 ) -> Audit:
     """Audit an architecture at d = 32 with 8 heads, two layers, V = T = 16, whatever its own size."""
     config = _small(config)
-    stages: dict[int, Callable[[], tuple[bool, str]]] = {
-        1: lambda: _builds(config, name, seed),
-        2: lambda: _causal(config, seed),
-        3: lambda: _cached(config, seed),
-        4: lambda: _random_tokens(config, seed, steps),
-        5: lambda: _gradients_reach(config, seed),
-        6: lambda: _equations(config, seed, transcription),
-    }
+    stages: tuple[Callable[[ModelConfig, int], tuple[bool, str]], ...] = (
+        partial(_builds, name=name),
+        _causal,
+        _cached,
+        partial(_random_tokens, steps=steps),
+        _gradients_reach,
+        partial(_equations, transcription=transcription),
+    )
     checks: list[Check] = []
-    for obligation, run in stages.items():
-        progress(OBLIGATIONS[obligation])
+    for (obligation, title), run in zip(OBLIGATIONS.items(), stages, strict=True):
+        progress(title)
         try:
-            passed, detail = run()
+            passed, detail = run(config, seed)
         except Exception as error:  # a user's rule may fail in any way; the audit reports it and goes on
             passed, detail = False, _explain(error)
         if not passed and any(detail == check.detail for check in checks):
@@ -147,7 +141,7 @@ def _tokens(config: ModelConfig, seed: int, batch: int = 4) -> Tensor:
     return torch.randint(config.vocab_size, (batch, config.context), generator=generator)
 
 
-def _builds(config: ModelConfig, name: str, seed: int) -> tuple[bool, str]:
+def _builds(config: ModelConfig, seed: int, name: str) -> tuple[bool, str]:
     with contextlib.suppress(ConfigError):  # a combination may have a title that is not a name
         if _small(model_config(name)) != config:
             return False, f"the name '{name}' stands for another architecture"
@@ -221,8 +215,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 def _largest(values: Iterable[float]) -> float:
     """The maximum, or NaN if there is one (Python's max would drop it)."""
-    values = list(values)
-    return math.nan if any(math.isnan(v) for v in values) else max(values)
+    return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
 @torch.no_grad()
@@ -256,6 +249,14 @@ def _cached(config: ModelConfig, seed: int) -> tuple[bool, str]:
     return passed, f"{worst:.0e}" if passed else f"cached logits differ by {worst:.1e}"
 
 
+def _backward(model: Model, inputs: Tensor, targets: Tensor) -> float:
+    """Add the gradients of the loss, and return it."""
+    loss = model(inputs, targets).loss
+    assert loss is not None
+    loss.backward()
+    return loss.item()
+
+
 def _random_tokens(config: ModelConfig, seed: int, steps: int) -> tuple[bool, str]:
     model = Model(config, seed=seed).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
@@ -263,12 +264,9 @@ def _random_tokens(config: ModelConfig, seed: int, steps: int) -> tuple[bool, st
     losses = []
     for _ in range(steps):
         tokens = torch.randint(config.vocab_size, (32, config.context + 1), generator=generator)
-        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
-        assert loss is not None
         optimizer.zero_grad()
-        loss.backward()
+        losses.append(_backward(model, tokens[:, :-1], tokens[:, 1:]))
         optimizer.step()
-        losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             return False, f"the loss is not finite after {len(losses)} training steps"
     chance = math.log(config.vocab_size)
@@ -281,9 +279,7 @@ def _random_tokens(config: ModelConfig, seed: int, steps: int) -> tuple[bool, st
 def _gradients_reach(config: ModelConfig, seed: int) -> tuple[bool, str]:
     model = Model(config, seed=seed)
     tokens = _tokens(config, seed)
-    loss = model(tokens[:, :-1], tokens[:, 1:]).loss
-    assert loss is not None
-    loss.backward()
+    _backward(model, tokens[:, :-1], tokens[:, 1:])
     zeros = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -295,9 +291,7 @@ def _gradients_reach(config: ModelConfig, seed: int) -> tuple[bool, str]:
         if not bool(parameter.grad.any()):
             zeros.append(name.replace("blocks.", "").replace("coefficients.", ""))
     moved = shaken(_with(config, "all_active"), seed)
-    loss = moved(tokens[:, :-1], tokens[:, 1:]).loss
-    assert loss is not None
-    loss.backward()
+    _backward(moved, tokens[:, :-1], tokens[:, 1:])
     starved = [n for n, p in moved.named_parameters() if p.grad is not None and not bool(p.grad.any())]
     # With zero streams the first look-ahead and memory multiply zero, whatever their value.
     starved = [n for n in starved if moved.roles()[n] is not Role.COEFFICIENT]
@@ -353,9 +347,7 @@ def _gradients(
     model: Model, inputs: Tensor, targets: Tensor
 ) -> tuple[dict[str, torch.nn.Parameter], dict[str, Tensor], float]:
     """The parameters that receive gradients, the gradients, and the largest norm among them."""
-    loss = model(inputs, targets).loss
-    assert loss is not None
-    loss.backward()
+    _backward(model, inputs, targets)
     used = {n: p for n, p in model.named_parameters() if p.grad is not None}
     gradients = {n: p.grad for n, p in used.items() if p.grad is not None}
     return used, gradients, max(g.norm().item() for g in gradients.values())

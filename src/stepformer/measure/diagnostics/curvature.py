@@ -12,11 +12,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -31,8 +31,8 @@ from stepformer.measure.diagnostics.curvature_view import plot, text
 from stepformer.measure.diagnostics.hessian import Batch, HessianOperator, batches_of
 from stepformer.measure.diagnostics.lanczos import Eigenpair, dot, lanczos, power
 from stepformer.measure.diagnostics.landscape import direction, grid, loss_at
-from stepformer.measure.diagnostics.windows import fixed_windows
-from stepformer.training.run import LoadedRun, corpus_of
+from stepformer.measure.diagnostics.windows import windows_of
+from stepformer.training.run import LoadedRun
 
 __all__ = [
     "SETTINGS",
@@ -121,14 +121,13 @@ SETTINGS = CurvatureSettings
 def measure(run: LoadedRun, settings: CurvatureSettings, *, quiet: bool = False) -> dict[str, Any]:
     """Eigenvalues, trace and loss curve of a run on fixed windows; interrupted, the same call continues."""
     plan = settings.plan(run.config.model.context)
-    split = corpus_of(run, settings.corpus).split("val")
-    windows = fixed_windows(split, plan.windows, plan.context, settings.seed)
+    windows, seen = windows_of(run, settings.replace(windows=plan.windows, context=plan.context))
     operator = HessianOperator(run.model, batches_of(windows, plan.window_batch), dtype=DTYPES[settings.precision])
     found: dict[str, Any] = {
         "parameters": run.model.num_parameters(),
         "parameters_measured": operator.size,
         "tokens": operator.tokens,
-        "windows_hash": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16],
+        "windows_hash": seen["windows_hash"],
         "settings": {**settings.to_dict(), **asdict(plan)},
     }
     about = {**found, "run": run.record.get("id"), "step": run.step}
@@ -138,8 +137,8 @@ def measure(run: LoadedRun, settings: CurvatureSettings, *, quiet: bool = False)
     found |= pieces.eigenvalues()
     found["trace"] = pieces.trace()
     found["trace_per_parameter"] = found["trace"] and found["trace"]["mean"] / found["parameters"]
-    found["curve"] = pieces.curve()
-    found["surface"] = pieces.surface()
+    found["curve"] = pieces.landscape("curve", settings.curve, 1)
+    found["surface"] = pieces.landscape("surface", settings.surface, 2)
     return measured.finish(run.folder.path, "hessian", step=run.step, settings=settings.to_dict(), result=found)
 
 
@@ -168,9 +167,9 @@ class _Pieces:
     def eigenvalues(self) -> dict[str, Any]:
         """One piece: the vectors on the way are too large for a journal."""
         count = min(self.plan.eigenvalues, self.operator.size)
-        none = {"eigenvalues": [], "method": self.plan.method, "iterations": 0}
-        piece: dict[str, Any] = self.journal.get("eigenvalues", partial(self._find, count)) if count else none
-        return piece
+        if not count:
+            return {"eigenvalues": [], "method": self.plan.method, "iterations": 0}
+        return dict(self.journal.get("eigenvalues", partial(self._find, count)))
 
     def _find(self, count: int) -> dict[str, Any]:
         plan, tolerance = self.plan, self.settings.tolerance
@@ -191,46 +190,28 @@ class _Pieces:
     def trace(self) -> dict[str, Any] | None:
         if not self.plan.probes:
             return None
-        parts = [(f"probe {n}", partial(probe, self.operator, n, self.settings.seed)) for n in range(self.plan.probes)]
-        samples = self._each("trace", parts)
+        seed = self.settings.seed
+        parts = {f"probe {n}": partial(probe, self.operator, n, seed) for n in range(self.plan.probes)}
+        samples = self.journal.each("trace", parts, quiet=self.quiet)
         error = statistics.stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else None
         mean, std = statistics.fmean(samples), statistics.pstdev(samples)
         return {"mean": mean, "standard_error": error, "std": std, "probes": samples}
 
-    def curve(self) -> dict[str, Any] | None:
-        if not self.settings.curve:
-            return None
-        alpha, along = grid(self.settings.curve, self.settings.reach), self._direction(0)
-        losses = self._each(
-            "loss curve",
-            [(f"curve {i}", partial(_finite_loss, self.operator, [along], [a])) for i, a in enumerate(alpha)],
-        )
-        return {"alpha": alpha, "loss": losses, "range": _range(losses), "normalise": self.settings.normalise}
-
-    def surface(self) -> dict[str, Any] | None:
-        """Rows go with the first direction, which is the curve's."""
-        side = self.settings.surface
+    def landscape(self, name: str, side: int, directions: int) -> dict[str, Any] | None:
+        """Losses on a grid of `side` points a direction; rows go with the first direction, which all have in common."""
         if not side:
             return None
-        alpha, along = grid(side, self.settings.reach), [self._direction(0), self._direction(1)]
-        places = [[a, b] for a in alpha for b in alpha]
-        losses = self._each(
-            "loss surface",
-            [(f"surface {i}", partial(_finite_loss, self.operator, along, p)) for i, p in enumerate(places)],
-        )
-        rows = [losses[begin : begin + side] for begin in range(0, len(losses), side)]
-        return {"alpha": alpha, "loss": rows, "range": _range(losses), "normalise": self.settings.normalise}
-
-    def _direction(self, number: int) -> torch.Tensor:
-        return direction(self.operator, number, seed=self.settings.seed, normalise=self.settings.normalise)
-
-    def _each(self, title: str, parts: Sequence[tuple[str, Callable[[], Any]]]) -> list[Any]:
-        found = []
-        with counting(title, len(parts), quiet=self.quiet) as step:
-            for name, compute in parts:
-                found.append(self.journal.get(name, compute))
-                step(1)
-        return found
+        settings, alpha = self.settings, grid(side, self.settings.reach)
+        along = [
+            direction(self.operator, number, seed=settings.seed, normalise=settings.normalise)
+            for number in range(directions)
+        ]
+        places = enumerate(itertools.product(alpha, repeat=directions))
+        parts = {f"{name} {i}": partial(_finite_loss, self.operator, along, place) for i, place in places}
+        losses = self.journal.each(f"loss {name}", parts, quiet=self.quiet)
+        rows = losses if directions == 1 else [losses[begin : begin + side] for begin in range(0, len(losses), side)]
+        spread = None if None in losses else max(losses) - min(losses)
+        return {"alpha": alpha, "loss": rows, "range": spread, "normalise": settings.normalise}
 
 
 def check_memory(operator: HessianOperator, vectors: int) -> None:
@@ -251,9 +232,3 @@ def _finite_loss(operator: HessianOperator, along: Sequence[torch.Tensor], by: S
     """The loss at a point of the curve or surface; None where it is not finite."""
     loss = loss_at(operator, along, by)
     return loss if math.isfinite(loss) else None
-
-
-def _range(losses: Sequence[float | None]) -> float | None:
-    """max - min, unless a loss is not finite."""
-    known = [loss for loss in losses if loss is not None]
-    return max(known) - min(known) if len(known) == len(losses) else None

@@ -49,22 +49,18 @@ def text(result: dict[str, Any]) -> RenderableType:
 
 def plot(result: dict[str, Any], path: str | Path) -> None:
     """Write a PNG: the loss curve, eigenvalues and the trace's probes, and the surface if there is one."""
-    panels = [
-        draw
-        for draw, there in (
-            (_draw_curve, result["curve"]),
-            (_draw_eigenvalues, result["eigenvalues"]),
-            (_draw_trace, result["trace"]),
-            (_draw_surface, result["surface"]),
-        )
-        if there
-    ]
+    painters = {
+        "curve": _draw_curve,
+        "eigenvalues": _draw_eigenvalues,
+        "trace": _draw_trace,
+        "surface": _draw_surface,
+    }
+    panels = [draw for name, draw in painters.items() if result[name]]
     figure = new_figure((1 + 3.6 * max(1, len(panels)), 3.9))
     for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0] if panels else [], panels, strict=True):
         draw(figure, axes, result)
-    footer = f"loss {result['loss']:.4f} on {result['tokens']:,} tokens, windows {result['windows_hash']}"
-    figure.supxlabel(footer, fontsize=8, color=GREY)
-    save_figure(figure, path)
+    measured_on = f"on {result['tokens']:,} tokens, windows {result['windows_hash']}"
+    save_figure(figure, path, f"loss {result['loss']:.4f} {measured_on}")
 
 
 def _draw_curve(figure: Any, axes: Any, result: dict[str, Any]) -> None:

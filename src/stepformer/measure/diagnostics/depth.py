@@ -16,7 +16,6 @@ Beside them stand the learned coefficients. `measure` looks at a run on fixed wi
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,20 +26,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepformer.base.errors import InputError
-from stepformer.base.progress import counting
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
 from stepformer.measure.diagnostics.depth_view import plot, text
-from stepformer.measure.diagnostics.windows import fixed_windows
+from stepformer.measure.diagnostics.windows import windows_of
 from stepformer.model import Model, Passage
 from stepformer.rules import State
-from stepformer.training.run import LoadedRun, corpus_of
+from stepformer.training.run import LoadedRun
 
 __all__ = ["SETTINGS", "DepthSettings", "inside", "measure", "plot", "text"]
 
 Sum = list[float]
-"""[sum, how many]: what batches add up to."""
+"""[sum, how many]: what batches add up to, in fp64, since over a hundred thousand tokens fp32 loses digits."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +57,12 @@ SETTINGS = DepthSettings
 
 def measure(run: LoadedRun, settings: DepthSettings, *, quiet: bool = False) -> dict[str, Any]:
     """Norms, updates, entropies and losses by layer on fixed windows; interrupted, the same call continues."""
-    longest = run.config.model.context
-    context = settings.context or longest
-    if context > longest:
-        raise InputError(f"context = {context} is longer than the model's context, {longest}.")
-    windows = fixed_windows(corpus_of(run, settings.corpus).split("val"), settings.windows, context, settings.seed)
-    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
-    about = {
-        "run": run.record.get("id"),
-        "step": run.step,
-        "settings": settings.to_dict(),
-        "windows_hash": digest,
-    }
+    windows, about = windows_of(run, settings)
     journal = measured.journal(run.folder.path, "depth", about, quiet=quiet)
-    batches = windows.split(settings.window_batch)
-    found = []
-    with counting("inside the network", len(batches), quiet=quiet) as step:
-        for number, batch in enumerate(batches):
-            found.append(journal.get(f"batch {number}", partial(_look, run.model, batch)))
-            step(1)
-    result = {**_together(run.model, found), "windows_hash": digest, "settings": settings.to_dict()}
+    batches = enumerate(windows.split(settings.window_batch))
+    parts = {f"batch {number}": partial(_look, run.model, batch) for number, batch in batches}
+    found = journal.each("inside the network", parts, quiet=quiet)
+    result = {**_together(run.model, found), "windows_hash": about["windows_hash"], "settings": settings.to_dict()}
     return measured.finish(run.folder.path, "depth", step=run.step, settings=settings.to_dict(), result=result)
 
 
@@ -99,12 +82,12 @@ def _look(model: Model, windows: Tensor) -> dict[str, Any]:
     for at in model.passages(inputs, rows=True):
         if at.layer == 0:
             start = {"norms": _squares(at.before), "readout_loss": _loss(model, at.before, targets)}
-        step = at.after.x - at.before.x
-        cosine = None if step_before is None else F.cosine_similarity(_wide(step), _wide(step_before), dim=-1)
+        step = (at.after.x - at.before.x).double()
+        cosine = None if step_before is None else F.cosine_similarity(step, step_before, dim=-1)
         layers.append(
             {
                 "norms": _squares(at.after),
-                "update_norm": _sum(_wide(step).square()),
+                "update_norm": _sum(step.square()),
                 "cosine": None if cosine is None else _sum(cosine),
                 "entropy": _entropies(at),
                 "readout_loss": _loss(model, at.after, targets),
@@ -117,22 +100,17 @@ def _look(model: Model, windows: Tensor) -> dict[str, Any]:
     return {"tokens": inputs.numel(), "start": start, "layers": layers}
 
 
-def _wide(t: Tensor) -> Tensor:
-    """fp64: sums over a hundred thousand tokens lose digits in fp32."""
-    return t.double()
-
-
 def _sum(t: Tensor) -> Sum:
     return [t.sum().item(), t.numel()]
 
 
 def _sums(tensors: Iterable[Tensor] | None) -> Sum | None:
     """Over all calls of the layer; None if there were none."""
-    return None if not tensors else _added([_sum(_wide(t)) for t in tensors])
+    return None if not tensors else _added([_sum(t.double()) for t in tensors])
 
 
 def _squares(s: State) -> dict[str, Sum]:
-    return {name: _sum(_wide(t).square()) for name, t in {"x": s.x, **s.streams}.items()}
+    return {name: _sum(t.double().square()) for name, t in {"x": s.x, **s.streams}.items()}
 
 
 def _loss(model: Model, s: State, targets: Tensor) -> Sum:
@@ -149,7 +127,7 @@ def _entropies(at: Passage) -> list[Sum] | None:
         return None
     chooses = (at.call.counts() > 1).expand(calls[0].shape[0], calls[0].shape[2])[:, None]
     count = int(chooses.sum())
-    heads = [_wide(entropy * chooses).sum(dim=(0, 2)).tolist() for entropy in calls]
+    heads = [(entropy * chooses).double().sum(dim=(0, 2)).tolist() for entropy in calls]
     return [[math.fsum(sums), count * len(calls)] for sums in zip(*heads, strict=True)]
 
 

@@ -32,9 +32,9 @@ from stepformer.measure import measured
 from stepformer.measure.diagnostics.jacobian_view import plot, text
 from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised, why_no_oracle
 from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
-from stepformer.measure.diagnostics.windows import fixed_windows
+from stepformer.measure.diagnostics.windows import windows_of
 from stepformer.model import Model
-from stepformer.training.run import LoadedRun, corpus_of
+from stepformer.training.run import LoadedRun
 
 __all__ = [
     "SETTINGS",
@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+MEANS = ("spread", "stable_rank", "rms_gain", "frobenius")
+LARGEST = ("change", "change_of_largest", "error", "rounds")
 LEGACY = 11  # the singular value that published tables, sorted the wrong way, give as the 64th
 
 
@@ -85,23 +87,13 @@ SETTINGS = JacobianSettings
 
 def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) -> dict[str, Any]:
     """Singular values by layer on fixed windows; interrupted, the same call continues."""
-    model, longest = run.model, run.config.model.context
-    context = settings.context or longest
-    if context > longest:
-        raise InputError(f"context = {context} is longer than the model's context, {longest}.")
-    windows = fixed_windows(corpus_of(run, settings.corpus).split("val"), settings.windows, context, settings.seed)
+    model, (windows, about) = run.model, windows_of(run, settings)
     batches = list(windows[:, :-1].split(settings.window_batch))
     if len(batches) > 1 and len(batches[-1]) < settings.window_batch:
         raise InputError(
             f"windows = {settings.windows} is no multiple of window_batch = {settings.window_batch}: the last batch "
             "would be smaller, and Jacobians of different size have no common mean."
         )
-    about = {
-        "run": run.record.get("id"),
-        "step": run.step,
-        "settings": settings.to_dict(),
-        "windows_hash": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16],
-    }
     journal = measured.journal(run.folder.path, "jacobian", about, quiet=quiet)
     pieces: dict[tuple[int, str], list[Spectrum]] = {}
     notes: list[str] = []
@@ -150,16 +142,12 @@ class _Batch:
         if kind == "joint" and self.maps.has_only_x(layer):
             kind = "block"
         if (layer, kind) not in self.done:
-            self.done[layer, kind] = self._find(layer, kind)
+            jacobian, s = self.maps.jacobian(layer, kind), self.settings
+            sizes = {name: getattr(s, name) for name in ("rank", "oversampling", "iterations", "tolerance", "probes")}
+            generator = _generator(s.seed, layer, kind, self.number)
+            found = None if jacobian is None else spectrum(jacobian, **sizes, generator=generator).to_dict()
+            self.done[layer, kind] = found
         return self.done[layer, kind]
-
-    def _find(self, layer: int, kind: str) -> dict[str, Any] | None:
-        jacobian = self.maps.jacobian(layer, kind)
-        if jacobian is None:
-            return None
-        s = self.settings
-        sizes = {name: getattr(s, name) for name in ("rank", "oversampling", "iterations", "tolerance", "probes")}
-        return spectrum(jacobian, **sizes, generator=_generator(s.seed, layer, kind, self.number)).to_dict()
 
     def notes(self) -> list[str]:
         """What a reader of the numbers should know about this architecture."""
@@ -191,19 +179,13 @@ def over_batches(found: Sequence[Spectrum]) -> dict[str, Any] | None:
         "sigma_max": values[0],
         "sigma_k": values[-1],
         "k": len(values),
-        "spread": _mean([one.spread for one in found]),
-        "stable_rank": _mean([one.stable_rank for one in found]),
-        "rms_gain": statistics.fmean(one.rms_gain for one in found),
-        "frobenius": statistics.fmean(one.frobenius for one in found),
+        **{key: _mean([getattr(one, key) for one in found]) for key in MEANS},
         # of the mean over batches, from the probes alone
         "frobenius_standard_error": None
         if None in errors
         else math.sqrt(math.fsum(error**2 for error in errors if error is not None)) / len(errors),
         "converged": None if None in settled else all(settled),
-        "change": _largest([one.change for one in found]),
-        "change_of_largest": _largest([one.change_of_largest for one in found]),
-        "error": _largest([one.error for one in found]),
-        "rounds": max(one.rounds for one in found),
+        **{key: _largest([getattr(one, key) for one in found]) for key in LARGEST},
         "dimension": found[0].dimension,
     }
     if len(values) >= LEGACY:
@@ -217,15 +199,13 @@ def over_layers(rows: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     known = [row for row in rows if row is not None]
     if not known:
         return None
-    spreads = [row["spread"] for row in known]
+    of = {key: [row[key] for row in known] for key in known[0] if key != "legacy"}
     summary: dict[str, Any] = {
-        "persistence": _sum_of_logs([row["sigma_k"] for row in known]),
-        "mean_spread": _mean(spreads),
-        "max_spread": _largest(spreads),
-        "mean_stable_rank": _mean([row["stable_rank"] for row in known]),
-        "mean_sigma_max": statistics.fmean(row["sigma_max"] for row in known),
-        "mean_sigma_k": statistics.fmean(row["sigma_k"] for row in known),
-        "sum_log_rms_gain": _sum_of_logs([row["rms_gain"] for row in known]),
+        "persistence": _sum_of_logs(of["sigma_k"]),
+        "mean_spread": _mean(of["spread"]),
+        "max_spread": _largest(of["spread"]),
+        **{f"mean_{key}": _mean(of[key]) for key in ("stable_rank", "sigma_max", "sigma_k")},
+        "sum_log_rms_gain": _sum_of_logs(of["rms_gain"]),
         "layers": len(known),
     }
     if all("legacy" in row for row in known):

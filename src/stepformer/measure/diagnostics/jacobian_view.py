@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from stepformer.present.style import COLOURS, GREY, new_figure, save_figure
+from stepformer.present.style import COLOURS, GREY, clean, new_figure, save_figure
 from stepformer.present.tables import Table, of_texts
 
 TITLES = {
@@ -85,9 +85,8 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
         rows = [row for row in result["layers"] if row[kind] is not None]
         _draw_spectra(above, kind, rows)
         _draw_gains(below, kind, rows)
-    footer = f"{result['tokens']:,} tokens in {result['batches']} batches, windows {result['windows_hash']}"
-    figure.supxlabel(footer, fontsize=8, color=GREY)
-    save_figure(figure, path)
+    below = f"{result['tokens']:,} tokens in {result['batches']} batches, windows {result['windows_hash']}"
+    save_figure(figure, path, below)
 
 
 def _draw_spectra(axes: Any, kind: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -102,7 +101,7 @@ def _draw_spectra(axes: Any, kind: str, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_title(TITLES[kind], loc="left", fontsize=10)
     if len(rows) > 1:
         axes.legend(frameon=False, fontsize=8)
-    _clean(axes)
+    clean(axes)
 
 
 def _draw_gains(axes: Any, kind: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -119,16 +118,10 @@ def _draw_gains(axes: Any, kind: str, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_xticks(layers if len(layers) <= 12 else layers[:: len(layers) // 8])
     axes.set_xlabel("layer")
     axes.legend(frameon=False, fontsize=8)
-    _clean(axes)
+    clean(axes)
 
 
 def _shade(depth: float) -> tuple[float, float, float]:
     """From light blue at the first layer to black at the last."""
-    light = tuple(int(COLOURS[6][i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return light[0] * (1 - depth), light[1] * (1 - depth), light[2] * (1 - depth)
-
-
-def _clean(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
+    red, green, blue = (int(COLOURS[6][i : i + 2], 16) / 255 * (1 - depth) for i in (1, 3, 5))
+    return red, green, blue

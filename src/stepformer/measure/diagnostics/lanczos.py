@@ -99,7 +99,8 @@ def lanczos(
             basis[steps] = w / beta
         tridiagonal[k, k + 1] = tridiagonal[k + 1, k] = beta
     weights = vectors[:, wanted].to(basis)
-    found = [_eigenpair(product, basis[:steps].mT @ weights[:, i]) for i in range(weights.shape[1])]
+    sought = (basis[:steps].mT @ weights[:, i] for i in range(weights.shape[1]))
+    found = [_eigenpair(unit, product(unit)) for unit in (v / norm(v) for v in sought)]
     return [found[i] for i in by_magnitude([pair.value for pair in found], v.dtype)], steps
 
 
@@ -128,13 +129,12 @@ def power(
             w = product(v)
             steps += 1
             progress(1)
-            value = dot(v, w)
-            pair = Eigenpair(value, norm(w - value * v), v)
+            pair = _eigenpair(v, w)
             w = w if known is None else _orthogonal(w, known)
             size = norm(w)
-            if size == 0 or (before is not None and abs(value - before) < tolerance * abs(before)):
+            if size == 0 or (before is not None and abs(pair.value - before) < tolerance * abs(before)):
                 break
-            before, v = value, w / size
+            before, v = pair.value, w / size
         found.append(pair)
         if v.numel() == len(found):
             break
@@ -148,8 +148,7 @@ def _orthogonal(w: Tensor, known: Tensor) -> Tensor:
     return w
 
 
-def _eigenpair(product: Product, v: Tensor) -> Eigenpair:
-    v = v / norm(v)
-    w = product(v)
+def _eigenpair(v: Tensor, w: Tensor) -> Eigenpair:
+    """A unit vector and A v."""
     value = dot(v, w)
     return Eigenpair(value, norm(w - value * v), v)

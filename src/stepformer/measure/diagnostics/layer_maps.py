@@ -21,7 +21,6 @@ from stepformer.measure.diagnostics.twins import twin
 from stepformer.model import Model, Passage
 from stepformer.model.block import Block
 from stepformer.ops import kernels
-from stepformer.oracles import Call
 from stepformer.rules import State
 
 KINDS = ("block", "oracle", "joint")
@@ -158,7 +157,7 @@ class LayerMaps:
 
         def map(point: Sequence[Tensor]) -> list[Tensor]:
             (x,) = point
-            call = self._call(at, block)
+            call = block.own_call(at.call, at.before.memory)  # what `Block.forward` hands to its oracles
             a = block.ask(("attn",), x, call=call)
             return [a + block.ask(("mlp",), x if together else x + a, call=call)]
 
@@ -181,10 +180,6 @@ class LayerMaps:
 
     def _step(self, at: Passage, s: State) -> State:
         return self.model.blocks[at.layer](s, at.call, at.layer in self.model.plain_layers)
-
-    def _call(self, at: Passage, block: Block) -> Call:
-        """What `Block.forward` hands to its oracles."""
-        return block.own_call(at.call, at.before.memory)
 
 
 def why_no_oracle(block: Block, plain: bool = False) -> str | None:

@@ -15,7 +15,7 @@ its changes say how far it has settled. The Frobenius norm is exact on Q and est
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -97,16 +97,7 @@ class Spectrum:
         return None if self.error is None else self.error <= SETTLED
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "values": list(self.values),
-            "change": self.change,
-            "change_of_largest": self.change_of_largest,
-            "error": self.error,
-            "frobenius_squared": self.frobenius_squared,
-            "frobenius_squared_error": self.frobenius_squared_error,
-            "dimension": self.dimension,
-            "rounds": self.rounds,
-        }
+        return {**asdict(self), "values": list(self.values)}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Spectrum:

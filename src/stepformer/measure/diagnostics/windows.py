@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
 from stepformer.training.evaluation import EvaluatedSplit
+from stepformer.training.run import LoadedRun, corpus_of
 
 
 def fixed_windows(split: EvaluatedSplit, count: int, context: int, seed: int = 0) -> Tensor:
@@ -20,3 +24,15 @@ def fixed_windows(split: EvaluatedSplit, count: int, context: int, seed: int = 0
         raise InputError(f"The split has {len(split):,} tokens: too few for a window of {context} and its targets.")
     starts = np.random.Generator(np.random.PCG64(seed)).integers(0, room, size=count)
     return torch.from_numpy(split.gather(starts.astype(np.int64), context + 1))
+
+
+def windows_of(run: LoadedRun, settings: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The windows of a run's validation split that settings ask for, and what a journal of them is about."""
+    longest = run.config.model.context
+    context = settings.context or longest
+    if context > longest:
+        raise InputError(f"context = {context} is longer than the model's context, {longest}.")
+    windows = fixed_windows(corpus_of(run, settings.corpus).split("val"), settings.windows, context, settings.seed)
+    digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
+    same = {"run": run.record.get("id"), "step": run.step, "settings": settings.to_dict(), "windows_hash": digest}
+    return windows, same

@@ -45,13 +45,8 @@ class Generating:
         tokens = next((int(settings[name]) for name in names if settings.get(name) is not None), NEW_TOKENS)
         temperature = float(settings.get("temperature") or 0.0)
         drawn = settings.get("do_sample", temperature > 0)
-        return cls(
-            until,
-            tokens,
-            (temperature or 1.0) if drawn else 0.0,
-            settings.get("top_k") or None,
-            settings.get("top_p") or None,
-        )
+        temperature = (temperature or 1.0) if drawn else 0.0
+        return cls(until, tokens, temperature, settings.get("top_k") or None, settings.get("top_p") or None)
 
     def key(self, prompt: str) -> str:
         return hashlib.sha256(json.dumps([prompt, asdict(self)]).encode()).hexdigest()[:24]
@@ -79,8 +74,9 @@ def adapter() -> Any:
             self, scorer: Scorer, vocabulary: Tokenizer, journal: measured.Journal | None = None, *, quiet: bool = True
         ) -> None:
             super().__init__()
-            self.scorer, self.vocabulary, self.journal, self.quiet = scorer, vocabulary, journal, quiet
-            self.kept: dict[str, Any] = {} if journal is None else journal.pieces
+            self.scorer, self.vocabulary, self.quiet = scorer, vocabulary, quiet
+            self.journal = journal or measured.Journal()
+            self.kept = self.journal.pieces
             self.title = "scoring"
             self.cut = 0  # prompts that lost tokens on the left
 
@@ -100,17 +96,13 @@ def adapter() -> Any:
             return self.vocabulary.encode(string)
 
         def asked_for(self, names: Iterable[str]) -> None:
-            if self.journal is not None:
-                asked = set(names)
-                earlier = (asked & self.journal.pieces.keys()) - self.journal.used
-                say_continues(self.title, len(earlier), len(asked), "requests", quiet=self.quiet)
-                self.journal.used |= asked
+            asked = set(names)
+            earlier = (asked & self.kept.keys()) - self.journal.used
+            say_continues(self.title, len(earlier), len(asked), "requests", quiet=self.quiet)
+            self.journal.used |= asked
 
         def keep(self, name: str, value: Any) -> None:
-            if self.journal is None:
-                self.kept[name] = value
-            else:
-                self.journal.get(name, lambda: value)
+            self.journal.get(name, lambda: value)
 
         def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
             found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)  # the bar is ours
@@ -187,18 +179,12 @@ def adapter() -> Any:
             rows = [self.tok_encode(prompt)[new - self.max_length :] or [eot] for prompt in prompts]
             made, texts = Generation([], []), [""] * len(rows)
             with autocasting(model.embed.tok_emb.weight.device, self.scorer.autocast):
-                steps = stream(
-                    model,
-                    rows,
-                    max_new_tokens=new,
-                    temperature=settings.temperature,
-                    top_k=settings.top_k,
-                    top_p=settings.top_p,
-                    stop=eot,
-                    seed=seed,
-                    result=made,
-                )
-                for _ in steps:
+                drawn: dict[str, Any] = {
+                    "temperature": settings.temperature,
+                    "top_k": settings.top_k,
+                    "top_p": settings.top_p,
+                }
+                for _ in stream(model, rows, max_new_tokens=new, **drawn, stop=eot, seed=seed, result=made):
                     texts = [self.vocabulary.decode([t for t in row if t != eot]) for row in made.tokens]
                     rest = zip(texts, made.finish, strict=True)
                     if all(why == "stop" or settings.ended(text) for text, why in rest):

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from stepformer.base.errors import InputError
 from stepformer.measure import measured
@@ -58,7 +59,8 @@ def measure_tasks(
         stack.enter_context(settled(quiet))
         asked: list[tuple[str, int | None]] = []
         for name in dict.fromkeys(tasks):
-            asked += [(name, n) for n in dict.fromkeys(shots)] if shots else [(name, default_shots(name))]
+            usual = LOCAL[name].shots if name in LOCAL else None  # the papers' number, else what the task defines
+            asked += [(name, n) for n in (dict.fromkeys(shots) if shots else [usual])]
         # all are opened before the first is scored, so that a typing error does not wait for hours
         opened = [(stack.enter_context(open_task(name, data, quiet=quiet)), n) for name, n in asked]
         for task, n in opened:
@@ -71,11 +73,6 @@ def measure_tasks(
             not_kept += [] if save_tasks(run, settings, made) else list(made)
     journal.close_used()
     return {"tasks": found, **({"not_kept": not_kept} if not_kept else {})}
-
-
-def default_shots(name: str) -> int | None:
-    """The papers' number of examples for their tasks; None leaves it to the task."""
-    return LOCAL[name].shots if name in LOCAL else None
 
 
 def set_shots(task: OpenedTask, shots: int | None) -> None:
@@ -135,15 +132,11 @@ def save_tasks(run: LoadedRun, settings: Mapping[str, Any], found: Mapping[str, 
     """Keep the numbers of a task, beside those of the same weights that are there; not if these are of more items."""
     earlier = measured.load(run.folder.path, KIND, own=False)
     kept = earlier["result"]["tasks"] if earlier and earlier["settings"] == settings else {}
-    if any(name in kept and is_fuller(kept[name], entry) for name, entry in found.items()):
-        return False
+    for known, entry in ((kept[name], entry) for name, entry in found.items() if name in kept):
+        if known["source"] == entry["source"] and (known["items"] or 0) > (entry["items"] or 0):
+            return False
     measured.save(run.folder.path, KIND, step=run.step, settings=settings, result={"tasks": {**kept, **found}})
     return True
-
-
-def is_fuller(known: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Whether numbers that are there come from more items of the same files than new ones."""
-    return known["source"] == entry["source"] and (known["items"] or 0) > (entry["items"] or 0)
 
 
 @contextlib.contextmanager
@@ -151,64 +144,36 @@ def settled(quiet: bool) -> Iterator[None]:
     """The harness without its log and chatter, and with no process forked from one that has threads."""
     harness, building = need("lm_eval.evaluator"), need("lm_eval.api.task")
     log, bars = logging.getLogger("lm_eval"), need("datasets.utils.logging")
-    level, showed = log.level, bars.is_progress_bar_enabled()
     with contextlib.ExitStack() as stack:
+        stack.callback(log.setLevel, log.level)
+        if bars.is_progress_bar_enabled():
+            stack.callback(bars.enable_progress_bar)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if quiet:
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         # None: on terminals only
         bar = functools.partial(building.tqdm, desc="building prompts", disable=None, leave=False)
-        stack.enter_context(patched(building, tqdm=bar))
+        stack.enter_context(mock.patch.object(building, "tqdm", bar))
         # these ask the system and git about the machine, for seconds; the run's own record says as much
-        stack.enter_context(patched(harness, add_env_info=lambda storage: None, get_git_commit_hash=lambda: None))
-        stack.enter_context(environment("DISABLE_MULTIPROC", "1"))
+        for name in ("add_env_info", "get_git_commit_hash"):
+            stack.enter_context(mock.patch.object(harness, name, create=True, return_value=None))
+        stack.enter_context(mock.patch.dict(os.environ, DISABLE_MULTIPROC="1"))
         log.setLevel(logging.ERROR)
         bars.disable_progress_bar()
-        try:
-            yield
-        finally:
-            log.setLevel(level)
-            if showed:
-                bars.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def patched(module: Any, **values: Any) -> Iterator[None]:
-    """Other values for names of a module, where it has them."""
-    before = {name: getattr(module, name) for name in values if hasattr(module, name)}
-    for name in before:
-        setattr(module, name, values[name])
-    try:
         yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def as_table(result: Mapping[str, Any]) -> Table:
     """A line for every task, accuracies in percent."""
-    entries = list(result["tasks"].values())
-    other = [", ".join(f"{name} {with_error(entry, name, 1)}" for name in other_metrics(entry)) for entry in entries]
     rows = []
-    for entry, rest in zip(entries, other, strict=True):
+    for entry in result["tasks"].values():
         shots = "" if entry["shots"] is None else str(entry["shots"])
         items = "" if entry["items"] is None else f"{entry['items']:,}"
         accuracies = [with_error(entry, name, 100) for name in ("acc", "acc_norm")]
-        rows.append([entry["task"], shots, items, *accuracies, rest])
+        other = ", ".join(f"{name} {with_error(entry, name, 1)}" for name in other_metrics(entry))
+        rows.append([entry["task"], shots, items, *accuracies, other])
     table = of_texts(("task", "shots", "items", "acc %", "acc_norm %", "other"), rows, words=("other",))
-    return table if any(other) else table.without([5])
+    return table if any(row[5] for row in rows) else table.without([5])
 
 
 def other_metrics(entry: Mapping[str, Any]) -> list[str]:

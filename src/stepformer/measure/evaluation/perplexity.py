@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepformer.base.errors import InputError
 from stepformer.base.progress import counting
@@ -42,10 +41,9 @@ class Reading:
     random: bool = False
 
     def __post_init__(self) -> None:
-        if self.stride is not None and self.stride < 1:
-            raise InputError(f"stride = {self.stride} should be at least 1.")
-        if self.tokens is not None and self.tokens < 1:
-            raise InputError(f"tokens = {self.tokens} should be at least 1.")
+        for name, value in (("stride", self.stride), ("tokens", self.tokens)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} = {value} should be at least 1.")
         if self.random and self.stride is not None:
             raise InputError("Random windows have no stride: give one or the other.")
 
@@ -135,8 +133,7 @@ def total_nats(
     quiet: bool = True,
 ) -> float:
     """The sum of -ln p over all scored tokens."""
-    total = []
-    name = token_hash(text.tokens)
+    name, journal = token_hash(text.tokens), journal or measured.Journal()
 
     def nats(some: Sequence[Window]) -> float:
         parts = [Part(text.tokens[begin:end].tolist(), count) for begin, end, count in some]
@@ -147,33 +144,22 @@ def total_nats(
         ]
         return -math.fsum(sums)
 
-    pieces = {}
-    for begin in range(0, len(windows), PIECE_WINDOWS):
-        some = windows[begin : begin + PIECE_WINDOWS]
-        pieces[f"{name}/{some[0]}/{some[-1]}/{len(some)}"] = some
-    everything = sum(scored for _, _, scored in windows)
-    if journal is not None:
-        earlier = [some for piece, some in pieces.items() if piece in journal.pieces and piece not in journal.used]
-        kept = sum(scored for some in earlier for _, _, scored in some)
-        say_continues(text.name, kept, everything, "tokens", quiet=quiet)
-    with counting(text.name, everything, quiet=quiet) as count:
+    cut = [windows[begin : begin + PIECE_WINDOWS] for begin in range(0, len(windows), PIECE_WINDOWS)]
+    pieces = {f"{name}/{some[0]}/{some[-1]}/{len(some)}": some for some in cut}
+    scored = {piece: sum(count for _, _, count in some) for piece, some in pieces.items()}
+    kept = sum(scored[piece] for piece in pieces if piece in journal.pieces and piece not in journal.used)
+    say_continues(text.name, kept, sum(scored.values()), "tokens", quiet=quiet)
+    total = []
+    with counting(text.name, sum(scored.values()), quiet=quiet) as count:
         for piece, some in pieces.items():
-            if journal is None:
-                total.append(nats(some))
-            else:
-                total.append(float(journal.get(piece, functools.partial(nats, some))))
-            count(sum(scored for _, _, scored in some))
+            total.append(float(journal.get(piece, functools.partial(nats, some))))
+            count(scored[piece])
     return math.fsum(total)
-
-
-def scored_tokens(text: Text, windows: Sequence[Window]) -> NDArray[np.integer]:
-    """The tokens that are scored, in order, as often as they are."""
-    return np.concatenate([text.tokens[end - count : end] for _, end, count in windows])
 
 
 def entry_of(text: Text, reading: Reading, windows: Sequence[Window], nats: float, run: LoadedRun) -> dict[str, Any]:
     """A number with what it was measured on. Two may be compared when tokens, hash, mode and stride agree."""
-    scored = scored_tokens(text, windows)
+    scored = np.concatenate([text.tokens[end - count : end] for _, end, count in windows])  # as often as they are
     size = count_bytes(run.tokenizer, scored)
     return {
         "name": text.name,

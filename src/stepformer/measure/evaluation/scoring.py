@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.model import Model, check_ids
 from stepformer.training.checkpoints import weights_sha256
+from stepformer.training.choices import precision_of
 from stepformer.training.evaluation import autocasting
-from stepformer.training.loop import precision_of
 from stepformer.training.run import LoadedRun
 
 HEAD_TOKENS = 1024  # tokens whose logits exist at the same time: 200 MB at 50,304 ids
@@ -70,9 +71,7 @@ class Scorer:
         for part in parts:
             if not 1 <= part.count < len(part.row):
                 raise InputError(f"A row of {len(part.row)} tokens cannot have {part.count} scored ones.")
-        tokens = torch.zeros(len(parts), max(len(part.row) for part in parts) - 1, dtype=torch.long)
-        for row, part in zip(tokens, parts, strict=True):
-            row[: len(part.row) - 1] = torch.tensor(part.row[:-1])
+        tokens = pad_sequence([torch.tensor(part.row[:-1]) for part in parts], batch_first=True)
         rows = torch.cat([torch.full((part.count,), b) for b, part in enumerate(parts)]).to(device)
         ends = [len(part.row) - 1 for part in parts]
         places = torch.cat([torch.arange(end - p.count, end) for end, p in zip(ends, parts, strict=True)]).to(device)
@@ -93,8 +92,7 @@ class Scorer:
         if not bool(values.isfinite().all()):
             raise StepformerError("The model gives probabilities that are not finite: nothing can be scored with it.")
         counts = [part.count for part in parts]
-        pairs = zip(values.split(counts), torch.cat(greedy).split(counts), strict=True)
-        return [Score(value, flag) for value, flag in pairs]
+        return list(map(Score, values.split(counts), torch.cat(greedy).split(counts)))
 
 
 def final_states(model: Model, tokens: Tensor) -> Tensor:

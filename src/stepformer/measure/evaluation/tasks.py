@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rich.console import Console
 
@@ -168,17 +169,14 @@ def impatient() -> Iterator[None]:
     log = logging.getLogger("huggingface_hub")
     client = importlib.import_module("huggingface_hub.utils")
     asking = [getattr(client, name, None) for name in ("http_backoff", "http_stream_backoff")]
-    defaults = [d for d in (getattr(ask, "__kwdefaults__", None) for ask in asking) if d and "max_retries" in d]
-    level, before = log.level, [values["max_retries"] for values in defaults]
-    log.setLevel(logging.ERROR)
-    for values in defaults:
-        values["max_retries"] = 1
-    try:
+    defaults = [getattr(ask, "__kwdefaults__", None) or {} for ask in asking]
+    with contextlib.ExitStack() as stack:
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
+        for values in defaults:
+            if "max_retries" in values:
+                stack.enter_context(mock.patch.dict(values, max_retries=1))
         yield
-    finally:
-        log.setLevel(level)
-        for values, tries in zip(defaults, before, strict=True):
-            values["max_retries"] = tries
 
 
 @functools.cache
@@ -211,16 +209,12 @@ def local_task(name: str, found: Mapping[str, Path], tasks: Any) -> Iterator[Ope
     with tempfile.TemporaryDirectory(prefix="stepformer-") as made:
         folder = Path(made)
         sizes = {split: convert(path, folder / f"{split}.jsonl", task.document) for split, path in found.items()}
+        made_of = {split: str(folder / f"{split}.jsonl") for split in found}
         definition: dict[str, Any] = {
             "include": str(TASK_FILES / f"{name}.yaml"),
-            "dataset_kwargs": {
-                "data_files": {split: str(folder / f"{split}.jsonl") for split in found},
-                "cache_dir": str(folder / "cache"),
-            },
+            "dataset_kwargs": {"data_files": made_of, "cache_dir": str(folder / "cache")},
+            **{f"{'training' if split == 'train' else split}_split": split for split in found},
         }
-        for split, key in (("train", "training"), ("validation", "validation"), ("test", "test")):
-            if split in found:
-                definition[f"{key}_split"] = split
         shown = next((split for split in ("train", "validation") if split in found), task.scored)
         if shown == task.scored == "test":
             definition["fewshot_split"] = "test"  # told this way, the harness leaves out the item that is asked

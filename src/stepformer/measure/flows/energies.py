@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from stepformer.measure.flows.integrators import SCHEMES, Friction, Scheme, accelerated, standard
 from stepformer.measure.flows.results import Result, Tell, generator
 from stepformer.measure.flows.systems import Flow, LinearFlow, SoftmaxFlow, definite, gaussian
-from stepformer.rules import State
 
 STEPS = 60
 DRAWS = 5
@@ -50,18 +49,8 @@ def problems(seed: int, particles: int, d: int = 4) -> list[Problem]:
 
 def path(p: Problem, scheme: Scheme | None, h: float, friction: Friction) -> list[float]:
     """U / N after every step, up to where it stops being a number; no scheme means the standard flow."""
-    states: Iterator[State]
-    if scheme is None:
-        states = standard(p.flow, p.x, h, p.steps)
-    else:
-        states = accelerated(p.flow, scheme, p.x, h, p.steps, friction)
-    values = []
-    for s in states:
-        u = p.flow.potential(s.x).item() / len(s.x)
-        if not math.isfinite(u):
-            break
-        values.append(u)
-    return values
+    states = accelerated(p.flow, scheme, p.x, h, p.steps, friction) if scheme else standard(p.flow, p.x, h, p.steps)
+    return list(itertools.takewhile(math.isfinite, (p.flow.potential(s.x).item() / len(s.x) for s in states)))
 
 
 def best_path(p: Problem, scheme: Scheme | None, friction: Friction) -> tuple[float, list[float]]:

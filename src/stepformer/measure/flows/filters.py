@@ -66,13 +66,8 @@ def gain(name: str, curvature: float, c: dict[str, float], depth: int = DEPTH) -
 def worst_rates(m: float = M, big: float = L) -> dict[str, float]:
     """What theory says of the worst contraction over [m, L]."""
     root = math.sqrt(big / m)
-    hb = (root - 1) / (root + 1)
-    return {
-        "gd": (big - m) / (big + m),
-        "heavy-ball": hb,
-        "nesterov": 1 - 1 / root,
-        "triple-momentum": 1 - 1 / root,
-    }
+    rates = {"gd": (big - m) / (big + m), "heavy-ball": (root - 1) / (root + 1)}
+    return rates | dict.fromkeys(("nesterov", "triple-momentum"), 1 - 1 / root)
 
 
 def filter_(seed: int, particles: int, tell: Tell) -> Result:

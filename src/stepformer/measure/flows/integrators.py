@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,18 +96,11 @@ def standard(flow: Flow, x: Tensor, h: float, steps: int) -> Iterator[State]:
         yield s
 
 
-class Vector(Protocol):
-    """What Runge-Kutta needs: u + h f."""
-
-    def plus(self, h: float, rate: Any) -> Any: ...
-
-
-V = TypeVar("V", bound=Vector)
+V = TypeVar("V", bound="tuple[Tensor, ...]")
 S = TypeVar("S")
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """(x, y) as one vector."""
 
     x: Tensor
@@ -117,8 +110,10 @@ class Phase:
     def at_rest(cls, x: Tensor) -> Phase:
         return cls(x, torch.zeros_like(x))
 
-    def plus(self, h: float, rate: Phase) -> Phase:
-        return Phase(self.x + h * rate.x, self.y + h * rate.y)
+
+def plus(u: V, h: float, rate: V) -> V:
+    """u + h f, tensor by tensor."""
+    return type(u)(*(part + h * moved for part, moved in zip(u, rate, strict=True)))
 
 
 def rk4(rate: Callable[[float, V], V], u: V, until: float, steps: int, begin: float = BEGIN) -> Iterator[V]:
@@ -128,10 +123,11 @@ def rk4(rate: Callable[[float, V], V], u: V, until: float, steps: int, begin: fl
     for k in range(steps):
         t = begin + k * h
         k1 = rate(t, u)
-        k2 = rate(t + h / 2, u.plus(h / 2, k1))
-        k3 = rate(t + h / 2, u.plus(h / 2, k2))
-        k4 = rate(t + h, u.plus(h, k3))
-        u = u.plus(h / 6, k1).plus(h / 3, k2).plus(h / 3, k3).plus(h / 6, k4)
+        k2 = rate(t + h / 2, plus(u, h / 2, k1))
+        k3 = rate(t + h / 2, plus(u, h / 2, k2))
+        k4 = rate(t + h, plus(u, h, k3))
+        for part, slope in ((6, k1), (3, k2), (3, k3), (6, k4)):
+            u = plus(u, h / part, slope)
         yield u
 
 

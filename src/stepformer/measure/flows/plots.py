@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.measure.flows.results import Result
-from stepformer.present.style import COLOURS, GREY, new_figure, save_figure
+from stepformer.present.style import COLOURS, GREY, clean, new_figure, save_figure
 
 LOOKS: dict[str, dict[str, Any]] = {
     "standard": {"color": COLOURS[0], "linewidth": 2.4},
@@ -43,9 +43,7 @@ def _finish(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#E5E5E5", linewidth=0.7)
-    axes.set_axisbelow(True)
+    clean(axes, width=0.7)
 
 
 def _line(axes: Any, label: str, x: Any, y: Any, **more: Any) -> None:

@@ -14,7 +14,7 @@ Fields are written in closed form; `stepformer flow hamiltonian` compares them w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,8 +144,7 @@ def gaussian(n: int, d: int, spread: float, generator: torch.Generator) -> Tenso
     return spread * torch.randn(n, d, generator=generator, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """Mean m, covariance S and, for the accelerated flow, the matrix P with y_i = P x_i.
 
     Under linear attention these follow ODEs of their own, because every token moves by one matrix, x_i' = C x_i:
@@ -173,9 +172,6 @@ class Moments:
         c = (self.P if accelerated else flow.V) @ second @ flow.A
         p = flow.V - c.mT @ self.P - self.P @ c - friction * self.P
         return Moments(c @ self.m, self.S @ c.mT + c @ self.S, p if accelerated else torch.zeros_like(p))
-
-    def plus(self, h: float, rate: Moments) -> Moments:
-        return Moments(self.m + h * rate.m, self.S + h * rate.S, self.P + h * rate.P)
 
 
 def radii(x: Tensor) -> Tensor:

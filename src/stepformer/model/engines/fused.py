@@ -8,14 +8,16 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from stepformer.decoding.cache import Cache
 from stepformer.model.backbone import Backbone
 from stepformer.model.block import Block
 from stepformer.model.engines.integrators import FusedIntegrator, alike, integrates_by_weights, weights_of
 from stepformer.model.engines.turns import FAMILIES, FusedSubstep, Moving, defers, same_norms
 from stepformer.ops import kernels
 from stepformer.ops.sharding import is_managed, is_sharded
-from stepformer.oracles import Cache, Call
+from stepformer.oracles import Call
 from stepformer.rules import State
+from stepformer.rules.coefficients import CoefficientBank
 from stepformer.rules.hamiltonian import HamiltonianStep
 
 
@@ -80,8 +82,16 @@ def turns_of(block: Block, call: Call) -> dict[str, FusedSubstep]:
     for turn, oracles in block.splitting.oracles.items():
         norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else None
         assert norm is None or isinstance(norm, nn.LayerNorm)
-        raw = block.coefficients.raw_values(turn)
+        raw = raw_values(block.coefficients, turn)
         turns[turn] = FusedSubstep(block.template, [parts[o] for o in oracles], values[turn], raw, norm)
     if isinstance(block.template, HamiltonianStep):
         turns["attn"] = FusedIntegrator(turns["attn"], partial(block.attn.fields, call=call), turns["mlp"])
     return turns
+
+
+def raw_values(bank: CoefficientBank, turn: str) -> dict[str, tuple[Tensor | None, str, float]]:
+    """What `bank.values` maps: (raw parameter, range, 1) of each coefficient, (None, "free", number) of a constant."""
+    raw: dict[str, tuple[Tensor | None, str, float]] = {
+        name: (getattr(bank, key), bank.specs[key].range, 1.0) for name, key in bank.keys_of[turn].items()
+    }
+    return raw | {name: (None, "free", number) for name, number in bank.constants.get(turn, {}).items()}

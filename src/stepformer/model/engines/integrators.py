@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from stepformer.model.engines.turns import FusedSubstep, Moving, norm_settings
+from stepformer.ops.phi import phi1, phi2
 from stepformer.rules.coefficients import CoefficientBank, Values
 from stepformer.rules.hamiltonian import (
     AB2,
@@ -34,8 +35,6 @@ from stepformer.rules.hamiltonian import (
     HamiltonianStep,
     PlainEuler,
     PresympEuler,
-    phi1,
-    phi2,
 )
 from stepformer.rules.state import State
 from stepformer.rules.template import Template

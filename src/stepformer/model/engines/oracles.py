@@ -67,7 +67,7 @@ for _kind in ACTIVATIONS:
 
 
 def _refuses_softmax(attention: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    if attention.backend != "sdpa" or call.mask is not None or q.shape[2] != k.shape[2]:
+    if attention.attention_backend != "sdpa" or call.mask is not None or q.shape[2] != k.shape[2]:
         return "it is not plain causal attention"
     from stepformer.ops.cudnn_attention import serves
 
@@ -252,7 +252,7 @@ class FusedFields:
         self.metric = attention.metric_matrix()
         self.by = self.lower(y)
         a = row_dot(y, self.by, 1 / attention.d_model)
-        row = attention.rule == "row"
+        row = attention.force == "row"
         kappa = attention.kappa_now() * torch.full((), 1.0 if row else 0.5, device=a.device)
         self.total, self.log_z = force_and_log_z(
             q,
@@ -260,7 +260,7 @@ class FusedFields:
             a,
             kappa,
             tau=attention.tau,
-            bound=attention.bound,
+            bound=attention.score_bound,
             n0=attention.n0,
             factor=attention.tau / attention.kernels,
             keys=row,

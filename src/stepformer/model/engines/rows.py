@@ -13,14 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from stepformer.decoding.cache import Cache
 from stepformer.decoding.sampling import Sampling
 from stepformer.model.backbone import Backbone
 from stepformer.model.block import Block
 from stepformer.model.engines.turns import defers
 from stepformer.ops import kernels
-from stepformer.oracles.caches import Cache, TokenSlot
+from stepformer.ops.scores import rotate
+from stepformer.ops.slots import TokenSlot
 from stepformer.oracles.mlp import GeluMLP, SwigluMLP, TanhGeluMLP
-from stepformer.oracles.softmax import QK_NORM_EPS, SoftmaxAttention, rotate
+from stepformer.oracles.softmax import QK_NORM_EPS, SoftmaxAttention
 from stepformer.rules.coefficients import CoefficientBank
 from stepformer.rules.first_order import GradientDescent, HeavyBall, Nesterov, TripleMomentum
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stepformer.base.errors import StepformerError
+from stepformer.decoding.cache import Cache
 from stepformer.decoding.sampling import NOT_FINITE, Sampling, probabilities
 from stepformer.model.backbone import Backbone
 from stepformer.model.engines import rows as row_steps
@@ -29,7 +30,8 @@ from stepformer.model.engines.rows import Numbers
 from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.graphs import capture
-from stepformer.oracles.caches import Cache, Call, StateSlot, TokenSlot
+from stepformer.ops.slots import StateSlot, TokenSlot
+from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import Coefficient, CoefficientBank
 
 FEWEST = 16  # new tokens that repay a recording

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stepformer.pages.reports.charts import inside, layers_of, real, result
 from stepformer.pages.reports.collect import RunData
+from stepformer.pages.reports.values import inside, real, record, records
 from stepformer.present.tables import listed
 
 Facts = dict[str, Any]
@@ -53,32 +53,34 @@ def _cautions(runs: Sequence[RunData], kind: str) -> list[str]:
 
 def facts_of(run: RunData, kind: str) -> dict[str, list[Facts]]:
     """What decides the numbers of a run, by what they are about: a text, a task, or nothing in particular."""
-    found = result(run, kind)
-    if not found:
-        return {}
+    found = run.result(kind)
     if kind in SETTINGS:
-        return {"": [_diagnosed(run, kind)]}
+        return {"": [_diagnosed(run, kind)]} if found else {}
     facts: dict[str, list[Facts]] = {}
     if kind == "tasks":
-        tasks = found.get("tasks")
-        for key, entry in tasks.items() if isinstance(tasks, dict) else ():
-            if isinstance(entry, dict):
-                name = str(entry.get("task") or key.partition("@")[0])
-                facts.setdefault(name, []).append({what: real(entry.get(what)) for what in ("shots", "items")})
-        return facts
-    texts = found.get("texts")
-    for entry in texts if isinstance(texts, list) else []:
-        if isinstance(entry, dict):
-            told = {what: entry.get(what) for what in ("mode", "stride", "tokens", "hash")}
-            facts.setdefault(str(entry.get("name", "")), []).append(told)
+        for name, entry in tasks_of(run):
+            facts.setdefault(name, []).append({what: real(entry, what) for what in ("shots", "items")})
+    for entry in records(found, "texts") if kind == "perplexity" else ():
+        told = {what: entry.get(what) for what in ("mode", "stride", "tokens", "hash")}
+        facts.setdefault(str(entry.get("name", "")), []).append(told)
     return facts
 
 
+def tasks_of(run: RunData) -> list[tuple[str, dict[str, Any]]]:
+    """The downstream tasks that a run was asked, each with what came out."""
+    tasks = record(run.result("tasks"), "tasks")
+    return [
+        (str(entry.get("task") or key.partition("@")[0]), entry)
+        for key, entry in tasks.items()
+        if isinstance(entry, dict)
+    ]
+
+
 def _diagnosed(run: RunData, kind: str) -> Facts:
-    found = result(run, kind)
-    facts: Facts = {"windows hash": found.get("windows_hash"), "tokens": real(found.get("tokens"))}
+    found = run.result(kind)
+    facts: Facts = {"windows hash": found.get("windows_hash"), "tokens": real(found, "tokens")}
     if kind == "jacobian":
-        kept = {real(inside(layer, "block", "k")) for layer in layers_of(run, kind)} - {None}
+        kept = {real(layer, "block", "k") for layer in run.layers(kind)} - {None}
         facts["k"] = kept or None
     for name in SETTINGS[kind]:
         value = inside(found, "settings", name)

@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from stepformer.base import documents
 from stepformer.base.errors import ChangedRuleError, InputError, StepformerError
 from stepformer.data.tokenizers import valid
 from stepformer.measure import measured
+from stepformer.pages.reports.values import inside, record, records, values
 from stepformer.study import Facts, RunRecord
 from stepformer.training import RunConfig
 from stepformer.training.loggers import BY_LAYER
@@ -79,15 +82,40 @@ class RunData:
         return f"{self.label} s{self.seed}"
 
     @property
+    def so_far(self) -> SimpleNamespace:
+        """What the curves say of a run that is not finished, by the names of its record; None where they are empty."""
+        curves = [curve for curve in (self.training, self.evaluation) if len(curve)]
+        best = min(zip(self.evaluation.loss, self.evaluation.step, strict=True), default=(None, None))
+        return SimpleNamespace(
+            val_loss=self.evaluation.loss[-1] if len(self.evaluation) else None,
+            best_val_loss=best[0],
+            best_step=best[1],
+            steps=max((curve.step[-1] for curve in curves), default=None),
+            tokens=max((curve.tokens[-1] for curve in curves), default=None),
+            train_seconds=curves[0].seconds[-1] if curves else None,
+        )
+
+    def result(self, kind: str) -> dict[str, Any]:
+        """What was measured of a kind."""
+        return record(self.measured, kind, "result")
+
+    def layers(self, kind: str) -> list[dict[str, Any]]:
+        return records(self.measured, kind, "result", "layers")
+
+    def windows(self, kind: str) -> str:
+        """The hash of the windows that were measured."""
+        return str(self.result(kind).get("windows_hash") or "")
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The config with one key for each setting, `optim.lr` say; a model's defaults are not among them."""
-        sections = ((name, _dict(values)) for name, values in _dict(self.facts.get("config")).items())
-        return {f"{name}.{key}": value for name, values in sections for key, value in values.items()}
+        sections = record(self.facts, "config")
+        return {f"{name}.{key}": value for name in sections for key, value in record(sections, name).items()}
 
     @property
     def command(self) -> list[str]:
         """The words that started the run, without the folder that the program lies in."""
-        words = [str(word) for word in _list(self.environment.get("command"))]
+        words = [str(word) for word in values(self.environment, "command")]
         if not words:
             return []
         name = Path(words[0]).name
@@ -106,8 +134,8 @@ class Gathered:
     studies: list[Facts] = field(default_factory=list)
 
 
-def gather(paths: Sequence[str | Path], progress: Callable[[str], None] = lambda name: None) -> Gathered:
-    """Read runs and studies; `progress` is called with the name of each folder once it is read."""
+def gather(paths: Sequence[str | Path]) -> Gathered:
+    """Read runs and studies."""
     folders: list[Path] = []
     found = Gathered([], None, Facts(), [], [])
     for path in map(Path, paths):
@@ -121,9 +149,7 @@ def gather(paths: Sequence[str | Path], progress: Callable[[str], None] = lambda
     elif facts:  # what one study says does not hold for the others
         found.facts = Facts(remarks=tuple(remark for study in facts for remark in study.remarks))
     points = max(40, min(MOST_POINTS, ALL_POINTS // (2 * len(folders))))
-    for folder in folders:
-        found.runs.append(read_run(folder, points))
-        progress(folder.name)
+    found.runs = [read_run(folder, points) for folder in folders]
     _tell_apart(found.runs)
     return found
 
@@ -157,7 +183,8 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
         found.studies.append(Facts.of_study(plan))
         found.baseline = found.baseline or found.studies[-1].baseline or None
         found.baseline = found.baseline or _baseline(path)  # of older studies
-        planned = [path / name for name in _planned(plan)]
+        names = [f"{run['label']}-s{run['seed']}" for run in plan["runs"]]
+        planned = [path / name for name in names if name == Path(name).name]
         begun = [folder for folder in planned if RunFolder(folder).exists]
         missing = [folder.name for folder in planned if folder not in begun]
         if missing:
@@ -174,20 +201,9 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
                 f"The runs before their fine-tuning lie in {' and '.join(before)}: name these folders too to see them."
             )
         return [*within, *runs]
-    hint = next(
-        (
-            f" It holds {what}: name them, e.g. '{some[0]}'."
-            for what, some in (("runs", runs), ("studies", studies))
-            if some
-        ),
-        "",
-    )
+    holds = ("runs", runs) if runs else ("studies", studies)
+    hint = f" It holds {holds[0]}: name them, e.g. '{holds[1][0]}'." if holds[1] else ""
     raise InputError(f"'{path}' is neither a run (no run.json) nor a study (no {STUDY}).{hint}")
-
-
-def _planned(plan: Any) -> list[str]:
-    names = [f"{run['label']}-s{run['seed']}" for run in plan["runs"]]
-    return [name for name in names if name == Path(name).name]
 
 
 def _baseline(study: Path) -> str | None:
@@ -206,25 +222,24 @@ def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
     notes: list[str] = []
     config = _config(folder, notes)
     training, evaluation, history = read_curves(folder.metrics, notes)
-    record, state = _record(folder, facts, training, evaluation)
-    settings = facts.get("config", {})
-    seed = record.seed if record else _dict(_dict(settings).get("train")).get("seed", 0)
-    label = valid(record.label if record else str(facts.get("label") or path.name))
-    if record and record.label != label:
-        record = dataclasses.replace(record, label=label)
+    finished, state = _record(folder, facts, training, evaluation)
+    seed = finished.seed if finished else inside(facts, "config", "train", "seed")
+    label = valid(finished.label if finished else str(facts.get("label") or path.name))
+    if finished and finished.label != label:
+        finished = dataclasses.replace(finished, label=label)
     ended = max((p for p in (folder.result, folder.metrics) if p.is_file()), key=_changed, default=path / "run.json")
     return RunData(
         folder=path,
         label=label,
         seed=seed if isinstance(seed, int) else 0,
         state=state,
-        record=record,
+        record=finished,
         facts=facts,
         config=config,
         environment=_optional(path / "environment.json", documents.ENVIRONMENT, notes) or {},
         training=smoothed(training, points),
         evaluation=thinned(evaluation, points),
-        measured=_measurements(path, record, notes),
+        measured=_measurements(path, finished, notes),
         begun=datetime.fromtimestamp(_changed(path / "run.json")),
         ended=datetime.fromtimestamp(_changed(ended)),
         notes=notes,
@@ -257,7 +272,7 @@ def _record(folder: RunFolder, facts: dict[str, Any], *curves: Curve) -> tuple[R
         except InputError as error:
             return None, str(error)
     done = max((curve.step[-1] for curve in curves if len(curve)), default=0)
-    planned = _dict(_dict(facts.get("config")).get("train")).get("steps")
+    planned = inside(facts, "config", "train", "steps")
     of = f" of {planned:,}" if isinstance(planned, int) else ""
     with contextlib.suppress(OSError):  # there is none, or a run that goes on has just removed it
         why = " ".join(folder.failure.read_text(errors="replace").split())
@@ -265,7 +280,7 @@ def _record(folder: RunFolder, facts: dict[str, Any], *curves: Curve) -> tuple[R
     return None, f"Unfinished: step {done:,}{of}."
 
 
-def _measurements(path: Path, record: RunRecord | None, notes: list[str]) -> dict[str, dict[str, Any]]:
+def _measurements(path: Path, finished: RunRecord | None, notes: list[str]) -> dict[str, dict[str, Any]]:
     """What was measured; a note if it was while the run was not finished."""
     found = {}
     for kind in KINDS:
@@ -278,7 +293,7 @@ def _measurements(path: Path, record: RunRecord | None, notes: list[str]) -> dic
             continue
         found[kind] = whole
         step = whole.get("step")
-        if record is not None and isinstance(step, int) and step not in (record.best_step, record.steps):
+        if finished is not None and isinstance(step, int) and step not in (finished.best_step, finished.steps):
             notes.append(f"Its {kind} was measured after step {step:,}, before it was finished: measure it again.")
     return found
 
@@ -315,8 +330,8 @@ def read_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, dict[str, H
                 seconds = float(entry.get("seconds", math.nan))
                 rows[kind][entry["step"]] = (int(entry["tokens"]), seconds, loss)
             for name in layers.keys() & entry.keys():
-                values = [_dict(value) for value in _list(entry[name])]
-                layers[name][entry["step"]] = (int(entry["tokens"]), values)
+                by_layer = [record(layer) for layer in values(entry[name])]
+                layers[name][entry["step"]] = (int(entry["tokens"]), by_layer)
         except (ValueError, KeyError, TypeError, OverflowError):
             damaged += 1
     if lines.faults:
@@ -346,9 +361,7 @@ def smoothed(curve: Curve, points: int) -> Curve:
     """A noisy curve as running means over a fiftieth of it, at no more than `points` places."""
     n = len(curve)
     half = n // 100  # the window is centred, so that the curve does not lag behind
-    sums = [0.0]
-    for loss in curve.loss:
-        sums.append(sums[-1] + loss)
+    sums = list(itertools.accumulate(curve.loss, initial=0.0))
     means = []
     for i in range(n):
         # narrow at the start, where the loss falls steeply; at the end, where it is flat, the past alone will do
@@ -367,13 +380,9 @@ def thinned(curve: Curve, points: int) -> Curve:
     places = {round(i * (n - 1) / (points - 2)) for i in range(points - 1)}
     places.add(min(range(n), key=curve.loss.__getitem__))
     kept = sorted(places)
-    return Curve(
-        [curve.step[i] for i in kept],
-        [curve.tokens[i] for i in kept],
-        [curve.seconds[i] for i in kept],
-        [curve.loss[i] for i in kept],
-        curve.window,
-    )
+    columns: list[list[Any]] = [curve.step, curve.tokens, curve.seconds, curve.loss]
+    step, tokens, seconds, loss = ([column[i] for i in kept] for column in columns)
+    return Curve(step, tokens, seconds, loss, curve.window)
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
@@ -384,11 +393,3 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     seconds = [math.fsum(row[step][1] for row in rows) / n for step in steps]
     loss = [math.fsum(row[step][2] for row in rows) / n for step in steps]
     return Curve(steps, [rows[0][step][0] for step in steps], seconds, loss)
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

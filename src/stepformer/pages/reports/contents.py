@@ -12,11 +12,13 @@ from typing import Any
 from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
 from stepformer.pages.reports import charts, evaluated, parts
 from stepformer.pages.reports.agreement import cautions
-from stepformer.pages.reports.collect import Gathered, RunData
+from stepformer.pages.reports.collect import Curve, Gathered, RunData, mean_curve
 from stepformer.pages.reports.published import published_tables
 from stepformer.pages.reports.samples import Samples, first_of_each
-from stepformer.present.tables import MINUS, NAMED, Table, listed
+from stepformer.pages.reports.values import inside, real, records
+from stepformer.present.tables import NAMED, Table, listed, signed
 from stepformer.study import Comparison, Facts, Row, compare
+from stepformer.study.statistics import PairedDifference
 from stepformer.study.tables import percent
 from stepformer.training.runs import as_toml
 
@@ -55,6 +57,15 @@ class Report:
     missing: list[tuple[str, str]] = field(default_factory=list)  # what was not measured of which, and the command
     cautions: dict[str, list[str]] = field(default_factory=dict)  # which runs were not measured alike, by kind
 
+    def curves(self, kind: str) -> list[tuple[list[tuple[RunData, Curve]], Curve | None]]:
+        """For each label its runs' curves, and their mean if several are finished: others would cut it short."""
+        found = []
+        for label in self.labels:
+            mine = [(run, getattr(run, kind)) for run in self.runs if run.label == label and len(getattr(run, kind))]
+            finished = [curve for run, curve in mine if run.record]
+            found.append((mine, (mean_curve(finished) or None) if len(finished) > 1 else None))
+        return found
+
 
 def build(
     gathered: Gathered,
@@ -88,13 +99,12 @@ def build(
         "common": common,
         "environment": parts.environment_table(runs),
     }
-    forgetting = [
-        table for folder, found in gathered.forgetting if (table := parts.forgetting_table(found, folder)) is not None
-    ]
-    forgotten = forgetting_words([found for _, found in gathered.forgetting])
+    forgetting = [parts.forgetting_table(found, folder) for folder, found in gathered.forgetting]
+    forgotten = [found for _, found in gathered.forgetting]
     return Report(
         title=title or _title(labels, runs),
-        verdict=" ".join([*([verdict(comparison)] if comparison else []), *forgotten]) or incomparable,
+        verdict=" ".join([*([verdict(comparison)] if comparison else []), *forgetting_words(forgotten)])
+        or incomparable,
         dates=_dates(runs),
         made=datetime.now(),
         runs=runs,
@@ -102,14 +112,14 @@ def build(
         comparison=comparison,
         incomparable=incomparable,
         tables={name: table for name, table in tables.items() if table is not None},
-        published=published_tables(runs, [found for _, found in gathered.forgetting]),
-        forgetting=forgetting,
+        published=published_tables(runs, forgotten),
+        forgetting=[table for table in forgetting if table is not None],
         charts={
             "coefficients": charts.coefficient_charts(runs),
             "depth": charts.depth_charts(runs),
             "jacobian": charts.jacobian_charts(runs),
             "hessian": charts.hessian_charts(runs),
-            "forgetting": charts.forgetting_charts(runs, [found for _, found in gathered.forgetting]),
+            "forgetting": charts.forgetting_charts(runs, forgotten),
         },
         samples=samples if samples and (samples.texts or samples.problems) else None,
         commands=list(dict.fromkeys(shlex.join(run.command) for run in runs if run.command)),
@@ -185,7 +195,7 @@ def verdict(comparison: Comparison) -> str:
         words.append(f"{_names(small)} {'differs' if len(small) == 1 else 'differ'} by too little to be claimed yet.")
     single = sorted((row for row in firm if row.difference and row.difference.low is None), key=_mean)
     if single:
-        ends = ", ".join(f"{row.label} {_signed(_mean(row))}" for row in single[:NAMED])
+        ends = ", ".join(f"{row.label} {signed(_mean(row))}" for row in single[:NAMED])
         words.append(f"One paired seed has no interval and shows nothing yet: {ends} nats per token to {base}.")
     alone = [row for row in others if row.difference is None and row.paired]
     if alone:
@@ -205,26 +215,17 @@ def forgetting_words(tables: Sequence[Any]) -> list[str]:
     """For each direction, the paired differences in forgetting with their intervals: numbers, and no claim."""
     said: dict[str, list[str]] = {}
     for found in tables:
-        rows = charts.inside(found, "rows")
-        for row in rows if isinstance(rows, list) else []:
-            mean, low, high, level = (
-                charts.real(charts.inside(row, key))
-                for key in (*(f"forgetting_difference{end}" for end in ("", "_low", "_high")), "confidence")
-            )
+        own = ", own optimizers" if inside(found, "settings", "native") is True else ""
+        for row in records(found, "rows"):
+            mean, low, high = (real(row, f"forgetting_difference{end}") for end in ("", "_low", "_high"))
+            level = real(row, "confidence")
             if mean is None:
                 continue
-            known = low is not None and high is not None and level is not None
-            bounds = f"[{_signed(low or 0.0)}, {_signed(high or 0.0)}]"
-            spread = (
-                f"{percent(level or 0.0)} confidence interval {bounds}"
-                if known
-                else "one seed, which shows nothing yet"
-            )
-            own = ", own optimizers" if charts.inside(found, "settings", "native") is True else ""
+            spread = "one seed, which shows nothing yet"
+            if low is not None and high is not None and level is not None:
+                spread = f"{percent(level)} confidence interval [{signed(low)}, {signed(high)}]"
             where = f"Forgetting, {row.get('direction', '')}{own}, against {row.get('baseline', '')}"
-            said.setdefault(where, []).append(
-                f"{row.get('architecture', '')} {_signed(mean)} nats per token ({spread})"
-            )
+            said.setdefault(where, []).append(f"{row.get('architecture', '')} {signed(mean)} nats per token ({spread})")
     return [
         f"{where}: {'; '.join(words[:NAMED])}{f' and {len(words) - NAMED} more' if len(words) > NAMED else ''}."
         for where, words in said.items()
@@ -241,32 +242,31 @@ def _mean(row: Row) -> float:
 
 
 def _interval(row: Row, comparison: Comparison) -> str:
+    found, low, high = _known(row)
+    return (
+        f"{signed(found.mean)} nats per token, {percent(comparison.confidence)} confidence interval "
+        f"[{low}, {high}], {found.n} paired seeds"
+    )
+
+
+def _known(row: Row) -> tuple[PairedDifference, str, str]:
+    """The difference of a row that has an interval, and the ends of that."""
     found = row.difference
     assert found is not None
     assert found.low is not None
     assert found.high is not None
-    return (
-        f"{_signed(found.mean)} nats per token, {percent(comparison.confidence)} confidence interval "
-        f"[{_signed(found.low)}, {_signed(found.high)}], {found.n} paired seeds"
-    )
+    return found, signed(found.low), signed(found.high)
 
 
 def _reached(rows: Sequence[Row]) -> str:
     """How many seeds the rows have and how far their intervals reach: what is not shown may still be there."""
     found = []
     for row in rows[:NAMED]:
-        known = row.difference
-        assert known is not None
-        assert known.low is not None
-        assert known.high is not None
+        known, low, high = _known(row)
         wide = "is wide and reaches" if known.n <= FEW else "reaches"
         about = f"{row.label}, " if len(rows) > 1 else ""
-        found.append(f"{about}{known.n} seeds: the interval {wide} from {_signed(known.low)} to {_signed(known.high)}")
+        found.append(f"{about}{known.n} seeds: the interval {wide} from {low} to {high}")
     return "; ".join(found)
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", MINUS)
 
 
 def _names(rows: Sequence[Row]) -> str:
@@ -274,14 +274,9 @@ def _names(rows: Sequence[Row]) -> str:
 
 
 def _title(labels: Sequence[str], runs: Sequence[RunData]) -> str:
-    corpora = {Path(str(_corpus(run))).name for run in runs if _corpus(run)}
-    where = f" on {listed(sorted(corpora))}" if corpora else ""
-    return f"{listed(labels)}{where}"
-
-
-def _corpus(run: RunData) -> Any:
-    found = run.facts.get("corpus")
-    return found.get("folder") if isinstance(found, dict) else None
+    folders = filter(None, (inside(run.facts, "corpus", "folder") for run in runs))
+    corpora = sorted({Path(str(folder)).name for folder in folders})
+    return f"{listed(labels)} on {listed(corpora)}" if corpora else listed(labels)
 
 
 def _dates(runs: Sequence[RunData]) -> str:

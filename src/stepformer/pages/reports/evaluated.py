@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepformer.pages.reports.charts import real, result
+from stepformer.pages.reports.agreement import tasks_of
 from stepformer.pages.reports.collect import RunData
+from stepformer.pages.reports.values import cell, real, records
 from stepformer.present.tables import NOTHING, Cell, Column, Table, columns, listed, number, text
 
 CHANCE = {"hellaswag": 25.0, "arc_easy": 25.0, "arc_challenge": 25.0}  # percent: one of four answers
@@ -26,82 +27,65 @@ def perplexity_table(runs: Sequence[RunData]) -> Table | None:
     )
     rows = []
     for run in runs:
-        found = result(run, "perplexity")
-        listed_texts = found.get("texts")
-        for entry in listed_texts if isinstance(listed_texts, list) else []:
-            if isinstance(entry, dict):
-                numbers = (
-                    number(real(entry.get("perplexity")), ".3f"),
-                    number(real(entry.get("nats"))),
-                    number(real(entry.get("bits_per_byte"))),
-                    number(real(entry.get("tokens")), ",.0f"),
-                )
-                stride = real(entry.get("stride"))
-                reading = f"{entry.get('mode', '')}{'' if stride is None else f', {stride:.0f}'}"
-                words = (text(run.name), text(entry.get("name", "")), text(reading))
-                rows.append([*words, *numbers, text(str(entry.get("hash", ""))[:12], code=True)])
-        mean = real(found.get("mean_perplexity"))
+        found = run.result("perplexity")
+        for entry in records(found, "texts"):
+            stride = real(entry, "stride")
+            reading = f"{entry.get('mode', '')}{'' if stride is None else f', {stride:.0f}'}"
+            words = (
+                text(run.name),
+                text(entry.get("name", "")),
+                text(reading),
+                cell(entry, "perplexity", digits=".3f"),
+            )
+            numbers = (cell(entry, "nats"), cell(entry, "bits_per_byte"), cell(entry, "tokens", digits=",.0f"))
+            rows.append([*words, *numbers, text(str(entry.get("hash", ""))[:12], code=True)])
+        mean = real(found, "mean_perplexity")
         if mean is not None:
             over, _, reading = str(found.get("protocol") or "mean").partition("; ")
-            nothing = [Cell(NOTHING) for _ in range(4)]
-            rows.append([text(run.name), text(over), text(reading), number(mean, ".3f"), *nothing])
+            rows.append([text(run.name), text(over), text(reading), number(mean, ".3f"), *[Cell(NOTHING)] * 4])
     return Table(titles, rows, "Perplexity on other texts") if rows else None
 
 
 def tasks_table(runs: Sequence[RunData]) -> Table | None:
-    entries = [
-        (run, name, found)
-        for run in runs
-        for name, found in _items(result(run, "tasks").get("tasks"))
-        if isinstance(found, dict)
-    ]
+    entries = [(run, task, found) for run in runs for task, found in tasks_of(run)]
     if not entries:
         return None
-    chance = any(_task(name, found) in CHANCE for _, name, found in entries)
-    other = any(_others(found) for _, _, found in entries)
-    titles = columns(
-        Column("run"),
-        Column("task"),
-        Column("shots", True),
-        Column("items", True),
-        Column("acc %", True, "± is the standard error over items"),
-        Column("acc_norm %", True, "with scores divided by the length of the answer; ± is the standard error"),
-        *([Column("chance %", True, "of guessing")] if chance else []),
-        *([Column("other")] if other else []),
-    )
-    rows = []
+    error = "standard error"
+    fields = [
+        (Column("run"), lambda run, task, found: text(run.name)),
+        (Column("task"), lambda run, task, found: text(task)),
+        (Column("shots", True), lambda run, task, found: cell(found, "shots", digits=",.0f")),
+        (Column("items", True), lambda run, task, found: _asked(found)),
+        (Column("acc %", True, f"± is the {error} over items"), lambda run, task, found: _percent(found, "acc")),
+        (
+            Column("acc_norm %", True, f"with scores divided by the length of the answer; ± is the {error}"),
+            lambda run, task, found: _percent(found, "acc_norm"),
+        ),
+    ]
+    if any(task in CHANCE for _, task, _ in entries):
+        chance = Column("chance %", True, "of guessing")
+        fields.append((chance, lambda run, task, found: number(CHANCE.get(task), ".0f")))
+    if any(_others(found) for _, _, found in entries):
+        fields.append((Column("other"), lambda run, task, found: text(_others(found))))
     remarks: dict[str, list[str]] = {}
-    for run, name, found in entries:
-        task = _task(name, found)
-        row = [text(run.name), text(task), number(real(found.get("shots")), ",.0f"), _asked(found)]
-        row += [_percent(found, key) for key in ACCURACIES]
-        row += [number(CHANCE.get(task), ".0f")] if chance else []
-        row += [text(_others(found))] if other else []
-        rows.append(row)
+    for run, task, found in entries:
         for remark in _remarks(task, found):
             remarks.setdefault(remark, []).append(run.name)
     notes = [f"{remark} ({listed(names)})." for remark, names in remarks.items()]
-    return Table(titles, rows, "Downstream tasks", notes)
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []
-
-
-def _task(name: str, found: Mapping[str, Any]) -> str:
-    return str(found.get("task") or name.partition("@")[0])
+    rows = [[made(*entry) for _, made in fields] for entry in entries]
+    return Table([column for column, _ in fields], rows, "Downstream tasks", notes)
 
 
 def _asked(found: Mapping[str, Any]) -> Cell:
     """How many items, and of how many if not of all."""
-    items, whole = real(found.get("items")), real(found.get("of"))
+    items, whole = real(found, "items"), real(found, "of")
     if items is None or whole is None or whole == items:
         return number(items, ",.0f")
     return Cell(f"first {items:,.0f} of {whole:,.0f}", items)
 
 
 def _remarks(task: str, found: Mapping[str, Any]) -> list[str]:
-    items, whole, cut, shots = (real(found.get(key)) for key in ("items", "of", "cut", "shots"))
+    items, whole, cut, shots = (real(found, key) for key in ("items", "of", "cut", "shots"))
     title = task if shots is None else f"{task} {shots:.0f}-shot"
     remarks = []
     if items is not None and whole is not None and whole != items:
@@ -112,7 +96,7 @@ def _remarks(task: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def _percent(found: Mapping[str, Any], name: str) -> Cell:
-    value, error = real(found.get(name)), real(found.get(f"{name}_stderr"))
+    value, error = real(found, name), real(found, f"{name}_stderr")
     if value is None:
         return Cell(NOTHING)
     return Cell(f"{100 * value:.2f}" + ("" if error is None else f" ± {100 * error:.2f}"), 100 * value)
@@ -125,7 +109,7 @@ def _others(found: Mapping[str, Any]) -> str:
         # counts are whole numbers, metrics are not: they are written with a point
         if isinstance(value, float) and real(value) is not None and "_stderr" not in name and name not in ACCURACIES:
             base, bracket, kind = name.partition("[")
-            error = real(found.get(f"{base}_stderr{bracket}{kind}"))
+            error = real(found, f"{base}_stderr{bracket}{kind}")
             spread = "" if error is None else f" ± {error:.2g}"
             if error is not None and "perplexity" in name and error > abs(value):
                 spread = " (error unknown)"  # as in the terminal: one item dominates the bootstrap

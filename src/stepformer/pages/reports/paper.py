@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,11 +12,11 @@ from stepformer.base.files import write_text
 from stepformer.base.version import __version__
 from stepformer.data.tokenizers import valid
 from stepformer.pages.reports.charts import Chart, Charts, Line
-from stepformer.pages.reports.collect import Curve, mean_curve
+from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
 from stepformer.pages.reports.page import PARTS
 from stepformer.pages.reports.samples import Samples
-from stepformer.present.style import COLOURS, looks, new_figure, save_figure, short_number
+from stepformer.present.style import COLOURS, look_of, new_figure, save_figure, short_number
 from stepformer.present.tables import Table, markdown_block, markdown_text
 from stepformer.study import plot_differences
 
@@ -75,13 +76,8 @@ def _pictures(report: Report) -> list[tuple[str, str, Callable[[Path], None]]]:
         found.append(("differences", TITLES["differences"], lambda path: plot_differences(comparison, path)))
     for name, charts in report.charts.items():
         if charts:
-            draw = _drawing(charts, report.labels)
-            found.append((name, TITLES[name], draw))
+            found.append((name, TITLES[name], functools.partial(plot_charts, charts, report.labels)))
     return found
-
-
-def _drawing(charts: Charts, labels: Sequence[str]) -> Callable[[Path], None]:
-    return lambda path: plot_charts(charts, labels, path)
 
 
 def markdown_report(report: Report, pictures: dict[str, tuple[str, Path]], notes: Sequence[str] = ()) -> str:
@@ -143,10 +139,8 @@ def _samples(samples: Samples, labels: Sequence[str]) -> list[str]:
 
 def look(index: int) -> dict[str, Any]:
     """As on the page: the baseline solid, the others dashed, so that what lies below them shows in the gaps."""
-    if index == 0:
-        return looks(index)
-    cycle, place = divmod(index - 1, len(COLOURS) - 1)
-    return {"color": looks(index)["color"], "linestyle": (1.5 * index, DASHES[(place + cycle) % len(DASHES)])}
+    colour, dashes = look_of(index)
+    return {"color": COLOURS[colour], "linestyle": (1.5 * index, DASHES[dashes]) if index else "-"}
 
 
 def _legend(figure: Any, labels: Sequence[str], chosen: Sequence[int]) -> None:
@@ -167,25 +161,20 @@ def _legend(figure: Any, labels: Sequence[str], chosen: Sequence[int]) -> None:
 
 def plot_curves(report: Report, path: Path) -> None:
     """Validation and training loss over tokens."""
-    kinds = [
-        ("Validation loss", [run.evaluation for run in report.runs]),
-        ("Training loss, running mean", [run.training for run in report.runs]),
-    ]
-    kinds = [(title, curves) for title, curves in kinds if any(map(len, curves))]
+    titles = {"evaluation": "Validation loss", "training": "Training loss, running mean"}
+    kinds = [kind for kind in titles if any(len(getattr(run, kind)) for run in report.runs)]
     figure = new_figure((5.5 * len(kinds), 4.2 + 0.2 * (len(report.labels) // 5)))
-    for axes, (title, curves) in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-        for index, label in enumerate(report.labels):
-            mine = [(run, c) for run, c in zip(report.runs, curves, strict=True) if run.label == label and len(c)]
-            several = len(mine) > 1
-            for _, curve in mine:
-                thin = {"linewidth": 0.8, "alpha": 0.35} if several else {"linewidth": 1.7}
+    for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        found = report.curves(kind)
+        for index, (curves, mean) in enumerate(found):
+            for _, curve in curves:
+                thin = {"linewidth": 0.8, "alpha": 0.35} if len(curves) > 1 else {"linewidth": 1.7}
                 axes.plot(curve.tokens, curve.loss, **thin, **look(index))
-            finished = [curve for run, curve in mine if run.record]  # as on the page: others would cut the mean short
-            if len(finished) > 1 and len(mean := mean_curve(finished)):
+            if mean:
                 axes.plot(mean.tokens, mean.loss, linewidth=1.8, **look(index))
-        _limit(axes, [curve for curve in curves if len(curve)])
+        _limit(axes, [curve for curves, _ in found for _, curve in curves])
         axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
-        _label(axes, title, "training tokens", "nats per token")
+        _label(axes, titles[kind], "training tokens", "nats per token")
     _legend(figure, report.labels, range(len(report.labels)))
     save_figure(figure, path)
 

@@ -3,108 +3,98 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from stepformer.pages.reports.charts import inside, layers_of, real, result
+from stepformer.base.units import hours_and_minutes
 from stepformer.pages.reports.collect import RunData
-from stepformer.present.tables import MINUS, NOTHING, TIMES, Cell, Column, Table, columns, number, text
-from stepformer.study import Comparison, Row, summarise
+from stepformer.pages.reports.values import cell, inside, real, records
+from stepformer.present.tables import NOTHING, TIMES, Cell, Column, Table, columns, number, signed, tabulated, text
+from stepformer.study import Comparison, summarise
 from stepformer.study.tables import MARK, losses_of, percent, reach
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """Every architecture against the baseline, with all that is known about it."""
-    interval = f"{percent(comparison.confidence)} interval"
-    titles = columns(
-        Column("architecture"),
-        Column("n", True, "runs"),
-        Column("final loss", True, "mean over seeds, nats per token"),
-        Column("± se", True, "standard error of the mean"),
-        Column("difference", True, f"to {comparison.baseline}, paired by seed; below zero is better"),
-        Column(interval, True, "Student's t on the paired differences"),
-        Column("parameters", True),
-        Column("p", True, "chance of a difference this large if there were none"),
-        Column("verdict"),
-        Column("best loss", True, "lowest evaluation, mean over seeds"),
-        Column("tokens to baseline", True, "part of the budget after which the baseline's final loss was reached"),
-        Column("speed", True, "training tokens per second over the baseline's"),
-        Column("time", True, "seconds for the same tokens over the baseline's"),
-        Column("seeds"),
+    to_baseline = f"to {comparison.baseline}, paired by seed; below zero is better"
+    fields = (
+        (Column("architecture"), lambda row: text(row.label)),
+        (Column("n", True, "runs"), lambda row: number(row.loss.n, "d")),
+        (Column("final loss", True, "mean over seeds, nats per token"), lambda row: number(row.loss.mean)),
+        (Column("± se", True, "standard error of the mean"), lambda row: number(row.loss.standard_error)),
+        (Column("difference", True, to_baseline), lambda row: number(row.difference and row.difference.mean, "+.4f")),
+        (
+            Column(f"{percent(comparison.confidence)} interval", True, "Student's t on the paired differences"),
+            lambda row: _bounds(row.difference and row.difference.low, row.difference and row.difference.high),
+        ),
+        (Column("parameters", True), lambda row: number(row.parameters, ",d")),
+        (
+            Column("p", True, "chance of a difference this large if there were none"),
+            lambda row: number(row.difference and row.difference.p_value, ".2g"),
+        ),
+        (
+            Column("verdict"),
+            lambda row: text(
+                row.verdict + (MARK if row.provisional else ""),
+                marked=row.verdict in ("better", "worse") and not row.provisional,
+            ),
+        ),
+        (Column("best loss", True, "lowest evaluation, mean over seeds"), lambda row: number(row.best.mean)),
+        (
+            Column("tokens to baseline", True, "part of the budget after which the baseline's final loss was reached"),
+            lambda row: Cell(reach(row).replace("-", NOTHING), row.tokens_fraction),
+        ),
+        (Column("speed", True, "training tokens per second over the baseline's"), lambda row: _times(row.speed_ratio)),
+        (Column("time", True, "seconds for the same tokens over the baseline's"), lambda row: _times(row.time_ratio)),
+        (Column("seeds"), lambda row: text(", ".join(map(str, row.seeds)))),
     )
     notes = [losses_of(comparison), *comparison.notes]
-    return Table(titles, [_comparison_row(row) for row in comparison.rows], "Comparison with the baseline", notes)
+    return tabulated(comparison.rows, fields, "Comparison with the baseline", notes)
 
 
-def _comparison_row(row: Row) -> list[Cell]:
-    difference = row.difference
-    bounds = _bounds(difference.low, difference.high) if difference else Cell(NOTHING)
-    told = row.verdict in ("better", "worse") and not row.provisional
-    return [
-        text(row.label),
-        number(row.loss.n, "d"),
-        number(row.loss.mean),
-        number(row.loss.standard_error),
-        number(difference.mean if difference else None, "+.4f"),
-        bounds,
-        number(row.parameters, ",d"),
-        number(difference.p_value if difference else None, ".2g"),
-        text(row.verdict + (MARK if row.provisional else ""), marked=told),
-        number(row.best.mean),
-        Cell(reach(row).replace("-", NOTHING), row.tokens_fraction),
-        number(row.speed_ratio, ".2f", f" {TIMES}"),
-        number(row.time_ratio, ".2f", f" {TIMES}"),
-        text(", ".join(map(str, row.seeds))),
-    ]
+def _times(ratio: float | None) -> Cell:
+    return number(ratio, ".2f", f" {TIMES}")
+
+
+def _bounds(low: float | None, high: float | None) -> Cell:
+    if low is None or high is None:
+        return Cell(NOTHING)
+    return Cell(f"[{signed(low)}, {signed(high)}]", low)
 
 
 def runs_table(runs: Sequence[RunData]) -> Table:
     """Every run by itself: what was measured, where it lies."""
-    titles = columns(
-        Column("run"),
-        Column("seed", True),
-        Column("state"),
-        Column("final loss", True, "of a run that is not finished: its latest evaluation"),
-        Column("best loss", True),
-        Column("at step", True, "of the best loss"),
-        Column("steps", True),
-        Column("tokens", True),
-        Column("tokens/s", True),
-        Column("time", True, "spent in training steps"),
-        Column("parameters", True),
-        Column("evaluated on", True, "tokens"),
-        Column("config", hint="hash of all settings that decide the result"),
-        Column("folder"),
+
+    def known(name: str, digits: str = ".4f") -> Callable[[RunData], Cell]:
+        return lambda run: number(getattr(run.record or run.so_far, name, None), digits)
+
+    fields = (
+        (Column("run"), lambda run: text(run.label)),
+        (Column("seed", True), lambda run: number(run.seed, "d")),
+        (Column("state"), lambda run: text(short_state(run), marked=run.record is None)),
+        (Column("final loss", True, "of a run that is not finished: its latest evaluation"), known("val_loss")),
+        (Column("best loss", True), known("best_val_loss")),
+        (Column("at step", True, "of the best loss"), known("best_step", ",d")),
+        (Column("steps", True), known("steps", ",d")),
+        (Column("tokens", True), known("tokens", ",d")),
+        (Column("tokens/s", True), known("tokens_per_second", ",.0f")),
+        (
+            Column("time", True, "spent in training steps"),
+            lambda run: _time((run.record or run.so_far).train_seconds),
+        ),
+        (Column("parameters", True), known("parameters", ",d")),
+        (Column("evaluated on", True, "tokens"), known("val_tokens", ",d")),
+        (
+            Column("config", hint="hash of all settings that decide the result"),
+            lambda run: text(run.record.config_hash if run.record else "", code=bool(run.record)),
+        ),
+        (Column("folder"), lambda run: text(run.folder, code=True)),
     )
-    rows = []
-    for run in runs:
-        record = run.record
-        curve = run.evaluation
-        last = curve.loss[-1] if len(curve) else None
-        best = min(range(len(curve)), key=curve.loss.__getitem__) if len(curve) else None
-        spent = next((c.seconds[-1] for c in (run.training, curve) if len(c)), None)
-        done = max((c.step[-1] for c in (run.training, curve) if len(c)), default=None)
-        tokens = max((c.tokens[-1] for c in (run.training, curve) if len(c)), default=None)
-        seconds = record.train_seconds if record else spent
-        rows.append(
-            [
-                text(run.label),
-                number(run.seed, "d"),
-                text(short_state(run), marked=record is None),
-                number(record.val_loss if record else last),
-                number(record.best_val_loss if record else (None if best is None else curve.loss[best])),
-                number(record.best_step if record else (None if best is None else curve.step[best]), ",d"),
-                number(record.steps if record else done, ",d"),
-                number(record.tokens if record else tokens, ",d"),
-                number(record.tokens_per_second if record else None, ",.0f"),
-                Cell(NOTHING) if seconds is None or math.isnan(seconds) else Cell(duration(seconds), seconds),
-                number(record.parameters if record else None, ",d"),
-                number(record.val_tokens if record else None, ",d"),
-                text(record.config_hash if record else "", code=bool(record)),
-                text(run.folder, code=True),
-            ]
-        )
-    return Table(titles, rows, "All runs")
+    return tabulated(runs, fields, "All runs")
+
+
+def _time(seconds: float | None) -> Cell:
+    return Cell(NOTHING) if seconds is None or math.isnan(seconds) else Cell(hours_and_minutes(seconds), seconds)
 
 
 def short_state(run: RunData) -> str:
@@ -113,60 +103,42 @@ def short_state(run: RunData) -> str:
     return run.state.split(":")[0].lower() if run.state.startswith(("Unfinished", "Failed")) else "damaged"
 
 
-def duration(seconds: float) -> str:
-    """4.2 s, 3 min 20 s, 2 h 05 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+def _measured(kind: str, *path: str | int, digits: str = ".4f") -> Callable[[RunData], Cell]:
+    return lambda run: cell(run.result(kind), *path, digits=digits)
 
 
-WINDOWS = Column("windows", hint="hash of the windows: only numbers that agree in it may be compared")
-
-
-def measured_on(found: dict[str, Any]) -> tuple[Cell, Cell]:
+def _measured_on(kind: str) -> tuple[tuple[Column, Callable[[RunData], Cell]], ...]:
     """Tokens and the beginning of the windows' hash."""
-    return number(real(found.get("tokens")), ",.0f"), text(str(found.get("windows_hash") or "")[:8], code=True)
+    hint = "hash of the windows: only numbers that agree in it may be compared"
+    return (
+        (Column("tokens", True), _measured(kind, "tokens", digits=",.0f")),
+        (Column("windows", hint=hint), lambda run: text(run.windows(kind)[:8], code=True)),
+    )
 
 
 def hessian_table(runs: Sequence[RunData]) -> Table | None:
-    titles = columns(
-        Column("run"),
-        Column("loss", True, "on the tokens of the measurement"),
-        Column("largest eigenvalue", True, "of largest magnitude, with its sign"),
-        Column("residual", True),
-        Column("trace", True),
-        Column("± se", True),
-        Column("trace per parameter", True),
-        Column("protocol"),
-        Column("tokens", True),
-        WINDOWS,
-        Column("step", True, "of the checkpoint"),
+    kind, first = "hessian", ("eigenvalues", 0)
+    fields = (
+        (Column("run"), lambda run: text(run.name)),
+        (Column("loss", True, "on the tokens of the measurement"), _measured(kind, "loss")),
+        (
+            Column("largest eigenvalue", True, "of largest magnitude, with its sign"),
+            _measured(kind, *first, "value", digits=".4g"),
+        ),
+        (Column("residual", True), _measured(kind, *first, "residual", digits=".1e")),
+        (Column("trace", True), _measured(kind, "trace", "mean", digits=".5g")),
+        (Column("± se", True), _measured(kind, "trace", "standard_error", digits=".2g")),
+        (Column("trace per parameter", True), _measured(kind, "trace_per_parameter", digits=".3g")),
+        (Column("protocol"), lambda run: text(inside(run.result(kind), "settings", "protocol") or "")),
+        *_measured_on(kind),
+        (Column("step", True, "of the checkpoint"), lambda run: cell(run.measured, kind, "step", digits=",.0f")),
     )
-    rows, unsure = [], []
-    for run in runs:
-        found = result(run, "hessian")
-        if not found:
-            continue
-        listed = found.get("eigenvalues")
-        first = listed[0] if isinstance(listed, list) and listed else None
-        if any(inside(entry, "converged") is False for entry in (listed if isinstance(listed, list) else [])):
-            unsure.append(run.name)
-        values = (
-            number(real(found.get("loss"))),
-            number(real(inside(first, "value")), ".4g"),
-            number(real(inside(first, "residual")), ".1e"),
-            number(real(inside(found, "trace", "mean")), ".5g"),
-            number(real(inside(found, "trace", "standard_error")), ".2g"),
-            number(real(found.get("trace_per_parameter")), ".3g"),
-            text(inside(found, "settings", "protocol") or ""),
-            *measured_on(found),
-            number(real(run.measured["hessian"].get("step")), ",.0f"),
-        )
-        rows.append([text(run.name), *values])
+    shown = [run for run in runs if run.result(kind)]
+    unsure = [
+        run.name for run in shown if any(e.get("converged") is False for e in records(run.result(kind), "eigenvalues"))
+    ]
     notes = [f"Some eigenvalues had not converged: {', '.join(unsure)}."] if unsure else []
-    return Table(titles, rows, "Curvature of the loss", notes) if rows else None
+    return tabulated(shown, fields, "Curvature of the loss", notes) if shown else None
 
 
 SUMMARY = {
@@ -180,71 +152,68 @@ SUMMARY = {
 
 
 def jacobian_table(runs: Sequence[RunData]) -> Table | None:
-    rows, unsure = [], []
-    for run in runs:
-        summary = inside(result(run, "jacobian"), "summary", "block")
-        if isinstance(summary, dict):
-            layers = [inside(layer, "block") for layer in layers_of(run, "jacobian")]
-            kept = sorted({k for layer in layers if (k := real(inside(layer, "k"))) is not None})
-            if any(inside(layer, "converged") is False for layer in layers):
-                unsure.append(run.name)
-            values = (number(real(summary.get(key)), ".4g") for key in SUMMARY)
-            on = measured_on(result(run, "jacobian"))
-            rows.append([text(run.name), text(", ".join(f"{k:.0f}" for k in kept)), *values, *on])
-    titles = columns(
-        Column("run"),
-        Column("k", hint="singular values kept of each layer: only numbers that agree in it may be compared"),
-        *(Column(title, True, hint) for title, hint in SUMMARY.values()),
-        Column("tokens", True),
-        WINDOWS,
+    kind, summary = "jacobian", ("summary", "block")
+
+    def kept(run: RunData) -> Cell:
+        found = {k for layer in run.layers(kind) if (k := real(layer, "block", "k")) is not None}
+        return text(", ".join(f"{k:.0f}" for k in sorted(found)))
+
+    fields = (
+        (Column("run"), lambda run: text(run.name)),
+        (Column("k", hint="singular values kept of each layer: only numbers that agree in it may be compared"), kept),
+        *(
+            (Column(title, True, hint), _measured(kind, *summary, key, digits=".4g"))
+            for key, (title, hint) in SUMMARY.items()
+        ),
+        *_measured_on(kind),
     )
+    shown = [run for run in runs if isinstance(inside(run.result(kind), *summary), dict)]
+    unsure = [
+        run.name for run in shown if any(inside(layer, "block", "converged") is False for layer in run.layers(kind))
+    ]
     notes = [f"Some singular values had not settled and may be too low: {', '.join(unsure)}."] if unsure else []
-    return Table(titles, rows, "Jacobians of the blocks, over all layers", notes) if rows else None
+    return tabulated(shown, fields, "Jacobians of the blocks, over all layers", notes) if shown else None
+
+
+LEARNED = (
+    ("forgetting", "source", "rise of the loss on the first corpus; less is better"),
+    ("plasticity", "target", "fall of the loss on the second corpus; more is better"),
+)
 
 
 def forgetting_table(found: Any, folder: object) -> Table | None:
     """Forgetting and plasticity with their paired differences; other records in columns as they come."""
     own = ", with the runs' own optimizers" if inside(found, "settings", "native") is True else ""
     caption = f"Forgetting in {folder}{own}"
-    rows = inside(found, "rows")
-    records = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    if not records or not all(
-        {"architecture", "direction", "forgetting", "plasticity"} <= row.keys() for row in records
-    ):
+    rows = records(found, "rows")
+    if not rows or not all({"architecture", "direction", "forgetting", "plasticity"} <= row.keys() for row in rows):
         return generic_table(found, caption)
-    shown = [Column("architecture"), Column("direction"), Column("n", True, "runs")]
-    for what, corpus, meaning in (
-        ("forgetting", "source", "rise of the loss on the first corpus; less is better"),
-        ("plasticity", "target", "fall of the loss on the second corpus; more is better"),
-    ):
-        shown += [
-            Column(f"{corpus} loss before", True),
-            Column("after", True),
-            Column(what, True, meaning),
-            Column("± se", True, "standard error over seeds"),
-            Column("difference", True, "to the baseline, paired by seed"),
-            Column("interval", True, "Student's t on the paired differences"),
+    fields = [
+        (Column("architecture"), lambda row: text(row["architecture"])),
+        (Column("direction"), lambda row: text(row["direction"])),
+        (Column("n", True, "runs"), lambda row: cell(row, "n", digits=".0f")),
+    ]
+
+    def of(key: str, digits: str = ".4f") -> Callable[[dict[str, Any]], Cell]:
+        return lambda row: cell(row, key, digits=digits)
+
+    def interval(what: str) -> Callable[[dict[str, Any]], Cell]:
+        return lambda row: _bounds(real(row, f"{what}_difference_low"), real(row, f"{what}_difference_high"))
+
+    for what, corpus, meaning in LEARNED:
+        fields += [
+            (Column(f"{corpus} loss before", True), of(f"{corpus}_before")),
+            (Column("after", True), of(f"{corpus}_after")),
+            (Column(what, True, meaning), of(what)),
+            (Column("± se", True, "standard error over seeds"), of(f"{what}_standard_error")),
+            (Column("difference", True, "to the baseline, paired by seed"), of(f"{what}_difference", "+.4f")),
+            (Column("interval", True, "Student's t on the paired differences"), interval(what)),
         ]
-    cells = []
-    for row in records:
-        line = [text(row["architecture"]), text(row["direction"]), number(real(row.get("n")), ".0f")]
-        for what, corpus in (("forgetting", "source"), ("plasticity", "target")):
-            low, high = (real(row.get(f"{what}_difference_{end}")) for end in ("low", "high"))
-            line += [number(real(row.get(f"{corpus}_{when}"))) for when in ("before", "after")]
-            line += [number(real(row.get(key))) for key in (what, f"{what}_standard_error")]
-            line += [number(real(row.get(f"{what}_difference")), "+.4f"), _bounds(low, high)]
-        cells.append(line)
-    baseline, confidence = records[0].get("baseline"), real(records[0].get("confidence"))
-    notes = ["Nats per token. ± is the standard error over seeds."]
+    baseline, confidence = rows[0].get("baseline"), real(rows[0], "confidence")
+    note = "Nats per token. ± is the standard error over seeds."
     if baseline is not None and confidence is not None:
-        notes = [f"{notes[0]} Differences are to {baseline}, paired by seed, with {percent(confidence)} intervals."]
-    return Table(shown, cells, caption, notes)
-
-
-def _bounds(low: float | None, high: float | None) -> Cell:
-    if low is None or high is None:
-        return Cell(NOTHING)
-    return Cell(f"[{low:+.4f}, {high:+.4f}]".replace("-", MINUS), low)
+        note += f" Differences are to {baseline}, paired by seed, with {percent(confidence)} intervals."
+    return tabulated(rows, fields, caption, [note])
 
 
 FIRST = ("architecture", "label", "direction", "baseline", "seed", "n")  # columns that say what a row is about
@@ -252,14 +221,13 @@ FIRST = ("architecture", "label", "direction", "baseline", "seed", "n")  # colum
 
 def generic_table(found: Any, caption: str) -> Table | None:
     """Any list of records under `rows`: a column for every key."""
-    rows = inside(found, "rows")
-    records = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    keys = list(dict.fromkeys(key for record in records for key in record))
+    rows = records(found, "rows")
+    keys = list(dict.fromkeys(key for row in rows for key in row))
     keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))  # stable: the others stay in order
     if not keys:
         return None
-    numeric = {key: all(isinstance(r.get(key), int | float | None) for r in records) for key in keys}
-    shown = [[_any(record.get(key)) for key in keys] for record in records]
+    numeric = {key: all(isinstance(row.get(key), int | float | None) for row in rows) for key in keys}
+    shown = [[_any(row.get(key)) for key in keys] for row in rows]
     return Table([Column(key.replace("_", " "), numeric[key]) for key in keys], shown, caption)
 
 
@@ -298,16 +266,9 @@ def _environment(run: RunData) -> tuple[str, ...]:
     revision = str(inside(git, "revision") or "")[:12]
     if revision and inside(git, "changed"):
         revision += " with changes"
-    return (
-        str(run.facts.get("stepformer") or ""),
-        revision,
-        str(inside(found, "versions", "python") or ""),
-        str(inside(found, "versions", "torch") or ""),
-        machine,
-        str(found.get("threads") or ""),
-        str(run.facts.get("precision") or ""),
-        str(found.get("platform") or ""),
-    )
+    python, torch = (inside(found, "versions", name) for name in ("python", "torch"))
+    facts = (run.facts.get("stepformer"), revision, python, torch, machine, found.get("threads"))
+    return tuple(str(fact or "") for fact in (*facts, run.facts.get("precision"), found.get("platform")))
 
 
 def config_tables(runs: Sequence[RunData]) -> tuple[Table, Table]:

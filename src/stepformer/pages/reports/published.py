@@ -10,9 +10,9 @@ from typing import Any
 from stepformer.base.errors import StepformerError
 from stepformer.catalogue import closest_preset, preset
 from stepformer.catalogue.recipes import Recipe, load_recipe
-from stepformer.pages.reports.charts import inside, layers_of, real, result
 from stepformer.pages.reports.collect import RunData
 from stepformer.pages.reports.parts import mean_of
+from stepformer.pages.reports.values import inside, real, records, values
 from stepformer.present.tables import Cell, Column, Table, columns, number, text
 from stepformer.training import RunConfig, run_config
 
@@ -55,43 +55,43 @@ def published_tables(runs: Sequence[RunData], forgetting: Sequence[Any] = ()) ->
     return tables
 
 
+def _architectures(recipe: Recipe, runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[RunData]]]:
+    """For each label that is an architecture of the recipe: itself, the recipe's name for it, and its runs."""
+    for label in dict.fromkeys(run.label for run in runs):
+        mine = [run for run in runs if run.label == label]
+        key = _key(recipe, mine[0].config) if mine[0].config else None
+        if key is not None:
+            yield label, key, mine
+
+
+def _for_each(said: dict[str, list[str]]) -> list[str]:
+    """Sentences, with the labels that they are about unless it is one for all."""
+    return [words if len(said) == 1 else f"{', '.join(labels)}: {words}" for words, labels in said.items()]
+
+
 def _table(recipe: Recipe, runs: Sequence[RunData]) -> Table:
-    titles = columns(
-        Column("architecture"),
-        Column("published best", True),
-        Column("ours best", True),
-        Column("published final", True),
-        Column("ours final", True),
-        Column("our runs", True),
-        Column("remark"),
+    fields = (
+        (Column("architecture"), lambda label, mine, facts: text(label)),
+        (
+            Column("published best", True),
+            lambda label, mine, facts: number(
+                facts.get("published"), ".4g" if facts.get("published", 0) < 1 else ".4f"
+            ),
+        ),
+        (Column("ours best", True), lambda label, mine, facts: number(mean_of(mine, "best_val_loss"))),
+        (Column("published final", True), lambda label, mine, facts: number(facts.get("published_final"))),
+        (Column("ours final", True), lambda label, mine, facts: number(mean_of(mine, "val_loss"))),
+        (Column("our runs", True), lambda label, mine, facts: number(sum(bool(run.record) for run in mine), "d")),
+        (Column("remark"), lambda label, mine, facts: text(facts.get("note", ""))),
     )
     rows: list[list[Cell]] = []
     caveats: dict[str, list[str]] = {}
-    for label in dict.fromkeys(run.label for run in runs):
-        mine = [run for run in runs if run.label == label]
-        config = mine[0].config
-        assert config is not None
-        key = _key(recipe, config)
-        if key is None:
-            continue
-        facts = recipe.runs[key]
-        rows.append(
-            [
-                text(label),
-                number(facts.get("published"), ".4g" if facts.get("published", 0) < 1 else ".4f"),
-                number(mean_of(mine, "best_val_loss")),
-                number(facts.get("published_final"), ".4f"),
-                number(mean_of(mine, "val_loss")),
-                number(sum(run.record is not None for run in mine), "d"),
-                text(facts.get("note", "")),
-            ]
-        )
-        caveats.setdefault(_caveat(recipe, key, facts, mine), []).append(label)
+    for label, key, mine in _architectures(recipe, runs):
+        rows.append([made(label, mine, recipe.runs[key]) for _, made in fields])
+        caveats.setdefault(_caveat(recipe, key, mine), []).append(label)
     about = recipe.about
     notes = [f"Published: {about.get('published_what', '')} ({about.get('paper', '')}, {about.get('figure', '')})."]
-    for caveat, labels in caveats.items():
-        notes.append(caveat if len(caveats) == 1 else f"{', '.join(labels)}: {caveat}")
-    return Table(titles, rows, f"Recipe {recipe.name}", notes)
+    return Table([column for column, _ in fields], rows, f"Recipe {recipe.name}", notes + _for_each(caveats))
 
 
 def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]) -> Table:
@@ -107,77 +107,63 @@ def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]
     )
     rows: list[list[Cell]] = []
     scales: dict[str, list[str]] = {}
-    for label in dict.fromkeys(run.label for run in runs):
-        mine = [run for run in runs if run.label == label]
-        config = mine[0].config
-        key = _key(recipe, config) if config else None
-        published = recipe.measured.get(key, {}) if key else {}
-        before = len(rows)
+    for label, key, mine in _architectures(recipe, runs):
+        published, before = recipe.measured.get(key, {}), len(rows)
         for name, (title, on) in QUANTITIES.items():
             found: dict[str, list[float]] = {}
             for run in mine if name in published else ():
-                for where, value in _ours(run, name, forgetting):
-                    if not (name in PER_TOKEN and _other_tokenizer(recipe, run)):
-                        found.setdefault(where, []).append(value)
-            for where, values in found.items():
-                ours = number(math.fsum(values) / len(values), ".4g")
+                if not (name in PER_TOKEN and _other_tokenizer(recipe, run)):
+                    for where, value in _ours(run, name, forgetting):
+                        if (known := real(value)) is not None:
+                            found.setdefault(where, []).append(known)
+            for where, all_ours in found.items():
+                ours = number(math.fsum(all_ours) / len(all_ours), ".4g")
                 words = (text(label), text(title), number(published[name], ".4g"), ours)
-                rows.append([*words, number(len(values), "d"), text(on), text(where)])
-        if len(rows) > before and key:
+                rows.append([*words, number(len(all_ours), "d"), text(on), text(where)])
+        if len(rows) > before:
             scales.setdefault(_scale(recipe, key, mine), []).append(label)
     notes = [f"Published: {recipe.about.get('paper', '')}, from the authors' public results."]
-    for scale, labels in scales.items():
-        notes.append(scale if len(scales) == 1 else f"{', '.join(labels)}: {scale}")
-    return Table(titles, rows, f"Recipe {recipe.name}: what else was measured", notes)
+    return Table(titles, rows, f"Recipe {recipe.name}: what else was measured", notes + _for_each(scales))
 
 
-def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, float]]:
+def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Our values of a published quantity, each with what it was measured on; none where ours is another quantity."""
-    for where, value in _candidates(run, name, forgetting):
-        if (known := real(value)) is not None:
-            yield where, known
-
-
-def _candidates(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     if name in TASKS:
-        found = inside(result(run, "tasks"), "tasks", TASKS[name])
-        items, whole = real(inside(found, "items")), real(inside(found, "of"))
+        found = inside(run.result("tasks"), "tasks", TASKS[name])
+        items, whole = real(found, "items"), real(found, "of")
         of = f" of {whole:,.0f}" if whole is not None and whole != items else ""
         yield "" if items is None else f"{items:,.0f}{of} items", inside(found, "acc_norm")
     elif name in ("trace_per_parameter", "largest_eigenvalue", "curve_range"):
-        found = result(run, "hessian")
-        tokens = real(found.get("tokens"))
+        found = run.result("hessian")
+        tokens = real(found, "tokens")
         where = "" if tokens is None else f"{tokens:,.0f} tokens"
         if name == "trace_per_parameter":
             yield where, found.get(name)
         elif name == "largest_eigenvalue":
-            listed = found.get("eigenvalues")
-            yield where, inside(listed[0], "value") if isinstance(listed, list) and listed else None
+            yield where, inside(found, "eigenvalues", 0, "value")
         elif _published_curve(found.get("curve")):
             yield where, inside(found, "curve", "range")
     elif name == "persistence":
-        kept = [inside(layer, "block", "k") for layer in layers_of(run, "jacobian")]
+        kept = [inside(layer, "block", "k") for layer in run.layers("jacobian")]
         if set(kept) == {PERSISTENT}:
-            yield f"{len(kept)} layers", inside(result(run, "jacobian"), "summary", "block", "persistence")
+            yield f"{len(kept)} layers", inside(run.result("jacobian"), "summary", "block", "persistence")
     elif name in ("forgetting", "plasticity"):
         yield from _forgotten(run, name, forgetting)
     elif name == "ood":
-        found = result(run, "perplexity")
+        found = run.result("perplexity")
         if str(found.get("protocol", "")).startswith("mean over wikitext, lambada, c4;"):
             yield str(found["protocol"]).partition("; ")[2], found.get("mean_perplexity")
     else:
-        texts = result(run, "perplexity").get("texts")
-        for entry in texts if isinstance(texts, list) else []:
-            if inside(entry, "name") == name:
-                tokens, stride = real(inside(entry, "tokens")), real(inside(entry, "stride"))
-                how = f"{inside(entry, 'mode') or ''}{'' if stride is None else f' {stride:.0f}'}"
-                yield f"{tokens or 0:,.0f} tokens, {how}", inside(entry, "perplexity")
+        for entry in records(run.result("perplexity"), "texts"):
+            if entry.get("name") == name:
+                stride = real(entry, "stride")
+                how = f"{entry.get('mode') or ''}{'' if stride is None else f' {stride:.0f}'}"
+                yield f"{real(entry, 'tokens') or 0:,.0f} tokens, {how}", entry.get("perplexity")
 
 
 def _published_curve(curve: Any) -> bool:
     """Whether a loss curve goes as far as the published ones, along a direction that is scaled alike."""
-    alpha = inside(curve, "alpha")
-    ends = [real(alpha[0]), real(alpha[-1])] if isinstance(alpha, list) and alpha else []
+    ends = [real(curve, "alpha", place) for place in (0, -1)]
     return ends == [-0.5, 0.5] and inside(curve, "normalise") == "tensor"
 
 
@@ -185,13 +171,12 @@ def _forgotten(run: RunData, name: str, tables: Sequence[Any]) -> Iterator[tuple
     """What a run forgot, or learned, in the fine-tunings that began with it, those by one AdamW for all."""
     mine = run.facts.get("id")
     for found in tables:
-        listed = inside(found, "runs")
-        if mine is None or inside(found, "settings", "native") is True or not isinstance(listed, list):
+        if mine is None or inside(found, "settings", "native") is True:
             continue
-        for entry in listed:
-            steps = inside(entry, "steps")
-            if inside(entry, "init", "id") == mine and isinstance(steps, list) and steps:
-                yield f"{real(steps[-1]) or 0:,.0f} steps, {inside(entry, 'direction') or ''}", inside(entry, name)
+        for entry in records(found, "runs"):
+            if inside(entry, "init", "id") == mine and values(entry, "steps"):
+                steps = real(entry, "steps", -1) or 0
+                yield f"{steps:,.0f} steps, {entry.get('direction') or ''}", entry.get(name)
 
 
 def _scale(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
@@ -223,16 +208,17 @@ def _key(recipe: Recipe, config: RunConfig) -> str | None:
     return next((key for key in recipe.runs if row is not None and preset(key).name == row.name), None)
 
 
-def _caveat(recipe: Recipe, key: str, facts: dict[str, Any], runs: Sequence[RunData]) -> str:
+def _caveat(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
     """What keeps our number from being a reproduction, in a sentence."""
-    config = runs[0].config
+    config, facts = runs[0].config, recipe.runs[key]
     assert config is not None
     theirs, ours = _flat(run_config(recipe.name, [f"model.preset={key}"])), _flat(config)
     differing = [k for k in dict.fromkeys((*theirs, *ours)) if theirs.get(k) != ours.get(k)]
     record = next((run.record for run in runs if run.record), None)
     sentences = []
     if differing:
-        named = [f"{k} {_word(ours, k)} instead of {_word(theirs, k)}" for k in differing[:MOST_NAMED]]
+        pairs = [(k, *(settings.get(k, "default") for settings in (ours, theirs))) for k in differing[:MOST_NAMED]]
+        named = [f"{k} {here} instead of {there}" for k, here, there in pairs]
         more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
         sentences.append(f"Not the published setting, so not a reproduction: {', '.join(named)}{more}.")
     other = _other_tokenizer(recipe, runs[0])
@@ -252,15 +238,7 @@ def _caveat(recipe: Recipe, key: str, facts: dict[str, Any], runs: Sequence[RunD
 
 def _flat(config: RunConfig) -> dict[str, Any]:
     sections = {name: values for name, values in config.to_dict().items() if isinstance(values, dict)}
-    flat = {
-        f"{name}.{key}": value
-        for name, values in sections.items()
-        for key, value in values.items()
-        if key not in IMMATERIAL
-    }
+    items = ((name, key, value) for name, section in sections.items() for key, value in section.items())
+    flat = {f"{name}.{key}": value for name, key, value in items if key not in IMMATERIAL}
     flat["data.corpus"] = Path(str(flat["data.corpus"])).name.removesuffix("-gpt2")
     return flat
-
-
-def _word(settings: dict[str, Any], key: str) -> str:
-    return str(settings.get(key, "default"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -119,21 +121,19 @@ def _ask(run: RunData, prompts: Sequence[str], samples: Samples | None, journal:
     if name is None:
         raise InputError("the run has no checkpoint.")
     key = [str(run.facts.get("id") or run.folder.resolve()), name]
-    loaded: list[LoadedRun] = []
 
+    @functools.cache
     def model() -> LoadedRun:
-        if not loaded:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*has no best checkpoint yet")  # that is known here
-                loaded.append(load_run(run.folder, device=device))
-        return loaded[0]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*has no best checkpoint yet")  # that is known here
+            return load_run(run.folder, device=device)
 
     run.coefficients = journal.get(json.dumps([*key, "coefficients"]), lambda: model().model.coefficients())
     if samples is None:
         return
     drawing = samples.drawing
     for prompt in prompts:
-        settings = [prompt, drawing.tokens, drawing.temperature, drawing.seed]
+        settings = [prompt, *dataclasses.astuple(drawing)]
         text = journal.get(json.dumps([*key, *settings]), functools.partial(_text, model, prompt, drawing))
         samples.texts.setdefault(prompt, {})[run.label] = text
 
@@ -144,13 +144,11 @@ def _text(load: Callable[[], LoadedRun], prompt: str, drawing: Drawing) -> str:
     ids = [run.tokenizer.eot, *map(int, run.tokenizer.encode(prompt))]
     if len(ids) > run.config.model.context:
         raise InputError(f"the prompt has {len(ids)} tokens, the context is {run.config.model.context}.")
-    made = run.model.generate(
-        [ids],
-        max_new_tokens=drawing.tokens,
-        temperature=drawing.temperature,
-        seed=drawing.seed,
-        stop=run.tokenizer.eot,
-        on_context_end="slide",
-    )
+    settings: dict[str, Any] = {
+        "max_new_tokens": drawing.tokens,
+        "temperature": drawing.temperature,
+        "seed": drawing.seed,
+    }
+    made = run.model.generate([ids], stop=run.tokenizer.eot, on_context_end="slide", **settings)
     text = run.tokenizer.decode([token for token in made.tokens[0] if token != run.tokenizer.eot])
     return text.rstrip("\N{REPLACEMENT CHARACTER}")

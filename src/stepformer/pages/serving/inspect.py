@@ -131,12 +131,8 @@ def prediction_view(tokenizer: Tokenizer, prediction: Prediction) -> dict[str, A
     return {
         "logprob": prediction.logprob,
         "probability": math.exp(prediction.logprob),
-        "rank": prediction.rank,
-        "entropy": prediction.entropy,
-        "alternatives": [
-            {**token_view(tokenizer, token), "probability": probability}
-            for token, probability in prediction.alternatives
-        ],
+        **vars(prediction),
+        "alternatives": [{**token_view(tokenizer, token), "probability": p} for token, p in prediction.alternatives],
     }
 
 
@@ -145,13 +141,9 @@ def comparison(tokenizer: Tokenizer, tokens: Sequence[int], readings: Sequence[R
     rows = []
     apart = differences(*readings) if len(readings) == 2 else None
     for t, token in enumerate(tokens[1:]):
-        sides = [
-            {
-                **prediction_view(tokenizer, reading.predictions[t]),
-                "attention": [layer and layer[t] for layer in reading.attention],
-            }
-            for reading in readings
-        ]
+        sides = [prediction_view(tokenizer, reading.predictions[t]) for reading in readings]
+        for side, reading in zip(sides, readings, strict=True):
+            side["attention"] = [layer and layer[t] for layer in reading.attention]
         row = {**token_view(tokenizer, token), "sides": sides}
         rows.append(row if apart is None else {**row, "difference": apart[t]})
     return {"tokens": rows, "summary": summary(readings, size)}

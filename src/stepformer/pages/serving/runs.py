@@ -120,12 +120,8 @@ class ServedRun:
         for (token,) in steps:
             drawn = torch.tensor([token], device=run.device)
             (found,) = predictions(seen[0], drawn, run.config.model.real_vocab)
-            yield {
-                "token": {
-                    **token_view(run.tokenizer, int(drawn)),
-                    "side": prediction_view(run.tokenizer, found),
-                }
-            }
+            side = prediction_view(run.tokenizer, found)
+            yield {"token": {**token_view(run.tokenizer, int(drawn)), "side": side}}
         yield {"end": made.finish[0], "text": readable(run, made.tokens[0])}
 
 

@@ -32,25 +32,26 @@ from urllib.parse import parse_qs
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.data.tokenizers import valid
+from stepformer.pages.serving.asked import MOST_TOKENS as MOST_TOKENS
+from stepformer.pages.serving.asked import Hurried, number_of, settings_of, text_of
 from stepformer.pages.serving.inspect import comparison
 from stepformer.pages.serving.runs import ServedRun, why_apart
 
 HOST = "127.0.0.1"
 OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)  # any port: a tunnel has its own
 LARGEST_BODY = 1 << 20
-MOST_TOKENS = 4096  # in one request
 PATIENCE = 1.0  # seconds that a stop waits for a running call of a model
 MOST_CLIENTS = 64  # answered at once: a page of two runs asks for less than ten
 SENDING = 30.0  # seconds that a client has to send its whole request
 READING = 30.0  # seconds that an answer waits for a client that does not read, all its pieces together
 TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # what addresses, headers and cookies hold as it is
 
+SCRIPTS = ("page", "dom", "tokens", "generate", "compare", "watch")
 FILES = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
-    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("page", "dom", "tokens", "generate", "compare")},
-    "/watch.js": ("watch.js", "text/javascript"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in SCRIPTS},
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -98,11 +99,10 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), Handler)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                why = f"Port {port} is taken"
-            else:
-                why = f"Port {port} cannot be used ({error.strerror})"
-            raise StepformerError(f"{why}: choose another with --port, or --port 0 for any free one.") from None
+            why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+            raise StepformerError(
+                f"Port {port} {why}: choose another with --port, or --port 0 for any free one."
+            ) from None
 
     def server_bind(self) -> None:
         """Without the look-up of this machine's name that HTTPServer makes, which may take seconds."""
@@ -187,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_Hurried(self.connection, SENDING))
+        self.rfile = io.BufferedReader(Hurried(self.connection, SENDING))
         self.left = READING
 
     def do_GET(self) -> None:
@@ -220,12 +220,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the base class refuses: a sentence here too."""
-        self._fail_early(code, message or "The request is not understood.")
-
-    def _fail_early(self, code: int, sentence: str) -> None:
-        self.begun = False
-        self.close_connection = True
-        self._fail(code, sentence)
+        self.begun, self.close_connection = False, True
+        self._fail(code, message or "The request is not understood.")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not printed."""
@@ -316,9 +312,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _generate(self, body: dict[str, Any]) -> None:
         """Tokens as they are made, one JSON object a line; the work ends when the client hangs up."""
-        asked = _settings(body)
+        asked = settings_of(body)
         run = self._run(body)
-        with self._turn(run), contextlib.closing(run.generate(_text(body, "prompt"), **asked)) as events:
+        with self._turn(run), contextlib.closing(run.generate(text_of(body, "prompt"), **asked)) as events:
             for event in events:
                 if not self.begun:  # bad settings have shown by now, and are answered with a status
                     self._start(200, "application/x-ndjson; charset=utf-8")
@@ -330,7 +326,7 @@ class Handler(BaseHTTPRequestHandler):
         runs = self.server.runs
         if self.server.apart:
             raise InputError(self.server.apart)
-        text = _text(body, "text")
+        text = text_of(body, "text")
         ids = runs[0].text_ids(text, min(run.context for run in runs))
         readings, steps = [], []
         for run in runs:
@@ -341,9 +337,9 @@ class Handler(BaseHTTPRequestHandler):
         self._json({**comparison(runs[0].tokenizer, ids, readings, size), "steps": steps})
 
     def _sample(self, body: dict[str, Any]) -> None:
-        number = _number(body, "number", whole=True, least=0, most=1 << 40)
+        number = number_of(body, "number") or 0
         runs = self.server.runs
-        self._json({"text": runs[0].sample(int(number or 0), min(run.context for run in runs))})
+        self._json({"text": runs[0].sample(number, min(run.context for run in runs))})
 
     def _load(self, body: dict[str, Any]) -> None:
         run = self._run(body)
@@ -352,8 +348,7 @@ class Handler(BaseHTTPRequestHandler):
         self._json(run.facts())
 
     def _run(self, body: dict[str, Any]) -> ServedRun:
-        side = _number(body, "side", whole=True, least=0, most=len(self.server.runs) - 1)
-        return self.server.runs[int(side or 0)]
+        return self.server.runs[number_of(body, "side", most=len(self.server.runs) - 1) or 0]
 
     @contextlib.contextmanager
     def _turn(self, run: ServedRun) -> Iterator[None]:
@@ -411,57 +406,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-class _Hurried(io.RawIOBase):
-    """What a client sends, within a time for all of it: a byte now and then does not keep a connection."""
-
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._connection, self._until = connection, time.monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left)
-        return self._connection.recv_into(buffer)
-
-
 def _distinct(runs: list[ServedRun]) -> list[ServedRun]:
     """Best and last of one run are one training."""
     return list({run.folder.path.resolve(): run for run in runs}.values())
-
-
-def _text(body: dict[str, Any], name: str) -> str:
-    value = body.get(name, "")
-    if not isinstance(value, str):
-        raise InputError(f"'{name}' should be text.")
-    return value
-
-
-def _number(body: dict[str, Any], name: str, *, whole: bool, least: float, most: float) -> float | None:
-    """A number of the request, in its limits; None when it is left out."""
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise InputError(f"'{name}' should be a {'whole ' if whole else ''}number.")
-    if not least <= value <= most:
-        raise InputError(f"'{name}' should lie between {least:g} and {most:g}.")
-    return value
-
-
-def _settings(body: dict[str, Any]) -> dict[str, Any]:
-    """The settings of `generation.stream` that a request asks for."""
-    known = {"side", "prompt", "tokens", "temperature", "top_k", "top_p", "seed"}
-    if unknown := sorted(body.keys() - known):
-        raise InputError(f"There is no setting '{unknown[0]}': there are {', '.join(sorted(known))}.")
-    temperature = _number(body, "temperature", whole=False, least=0, most=100)
-    return {
-        "max_new_tokens": _number(body, "tokens", whole=True, least=1, most=MOST_TOKENS) or 200,
-        "temperature": 0.8 if temperature is None else temperature,
-        "top_k": _number(body, "top_k", whole=True, least=1, most=1 << 30),
-        "top_p": _number(body, "top_p", whole=False, least=0, most=1),
-        "seed": _number(body, "seed", whole=True, least=-(2**63), most=2**63 - 1),
-    }

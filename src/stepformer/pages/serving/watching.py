@@ -86,13 +86,9 @@ class Tail:
             if values["kind"] == "saved":
                 return
             kind, loss = (self.train, "loss") if values["kind"] == "train" else (self.evals, "val_loss")
-            point = Point(
-                int(values["step"]),
-                float(values[loss]),
-                float(values["seconds"]),
-                float(values.get("tokens_per_second", 0.0)),
-            )
-            if not all(map(math.isfinite, (point.loss, point.seconds, point.tokens_per_second))):
+            numbers = [float(n) for n in (values[loss], values["seconds"], values.get("tokens_per_second", 0.0))]
+            point = Point(int(values["step"]), *numbers)
+            if not all(map(math.isfinite, numbers)):
                 raise ValueError
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             self.damaged += 1
@@ -156,17 +152,13 @@ def progress(folder: RunFolder, config: RunConfig, tail: Tail) -> dict[str, Any]
         "tokens_per_second": now[0] if now else None,
         "seconds_left": now[1] * (steps - step) if now and status == "training" else None,
         "age": age,
-        "last_eval": _evaluation(evals[-1] if evals else None),
-        "best_eval": _evaluation(best),
+        "last_eval": {"step": evals[-1].step, "loss": evals[-1].loss} if evals else None,
+        "best_eval": {"step": best.step, "loss": best.loss} if best else None,
         "train": thinned(train),
         "evals": thinned(evals),
         "checkpoints": checkpoints(folder, evals),
         "damaged": tail.damaged,
     }
-
-
-def _evaluation(point: Point | None) -> dict[str, Any] | None:
-    return None if point is None else {"step": point.step, "loss": point.loss}
 
 
 def _status(folder: RunFolder, age: float | None, now: tuple[float, float] | None, done: bool) -> tuple[str, str]:

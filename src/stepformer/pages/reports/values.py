@@ -1,0 +1,54 @@
+"""Numbers and lists out of files that may lack them, or hold something else in their place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from stepformer.present.tables import Cell, number
+
+
+def inside(value: Any, *path: str | int) -> Any:
+    """The value under nested keys and places, or None."""
+    for key in path:
+        if isinstance(key, int):
+            value = value[key] if isinstance(value, list) and value else None
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def real(value: Any, *path: str | int) -> float | None:
+    """A finite number, or None for anything else."""
+    value = inside(value, *path)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def values(value: Any, *path: str | int) -> list[Any]:
+    """A list, or an empty one for anything else."""
+    found = inside(value, *path)
+    return found if isinstance(found, list) else []
+
+
+def records(value: Any, *path: str | int) -> list[dict[str, Any]]:
+    """The objects in a list."""
+    return [entry for entry in values(value, *path) if isinstance(entry, dict)]
+
+
+def record(value: Any, *path: str | int) -> dict[str, Any]:
+    """An object, or an empty one for anything else."""
+    found = inside(value, *path)
+    return found if isinstance(found, dict) else {}
+
+
+def reals(value: Any, *path: str | int) -> list[float]:
+    """A list of finite numbers, or nothing if one of them is not."""
+    found = [real(entry) for entry in values(value, *path)]
+    return [entry for entry in found if entry is not None] if None not in found else []
+
+
+def cell(value: Any, *path: str | int, digits: str = ".4f") -> Cell:
+    """A finite number as it stands in a table; a dash for anything else."""
+    return number(real(value, *path), digits)

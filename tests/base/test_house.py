@@ -1,0 +1,59 @@
+"""The order of the house is kept, and whoever breaks it is told."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import house
+import stepformer
+
+PACKAGE = Path(stepformer.__file__).parent
+
+
+def test_the_house_is_in_order() -> None:
+    assert house.problems(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "sentence"),
+    [
+        ("rules/state.py", "from stepformer.model import Model", "rules/ imports model/, which stands after it"),
+        (
+            "oracles/mlp.py",
+            "if TYPE_CHECKING:\n    from stepformer.training.config import RunConfig",
+            "oracles/ imports training/",
+        ),
+        ("optim/polar.py", "def f() -> None:\n    import stepformer.study.plots", "optim/ imports study/"),
+        ("base/files.py", "import_module('stepformer.rules.state')", "base/ imports rules/"),
+        ("base/errors.py", "import stepformer.base.files", "An import circle: "),
+        ("rules/adaptive.py", "import triton.language as tl", "names triton, which is for ops/ alone"),
+        ("training/loop.py", "graph = torch.cuda.CUDAGraph()", "names CUDAGraph"),
+        ("model/block.py", "from torch.distributed.tensor import DTensor", "names distributed.tensor"),
+        ("cli/show.py", "from stepformer import build", "imports the root"),
+        ("loose.py", "", "at the root of the package there are only"),
+    ],
+)
+def test_who_breaks_it_is_told(file: str, line: str, sentence: str, tmp_path: Path) -> None:
+    package = tmp_path / "stepformer"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (package / file).open("a") as out:
+        out.write(f"\n{line}\n")
+    found = house.problems(package)
+    assert found
+    assert any(sentence in problem for problem in found), found
+
+
+def test_make_lint_asks() -> None:
+    makefile = Path(__file__).parents[2] / "Makefile"
+    lint = makefile.read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    assert "tests/support/house.py" in lint
+
+
+def test_the_largest_file_and_the_mathematics() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert max(lines.values()) <= 420, max(lines, key=lambda path: lines[path])
+    above = [path for path in lines if path.relative_to(PACKAGE).parts[0] in ("rules", "oracles", "extras", "model")]
+    assert sum(lines[path] for path in above if "engines" not in path.parts) <= 3500

@@ -1,0 +1,648 @@
+"""Recipes against the papers: sizes, rates, published values, and one shrunk step of every run.
+
+The tables here were written from the papers and the project's specification, not from the recipes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stepformer as sf
+from draws import seeded
+from runs import make_corpus
+from stepformer.base.errors import ConfigError, UnknownNameError
+from stepformer.catalogue import preset, presets
+from stepformer.catalogue.recipes import FOLDER, load_recipe, recipe_names
+from stepformer.catalogue.references import BIBTEX
+from stepformer.optim import Optimizers, Schedule
+from stepformer.training import train
+from stepformer.training.config import RunConfig, run_config
+from stepformer.training.runs import as_toml
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+V = 50_304
+PAPERS = {
+    "yuriiformer": "zimin2026yuriiformer",
+    "momentum": "gai2026momentum",
+    "sympformer": "stein2026sympformer",
+    "speed": "shortcuts",
+}
+
+# Per layer at width d: learned scalars, auxiliary norms; and whether a stream starts from tables of its own.
+EXTRAS: dict[str, tuple[int, int, bool]] = {
+    "gd-euler": (0, 0, False),
+    "vanilla": (0, 0, False),
+    "polyak-euler": (2, 1, True),
+    "hb": (4, 2, True),
+    "nesterov-euler": (3, 1, True),
+    "yurii": (6, 2, True),
+    "symplectic-euler": (5, 2, True),
+    "imex": (5, 1, True),
+    "imex-ln": (5, 2, True),
+    "verlet": (5, 2, True),
+    "tmm": (8, 2, True),
+    "tmm-zero": (8, 2, False),
+    "adam": (6, 2, True),
+    "adamw": (8, 2, True),
+    "rmsprop": (4, 2, False),
+    "muon": (4, 2, True),
+    "ortho": (2, 2, False),
+    "soap": (6, 2, True),
+    "shampoo": (4, 2, False),
+    "symp-plain-euler": (6, 2, False),  # h_x, h_y, alpha; mu, beta, gamma
+    "symp-presymp-euler": (7, 2, False),  # h_x, h_y, c_log, c_lin; mu, beta, gamma
+    "symp-exp-euler": (7, 2, False),
+    "symp-ab2": (7, 2, False),
+    "symp-etd-ab2": (7, 2, False),
+    "linear": (1, 0, False),
+    "linear-yurii": (7, 2, True),
+    "linear-symp-plain-euler": (6, 2, True),
+    "linear-symp-conformal-euler": (7, 2, True),
+}
+# Scalars per layer that a recipe's own model options add: the look-ahead; lambda of the values; two of the skip.
+MORE_SCALARS = {
+    "sympformer-table-1-hamiltonian": 1,
+    "speed-value-residual": 1,
+    "speed-momentum-warmup": 1,
+    "speed": 3,
+}
+
+# YuriiFormer, Table 5: best and final validation loss.
+TABLE_5 = {
+    "gd-euler": (1.107, 1.113),
+    "vanilla": (1.106, 1.114),
+    "nesterov-euler": (1.101, 1.112),
+    "yurii": (1.078, 1.090),
+    "polyak-euler": (1.099, 1.110),
+    "hb": (1.083, 1.096),
+    "symplectic-euler": (1.080, 1.092),
+    "imex-k1-mam": (1.083, 1.095),
+    "imex-k1-ama": (1.086, 1.097),
+    "imex-ln-k1-mam": (1.112, 1.123),
+    "imex-ln-k1-ama": (1.078, 1.091),
+    "verlet-mam": (1.077, 1.090),
+    "verlet-ama": (1.074, 1.088),
+    "imex-k2-mam": (1.081, 1.096),
+    "imex-k2-ama": (1.078, 1.088),
+    "imex-ln-k2-mam": (1.097, 1.104),
+    "imex-ln-k2-ama": (1.070, 1.084),
+}
+
+# YuriiFormer, Table 3: best and final, small; best and final, medium.
+TABLE_3 = {
+    "gd-euler": (3.014, 3.023, 2.770, 2.775),
+    "polyak-euler": (2.965, 2.972, 2.730, 2.734),
+    "nesterov-euler": (2.959, 2.966, 2.726, 2.731),
+    "vanilla": (2.990, 2.998, 2.758, 2.764),
+    "hb": (2.925, 2.931, 2.705, 2.710),
+    "yurii": (2.920, 2.926, 2.702, 2.707),
+}
+
+# Momentum Streams: best validation loss; None where no final value is public.
+STREAMS: dict[str, dict[str, float | None]] = {
+    "tinystories": {
+        "vanilla": 1.1569,
+        "adam": 1.1528,
+        "adamw": 1.1472,
+        "yurii": 1.1299,
+        "tmm": 1.1284,
+        "hb": 1.1330,
+        "rmsprop": 1.1492,
+        "ortho": 1.1489,
+        "muon": 1.1503,
+        "soap": 1.1431,
+        "shampoo": 1.1412,
+        "tmm-zero": None,
+    },
+    "openwebtext": {
+        "vanilla": 3.0078,
+        "adam": 2.9911,
+        "adamw": 2.9883,
+        "yurii": 2.9413,
+        "tmm": 2.9342,
+        "hb": 2.9453,
+        "rmsprop": 3.0153,
+        "ortho": None,
+        "muon": None,
+        "soap": None,
+        "shampoo": None,
+    },
+    "tinystories-wsd": {"yurii": 1.0818, "tmm": 1.0860},
+    "tinystories-sam": {"yurii": 1.0812, "tmm": 1.0791},
+    "tinystories-sawd": {"yurii": 1.0772, "tmm": 1.0815},
+    "openwebtext-wsd": {"yurii": 2.9275, "tmm": 2.9236},
+    "openwebtext-sam": {"yurii": 2.9481, "tmm": 2.9395},
+    "openwebtext-sawd": {"yurii": 2.9323, "tmm": None},
+    "openwebtext-pure-adamw": {"vanilla": 3.0103, "tmm": 2.9696},
+    "openwebtext-half-rate": {"vanilla": 3.0288, "tmm": 2.9634},
+    "tinystories-width-900": {"vanilla": 1.1454},
+    "tinystories-depth-18": {"vanilla": 1.1298},
+    "tinystories-seeds": {"vanilla": 1.1578, "tmm": 1.1272},
+}
+
+# SympFormer, Tables 1 to 3: best and last. The Hamiltonian rows of Table 1 read the future and are no targets.
+SYMP: dict[str, dict[str, tuple[float | None, float | None]]] = {
+    "table-1": {"vanilla": (2.4473, 2.4687), "yurii": (2.3872, 2.4041)},
+    "table-1-hamiltonian": {
+        "symp-plain-euler": (None, None),
+        "symp-presymp-euler": (None, None),
+        "symp-exp-euler": (None, None),
+        "symp-ab2": (None, None),
+        "symp-etd-ab2": (None, None),
+    },
+    "table-2": {"linear": (2.961427, 3.0830), "linear-yurii": (2.765975, 2.8783)},
+    "table-2-plain-euler": {"linear-symp-plain-euler": (2.920602, 3.0399)},
+    "table-2-conformal-euler": {"linear-symp-conformal-euler": (2.731363, 2.8467)},
+    "table-3": {"linear": (2.917168, 3.0118), "linear-yurii": (2.765023, 2.8486)},
+    "table-3-plain-euler": {"linear-symp-plain-euler": (2.656692, 2.7483)},
+    "table-3-conformal-euler": {"linear-symp-conformal-euler": (2.690885, 2.7862)},
+}
+READS_THE_FUTURE = {
+    "symp-plain-euler": 2.3234,
+    "symp-presymp-euler": 2.4592,
+    "symp-exp-euler": 2.2523,
+    "symp-ab2": 2.6546,
+    "symp-etd-ab2": 1.8386,
+}
+
+SPEED = ("speed-baseline", "speed-value-residual-fixed", "speed-value-residual", "speed-momentum-warmup", "speed")
+
+PUBLISHED: dict[str, dict[str, float | None]] = {
+    "yuriiformer-tinystories": {name: best for name, (best, _) in TABLE_5.items()},
+    "yuriiformer-openwebtext": {name: row[0] for name, row in TABLE_3.items()},
+    "yuriiformer-openwebtext-medium": {name: row[2] for name, row in TABLE_3.items()},
+    **{f"momentum-streams-{name}": values for name, values in STREAMS.items()},
+    **{f"sympformer-{name}": {run: best for run, (best, _) in rows.items()} for name, rows in SYMP.items()},
+    **{name: {"vanilla": None} for name in SPEED},
+}
+
+TOTALS = {  # known in full from the authors' own counts and by hand
+    ("yuriiformer-tinystories", "vanilla"): 124_373_760,
+    ("yuriiformer-tinystories", "yurii"): 163_812_168,
+    ("yuriiformer-tinystories", "polyak-euler"): 163_802_904,
+    ("yuriiformer-tinystories", "nesterov-euler"): 163_802_916,
+    ("yuriiformer-tinystories", "symplectic-euler"): 163_812_156,
+    ("yuriiformer-tinystories", "imex-k1-mam"): 163_802_940,
+    ("yuriiformer-tinystories", "imex-ln-k2-ama"): 163_812_156,
+    ("yuriiformer-tinystories", "verlet-ama"): 163_812_156,
+    ("momentum-streams-tinystories", "tmm"): 163_812_192,
+    ("momentum-streams-tinystories", "tmm-zero"): 124_392_288,
+    ("momentum-streams-tinystories", "hb"): 163_812_144,
+    ("momentum-streams-tinystories", "adam"): 163_812_168,
+    ("momentum-streams-tinystories", "adamw"): 163_812_192,
+    ("momentum-streams-tinystories", "muon"): 163_812_144,
+    ("momentum-streams-tinystories", "soap"): 163_812_168,
+    ("momentum-streams-tinystories", "rmsprop"): 124_392_240,
+    ("momentum-streams-tinystories", "ortho"): 124_392_216,
+    ("momentum-streams-tinystories", "shampoo"): 124_392_240,
+    ("momentum-streams-tinystories-width-900", "vanilla"): 162_857_700,
+    ("momentum-streams-tinystories-depth-18", "vanilla"): 166_850_304,
+    ("sympformer-table-1", "vanilla"): 3_646_528,
+    ("sympformer-table-1", "yurii"): 6_899_824,
+    ("sympformer-table-1-hamiltonian", "symp-plain-euler"): 3_614_840,
+    ("sympformer-table-1-hamiltonian", "symp-etd-ab2"): 3_614_848,
+    ("sympformer-table-2", "linear"): 3_392_068,
+    ("sympformer-table-2", "linear-yurii"): 6_620_252,
+    ("sympformer-table-3", "linear"): 3_613_768,
+    ("sympformer-table-3-conformal-euler", "linear-symp-conformal-euler"): 6_899_832,
+    ("speed-value-residual-fixed", "vanilla"): 124_373_760,
+    ("speed-value-residual", "vanilla"): 124_373_772,
+    ("speed", "vanilla"): 124_373_796,
+}
+
+RUNS = [(name, run) for name in recipe_names() for run in load_recipe(name).runs]
+_COMMON = {"tokenizer": "gpt2", "batch": 480, "seed": 42, "eval_every": 100, "eval_tokens": 4_915_200}
+_TINYSTORIES = {**_COMMON, "corpus": "tinystories", "steps": 10_000, "warmup": 1_000, "lr": 0.02}
+_OPENWEBTEXT = {**_COMMON, "corpus": "openwebtext", "steps": 30_000, "warmup": 3_000, "lr": 0.004}
+_MUON = {"name": "muon", "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "wd_matrix": 0.0}
+_MUON |= {"wd_embedding": 0.1, "wd_norm": 0.0, "wd_coefficient": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+_MUON |= {"momentum": 0.95, "nesterov": True, "scaling": "jordan", "qkv": "fused", "clip": 1.0, "floor": 0.1}
+_MUON |= {"clip_coefficients": True, "momentum_warmup": 0, "legacy_warmup": False, "polar": "newton-schulz"}
+_MUON |= {"schedule": "cosine", "sam": "off", "rho": 0.05, "decay_start": None}
+_SYMP = {"tokenizer": "gpt2", "corpus": "tinystories", "steps": 10_000, "seed": 1337, "eval_tokens": 4_915_200}
+_SYMP |= {"name": "adamw", "lr": 3e-4, "lr_embedding": 3e-4, "lr_norm": 3e-4, "wd_matrix": 0.0, "wd_embedding": 0.1}
+_SYMP |= {"wd_norm": 0.0, "wd_coefficient": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "clip": 1.0, "floor": 0.4}
+_SYMP |= {"clip_coefficients": False, "schedule": "cosine", "warmup": 150, "legacy_warmup": False, "sam": "off"}
+_SPEED = {**_MUON, "tokenizer": "gpt2", "corpus": "fineweb", "steps": 3_200, "batch": 512, "seed": 42, "lr": 0.02}
+_SPEED |= {"lr_embedding": 0.3, "lr_norm": 0.02, "lr_coefficient": 0.02, "wd_embedding": 0.0, "clip": 0.0, "floor": 0.0}
+_SPEED |= {"schedule": "wsd", "warmup": 320, "decay_start": 3_200 - 914, "eval_every": 125, "eval_tokens": 10_485_760}
+
+
+def expected(name: str) -> dict[str, Any]:
+    """The settings of a recipe by the training tables of the papers."""
+    if name.startswith("sympformer"):
+        first = "table-1" in name
+        return {**_SYMP, "batch": 6 * (16 if first else 12), "lr_coefficient": 0.0015 if first else 0.03}
+    if name.startswith("speed"):
+        warm = name in ("speed", "speed-momentum-warmup")
+        return {**_SPEED, "momentum_start": 0.85, "momentum_warmup": 500 if warm else 0}
+    values = {**_MUON, **(_TINYSTORIES if "tinystories" in name else _OPENWEBTEXT)}
+    decay_start = 8_300 if "tinystories" in name else 25_000
+    if name.endswith("medium"):
+        values["lr"] = 0.006
+    if name.endswith("half-rate"):
+        values["lr"] = 0.002
+    if name.endswith("pure-adamw"):
+        values |= {"name": "adamw", "lr": 6e-4, "wd_matrix": 0.1, "scaling": "none"}
+    if name.endswith(("wsd", "sawd")):
+        values |= {"schedule": "wsd", "decay_start": decay_start}
+    if name.endswith("sam"):
+        values["sam"] = "always"
+    if name.endswith("sawd"):
+        values["sam"] = "decay"
+    return values
+
+
+def family(run: str) -> str:
+    """The row of EXTRAS: all IMEX rules of one norm placement share theirs, and both Verlet orders."""
+    return re.sub(r"-k\d-(ama|mam)$|-(ama|mam)$", "", run)
+
+
+def count(name: str, run: str) -> int:
+    """Parameters of a recipe's run. Squares of d: an MLP 8, softmax attention 4; W_Q, W_K and C 3; A and V 2."""
+    L, d, _, T = geometry(name)
+    scalars, norms, tables = EXTRAS[family(run)]
+    scalars += MORE_SCALARS.get(name, 0)
+    squares = 11 if run.startswith("symp-") else 10 if run.startswith("linear") else 12
+    return L * (squares * d**2 + (2 + norms) * d + scalars) + (V + T) * d * (2 if tables else 1) + d
+
+
+def geometry(name: str) -> tuple[int, int, int, int]:
+    """Layers, width, heads, context."""
+    if name.endswith("medium"):
+        return 24, 1024, 16, 1024
+    if name.startswith("sympformer-table-2"):
+        return 4, 64, 4, 128
+    if name.startswith("sympformer"):
+        return 8, 64, 8, 512 if "table-1" in name else 1024
+    return 18 if name.endswith("depth-18") else 12, 900 if name.endswith("width-900") else 768, 12, 1024
+
+
+def shrunk(name: str, run: str, **more: Any) -> RunConfig:
+    """The run in miniature; what makes it special stays: more layers, a wider or odd head, its schedule."""
+    full = run_config(name, preset=run).model
+    layers, width = max(2, full.n_layer // 6), 3 * max(4, full.head_dim // 8)
+    size = {"n_layer": layers, "d_model": width, "n_head": 3, "context": 16, "vocab_size": 64, "batch": 2}
+    return run_config(name, preset=run, **{**size, **more})
+
+
+def test_every_experiment_has_its_recipe_and_every_recipe_its_runs() -> None:
+    assert set(recipe_names()) == set(PUBLISHED)
+    for name, values in PUBLISHED.items():
+        assert set(load_recipe(name).runs) == set(values), name
+    assert len(TABLE_5) == 17
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_says_what_it_is(name: str) -> None:
+    lines = (FOLDER / f"{name}.toml").read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert all(len(line) <= 120 for line in lines)
+    recipe = load_recipe(name)
+    assert recipe.about["paper"] in BIBTEX
+    assert recipe.about["paper"] == PAPERS[name.partition("-")[0]]
+    for key in ("figure", "about", "published_what"):
+        assert isinstance(recipe.about[key], str)
+        assert recipe.about[key]
+    assert set(recipe.about) <= {"base", "paper", "figure", "about", "published_what", "seeds", "runs", "measured"}
+    assert preset(recipe.document["model"]["preset"]) in [preset(run) for run in recipe.runs]
+    for run, row in recipe.runs.items():
+        assert {"parameters"} <= set(row), run
+        known = {"parameters", "published", "published_final", "published_std", "published_seeds", "note"}
+        assert set(row) <= known, run
+        assert "published" in row or "note" in row, f"{run}: no value, and no word why"
+
+
+@pytest.mark.parametrize(("name", "run"), RUNS)
+def test_full_size_parameters(name: str, run: str) -> None:
+    config = run_config(name, preset=run)
+    found = config.model.n_layer, config.model.d_model, config.model.n_head, config.model.context
+    assert found == geometry(name)
+    assert (config.model.vocab_size, config.model.real_vocab) == (V, 50_257)
+    assert config.own_vocabulary
+    model = sf.Model(config.model, device="meta")
+    assert all(p.is_meta for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    assert load_recipe(name).runs[run]["parameters"] == total == model.num_parameters()
+    assert total == count(name, run)
+    assert TOTALS.get((name, run), total) == total
+
+
+def test_counts_of_the_papers_convention() -> None:
+    """YuriiFormer counts 123.6M and 353.6M: without positions, and without the tables of the velocity."""
+    for name, millions in (("yuriiformer-tinystories", 123.6), ("yuriiformer-openwebtext-medium", 353.6)):
+        config = run_config(name, preset="vanilla").model
+        found = sf.Model(config, device="meta").num_parameters("non-positional")
+        assert found / 1e6 == pytest.approx(millions, abs=0.05)  # margin: the paper's digits
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_settings_of_the_papers(name: str) -> None:
+    config = run_config(name)
+    flat = {**config.data.to_dict(), **config.optim.to_dict(), **config.train.to_dict()}
+    wanted = expected(name)
+    assert {key: flat[key] for key in wanted} == wanted
+    step = {"table-1": 49_152, "table-2": 9_216, "table-3": 73_728, "speed": 524_288}
+    assert config.step_tokens == next((tokens for word, tokens in step.items() if word in name), 491_520)
+    assert config.recipe == name
+    tokens = config.train.steps * config.step_tokens
+    if name.startswith(("yuriiformer", "momentum")):  # margin: the papers' digits
+        assert tokens / 1e9 == pytest.approx(4.92 if "tinystories" in name else 14.75, abs=0.005)
+    again = RunConfig.from_dict(config.to_dict())
+    assert again == config
+    assert again.hash == config.hash
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_schedule_of_the_papers(name: str) -> None:
+    config = run_config(name)
+    schedule = Schedule(config.optim, config.train.steps)
+    steps, warmup, decay = (10_000, 1_000, 8_300) if "tinystories" in name else (30_000, 3_000, 25_000)
+    floor = 0.1
+    if name.startswith("sympformer"):
+        steps, warmup, decay, floor = 10_000, 150, 8_300, 0.4
+    if name.startswith("speed"):
+        steps, warmup, decay, floor = 3_200, 320, 2_286, 0.0
+    assert schedule.factor(0) == pytest.approx(1 / warmup)
+    assert schedule.factor(warmup - 1) == schedule.factor(warmup) == 1.0
+    for t in (warmup + 1, steps // 2, decay - 1, decay, decay + 700, steps - 1):
+        if name.startswith("speed") or name.endswith(("wsd", "sawd")):
+            wanted = 1.0 if t < decay else 1 - (1 - floor) * (t - decay) / (steps - decay)
+        else:
+            wanted = floor + (1 - floor) / 2 * (1 + math.cos(math.pi * (t - warmup) / (steps - warmup)))
+        assert schedule.factor(t) == pytest.approx(wanted, rel=1e-12)
+        assert schedule.perturbs(t) == (name.endswith("sam") or (name.endswith("sawd") and t >= decay))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_published_values(name: str) -> None:
+    runs = load_recipe(name).runs
+    assert {run: row.get("published") for run, row in runs.items()} == PUBLISHED[name]
+    final = {run: row["published_final"] for run, row in runs.items() if "published_final" in row}
+    if name == "yuriiformer-tinystories":
+        assert final == {run: last for run, (_, last) in TABLE_5.items()}
+    elif name.startswith("yuriiformer"):
+        assert final == {run: row[3 if name.endswith("medium") else 1] for run, row in TABLE_3.items()}
+    elif name.startswith("sympformer"):
+        rows = SYMP[name.removeprefix("sympformer-")]
+        assert final == {run: last for run, (_, last) in rows.items() if last is not None}
+    else:
+        assert not final
+
+
+def ranks(values: list[float]) -> list[int]:
+    return [sorted(values).index(value) for value in values]
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    n = len(first)
+    squares = sum((a - b) ** 2 for a, b in zip(ranks(first), ranks(second), strict=True))
+    return 1 - 6 * squares / (n * (n * n - 1))
+
+
+def test_published_measurements_have_the_published_correlations() -> None:
+    """A typing error in a table would change its ranks: they give the correlations stated in the specification."""
+    name = "momentum-streams-openwebtext"
+    plain, wsd, sam = (load_recipe(name + more).measured for more in ("", "-wsd", "-sam"))
+    rows = [plain[run] for run in ("vanilla", "adam", "tmm", "yurii")]
+    rows += [part[run] for part in (wsd, sam) for run in ("tmm", "yurii")]
+    for row in rows:  # margin: here and below, the paper's digits
+        assert row["ood"] == pytest.approx((row["wikitext"] + row["lambada"] + row["c4"]) / 3, abs=0.006)
+    trace = [row["trace_per_parameter"] for row in rows]
+    assert spearman(trace, [row["ood"] for row in rows]) == pytest.approx(0.667, abs=5e-4)  # margin: digits
+    assert spearman(trace, [row["forgetting"] for row in rows]) == pytest.approx(0.929, abs=5e-4)  # margin: digits
+
+
+def test_published_values_of_the_catalogue_agree() -> None:
+    for run, row in load_recipe("yuriiformer-tinystories").runs.items():
+        assert preset(run).published.endswith(f" {row['published']:.3f}")
+
+
+def test_rows_that_read_the_future_are_no_targets() -> None:
+    """Their values stand in the remarks only: no command prints them as published."""
+    runs = load_recipe("sympformer-table-1-hamiltonian").runs
+    assert len(runs) == 5
+    for run, row in runs.items():
+        assert "published" not in row
+        assert row["note"] == f"not credible, no target: the paper's {READS_THE_FUTURE[run]}"
+
+
+def test_model_options_of_the_hamiltonian_recipes() -> None:
+    """Step sizes and look-ahead of appendix B; the rest is causal: row force, visible counts, Algorithm 1's MLP."""
+    starts = {"table-1-hamiltonian": 0.1, "table-2-plain-euler": 0.25, "table-3-plain-euler": 0.3}
+    starts |= {"table-2-conformal-euler": 0.01, "table-3-conformal-euler": 0.01}
+    for word, h0 in starts.items():
+        for run in load_recipe(f"sympformer-{word}").runs:
+            model = run_config(f"sympformer-{word}", preset=run).model
+            softmax = run.startswith("symp-")
+            assert (model.option("h0"), model.option("lookahead")) == (h0, softmax)
+            assert (model.option("n0"), model.option("mlp_step")) == (0, "B" if softmax else "C")
+            assert model.aux_init == ("zero" if softmax else "embed")
+            if softmax:
+                assert (model.option("force"), model.option("kappa")) == ("row", 1.0)
+            if "plain" not in run:
+                assert model.option("damping") == "loglin"
+
+
+def test_the_speed_recipes_add_one_thing_at_a_time() -> None:
+    found = {}
+    for name in SPEED:
+        config = run_config(name)
+        model = config.model
+        extras = (model.value_residual, model.embedding_skip, model.logit_softcap)
+        schedule = Schedule(config.optim, config.train.steps)
+        found[name] = (*extras, *(round(schedule.momentum(t), 3) for t in (0, 250, 500, 3_199)))
+    constant, rising = (0.95, 0.95, 0.95, 0.95), (0.85, 0.9, 0.95, 0.95)
+    assert found == {
+        "speed-baseline": ("off", False, 30.0, *constant),
+        "speed-value-residual-fixed": ("fixed", False, 30.0, *constant),
+        "speed-value-residual": ("free", False, 30.0, *constant),
+        "speed-momentum-warmup": ("free", False, 30.0, *rising),
+        "speed": ("free", True, 30.0, *rising),
+    }
+
+
+def test_three_seeds() -> None:
+    recipe = load_recipe("momentum-streams-tinystories-seeds")
+    assert recipe.about["seeds"] == [42, 43, 44]
+    values = {"vanilla": [1.1570, 1.1609, 1.1554], "tmm": [1.1280, 1.1257, 1.1280]}
+    for run, row in recipe.runs.items():
+        assert row["published_seeds"] == values[run]
+        assert row["published"] == pytest.approx(statistics.mean(values[run]), abs=5e-5)  # margin: digits
+        assert row["published_std"] == pytest.approx(statistics.stdev(values[run]), abs=5e-5)  # margin: digits
+    hashes = {run_config(recipe.name, [f"seed={seed}"]).hash for seed in recipe.about["seeds"]}
+    assert len(hashes) == 3
+
+
+def train_step(model: sf.Model, optimizers: Optimizers, tokens: torch.Tensor, t: int) -> float:
+    """One step as the trainer takes it; the loss before it."""
+    targets = tokens.roll(-1, dims=1)
+
+    def backward() -> float:
+        optimizers.zero_grad()
+        loss = model(tokens, targets=targets).loss
+        loss.backward()
+        return loss.item()
+
+    loss = backward()
+    if optimizers.schedule.perturbs(t):
+        first = [p.grad.clone() for p in optimizers.parameters]
+        before = optimizers.perturb()
+        backward()
+        optimizers.restore(before)
+        assert any(not torch.equal(a, p.grad) for a, p in zip(first, optimizers.parameters, strict=True))
+    assert torch.isfinite(optimizers.clip())
+    optimizers.step(t)
+    return loss
+
+
+@pytest.mark.parametrize(("name", "run"), RUNS)
+def test_one_step_shrunk(name: str, run: str) -> None:
+    config = shrunk(name, run)
+    model = sf.Model(config.model, seed=config.train.seed)
+    optimizers = Optimizers(model, config.optim, config.train.steps)
+    generator = seeded(0)
+    tokens = torch.randint(64, (config.train.batch, config.model.context), generator=generator)
+    old = {n: p.detach().clone() for n, p in model.named_parameters()}
+    t = optimizers.schedule.decay_start if config.optim.schedule == "wsd" else optimizers.schedule.warmup
+    loss = train_step(model, optimizers, tokens, t)
+    assert loss == pytest.approx(math.log(64), abs=0.5)
+    unused = set(model.unused_parameters())
+    for n, p in model.named_parameters():
+        assert torch.isfinite(p).all(), n
+        if p.numel() == 1 and p.grad is not None and 0 < p.grad.abs() < 1e-10:
+            continue  # far below AdamW's eps, as of a friction of 1e-4: the step may round away
+        moved = not torch.equal(p, old[n])
+        assert moved == (n not in unused and bool(p.grad.any() or p.ndim == 2)), n
+    peaks = expected(name)
+    rates = {"matrix": "lr", "embedding": "lr_embedding", "norm": "lr_norm", "coefficient": "lr_coefficient"}
+    for role, rate in optimizers.rates().items():
+        assert rate == peaks[rates[role]], role
+    assert math.isfinite(model(tokens, targets=tokens.roll(-1, dims=1)).loss.item())
+
+
+def test_only_the_decay_phase_of_sawd_is_sharpness_aware() -> None:
+    """In the stable phase a SAWD step equals a WSD step to the bit; in the decay phase it does not."""
+    ends = {}
+    for recipe in ("momentum-streams-tinystories-wsd", "momentum-streams-tinystories-sawd"):
+        for t in (8_299, 8_300):
+            config = shrunk(recipe, "tmm")
+            model = sf.Model(config.model, seed=0)
+            tokens = torch.arange(32).view(2, 16)
+            train_step(model, Optimizers(model, config.optim, config.train.steps), tokens, t)
+            ends[recipe.rpartition("-")[2], t] = dict(model.named_parameters())
+    for t, same in ((8_299, True), (8_300, False)):
+        wsd, sawd = ends["wsd", t], ends["sawd", t]
+        assert all(torch.equal(wsd[n], sawd[n]) for n in wsd) == same
+
+
+@pytest.fixture(scope="module")
+def tales(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("tales")).folder
+
+
+@pytest.mark.parametrize(("name", "run"), [row for row in RUNS if row[0].startswith(("sympformer", "speed"))])
+def test_two_steps_on_tales(name: str, run: str, tales: Path, tmp_path: Path) -> None:
+    more = {"vocab_size": 320, "corpus": str(tales), "tokenizer": "bytes", "steps": 2, "warmup": 1, "eval_tokens": 64}
+    more |= {"device": "cpu", "compile": False} | ({"decay_start": 1} if name.startswith("speed") else {})
+    facts = train(shrunk(name, run, **more), tmp_path / "run", quiet=True)
+    assert math.isfinite(facts["val_loss"])
+
+
+@pytest.mark.parametrize("name", ["yuriiformer-openwebtext", "yuriiformer-openwebtext-medium"])
+def test_every_rule_trains_under_the_openwebtext_recipes(name: str) -> None:
+    for run in TABLE_5:
+        model = sf.Model(run_config(name, [f"preset={run}"]).model, device="meta")
+        assert model.num_parameters() == count(name, run), run
+
+
+def own_options(name: str) -> set[str]:
+    """Model keys of a recipe that not every architecture has."""
+    return set(load_recipe(name).document["model"]) & {"h0", "lookahead", "value_residual"}
+
+
+def test_any_preset_goes_into_any_recipe() -> None:
+    plain = [name for name in recipe_names() if not name.startswith("speed") and not own_options(name)]
+    assert len(plain) == 19
+    for name in plain:
+        layers, width, heads, context = geometry(name)
+        for run in presets():
+            wanted = preset(run).config.replace(n_layer=layers, d_model=width, n_head=heads, context=context)
+            assert run_config(name, [f"preset={run}"]).model == wanted, (name, run)
+
+
+def test_a_recipe_with_options_refuses_what_has_none() -> None:
+    for name in recipe_names():
+        if "h0" in own_options(name):
+            with pytest.raises(ConfigError, match="has no meaning here: it is an option of template"):
+                run_config(name, preset="vanilla")
+        if "value_residual" in own_options(name):
+            with pytest.raises(ConfigError, match="mixes values, and attention 'hamiltonian' has none"):
+                run_config(name, preset="symp-ab2")
+
+
+def test_base_chain() -> None:
+    """A derived recipe states what differs; the rest is its base's, and the base stays as it was."""
+    chain = ["momentum-streams-openwebtext-sawd"]
+    while "base" in load_recipe(chain[-1]).about:
+        chain.append(load_recipe(chain[-1]).about["base"])
+    assert chain[1:] == ["momentum-streams-openwebtext", "yuriiformer-openwebtext", "yuriiformer-tinystories"]
+    own, root = load_recipe(chain[0]).document, load_recipe(chain[-1]).document
+    assert own["model"] == {**root["model"], "preset": "tmm"}
+    assert own["data"] == {**root["data"], "corpus": "openwebtext"}
+    assert own["train"] == {**root["train"], "steps": 30_000}
+    changed = {key for key in own["optim"] if own["optim"][key] != root["optim"].get(key)}
+    assert changed == {"lr", "warmup", "schedule", "decay_start", "sam", "rho"}
+    assert root["train"]["steps"] == 10_000
+    assert "sam" not in root["optim"]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_derived_recipe_repeats_nothing(name: str) -> None:
+    own = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    base = own.pop("recipe").get("base")
+    if base is not None:
+        above = load_recipe(base).document
+        for section, values in own.items():
+            for key, value in values.items():
+                assert above[section].get(key) != value, f"[{section}] {key}"
+
+
+def test_unknown_recipes_are_sentences() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        load_recipe("yuriiformer-tinystory")
+    assert "There is no recipe 'yuriiformer-tinystory'. Did you mean 'yuriiformer-tinystories'?" in str(caught.value)
+    with pytest.raises(UnknownNameError) as caught:
+        run_config("momentum-streams-openwebtex")
+    assert "Did you mean 'momentum-streams-openwebtext'?" in str(caught.value)
+
+
+def test_the_page_lists_every_recipe_with_its_values() -> None:
+    text = PAGE.read_text()
+    for name in recipe_names():
+        rows = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
+        assert len(rows) == 2, f"{name} stands in the table of recipes and in the table of values"
+        runs = load_recipe(name).runs
+        shown = dict(re.findall(r"([\w-]+) ([123]\.\d{3,6})(?!\d)", rows[1]))
+        assert {run: float(value) for run, value in shown.items()} == {
+            run: row["published"] for run, row in runs.items() if "published" in row
+        }
+        assert all(re.search(rf"(?<![\w-]){run}(?![\w-])", rows[1]) for run in runs), name
+
+
+def test_the_file_of_a_run_remembers_its_recipe(tmp_path: Path) -> None:
+    """Studies start their runs from such files: published figures must still be found."""
+    config = run_config("momentum-streams-tinystories", ["model.preset=yurii"])
+    path = tmp_path / "run.toml"
+    path.write_text(as_toml(config))
+    again = run_config(str(path))
+    assert again.recipe == "momentum-streams-tinystories"
+    assert again.hash == config.hash

@@ -1,0 +1,217 @@
+"""The documentation runs: code blocks, shell commands, config files, links."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import forked
+import stepformer as sf
+from stepformer.catalogue.recipes import load_recipe, recipe_names
+from stepformer.oracles import attentions
+from stepformer.rules import splittings, templates
+from stepformer.training.config import SECTIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+RUNNABLE = [
+    "README.md",
+    *(
+        f"docs/{page}.md"
+        for page in (
+            *("attention", "build-a-model", "curvature", "evaluate", "generate-text", "inside-the-network", "jacobian"),
+            *("optimizers", "prepare-data", "recipes", "train"),
+        )
+    ),
+]
+
+
+def test_one_version() -> None:
+    for file, pattern in (("pyproject.toml", r'^version = "(.*)"$'), ("CITATION.cff", r"^version: (.*)$")):
+        assert re.findall(pattern, (ROOT / file).read_text(), flags=re.MULTILINE) == [sf.__version__], file
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def run(command: str, folder: Path) -> str:
+    """What a command of a page prints, which starts with `stepformer`."""
+    name, *words = shlex.split(command)
+    assert name == "stepformer"
+    done = forked.stepformer(*words, cwd=folder)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run_python(code: str, folder: Path) -> str:
+    done = forked.python(code, cwd=folder)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+# Training steps of the audits on the pages: the fewest that the command takes show that training works.
+AUDITS = pytest.mark.parametrize("steps", [30, pytest.param(60, marks=pytest.mark.slow)])
+
+
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_python_blocks_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
+    code = "\n".join(blocks(ROOT / page, "python"))
+    assert code
+    run_python(code, tmp_path)
+
+
+def test_config_and_commands_of_the_build_page(tmp_path: Path) -> None:
+    page = ROOT / "docs/build-a-model.md"
+    (tmp_path / "model.toml").write_text("\n".join(blocks(page, "toml")))
+    commands = [line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("stepformer")]
+    assert len(commands) == 3
+    for command in commands:
+        run(command, tmp_path)
+
+
+@AUDITS
+def test_write_your_own_rule_page(tmp_path: Path, steps: int) -> None:
+    """The rule has at most 25 lines, lives in a file of its own, and passes the audits the page tells you to run."""
+    page = ROOT / "docs/write-your-own-rule.md"
+    rule, usage = blocks(page, "python")
+    assert len(rule.strip().splitlines()) <= 25
+    (tmp_path / "qhm.py").write_text(rule)
+    printed = run_python(usage, tmp_path)
+    assert "nu_attn" in printed
+    commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    assert sum(command.startswith("stepformer audit") for command in commands) == 3
+    for command in commands:
+        printed = run(command.replace(" audit ", f" audit --steps {steps} "), tmp_path)
+        if " audit " in command:
+            assert "1 of 1 pass" in printed
+    refused = forked.stepformer("show", "qhm", "splitting=imex", "--plugin", "qhm.py", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "drifts along v alone" in refused.stderr
+
+
+@AUDITS
+def test_write_your_own_attention_page(tmp_path: Path, steps: int) -> None:
+    """The attention and the integrator of the page, each in its file, pass the audits the page tells you to run."""
+    page = ROOT / "docs/write-your-own-attention.md"
+    for block in blocks(page, "python"):
+        name = block.splitlines()[0].removeprefix("# ")
+        assert len(block.strip().splitlines()) <= 36
+        (tmp_path / name).write_text(block)
+    commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    assert len(commands) == 4
+    assert commands[-1].startswith("stepformer flow order ")  # ten seconds, and test_flows.py runs it
+    for command in commands[: 4 if steps > 30 else 3]:
+        printed = run(command.replace(" audit ", f" audit --steps {steps} "), tmp_path)
+        assert "1 of 1 pass" in printed if " audit " in command else "kick-drift" in printed
+
+
+@pytest.mark.parametrize("steps", [30, pytest.param(300, marks=pytest.mark.slow)])
+def test_write_your_own_extra_page(tmp_path: Path, steps: int) -> None:
+    """The extra of the page, of at most 25 lines, is shown and passes the audit the page tells you to run."""
+    page = ROOT / "docs/write-your-own-extra.md"
+    (block,) = blocks(page, "python")
+    assert len(block.strip().splitlines()) <= 25
+    (tmp_path / "echo.py").write_text(block)
+    show, audit = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    printed = run(show, tmp_path)
+    assert re.search(r"extra echo +before the layer x = x \+ lambda LN\(x_0\)", printed)
+    assert "as written, since echo changes x between two layers" in re.sub(r"\s+", " ", printed)
+    assert "1 of 1 pass" in run(audit.replace(" audit ", f" audit --steps {steps} "), tmp_path)
+
+
+def test_the_table_of_geometries_is_the_one_measured() -> None:
+    page = (ROOT / "docs/attention.md").read_text()
+    with (ROOT / "docs/raw/2026-11-geometries.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {sf.preset(row["architecture"]).name for row in rows} >= {
+        name for name in sf.presets() if sf.preset(name).config.attention != "softmax"
+    }
+    for row in rows:
+        interval = ""
+        if row["difference"]:
+            difference, low, high = (float(row[k]) for k in ("difference", "difference_low", "difference_high"))
+            interval = f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+        numbers = (
+            f"{float(row['loss']):.3f} | {interval} | {float(row['speed_ratio']):.2f} | {int(row['parameters']):,}"
+        )
+        assert f"| {row['architecture']} | {numbers} |" in page
+
+
+def test_the_audit_that_the_readme_links_covers_every_preset() -> None:
+    text = (ROOT / "docs/raw/2026-11-audit.txt").read_text()
+    rows = {line.split()[0] for line in text.splitlines() if line.strip()}
+    assert set(sf.presets()) <= rows
+    assert f"{len(sf.presets())} of {len(sf.presets())} pass" in text
+
+
+@pytest.mark.parametrize("steps", [90, pytest.param(300, marks=pytest.mark.slow)])
+def test_the_audit_page_shows_what_the_audit_prints(tmp_path: Path, steps: int) -> None:
+    page = (ROOT / "docs/audit.md").read_text()
+    words = ("audit", "leak-shift", "--plugin", str(ROOT / "tests/support/leaky.py"), "--json", "--steps", str(steps))
+    done = forked.stepformer(*words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "loss 0.369 on unpredictable tokens" in page
+    for kind in ("change the logits before them", "cached logits differ", "below ln V"):
+        assert kind in done.stdout
+        assert kind in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_pages_name_every_template_and_splitting() -> None:
+    for page in (ROOT / "README.md", ROOT / "docs/ideas.md", ROOT / "docs/build-a-model.md"):
+        text = page.read_text()
+        for registry in (templates, splittings):
+            for entry in registry:
+                if entry.component.__module__.startswith("stepformer."):
+                    assert entry.name in text, f"{page.name}: {entry.name}"
+
+
+def test_the_catalogue_numbers_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    shipped = [e for e in templates if e.component.__module__.startswith("stepformer.")]
+    assert f"**{len(shipped)} templates**" in text
+    assert f"**{len(splittings.names())} splittings**" in text
+    own = [e for e in attentions if e.component.__module__.startswith("stepformer.")]
+    assert f"**{len(own)} attentions**" in text
+    assert f"**{len(sf.presets())} presets**" in text
+    recipes = [load_recipe(name) for name in recipe_names()]
+    assert f"**{len(recipes)} recipes** | the papers' {sum(len(recipe.runs) for recipe in recipes)} runs" in text
+
+
+def test_keys_named_in_the_pages_exist() -> None:
+    """A renamed key must not live on in the pages."""
+    pages = "\n".join(
+        (ROOT / "docs" / f"{page}.md").read_text() for page in ("train", "optimizers", "many-gpus", "compare")
+    )
+    keys = {key for kind in SECTIONS.values() for key in kind.field_names()}
+    for word in re.findall(r"`(?:optim|train|data)\.(\w+)`", pages):
+        assert word in keys, word
+    for word in re.findall(r"`(\w+)=[^`]*`", pages):
+        known = keys | {f.name for f in dataclasses.fields(sf.ModelConfig)} | {"preset", "size", "key"}
+        assert word in known, word
+
+
+def test_no_machine_paths_or_hosts() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    here = Path(__file__).resolve()
+    pattern = re.compile(r"/(?:work|root|home|tmp/bash)[/_]|py" r"pi\.org|" r"files\.pythonhosted")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".txt", ".json", ""} and path.resolve() != here:
+            assert not pattern.search(path.read_text()), name

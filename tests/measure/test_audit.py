@@ -1,0 +1,257 @@
+"""The audit passes what is right and catches what is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import leaky  # noqa: F401  (registers the leaking templates)
+import stepformer as sf
+from architectures import covering_presets
+from stepformer.cli import main
+from stepformer.measure.diagnostics.audit import Audit, audit, load_transcription
+from stepformer.rules.first_order import GradientDescent, Nesterov
+from transcriptions.adapter import transcribe
+
+
+def failures(result: Audit) -> dict[int, str]:
+    return {check.obligation: check.detail for check in result.checks if not check.passed}
+
+
+# Constrained attention takes seconds each; tests/model/test_combinations.py has it in the fast set.
+LONG = {name for name in sf.presets() if sf.preset(name).config.attention in ("entropy", "kl")}
+
+
+@pytest.mark.parametrize("name", covering_presets(without=LONG))
+def test_short_audit(name: str) -> None:
+    """All six obligations; three training steps only show that it trains, test_full_audit takes all of them."""
+    result = audit(sf.preset(name).config, name, steps=3, transcription=transcribe)
+    assert failures(result) == {}
+    details = {check.obligation: check.detail for check in result.checks}
+    assert "tr " in details[6]
+    if name == "tmm-zero":
+        assert details[5] == "zero: 0.mu_attn, 0.beta_attn"
+    if name == "symplectic-euler":
+        assert details[5] == "5 unused"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sf.presets())
+def test_full_audit(name: str) -> None:
+    assert failures(audit(sf.preset(name).config, name, transcription=transcribe)) == {}
+
+
+def test_a_stream_that_mixes_tokens_fails() -> None:
+    broken = failures(audit(sf.model_config("leak-shift"), "leak-shift", steps=90))
+    assert "change the logits before them" in broken[2]
+    assert "cached logits differ" in broken[3]
+    assert "below ln V" in broken[4]  # it learns to read the next token: below ln V
+
+
+def test_a_statistic_of_the_whole_sequence_fails() -> None:
+    broken = failures(audit(sf.model_config("leak-statistic"), "leak-statistic", steps=60))
+    assert "change the logits before them" in broken[2]
+    assert "cached logits differ" in broken[3]
+
+
+def one_off(template: type[sf.Template], **registration: Any) -> Audit:
+    """Audit a template under a name of its own."""
+    name = f"broken-{template.__name__.lower()}"
+    sf.register_template(name, **{"equation": "broken on purpose", **registration})(template)
+    return audit(sf.model_config(name), name, steps=30)
+
+
+def test_a_detached_gradient_fails() -> None:
+    class Detached(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g.detach(), scale)
+
+    broken = failures(one_off(Detached))
+    assert "receives no gradient" in broken[5]
+
+
+def test_a_wrong_backward_fails() -> None:
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, g: Tensor) -> Tensor:
+            return g.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Tensor) -> Tensor:
+            return 0.5 * upstream[0]
+
+    class WrongBackward(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, Half.apply(g), scale)
+
+    assert "finite differences" in failures(one_off(WrongBackward))[6]
+
+
+def test_infinite_gradients_fail() -> None:
+    class Root(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, (g - g).sqrt(), scale)
+
+    assert 5 in failures(one_off(Root))
+
+
+def test_a_rule_that_fails_is_reported_and_not_raised() -> None:
+    class Unfinished(sf.Template):
+        pass
+
+    broken = failures(one_off(Unfinished))
+    assert "define kick()" in broken[1]
+
+
+def test_a_rule_without_an_equation_fails() -> None:
+    class Silent(GradientDescent):
+        pass
+
+    assert "states no equation" in failures(one_off(Silent, equation=""))[1]
+
+
+def test_nan_in_decoding_alone_fails() -> None:
+    """One new token at a time is NaN, whole sequences are fine: a maximum that drops NaN would not see it."""
+
+    class NanAlone(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g * float("nan") if g.shape[1] == 1 else g, scale)
+
+    assert "cached logits differ by nan" in failures(one_off(NanAlone))[3]
+
+
+def test_a_rule_that_is_nan_everywhere_fails_everywhere() -> None:
+    class NanAlways(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g * float("nan"), scale)
+
+    broken = failures(one_off(NanAlways))
+    assert set(broken) == {2, 3, 4, 5, 6}
+    assert "not finite" in broken[4]
+
+
+def test_a_rule_without_gradients_fails() -> None:
+    class Sign(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            s = super().kick(s, c, g, scale)
+            return s.replace(v=torch.sign(s.v))
+
+    assert "zero everywhere for" in failures(one_off(Sign))[5]
+
+
+def test_the_contract_is_checked() -> None:
+    class KickMovesX(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g, scale).replace(x=s.x + g)
+
+    class InPlace(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            s.v.mul_(0.5)
+            return super().kick(s, c, g, scale)
+
+    class KeepsUpdate(GradientDescent):
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            return s.replace(x=s.x + s.u)
+
+    assert "kick() moves x" in failures(one_off(KickMovesX))[1]
+    assert "changes v in place" in failures(one_off(InPlace))[1]
+    assert "adds or loses: u" in failures(one_off(KeepsUpdate))[1]
+
+
+def test_an_exception_is_reported_once_with_its_place() -> None:
+    class Typo(Nesterov):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return s.replace(v=c.betta * s.v + g)
+
+    broken = failures(one_off(Typo))
+    assert "no coefficient 'betta'" in broken[1]
+    assert "test_audit.py, line" in broken[1]
+    assert broken[2] == "for the same reason"
+
+
+def test_a_name_must_stand_for_what_is_audited() -> None:
+    broken = failures(audit(sf.model_config("tmm"), "yurii", steps=30))
+    assert broken == {1: "the name 'yurii' stands for another architecture"}
+
+
+def test_zero_streams_and_free_coefficients() -> None:
+    """What no shipped rule uses yet, a rule of your own may."""
+
+    @sf.register_template("drag-test", equation="v' = LN_v(beta v + gamma g);  x' = x + v' + pull w',  w' = w + g")
+    class Drag(Nesterov):
+        streams = {**Nesterov.streams, "w": sf.Stream("zero", "sum of all answers")}
+        coefficients = {**Nesterov.coefficients, "pull": sf.free(-0.1, "drift")}
+
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g, scale).replace(w=s.w + scale * g)
+
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            return s.replace(x=s.x + s.v + c.pull * s.w)
+
+    result = audit(sf.model_config("drag-test"), "drag-test", steps=30)
+    assert failures(result) == {}
+    assert result.checks[0].detail.endswith("uncited")
+
+
+def test_overrides_are_named_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "yurii", "hb", "splitting=strang", "--steps", "30", "--json"]) == 0
+    names = [result["name"] for result in json.loads(capsys.readouterr().out)]
+    assert names == ["verlet-ama", "heavy-ball x strang"]
+    assert main(["audit", "yurii", "splitting=strang", "--all"]) == 2
+    assert "--all audits the presets as they are" in capsys.readouterr().err
+
+
+def test_a_wrong_transcription_fails() -> None:
+    def wrong(model: sf.Model, ids: Tensor) -> Tensor | None:
+        logits = transcribe(model, ids)
+        return None if logits is None else (1 + 1e-6) * logits
+
+    assert 6 in failures(audit(sf.model_config("yurii"), "yurii", steps=30, transcription=wrong))
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "yurii", "adam", "splitting=parallel", "--steps", "30", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [r["name"] for r in results] == ["nesterov-euler", "adam x parallel"]
+    assert all(check["passed"] for r in results for check in r["checks"])
+    assert main(["audit", "leak-shift", "--steps", "30"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out
+    assert "0 of 1 pass" in out
+    for words, sentence in ((["audit"], "Which architecture"), (["audit", "yurii", "--steps", "3"], "too short")):
+        assert main(words) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_transcription_files(tmp_path: Path) -> None:
+    assert load_transcription() is not None  # the checkout's own
+    with pytest.raises(sf.InputError, match="no transcription file"):
+        load_transcription(tmp_path / "none.py")
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(sf.InputError, match="defines no function transcribe"):
+        load_transcription(tmp_path / "empty.py")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # a floor that no row touches: zero gradients, listed
+        pytest.param({"name": "entropy-floor", "target": "token"}, marks=pytest.mark.slow),
+        # rows out of reach: finite differences are taken elsewhere, and it says so
+        pytest.param({"name": "entropy", "ratio": 0.1}, marks=pytest.mark.slow),
+        {"name": "vanilla", "document_separator": 50_256},  # an id beyond the audited vocabulary
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("steps", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_what_acts_only_sometimes_passes(settings: dict[str, Any], steps: int) -> None:
+    options = dict(settings)
+    result = audit(sf.model_config(options.pop("name"), **options), steps=steps)
+    assert failures(result) == {}
+    if "ratio" in settings:
+        assert "at ratio=0.999" in result.checks[-1].detail

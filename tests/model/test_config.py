@@ -1,0 +1,347 @@
+"""Configuration: typed, all problems at once, suggestions, TOML, overrides, a stable hash."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import stepformer as sf
+from helpers import TINY
+from stepformer.base.words import parse_override
+from stepformer.training import RunConfig
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(sf.ConfigError) as caught:
+        sf.model_config("yurii", n_head=7, n_layer=0, norm_eps=-1.0, vocab=5, order="ama", splitting="strang")
+    problems = caught.value.problems
+    assert len(problems) == 4
+    text = "\n".join(problems)
+    assert "n_layer = 0 should be at least 1" in text
+    assert "n_head = 7 does not divide d_model = 768" in text
+    assert "n_head = 6 would, or d_model = 770" in text
+    assert "norm_eps" in text
+    assert "Unknown key 'vocab'. Did you mean 'vocab_size'?" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"template": "nestorov"}, "Unknown template 'nestorov'. Did you mean 'nesterov'?"),
+        ({"splitting": "strange"}, "Did you mean 'strang'?"),
+        ({"attention": "softmx"}, "Did you mean 'softmax'?"),
+        ({"mlp": "relu"}, "Unknown mlp 'relu'"),
+        ({"n_layer": 2.5}, "n_layer = 2.5 should be of type int"),
+        ({"n_layer": True}, "n_layer = True should be of type int"),
+        ({"bias": 1}, "bias = 1 should be of type bool"),
+        ({"norm": "batch"}, "norm = 'batch' is not one of 'layernorm', 'rmsnorm'"),
+        ({"aux_init": "ones"}, "is not one of 'embed', 'zero'"),
+        ({"real_vocab": 60_000}, "between 1 and vocab_size"),
+        ({"positions": "rotary", "d_model": 36, "n_head": 12}, "is odd"),
+        ({"splitting": "imex", "template": "nesterov", "k": "two"}, "k = 'two' should be of type int"),
+        ({"splitting": "imex", "template": "nesterov", "order": "amam"}, "is not one of 'ama', 'mam'"),
+        ({"mlp_hidden": 0}, "mlp_hidden = 0"),
+        ({"aux_norm_gain": float("nan")}, "aux_norm_gain = nan is not finite"),
+        ({"bias": "yes"}, "true or false"),
+        ({"attention_backend": "flash"}, "is not one of 'sdpa', 'math'"),
+    ],
+)
+def test_each_problem_has_its_sentence(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(sf.ConfigError) as caught:
+        sf.ModelConfig.from_dict(settings)
+    assert sentence in str(caught.value)
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    for name in ("yuri", "YURII"):
+        with pytest.raises(sf.ConfigError, match="Did you mean 'yurii'"):
+            sf.build(name)
+    with pytest.raises(sf.ConfigError) as caught:
+        sf.build("yurii", size="smal", n_layr=3)
+    assert [problem.split("?")[0] for problem in caught.value.problems] == [
+        "Unknown size 'smal'. Did you mean 'small'",
+        "Unknown key 'n_layr'. Did you mean 'n_layer'",
+    ]
+
+
+def test_aliases_are_the_same_architecture() -> None:
+    for alias, name in (("hb", "polyak-lie-trotter"), ("vanilla", "gd-lie-trotter"), ("tmm-lie-trotter", "tmm")):
+        assert sf.model_config(alias) == sf.model_config(name)
+    assert sf.ModelConfig(template="tmm", splitting="verlet") == sf.ModelConfig(
+        template="triple-momentum", splitting="strang"
+    )
+
+
+def test_round_trips() -> None:
+    for name in sf.presets():
+        config = sf.model_config(name, size="tiny", aux_norm_gain=0.05)
+        assert sf.ModelConfig.from_dict(config.to_dict()) == config
+        assert pickle.loads(pickle.dumps(config)) == config
+        assert copy.deepcopy(config) == config
+        assert len({config, copy.deepcopy(config)}) == 1
+
+
+def test_hash_is_stable() -> None:
+    """Pinned values: a changed hash would orphan every stored result, so a change here must be deliberate."""
+    assert sf.model_config("yurii").hash == "e1dcf17fe5f9"
+    assert sf.model_config("vanilla", size="tiny").hash == "16e2f3cbff4a"
+
+
+def test_hash_distinguishes_architectures_and_nothing_else() -> None:
+    hashes = {sf.model_config(name).hash for name in sf.presets()}
+    assert len(hashes) == len(sf.presets())
+    base = sf.model_config("imex-k1-ama")
+    assert base.replace(k=1).hash == base.hash
+    assert base.replace(k=2).hash != base.hash
+    assert base.replace(activation_checkpointing=True, attention_backend="math").hash == base.hash
+    assert base.replace(aux_norm_gain=0.05).hash != base.hash
+    assert base.replace(mlp_hidden=3072).hash == base.hash
+    assert base.replace(real_vocab=None).hash == base.hash
+    assert base.replace(aux_norm_gain=2) == base.replace(aux_norm_gain=2.0)
+    assert base.replace(aux_norm_gain=2).hash == base.replace(aux_norm_gain=2.0).hash
+    vanilla = sf.model_config("vanilla")
+    assert vanilla.replace(aux_init="zero", aux_norm_gain=0.5).hash == vanilla.hash
+    assert base.replace(norm_eps=1e-6).hash != base.hash
+
+
+def test_naming_the_vocabulary_again_keeps_its_padding() -> None:
+    assert sf.model_config("yurii", vocab_size=50_304).real_vocab == 50_257
+    assert sf.model_config("yurii", vocab_size=50_304) == sf.model_config("yurii")
+
+
+def test_option_types_are_checked_even_when_they_equal_the_default() -> None:
+    for value in (True, 1.0):
+        with pytest.raises(sf.ConfigError, match="should be of type int"):
+            sf.model_config("imex-k1-ama", k=value)
+    with pytest.raises(sf.ConfigError, match="final_drift"):
+        sf.model_config("symplectic-euler", final_drift=0)
+
+
+def test_problems_of_different_kinds_are_reported_together() -> None:
+    with pytest.raises(sf.ConfigError) as caught:
+        sf.ModelConfig.from_dict({"template": "nestorov", "n_head": 7, "n_layer": "two", "foo": 3})
+    assert len(caught.value.problems) == 4
+
+
+def problems_of(call: Callable[[], object]) -> list[str]:
+    """The beginnings of all sentences of a ConfigError, up to the first colon, full stop or question."""
+    with pytest.raises(sf.ConfigError) as caught:
+        call()
+    assert str(caught.value).splitlines() == list(caught.value.problems)
+    return [re.split(r"[:;?]|\. |\.$", problem)[0] for problem in caught.value.problems]
+
+
+def test_what_components_refuse_is_reported_beside_wrong_types() -> None:
+    config = {"attention": "linear", "positions": "rotary", "bias": True, "n_layer": "two", "foo": 3, "norm_eps": -1.0}
+    assert problems_of(lambda: sf.ModelConfig.from_dict({**config, "options": 5})) == [
+        "options = 5 should be a table",
+        "n_layer = 'two' should be of type int",
+        "norm_eps = -1.0 should be above 0",
+        "Unknown key 'foo'",
+        "Attention 'linear' has nothing that rotary positions could rotate",
+        "Attention 'linear' is made of bilinear forms, which a bias would break",
+    ]
+
+
+def test_every_refusal_of_one_component_is_reported() -> None:
+    hamiltonian = {"attention": "hamiltonian", "force": "full", "kernel": "per-head", "metric": "derived", "bias": True}
+    assert problems_of(lambda: sf.ModelConfig.from_dict({**hamiltonian, "template": "nesterov", "n_head": 7})) == [
+        "n_head = 7 does not divide d_model = 768",
+        "Attention 'hamiltonian' moves x and a momentum by its own two fields, and template 'nesterov' does not "
+        "integrate them",
+        "Attention 'hamiltonian' is made of bilinear forms, which a bias would break",
+        "force = 'full', the whole gradient of the masked energy, hears from later tokens and reads the future "
+        "(docs/reading-the-future.md)",
+        "metric = 'derived' inverts A, which has low rank for kernel = 'per-head'",
+    ]
+    alone = {"template": "ab2", "splitting": "strang", "aux_init": "zero", "n_layer": 1, "mlp_step": "A"}
+    assert problems_of(lambda: sf.ModelConfig.from_dict(alone)) == [
+        "Template 'ab2' integrates the two fields of a Hamiltonian attention, and attention 'softmax' has none",
+        "Template 'ab2' brings its own integrator, which splitting 'strang' cannot divide",
+        "In a single layer a momentum that starts at zero moves nothing, unless the MLP follows it",
+    ]
+
+
+def test_what_only_follows_from_another_problem_is_not_reported() -> None:
+    """A template that nobody knows has no opinion about the attention, and an unknown size no width."""
+    assert problems_of(lambda: sf.model_config("yurii", template="nestrov", attention="hamiltonian")) == [
+        "Unknown template 'nestrov'"
+    ]
+    assert problems_of(lambda: sf.model_config("yurii", splitting=["a"], k=2)) == [
+        "Unknown splitting '['a']'",
+        "k = 2 has no meaning here",
+    ]
+    assert problems_of(lambda: sf.model_config("yuri", size="tinny", k=2, n_head=5, n_layer=0, foo=3)) == [
+        "Unknown size 'tinny'",
+        "Unknown preset 'yuri'",
+        "n_layer = 0 should be at least 1",
+        "Unknown key 'foo'",
+    ]
+
+
+BROKEN_RUN = """
+steps = 5
+[modle]
+n_layer = 3
+[model]
+preset = "yuri"
+n_layer = "two"
+norm_eps = -1.0
+learning_rate = 3
+[data]
+corpus = "tinystories"
+count = 7
+tokenzier = "bytes"
+[optim]
+lr = "fast"
+sam = "decay"
+beta1 = 1.5
+warmup = 500
+[train]
+steps = 10
+batch = 5
+micro_batch = 2
+keep = 0
+"""
+
+
+def test_all_problems_of_a_run_are_reported_at_once(tmp_path: Path) -> None:
+    """Outside sections, in every section, between sections, and in the words of the command line."""
+    path = tmp_path / "run.toml"
+    path.write_text(BROKEN_RUN)
+    words = ["junk", "optim.radius=3", "=4", "stream_norms=true", "train.parallel=fsdp"]
+    assert problems_of(lambda: sf.run_config(path, words)) == [
+        f"'steps' in {path} stands outside a section",
+        f"Unknown section '[modle]' in {path}",
+        "'junk' is not of the form key=value",
+        "'=4' is not of the form key=value",
+        "[data] Unknown key 'tokenzier'",
+        "[data] dialect and count belong to corpus = 'tales'",
+        "[optim] lr = 'fast' should be of type float or nothing",
+        "[optim] beta1 = 1.5 should be below 1",
+        "[optim] sam = 'decay' needs schedule = 'wsd'",
+        "[optim] radius = 3 belongs to name = 'scion'",
+        "[train] keep = 0 should be at least 1",
+        "[train] micro_batch = 2 does not divide the 5 sequences of a step (batch)",
+        "[train] stream_norms = true needs the whole model on a rank",
+        "[optim] warmup = 500 is longer than the run of 10 steps",
+        "[model] Unknown preset 'yuri'",
+        "[model] n_layer = 'two' should be of type int",
+        "[model] norm_eps = -1.0 should be above 0",
+        "Unknown key 'learning_rate'",
+    ]
+    assert problems_of(lambda: sf.load_config(path, ["n_head=0", "junk"])) == [
+        f"'steps' in {path} stands outside a section",
+        f"Unknown section '[modle]' in {path}",
+        "'junk' is not of the form key=value",
+        "Unknown preset 'yuri'",
+        "n_layer = 'two' should be of type int",
+        "n_head = 0 should be at least 1",
+        "norm_eps = -1.0 should be above 0",
+        "Unknown key 'learning_rate'",
+    ]
+
+
+def test_a_name_that_nobody_knows_hides_no_other_problem(tmp_path: Path) -> None:
+    assert problems_of(lambda: sf.run_config("yuri", ["steps=0", "warmup=2000", "lr=fast", "n_layer=0"])) == [
+        "Unknown preset 'yuri'",
+        "[optim] lr = 'fast' should be of type float or nothing",
+        "[train] steps = 0 should be at least 1",
+        "[model] n_layer = 0 should be at least 1",
+    ]
+    for words in ([], ["preset=yurii"]):
+        with pytest.raises(sf.StepformerError, match=r"Did you mean 'yurii'.* No recipe has that name either"):
+            sf.run_config("yuri", words)
+
+
+def test_the_sections_of_a_kept_run_are_checked_together() -> None:
+    values = sf.run_config("yurii").to_dict()
+    values["model"]["n_layer"], values["optim"]["floor"], values["train"]["steps"] = 0, 2.0, "many"
+    assert problems_of(lambda: RunConfig.from_dict(values)) == [
+        "[optim] floor = 2.0 should be at most 1",
+        "[train] steps = 'many' should be of type int",
+        "[model] n_layer = 0 should be at least 1",
+    ]
+
+
+def test_words_that_are_not_words() -> None:
+    for settings in ({"template": 5}, {"name": "x"}, {"options": 3}, {"attention": None}):
+        with pytest.raises(sf.ConfigError):
+            sf.model_config("yurii", **settings)
+    with pytest.raises(sf.ConfigError):
+        sf.model_config("yurii", size=5)  # type: ignore[arg-type]
+
+
+def test_toml_and_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text('[model]\npreset = "yurii"\nsize = "tiny"\nn_layer = 3\naux_norm_gain = 0.05\n')
+    config = sf.load_config(path)
+    assert (config.template, config.n_layer, config.d_model, config.aux_norm_gain) == ("nesterov", 3, 128, 0.05)
+    changed = sf.load_config(path, ["model.n_layer=5", "splitting=imex", "k=2", "size=small"])
+    assert (changed.n_layer, changed.splitting, changed.option("k"), changed.d_model) == (5, "imex", 2, 768)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[model]\nn_layers = 3\n", "Unknown key 'n_layers'. Did you mean 'n_layer'?"),
+        ("[modle]\nn_layer = 3\n", r"Unknown section '\[modle\]'.* Did you mean 'model'"),
+        ("[model\n", "not valid TOML"),
+        ("", "has no \\[model\\] table"),
+        ("preset = 'yurii'\n", "put it under \\[model\\]"),
+        ("[model]\nprest = 'yurii'\n", "Did you mean 'preset'"),
+        ('[model]\npreset = "adamm"\n', "Did you mean 'adam'"),
+    ],
+)
+def test_bad_toml(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "model.toml"
+    path.write_text(text)
+    with pytest.raises(sf.StepformerError, match=sentence):
+        sf.load_config(path)
+
+
+def test_missing_config_file(tmp_path: Path) -> None:
+    with pytest.raises(sf.InputError, match="no config file"):
+        sf.load_config(tmp_path / "none.toml")
+    with pytest.raises(sf.InputError, match="a folder"):
+        sf.load_config(tmp_path)
+
+
+def test_overrides_are_read_as_toml_or_as_words() -> None:
+    assert parse_override("k=2") == ("k", 2)
+    assert parse_override("bias=true") == ("bias", True)
+    assert parse_override("gain=5e-2") == ("gain", 0.05)
+    assert parse_override("template=nesterov") == ("template", "nesterov")
+    assert parse_override('template="nesterov"') == ("template", "nesterov")
+    for word in ("k", "=2"):
+        with pytest.raises(sf.InputError, match="key=value"):
+            parse_override(word)
+
+
+def test_presets_match_patterns() -> None:
+    assert sf.presets("imex-*") == [name for name in sf.presets() if name.startswith("imex-")]
+    assert sf.presets("hb") == ["polyak-lie-trotter"]
+    assert sf.presets("nothing") == []
+
+
+def test_build_takes_a_name_a_file_or_a_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[model]\npreset = "hb"\nsize = "tiny"\nn_layer = 1\n')
+    from_file = sf.build(tmp_path / "mine.toml", seed=0)
+    config = sf.model_config("hb", size="tiny", n_layer=1)
+    assert from_file.config == config == sf.build(config, seed=0).config
+    assert sf.build(config, n_layer=2).config.n_layer == 2
+    assert sf.build(config, size="tiny").config.n_layer == 4
+    assert sf.build(tmp_path / "mine.toml", size="tiny", d_model=64).config.d_model == 64
+    with pytest.raises(sf.InputError, match="seed"):
+        sf.build(config, seed="a")  # type: ignore[arg-type]
+
+
+def test_build_takes_overrides_from_python() -> None:
+    model = sf.build("yurii", size="medium", **TINY, seed=0)
+    assert model.config.n_layer == 2
+    assert model.config.context == 8

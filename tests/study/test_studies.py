@@ -1,0 +1,270 @@
+"""Studies: one architecture in four forms, baselines made as large as a row, the same search for all rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import stepformer as sf
+from runs import make_corpus
+from stepformer.base.errors import ConfigError, InputError, StepformerError
+from stepformer.base.files import write_json
+from stepformer.cli import main
+from stepformer.model import Model
+from stepformer.study import Comparison, Facts, load_records
+from stepformer.study.comparison import at_the_edge, grid_points
+from stepformer.study.matching import matched
+from stepformer.study.studies import with_tuning
+from stepformer.study.tuning import Grid
+from stepformer.training import RunConfig, run_config
+from stepformer.training.runs import as_toml
+from stepformer.training.speed import flops_per_token
+
+SIZES = {"n_layer": 1, "n_head": 2, "d_model": 16, "context": 16}
+SETTINGS: dict[str, Any] = {**SIZES, "batch": 4, "eval_tokens": 256, "device": "cpu", "steps": 6}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
+
+
+@pytest.fixture
+def settings(corpus: Path) -> dict[str, Any]:
+    return {**SETTINGS, "corpus": str(corpus)}
+
+
+def words(settings: dict[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def test_a_name_a_file_a_recipe_and_python_are_one_architecture(settings: dict[str, Any], tmp_path: Path) -> None:
+    """To the bit: the weights after training have one SHA-256."""
+    file, recipe = tmp_path / "file.toml", tmp_path / "recipe.toml"
+    file.write_text('[model]\npreset = "yurii"\n')
+    named = run_config("yurii", words(settings))
+    recipe.write_text(as_toml(named.for_vocabulary(257)))  # bytes and the end of a text
+    rows = {"name": "yurii", "file": file, "recipe": recipe, "python": sf.model_config("yurii", **SIZES)}
+    table = sf.compare(rows, out=tmp_path / "study", seeds=2, **settings)
+    assert [row.verdict for row in table.rows] == ["baseline", "identical", "identical", "identical"]
+    assert {row.difference.mean for row in table.rows if row.difference} == {0.0}
+    whole = RunConfig(named.model, named.data, named.optim, named.train)
+    again = sf.compare({"a": named, "b": whole}, out=tmp_path / "whole", seeds=[42])
+    assert again.rows[1].verdict == "identical"
+    assert again.rows[0].records[0].weights_sha256 == table.rows[0].records[0].weights_sha256
+
+
+# As much of something.
+
+
+def two(**sizes: int) -> dict[str, RunConfig]:
+    given = words({**SIZES, "d_model": 64, **sizes})
+    return {name: run_config(name, given).for_vocabulary(1000) for name in ("vanilla", "yurii")}
+
+
+def test_a_matched_baseline_has_as_many_parameters() -> None:
+    for sizes in ({}, {"n_layer": 3}, {"d_model": 96, "n_head": 4}):
+        variants = two(**sizes)
+        (match,) = matched(variants, "vanilla", "parameters")
+        wanted, found = (Model(c.model, device="meta").num_parameters() for c in (variants["yurii"], match.config))
+        assert (match.wanted, match.found) == (wanted, pytest.approx(found))
+        assert found / wanted == pytest.approx(1, abs=0.01)
+        assert match.config.model.n_layer == variants["vanilla"].model.n_layer
+        assert f"{wanted:,}" in str(match)
+
+
+def test_a_matched_baseline_has_as_many_operations_or_as_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers with momentum against two without, and steps whose time is made up: 1 s for a width of 64."""
+    variants = two(n_layer=2) | {"deep": run_config("yurii", words({**SIZES, "d_model": 64, "n_layer": 3}))}
+    variants["deep"] = variants["deep"].for_vocabulary(1000)
+    (match,) = matched(variants, "vanilla", "flops")  # momentum has no matrices of its own
+    assert (match.candidate, match.config.model.n_layer) == ("deep", 2)
+    assert match.wanted == flops_per_token(Model(variants["deep"].model, device="meta"))
+    assert match.found == pytest.approx(flops_per_token(Model(match.config.model, device="meta")))
+    assert match.found == pytest.approx(match.wanted, rel=0.01)
+    assert f"{match.wanted:.3g} (" in str(match)
+    seconds = {"yurii": 1.5, "deep": 2.5}
+
+    def step(config: RunConfig, device: object) -> SimpleNamespace:
+        row = next((name for name in seconds if config is variants[name]), "")
+        return SimpleNamespace(step=seconds.get(row, config.model.d_model / 64))
+
+    monkeypatch.setattr("stepformer.study.matching.forecast", step)
+    assert [match.config.model.d_model for match in matched(variants, "vanilla", "time")] == [96, 160]
+
+
+def test_a_row_that_has_less_gets_a_narrower_baseline() -> None:
+    variants = two()
+    (match,) = matched(variants, "yurii", "parameters")
+    assert match.config.model.d_model < 64
+    assert match.found / match.wanted == pytest.approx(1, abs=0.01)
+
+
+def test_rows_that_have_the_same_share_a_matched_baseline() -> None:
+    variants = two() | {"hb": run_config("hb", words({**SIZES, "d_model": 64})).for_vocabulary(1000)}
+    of_yurii, of_hb = matched(variants, "vanilla", "parameters")
+    assert of_yurii.label == of_hb.label == "vanilla-parameters-of-yurii"
+    assert of_yurii.config == of_hb.config
+    assert of_hb.wanted == Model(variants["hb"].model, device="meta").num_parameters()
+    assert f"hb has {of_hb.wanted:,.0f}" in str(of_hb)
+
+
+def test_what_cannot_be_matched_is_refused() -> None:
+    variants = two(d_model=4)  # two heads: widths are multiples of four, and the tables are most of it
+    variants["yurii"] = run_config("yurii", words({**SIZES, "d_model": 6})).for_vocabulary(1000)
+    with pytest.raises(InputError, match=r"no width of 'vanilla' has what 'yurii' has; the nearest is"):
+        matched(variants, "vanilla", "parameters")
+    with pytest.raises(InputError, match="write one of parameters, flops, time"):
+        matched(variants, "vanilla", "luck")
+
+
+@pytest.mark.slow
+def test_the_verdict_names_the_match(settings: dict[str, Any], tmp_path: Path) -> None:
+    given: dict[str, Any] = {**settings, "d_model": 64}
+    table = sf.compare("vanilla", "yurii", "ortho", out=tmp_path, seeds=2, match="parameters", **given)
+    assert [row.label for row in table.rows] == ["vanilla", "yurii", "ortho", "vanilla-parameters-of-yurii"]
+    assert "ortho and vanilla have equal parameters, within 2%." in table.notes
+    yurii = table.rows[1]
+    assert yurii.matched is not None
+    assert yurii.verdict.endswith(f"at equal tokens; at equal parameters {yurii.matched[2].verdict}")
+    by_hand = [a.val_loss - b.val_loss for a, b in zip(yurii.records, table.rows[3].records, strict=True)]
+    assert yurii.matched[2].mean == pytest.approx(sum(by_hand) / 2)
+    notes = "\n".join(table.notes)
+    assert f"{table.rows[3].parameters:,} parameters; yurii has {yurii.parameters:,}" in notes
+    assert "d_model" not in notes.replace("width", "")  # meant
+    frame = table.to_frame()
+    assert frame["matched_difference"][1] == pytest.approx(yurii.matched[2].mean, abs=1e-6)
+    stored = json.loads((tmp_path / "study.json").read_text())
+    assert Facts.of_study(stored).matches["yurii"] == ("parameters", "vanilla-parameters-of-yurii")
+    folders = [str(record.folder) for row in table.rows for record in row.records]
+    assert main(["compare", "--runs", *folders, "--out", str(tmp_path / "again"), "--quiet"]) == 0
+    assert "vanilla-parameters-of-yurii" in (tmp_path / "again" / "comparison.csv").read_text()
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page"), "--no-samples"]) == 0
+    assert "At equal parameters, yurii against" in (tmp_path / "page" / "index.html").read_text()
+
+
+def test_a_study_is_of_one_code_and_precision(settings: dict[str, Any], tmp_path: Path) -> None:
+    def edit(name: str, change: Callable[[dict[str, Any]], None]) -> None:
+        path = tmp_path / "vanilla-s42" / name
+        found = json.loads(path.read_text())
+        change(found)
+        write_json(path, found)
+
+    def ask(**more: Any) -> Comparison:
+        return sf.compare("vanilla", "yurii", out=tmp_path, **more, **settings)
+
+    ask()
+    edit("environment.json", lambda found: found["versions"].update(sources="edited"))
+    shutil.rmtree(tmp_path / "yurii-s42")
+    with pytest.raises(InputError, match=r"differ in code\.stepformer .* permit it with --allow stepformer\."):
+        ask()
+    assert any("code.stepformer" in note for note in ask(allow=["stepformer"]).notes)
+    with pytest.raises(InputError, match=r"would have runs that differ in code\.stepformer .*: choose another --out\."):
+        ask(allow=["stepformer"], seeds=2)  # one row of two codes
+    shutil.rmtree(tmp_path / "yurii-s42")
+    edit("run.json", lambda found: found.update(precision="bf16"))
+    with pytest.raises(InputError, match=r"runs that differ in train\.precision \(vanilla bf16, yurii fp32\)"):
+        ask(allow=["stepformer"])
+
+
+# The same search for all.
+
+
+def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> None:
+    given = {**settings, "eval_tokens": 64}
+    tune = {"tune": "lr,lr_norm=0.5x,2x", "budget_tune": 4 * 4 * 16}
+    table = sf.compare("vanilla", "yurii", out=tmp_path, seeds=2, **tune, **given)
+    for name in ("vanilla", "yurii"):
+        points = {}
+        for number in range(4):
+            (record,) = load_records([tmp_path / "tuning" / f"{name}-{number}-s1000"])
+            assert record.steps == 4
+            assert record.settings["train.eval_half"] == "first"
+            points[record.val_loss] = {key: record.settings[f"optim.{key}"] for key in ("lr", "lr_norm")}
+        row = next(row for row in table.rows if row.label == name)
+        for record in row.records:
+            assert {key: record.settings[f"optim.{key}"] for key in ("lr", "lr_norm")} == points[min(points)]
+            assert record.settings["train.eval_half"] == "second"
+            assert record.val_hash != load_records([tmp_path / "tuning" / f"{name}-0-s1000"])[0].val_hash
+        assert any(note.startswith(f"{name}: tuned to lr ") and "best of 4 points" in note for note in table.notes)
+    assert any("at the edge of the grid" in note for note in table.notes)  # of two values one is always
+    again = sf.compare("vanilla", "yurii", out=tmp_path, seeds=2, **tune, **given)
+    assert str(again) == str(table)
+
+
+def test_what_cannot_be_tuned_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    def refused(error: type[StepformerError], match: str, **more: Any) -> None:
+        with pytest.raises(error, match=match):
+            sf.compare("vanilla", "yurii", out=tmp_path / "no", **more, **settings)
+        assert not (tmp_path / "no").exists()
+
+    refused(InputError, "needs --budget-tune", tune="lr=1,2")
+    refused(InputError, "say what to tune", budget_tune="1k")
+    refused(InputError, "with two values or more", tune="lr=1", budget_tune="1k")
+    refused(InputError, "only keys of", tune="n_layer=1,2", budget_tune="1k")
+    refused(InputError, "those of the search", tune="lr=0.1,0.2", budget_tune="1k", seeds=[1000])
+    refused(InputError, "less than half a step", tune="lr=0.1,0.2", budget_tune=3)
+    refused(InputError, "no multiple", tune="polar=2x,3x", budget_tune="1k")
+    assert main(["compare", "vanilla", "yurii", "--tune", "lr=1,2", "--budget-tune", "1k", "--slurm", "a=1"]) == 2
+
+
+def test_a_point_that_diverges_is_out_and_one_that_fails_stops(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = {"vanilla": run_config("vanilla", words({**settings, "max_loss": 7}))}
+    facts = with_tuning(variants, Grid.parse(["lr_embedding=0.001,100"]), "1k", tmp_path / "a", quiet=True)
+    assert "best of 2 points, 1 of which diverged" in facts.remarks[0]
+    assert variants["vanilla"].optim.lr_embedding == 0.001
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise InputError("No space left on device.")
+
+    monkeypatch.setattr("stepformer.study.study.train", full)
+    with pytest.raises(StepformerError, match=r"of the search failed: No space left on device\."):
+        with_tuning(variants, Grid.parse(["lr=0.001,0.002"]), "1k", tmp_path / "b", quiet=True)
+
+
+# Sweeps.
+
+
+def test_a_sweep_names_its_best_point(settings: dict[str, Any], tmp_path: Path) -> None:
+    table = sf.sweep("vanilla", {"lr": (1e-6, 0.02, 1e-5)}, out=tmp_path, seeds=2, **settings)
+    best, *rest = table.notes
+    assert best.startswith("Best of 3 points: lr-0.02, ")
+    losses = {row.label: [record.val_loss for record in row.records] for row in table.rows}
+    second = min((label for label in losses if label != "lr-0.02"), key=lambda label: sum(losses[label]))
+    mean = sum(a - b for a, b in zip(losses["lr-0.02"], losses[second], strict=True)) / 2
+    assert f"to the next best, {second}, {mean:+.4f} [" in best
+    assert any("edge of the grid in lr" in note for note in rest)
+    axes = {"lr": ("1", "0.02", "1e-3"), "optim.name": ("muon", "adamw"), "train.batch": ("4", "8"), "beta1": ("0.9",)}
+    points = grid_points(axes)
+    assert at_the_edge(axes, points["lr-0.02_name-muon_batch-8_beta1-0.9"]) == ["train.batch"]
+    assert at_the_edge(axes, points["lr-1e-3_name-adamw_batch-4_beta1-0.9"]) == ["lr", "train.batch"]
+
+
+def test_losses_on_different_tokens_have_no_best_point(settings: dict[str, Any], tmp_path: Path) -> None:
+    given = {key: value for key, value in settings.items() if key != "eval_tokens"}
+    table = sf.sweep("vanilla", {"eval_tokens": (128, 256)}, out=tmp_path, **given)
+    assert not any("Best of" in note for note in table.notes)
+
+
+def test_unset_rates_are_those_of_the_first_point(settings: dict[str, Any], tmp_path: Path) -> None:
+    table = sf.sweep("vanilla", {"d_model": (16, 64)}, out=tmp_path, **settings)
+    assert len({row.records[0].settings["optim.lr_norm"] for row in table.rows}) == 1
+
+
+def test_a_config_in_a_run_folder_beside_a_name(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Its vocabulary is written down, a name's is the corpus's: that is no difference."""
+    sf.train(run_config("yurii", words(settings)), tmp_path / "run", quiet=True)
+    rows = {"vanilla": "vanilla", "mine": tmp_path / "run" / "config.toml"}
+    table = sf.compare(rows, out=tmp_path / "study", **settings)
+    assert not [note for note in table.notes if "differ" in note]
+    others = [run_config("vanilla", words(settings)), run_config("yurii", words({**settings, "batch": 8}))]
+    with pytest.raises(ConfigError, match=r"The rows differ in train\.batch"):
+        sf.compare(*others, out=tmp_path / "no")
