@@ -14,9 +14,7 @@ START = 0.5  # of lambda, or where it stays
 
 
 @register_extra(
-    "value-residual",
-    equation="v = (1 - lambda) v + lambda v_1, v_1 of the first call",
-    cite="zhou2025value",
+    "value-residual", equation="v = (1 - lambda) v + lambda v_1, v_1 of the first call", cite="zhou2025value"
 )
 class ValueResidual(Extra):
     """value_residual = "fixed": lambda is one half; "free" and "unit" learn it, the latter in (0, 1)."""

@@ -30,7 +30,6 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "mlp": mlps,
 }
 
-
 LARGEST = 1 << 24  # of every size: what is larger is a slip of the keyboard, or damage
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -41,9 +41,7 @@ def draw_parameters(model: nn.Module, seed: int | None, deep: Collection[str], n
             draw = torch.empty(parameter.shape, dtype=dtype, device="cpu").normal_(0.0, std, generator=generator)
             parameter.copy_(draw)
     for module in model.modules():
-        initialise: Callable[[], None] | None = getattr(module, "initialise", None)
-        if initialise is not None:
-            initialise()
+        getattr(module, "initialise", lambda: None)()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise StepformerError(f"'{name}' has no initial value: its module should set it in `initialise`.")

@@ -155,9 +155,7 @@ class LieTrotter(Splitting):
     answers = "A, then M"
 
     def step(self, turns: Substeps, s: State) -> State:
-        for turn in (turns["attn"], turns["mlp"]):
-            s = turn.take(s)
-        return s
+        return turns["mlp"].take(turns["attn"].take(s))
 
 
 @register_splitting(
