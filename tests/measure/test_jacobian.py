@@ -22,7 +22,7 @@ from stepformer.base.errors import ConfigError, InputError
 from stepformer.measure import measured
 from stepformer.measure.diagnostics import jacobian, layer_maps
 from stepformer.measure.diagnostics.jacobian import JacobianSettings
-from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised
+from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised, twice_differentiable
 from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
 from stepformer.measure.diagnostics.windows import fixed_windows
 from stepformer.oracles import fresh_call
@@ -277,6 +277,7 @@ def test_the_model_stays_as_it_is() -> None:
     softmax = tiny("vanilla")
     LayerMaps(softmax, tokens())
     assert softmax.blocks[0].attn.attention_backend == "sdpa"
+    assert twice_differentiable(softmax, torch.float64).blocks[0].attn.attention_backend == "math"
 
 
 def test_a_stopped_gradient_flows_here() -> None:

@@ -68,7 +68,7 @@ def raw_of(bank: CoefficientBank | None) -> dict[str, Any]:
 
 
 def attention_of(attn: Any) -> dict[str, Any]:
-    linear = {"kernel": "A", "value": "V"} if hasattr(attn, "kernel") else {"value": "value"}
+    linear = {"kernel": "A", "value": "V"} if "kernel" in dict(attn.named_children()) else {"value": "value"}
     names = {"qkv": "qkv", "out": "out", "query": "query", "key": "key", "root": "root", "ratio_map": "ratio_map"}
     return {
         theirs: getattr(attn, ours).weight

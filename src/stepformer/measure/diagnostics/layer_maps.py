@@ -29,7 +29,7 @@ Map = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # Numbers in the vectors of one batched product: beyond this a loop is as fast and saves memory.
 AT_ONCE = {"cpu": 2**16, "cuda": 2**22}
 # How attention is computed, not what: plain products, all queries at once.
-PLAINLY = {"backend": "math", "query_chunk": 0}
+PLAINLY = {"attention_backend": "math", "query_chunk": 0}
 
 
 class Linearised:
