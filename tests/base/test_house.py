@@ -46,6 +46,16 @@ def test_who_breaks_it_is_told(file: str, line: str, sentence: str, tmp_path: Pa
     assert any(sentence in problem for problem in found), found
 
 
+def test_what_python_compiled_is_no_folder_of_ours(tmp_path: Path) -> None:
+    """After a pull that moved a folder, git leaves its compiled files where it was."""
+    package = tmp_path / "stepformer"
+    (package / "kernels/__pycache__").mkdir(parents=True)
+    (package / "kernels/__pycache__/loss.cpython-311.pyc").touch()
+    assert house.problems(package) == []
+    (package / "kernels/loss.py").touch()
+    assert any(problem.startswith("kernels: at the root") for problem in house.problems(package))
+
+
 def test_make_lint_asks() -> None:
     makefile = Path(__file__).parents[2] / "Makefile"
     lint = makefile.read_text().partition("\nlint:")[2].partition("\n\n")[0]

@@ -29,7 +29,7 @@ def problems(package: Path) -> list[str]:
         f"{path.name}: at the root of the package there are only {', '.join(sorted(ROOT_FILES))} and folders."
         for path in sorted(package.iterdir())
         if (path.is_file() and path.name not in ROOT_FILES)
-        or (path.is_dir() and path.name not in (*FOLDERS, "__pycache__"))
+        or (path.is_dir() and path.name not in FOLDERS and _has_sources(path))
     ]
     modules = {_name(path, package): path for path in sorted(package.rglob("*.py"))}
     graph = {name: list(_imported(name, path, modules)) for name, path in modules.items()}
@@ -51,6 +51,11 @@ def problems(package: Path) -> list[str]:
                     found.append(f"{place}:{line}: names {word.group()}, which is for ops/ alone.")
     links = {name: {other for _, other in imported} for name, imported in graph.items() if _folder(name)}
     return found + [f"An import circle: {' -> '.join(circle)}." for circle in _circles(links)]
+
+
+def _has_sources(folder: Path) -> bool:
+    """Whether anything is in a folder but what Python compiled: git leaves that behind where a folder was moved."""
+    return any(path.is_file() and path.suffix != ".pyc" for path in folder.rglob("*"))
 
 
 def _name(path: Path, package: Path) -> str:
