@@ -1,20 +1,18 @@
-"""What a JSON value must look like, said with types: `problem` is the first way in which one does not.
+"""What a JSON value must look like, said in its own shape: `problem` is the first way in which one does not.
 
-A description is a `TypedDict`, `dict[str, T]`, `list[T]`, a union, a `Literal` or a plain type; `Annotated[int,
-Limits(least=0)]` narrows it. Written here, in a hundred lines, because training must run where nothing can be installed
-(pydantic and msgspec are compiled) and because each violation is one sentence of ours that names the place.
+A description is a plain type, `Limits` of one, a `Literal`, `[T]` for a list, `{T: U}` for an object with any names,
+`Fields` for one with known names, or a tuple of descriptions of which one fits. Written here, in a hundred lines,
+because training must run where nothing can be installed (pydantic and msgspec are compiled) and because each violation
+is one sentence of ours that names the place.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 LONGEST = 1 << 20  # letters of a text, unless its limits say otherwise
 FEW = 40  # letters of a value that a sentence shows
@@ -22,8 +20,9 @@ FEW = 40  # letters of a value that a sentence shows
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a number its bounds, of a text its length and form."""
+    """A plain type narrowed: of a number its bounds, of a text its length and form."""
 
+    kind: type
     least: float | None = None
     most: float | None = None
     longest: int = LONGEST
@@ -31,57 +30,64 @@ class Limits:
     called: str = ""  # what a value of this form is
 
 
+class Fields:
+    """An object with known names: `needed` and `optional` are tables of names, with blanks between, and what is there.
+
+    It has all that `beside` has, too.
+    """
+
+    def __init__(
+        self, needed: Mapping[str, Any], optional: Mapping[str, Any] | None = None, *, beside: Fields | None = None
+    ) -> None:
+        own = {name: kind for names, kind in needed.items() for name in names.split()}
+        others = {name: kind for names, kind in (optional or {}).items() for name in names.split()}
+        self.needed: tuple[str, ...] = (*(beside.needed if beside else ()), *own)
+        self.known: dict[str, Any] = {**(beside.known if beside else {}), **own, **others}
+
+
 def problem(value: Any, hint: Any, where: str = "") -> str:
     """How a value differs from its description, or nothing; `where` is its place: `state.best.step`."""
-    origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return ""
-    if origin is Annotated:
-        return problem(value, arguments[0], where) or _beyond(value, arguments[1], where)
-    if origin is NotRequired:
-        return problem(value, arguments[0], where)
-    if origin is Literal:
-        fits = value in arguments and type(value) in map(type, arguments)
-        return "" if fits else _not(where, value, f"one of {', '.join(map(repr, arguments))}")
-    if origin in (types.UnionType, typing.Union):
-        faults = [problem(value, kind, where) for kind in arguments]
-        return "" if "" in faults else _closest(value, arguments, faults, where)
-    if origin is list:
+    if isinstance(hint, Limits):
+        return problem(value, hint.kind, where) or _beyond(value, hint, where)
+    if get_origin(hint) is Literal:
+        accepted = get_args(hint)
+        fits = value in accepted and type(value) in map(type, accepted)
+        return "" if fits else _not(where, value, f"one of {', '.join(map(repr, accepted))}")
+    if isinstance(hint, tuple):
+        faults = [problem(value, kind, where) for kind in hint]
+        return "" if "" in faults else _closest(value, hint, faults, where)
+    if isinstance(hint, list):
         if not isinstance(value, list):
             return _not(where, value, "a list")
-        return next(filter(None, (problem(part, arguments[0], f"{where}[{i}]") for i, part in enumerate(value))), "")
-    if origin is dict:
+        return next(filter(None, (problem(part, hint[0], f"{where}[{i}]") for i, part in enumerate(value))), "")
+    if isinstance(hint, dict | Fields):
         if not isinstance(value, dict):
             return _not(where, value, "an object")
-        keys, values = arguments
-        for name, part in value.items():
-            fault = problem(name, keys, f"a name in {where or 'it'}") or problem(part, values, _inside(where, name))
-            if fault:
-                return fault
-        return ""
-    if typing.is_typeddict(hint):
-        return _fields(value, hint, where)
+        return _fields(value, hint, where) if isinstance(hint, Fields) else _any_names(value, hint, where)
     return _plain(value, hint, where)
 
 
-def _fields(value: Any, hint: Any, where: str) -> str:
-    if not isinstance(value, dict):
-        return _not(where, value, "an object")
-    known = _hints(hint)
-    for name, kind in known.items():
-        if name not in value and get_origin(kind) is not NotRequired:
-            return f"{_inside(where, name)} is missing"
+def _any_names(value: dict[str, Any], hint: Mapping[Any, Any], where: str) -> str:
+    ((names, kind),) = hint.items()
     for name, part in value.items():
-        if name not in known:
-            return f"{_inside(where, name)} is nothing that this stepformer knows"
-        if fault := problem(part, known[name], _inside(where, name)):
+        fault = problem(name, names, f"a name in {where or 'it'}") or problem(part, kind, _inside(where, name))
+        if fault:
             return fault
     return ""
 
 
-@functools.cache
-def _hints(described: Any) -> Mapping[str, Any]:
-    return typing.get_type_hints(described, include_extras=True)
+def _fields(value: dict[str, Any], hint: Fields, where: str) -> str:
+    for name in hint.needed:
+        if name not in value:
+            return f"{_inside(where, name)} is missing"
+    for name, part in value.items():
+        if name not in hint.known:
+            return f"{_inside(where, name)} is nothing that this stepformer knows"
+        if fault := problem(part, hint.known[name], _inside(where, name)):
+            return fault
+    return ""
 
 
 KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
@@ -89,9 +95,7 @@ KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
     bool: ("true or false", (bool,)),
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
-    type(None): ("null", (type(None),)),
-    dict: ("an object", (dict,)),
-    list: ("a list", (list,)),
+    None: ("null", (type(None),)),
 }
 
 
@@ -128,7 +132,7 @@ def _closest(value: Any, kinds: tuple[Any, ...], faults: list[str], where: str) 
         deeper = [fault for fault in faults if not fault.startswith(f"{where} is ") or "is missing" in fault]
         if deeper:
             return deeper[0]
-    return faults[0] if len([k for k in kinds if k is not type(None)]) == 1 else _not(where, value, "what it should be")
+    return faults[0] if len([k for k in kinds if k is not None]) == 1 else _not(where, value, "what it should be")
 
 
 def _inside(where: str, name: str) -> str:

@@ -10,309 +10,72 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
 
 from stepformer.base import files
-from stepformer.base.described import Limits, problem
+from stepformer.base.described import Fields, Limits, problem
 from stepformer.base.errors import InputError, StepformerWarning
 
-Count = Annotated[int, Limits(least=0)]
-Positive = Annotated[int, Limits(least=1)]
-Seconds = Annotated[float, Limits(least=0)]
-Loss = Annotated[float, Limits(least=0, most=1e6)]
-Hex = Annotated[str, Limits(form=r"[0-9a-f]*", longest=64, called="a checksum")]
-Sha256 = Annotated[str, Limits(form=r"[0-9a-f]{64}", called="a SHA-256")]
-Inside = Annotated[
-    str, Limits(form=r"(?!\.)[\w.=+-]+(/(?!\.)[\w.=+-]+)?", longest=255, called="a file inside the folder")
-]
-Scalar = str | int | float | bool | None
-Precision = Literal["fp32", "bf16", "fp64"]
-
-
-class TokenizerFacts(TypedDict):
-    kind: Literal["bytes", "gpt2", "bpe"]
-    name: str
-    fingerprint: Hex
-    vocab_size: Positive
-    eot: Count
-
-
-class TokenizerFile(TokenizerFacts):
-    format: int
-
-
-class SplitFacts(TypedDict):
-    hash: Hex
-    tokens: Count
-
-
-class CorpusFacts(TypedDict):
-    folder: str
-    tokenizer: TokenizerFacts
-    splits: dict[str, SplitFacts]
-
-
-class Config(TypedDict):
-    """Sections of settings; what is in them is the config's own business."""
-
-    model: dict[str, Any]
-    data: dict[str, Any]
-    optim: dict[str, Any]
-    train: dict[str, Any]
-    own_vocabulary: NotRequired[bool]
-    recipe: NotRequired[str]
-
-
-class Start(TypedDict):
-    run: str
-    id: str
-    config_hash: Hex
-    step: Count
-    checkpoint: NotRequired[str]
-    weights: NotRequired[Hex]
-
-
-class Run(TypedDict):
-    """run.json"""
-
-    format: int
-    stepformer: str
-    id: NotRequired[Hex]
-    label: NotRequired[str]
-    config: Config
-    precision: NotRequired[Precision]
-    tokenizer: NotRequired[TokenizerFacts]
-    corpus: NotRequired[CorpusFacts]
-    also: NotRequired[dict[str, CorpusFacts]]
-    init: NotRequired[Start]
-    parent: NotRequired[Start]
-    imported: NotRequired[dict[str, Any]]
-    plugins: NotRequired[list[str]]
-    code: NotRequired[dict[str, dict[str, Hex]]]
-
-
-class Best(TypedDict):
-    val_loss: Loss
-    step: Count
-
-
-class State(TypedDict):
-    """Of a checkpoint: where its run was, and which run it was."""
-
-    step: Count
-    seconds: Seconds
-    best: Best | None
-    config: Config
-    run: NotRequired[Hex]
-    logged: NotRequired[Count]
-
-
-class StoredFile(TypedDict):
-    bytes: Count
-    sha256: Sha256
-
-
-class Checkpoint(TypedDict):
-    """manifest.json of a checkpoint"""
-
-    format: int
-    files: dict[Inside, StoredFile]
-    state: State
-
-
-class Shard(TypedDict):
-    file: Inside
-    tokens: Count
-    bytes: Count
-    sha256: Sha256
-
-
-class Split(TypedDict):
-    shards: list[Shard]
-    hash: Hex
-    entropy: Annotated[float, Limits(least=0)]
-    tokens: Count
-    documents: Count
-    bytes: Count
-
-
-class Corpus(TypedDict):
-    """manifest.json of a corpus"""
-
-    format: int
-    name: str
-    job: Hex
-    source: dict[str, Any]
-    pinned: NotRequired[Any]
-    shard_tokens: Positive
-    split_rule: dict[str, Any]
-    tokenizer: TokenizerFacts
-    dtype: Literal["uint16", "uint32"]
-    splits: dict[Literal["train", "val"], Split]
-    stepformer: str
-
-
-class Evaluated(TypedDict):
-    val_loss: Loss
-    val_tokens: Count
-    val_hash: Hex
-
-
-class Evaluation(TypedDict):
-    """A line of metrics.jsonl with kind = eval"""
-
-    kind: Literal["eval"]
-    step: Count
-    tokens: Count
-    seconds: NotRequired[Seconds]
-    val_loss: Loss
-    val_tokens: NotRequired[Count]
-    val_hash: NotRequired[Hex]
-    also: NotRequired[dict[str, Evaluated]]
-    coefficients: NotRequired[list[dict[str, Any]]]
-    gains: NotRequired[list[dict[str, Any]]]
-    norms: NotRequired[list[dict[str, Any]]]
-
-
-class Result(TypedDict):
-    """result.json"""
-
-    format: int
-    title: str
-    preset: str
-    label: str
-    recipe: NotRequired[str]
-    seed: int
-    config_hash: Hex
-    pairing: str
-    steps: Positive
-    tokens: Positive
-    val_loss: Loss
-    val_tokens: Count
-    val_hash: Hex
-    also: NotRequired[dict[str, Evaluated]]
-    best_val_loss: Loss
-    best_step: Count
-    train_seconds: Annotated[float, Limits(least=1e-9)]
-    tokens_per_second: Annotated[float, Limits(least=1e-9)]
-    parameters: Positive
-    unigram_entropy: NotRequired[float | None]
-    weights_sha256: Sha256
-    precision: NotRequired[Precision]
-    device: NotRequired[str]
-    ranks: NotRequired[Positive]
-    metrics: NotRequired[Hex]
-    run: NotRequired[Hex]
-    status: Literal["finished"]
-
-
-class Export(TypedDict):
-    """stepformer.json of an exported model"""
-
-    format: int
-    stepformer: str
-    form: NotRequired[Literal["stepformer", "gpt2"]]
-    model: NotRequired[dict[str, Any]]
-    title: NotRequired[str]
-    run: NotRequired[str]
-    step: NotRequired[Count]
-    val_loss: NotRequired[Loss | None]
-    val_tokens: NotRequired[Count | None]
-    val_hash: NotRequired[str | None]
-    tokenizer: NotRequired[TokenizerFacts]
-    corpus: NotRequired[dict[str, Any]]
-    weights_sha256: NotRequired[Sha256]
-    files: NotRequired[dict[Inside, Sha256]]
-
-
-class Spell(TypedDict):
-    """What trained a run, from some step on."""
-
-    versions: NotRequired[dict[str, str]]
-    platform: NotRequired[str]
-    device: NotRequired[dict[str, Scalar]]
-    threads: NotRequired[Positive]
-    kernels: NotRequired[str]
-    ranks: NotRequired[Positive]
-    variables: NotRequired[dict[str, str]]
-    plugins: NotRequired[dict[str, dict[str, Hex]]]
-    git: NotRequired[dict[str, Scalar] | None]
-
-
-class Resumed(Spell):
-    step: Count
-    changes: NotRequired[dict[str, Scalar]]
-
-
-class Environment(Spell):
-    """environment.json"""
-
-    command: NotRequired[list[str]]
-    resumed: NotRequired[list[Resumed]]
-
-
-class Measurement(TypedDict):
-    """One of measured/*.json"""
-
-    format: int
-    stepformer: str
-    kind: str
-    step: Count
-    run: NotRequired[Hex]
-    command: NotRequired[str]
-    settings: dict[str, Any]
-    result: dict[str, Any]
-
-
-class PlannedRun(TypedDict):
-    label: str
-    seed: int
-    config: NotRequired[Hex]
-
-
-class Study(TypedDict):
-    """study.json"""
-
-    format: int
-    runs: list[PlannedRun]
-    facts: NotRequired[dict[str, Any]]
-
-
-class MatchedBaseline(TypedDict):
-    what: Literal["parameters", "flops", "time"]
-    candidate: str
-    label: str
-    config: Config
-    wanted: float
-    found: float
-
-
-class Matches(TypedDict):
-    """matches.json of a study"""
-
-    of: dict[str, str]
-    baseline: str
-    matches: list[MatchedBaseline]
-
-
-class Preparation(TypedDict):
-    """job.json of a corpus that is being prepared"""
-
-    job: Hex
-    rule: str
-    pinned: Any
-
-
-class TrustedFile(TypedDict):
-    name: str
-    since: str
-
-
-class Trusted(TypedDict):
-    """The user's list of plug-ins that may be imported."""
-
-    format: int
-    files: dict[Sha256, TrustedFile]
+COUNT = Limits(int, least=0)
+POSITIVE = Limits(int, least=1)
+SECONDS = Limits(float, least=0)
+ABOVE_ZERO = Limits(float, least=1e-9)
+LOSS = Limits(float, least=0, most=1e6)
+HEX = Limits(str, form=r"[0-9a-f]*", longest=64, called="a checksum")
+SHA256 = Limits(str, form=r"[0-9a-f]{64}", called="a SHA-256")
+INSIDE = Limits(str, form=r"(?!\.)[\w.=+-]+(/(?!\.)[\w.=+-]+)?", longest=255, called="a file inside the folder")
+SCALAR = (str, int, float, bool, None)
+PRECISION = Literal["fp32", "bf16", "fp64"]
+ANYTHING = {str: Any}
+CODE = {str: {str: HEX}}
+
+TOKENIZER_FACTS = Fields(
+    {"kind": Literal["bytes", "gpt2", "bpe"], "name": str, "fingerprint": HEX, "vocab_size": POSITIVE, "eot": COUNT}
+)
+SPLITS_FACTS = {str: Fields({"hash": HEX, "tokens": COUNT})}
+CORPUS_FACTS = Fields({"folder": str, "tokenizer": TOKENIZER_FACTS, "splits": SPLITS_FACTS})
+# what is in the sections is the config's own business
+CONFIG = Fields({"model data optim train": ANYTHING}, {"own_vocabulary": bool, "recipe": str})
+START = Fields({"run id": str, "config_hash": HEX, "step": COUNT}, {"checkpoint": str, "weights": HEX})
+# of a checkpoint: where its run was, and which run it was
+STATE = Fields(
+    {"step": COUNT, "seconds": SECONDS, "best": (Fields({"val_loss": LOSS, "step": COUNT}), None), "config": CONFIG},
+    {"run": HEX, "logged": COUNT},
+)
+SHARD = Fields({"file": INSIDE, "tokens bytes": COUNT, "sha256": SHA256})
+SPLIT = Fields({"shards": [SHARD], "hash": HEX, "entropy": SECONDS, "tokens documents bytes": COUNT})
+EVALUATED = Fields({"val_loss": LOSS, "val_tokens": COUNT, "val_hash": HEX})
+EVALUATION = Fields(  # a line of metrics.jsonl with kind = eval
+    {"kind": Literal["eval"], "step tokens": COUNT, "val_loss": LOSS},
+    {
+        "seconds": SECONDS,
+        "val_tokens": COUNT,
+        "val_hash": HEX,
+        "also": {str: EVALUATED},
+        "coefficients gains norms": [ANYTHING],
+    },
+)
+# what trained a run, from some step on
+SPELL = Fields(
+    {},
+    {
+        "versions variables": {str: str},
+        "platform kernels": str,
+        "device": {str: SCALAR},
+        "threads ranks": POSITIVE,
+        "plugins": CODE,
+        "git": ({str: SCALAR}, None),
+    },
+)
+RESUMED = Fields({"step": COUNT}, {"changes": {str: SCALAR}}, beside=SPELL)
+MATCHED_BASELINE = Fields(
+    {
+        "what": Literal["parameters", "flops", "time"],
+        "candidate label": str,
+        "config": CONFIG,
+        "wanted found": float,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -325,20 +88,111 @@ class Kind:
     sealed: bool = True
 
 
-RUN = Kind("run record", Run)
-CHECKPOINT = Kind("checkpoint manifest", Checkpoint)
-CORPUS = Kind("manifest", Corpus)
-TOKENIZER = Kind("tokenizer", TokenizerFile)
-RESULT = Kind("result of a finished run", Result)
-EXPORT = Kind("record of an export", Export)
-ENVIRONMENT = Kind("record of an environment", Environment, None)
-STUDY = Kind("study", Study)
-MEASUREMENT = Kind("measurement", Measurement)
-MATCHES = Kind("record of matched baselines", Matches, None)
-PREPARATION = Kind("state of the preparation", Preparation, None)
-TRUSTED = Kind("list of trusted plug-ins", Trusted, sealed=False)
-FORGETTING = Kind("table of forgetting", dict[str, Any], None)
-CORPORA = Kind("record of the corpora", dict[str, Any], None)
+RUN = Kind(
+    "run record",
+    Fields(
+        {"format": int, "stepformer": str, "config": CONFIG},
+        {
+            "id": HEX,
+            "label": str,
+            "precision": PRECISION,
+            "tokenizer": TOKENIZER_FACTS,
+            "corpus": CORPUS_FACTS,
+            "also": {str: CORPUS_FACTS},
+            "init parent": START,
+            "imported": ANYTHING,
+            "plugins": [str],
+            "code": CODE,
+        },
+    ),
+)
+CHECKPOINT = Kind(
+    "checkpoint manifest",
+    Fields({"format": int, "files": {INSIDE: Fields({"bytes": COUNT, "sha256": SHA256})}, "state": STATE}),
+)
+CORPUS = Kind(
+    "manifest",
+    Fields(
+        {
+            "format": int,
+            "name stepformer": str,
+            "job": HEX,
+            "source split_rule": ANYTHING,
+            "shard_tokens": POSITIVE,
+            "tokenizer": TOKENIZER_FACTS,
+            "dtype": Literal["uint16", "uint32"],
+            "splits": {Literal["train", "val"]: SPLIT},
+        },
+        {"pinned": Any},
+    ),
+)
+TOKENIZER = Kind("tokenizer", Fields({"format": int}, beside=TOKENIZER_FACTS))
+RESULT = Kind(
+    "result of a finished run",
+    Fields(
+        {
+            "format seed": int,
+            "title preset label pairing": str,
+            "config_hash": HEX,
+            "steps tokens parameters": POSITIVE,
+            "best_val_loss": LOSS,
+            "best_step": COUNT,
+            "train_seconds tokens_per_second": ABOVE_ZERO,
+            "weights_sha256": SHA256,
+            "status": Literal["finished"],
+        },
+        {
+            "recipe device": str,
+            "also": {str: EVALUATED},
+            "unigram_entropy": (float, None),
+            "precision": PRECISION,
+            "ranks": POSITIVE,
+            "metrics run": HEX,
+        },
+        beside=EVALUATED,
+    ),
+)
+EXPORT = Kind(
+    "record of an export",
+    Fields(
+        {"format": int, "stepformer": str},
+        {
+            "form": Literal["stepformer", "gpt2"],
+            "model corpus": ANYTHING,
+            "title run": str,
+            "step": COUNT,
+            "val_loss": (LOSS, None),
+            "val_tokens": (COUNT, None),
+            "val_hash": (str, None),
+            "tokenizer": TOKENIZER_FACTS,
+            "weights_sha256": SHA256,
+            "files": {INSIDE: SHA256},
+        },
+    ),
+)
+ENVIRONMENT = Kind("record of an environment", Fields({}, {"command": [str], "resumed": [RESUMED]}, beside=SPELL), None)
+STUDY = Kind(
+    "study",
+    Fields({"format": int, "runs": [Fields({"label": str, "seed": int}, {"config": HEX})]}, {"facts": ANYTHING}),
+)
+MEASUREMENT = Kind(
+    "measurement",
+    Fields(
+        {"format": int, "stepformer kind": str, "step": COUNT, "settings result": ANYTHING},
+        {"run": HEX, "command": str},
+    ),
+)
+MATCHES = Kind(
+    "record of matched baselines", Fields({"of": {str: str}, "baseline": str, "matches": [MATCHED_BASELINE]}), None
+)
+PREPARATION = Kind("state of the preparation", Fields({"job": HEX, "rule": str, "pinned": Any}), None)
+TRUSTED = Kind(
+    "list of trusted plug-ins",
+    Fields({"format": int, "files": {SHA256: Fields({"name since": str})}}),
+    sealed=False,  # the user's own
+)
+FORGETTING = Kind("table of forgetting", ANYTHING, None)
+CORPORA = Kind("record of the corpora", ANYTHING, None)
 
 
 def read(path: Path, kind: Kind) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 from stepformer.base import documents
 from stepformer.base.described import problem
-from stepformer.base.documents import Evaluation
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.study.differences import recorded
 from stepformer.training.metrics import read_lines, warn_unchecked
@@ -85,8 +84,8 @@ def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float
     evaluations: dict[int, tuple[int, float]] = {}
     for number, entry in enumerate(lines.entries, 1):
         if entry["kind"] == "eval":
-            known = {key: entry[key] for key in Evaluation.__annotations__ if key in entry}  # oracles add their own
-            fault = problem(known, Evaluation)
+            known = {key: entry[key] for key in documents.EVALUATION.known if key in entry}  # oracles add their own
+            fault = problem(known, documents.EVALUATION)
             if fault:
                 raise InputError(f"The metrics file '{path}' is damaged in line {number}: {fault}.")
             # a resumed run repeats the evaluations after its checkpoint: the later line is of the weights that stayed
