@@ -38,21 +38,7 @@ if TYPE_CHECKING:
     from stepformer.study.studies import compare, sweep
     from stepformer.training import evaluate_run, load_run, resume, run_config, train
 
-_NAMES = {
-    "base.errors": ("ConfigError", "InputError", "StepformerError", "UnknownNameError"),
-    "base.options": ("Option",),
-    "catalogue": ("build", "load_config", "model_config", "preset", "presets", "register_preset"),
-    "extras": ("Extra", "register_extra"),
-    "model": ("Model", "ModelConfig", "Output", "Role"),
-    "oracles": ("MLP", "Attention", "Call", "TokenSlot", "register_attention", "register_mlp"),
-    "rules": ("HamiltonianStep", "Splitting", "State", "Stream", "Template", "Values"),
-    "rules.coefficients": ("free", "positive", "unit"),
-    "rules.splittings": ("register_splitting",),
-    "rules.template": ("register_template",),
-    "study.studies": ("compare", "sweep"),
-    "training": ("evaluate_run", "load_run", "resume", "run_config", "train"),
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_find = aliases.lazy(__name__)
 # fmt: off
 __all__ = [
     "MLP", "Attention", "Call", "ConfigError", "Extra", "HamiltonianStep", "InputError", "Model", "ModelConfig",
@@ -67,17 +53,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """A public name from where it lives, or a folder of the package as it is called now or was called before."""
-    if name in _HOMES:
-        found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = found
-        return found
-    if not name.startswith("_"):
+    if name not in __all__ and not name.startswith("_"):
         try:
             return importlib.import_module(f"{__name__}.{name}")
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":
                 raise
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return globals().setdefault(name, _find(name))
 
 
 def __dir__() -> list[str]:

@@ -1,49 +1,53 @@
-"""Import paths of earlier versions, which pages, plug-ins and exported models may still name."""
+"""Import paths: names that a package has without loading them, and paths of earlier versions.
+
+The latter are what pages, plug-ins and exported models may still name.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
-# path below `stepformer.` as it was -> as it is; what lies below a path moves with it
-MOVED = {
-    "adapters": "ops.adapters",
-    "architectures": "catalogue.architectures",
-    "beams": "decoding.beams",
-    "benchmark": "measure.benchmark",
-    "block": "model.block",
-    "comparing": "study",
-    "config": "model.config",
-    "diagnostics": "measure.diagnostics",
-    "documents": "base.documents",
-    "errors": "base.errors",
-    "evaluation": "measure.evaluation",
-    "files": "base.files",
-    "flows": "measure.flows",
-    "generation": "decoding.sampling",
-    "huggingface": "exchange.huggingface",
-    "importing": "exchange.importing",
-    "kernels": "ops",
-    "measured": "measure.measured",
-    "memory": "training.memory",
-    "options": "base.options",
-    "plugins": "base.plugins",
-    "recipes": "catalogue.recipes",
-    "references": "catalogue.references",
-    "registry": "base.registry",
-    "reports": "pages.reports",
-    "roles": "model.roles",
-    "schemes": "rules",
-    "serving": "pages.serving",
-    "settings": "base.settings",
-    "sharding": "ops.sharding",
-    "tables": "present.tables",
+# folder below `stepformer.` -> what lay outside it once; what lies below a path moves with it
+GATHERED = {
+    "base": "documents errors files options plugins registry settings",
+    "catalogue": "architectures recipes references",
+    "decoding": "beams",
+    "exchange": "huggingface importing",
+    "measure": "benchmark diagnostics evaluation flows measured",
+    "model": "block config roles",
+    "ops": "adapters sharding",
+    "pages": "reports serving",
+    "present": "tables",
+    "training": "memory",
 }
+MOVED = {name: f"{folder}.{name}" for folder, names in GATHERED.items() for name in names.split()}
+MOVED |= {"comparing": "study", "generation": "decoding.sampling", "kernels": "ops", "schemes": "rules"}
 PACKAGE = __name__.partition(".")[0]
+
+
+def lazy(package: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package: what it imports under `if TYPE_CHECKING` is loaded when first asked for."""
+
+    @functools.cache
+    def homes() -> dict[str, str]:
+        loader: Any = sys.modules[package].__loader__
+        found = [node for node in ast.walk(ast.parse(loader.get_source(package))) if isinstance(node, ast.ImportFrom)]
+        return {alias.name: str(node.module) for node in found for alias in node.names}
+
+    def find(name: str) -> Any:
+        if name not in homes():
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        return getattr(importlib.import_module(homes()[name]), name)
+
+    return find
 
 
 def moved(name: str) -> str | None:

@@ -8,15 +8,5 @@ from stepformer.oracles.caches import Call, fresh_call
 from stepformer.oracles.mlp import MLP, mlps, register_mlp
 from stepformer.oracles.norms import make_norm
 
-__all__ = [
-    "MLP",
-    "Attention",
-    "Call",
-    "TokenSlot",
-    "attentions",
-    "fresh_call",
-    "make_norm",
-    "mlps",
-    "register_attention",
-    "register_mlp",
-]
+__all__ = ["MLP", "Attention", "Call", "TokenSlot"]
+__all__ += ["attentions", "fresh_call", "make_norm", "mlps", "register_attention", "register_mlp"]

@@ -15,21 +15,6 @@ from stepformer.study.statistics import (
     tokens_to_reach,
 )
 
-__all__ = [
-    "Comparison",
-    "Facts",
-    "PairedDifference",
-    "Row",
-    "RunRecord",
-    "Summary",
-    "compare",
-    "load_records",
-    "mean_ratio",
-    "paired",
-    "plot_comparison",
-    "plot_differences",
-    "summarise",
-    "t_quantile",
-    "time_ratio",
-    "tokens_to_reach",
-]
+__all__ = ["Comparison", "Facts", "PairedDifference", "Row", "RunRecord", "Summary"]
+__all__ += ["compare", "load_records", "mean_ratio", "paired", "plot_comparison", "plot_differences"]
+__all__ += ["summarise", "t_quantile", "time_ratio", "tokens_to_reach"]

@@ -17,15 +17,8 @@ from stepformer.base.plugins.loading import (
 from stepformer.base.plugins.sources import files_at, files_of, package_digest, place_of
 from stepformer.base.plugins.trusting import UntrustedError, trust, trusted
 
-__all__ = [
-    "UntrustedError",
-    "digest",
-    "files_at",
-    "files_of",
-    "identity",
-    "import_file",
-    "lasting",
-    "load_plugin",
+__all__ = ["UntrustedError", "digest", "files_at", "files_of", "identity", "import_file", "lasting", "load_plugin"]
+__all__ += [
     "load_recorded",
     "loaded",
     "package_digest",

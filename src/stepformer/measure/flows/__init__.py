@@ -18,15 +18,5 @@ EXPERIMENTS: dict[str, Callable[[int, int, Tell], Result]] = {
     "filter": filter_,
 }
 
-__all__ = [
-    "EXPERIMENTS",
-    "SCHEMES",
-    "Flow",
-    "Friction",
-    "LinearFlow",
-    "Moments",
-    "Result",
-    "SoftmaxFlow",
-    "accelerated",
-    "standard",
-]
+__all__ = ["EXPERIMENTS", "SCHEMES", "Flow", "Friction", "LinearFlow", "Moments", "Result", "SoftmaxFlow"]
+__all__ += ["accelerated", "standard"]
