@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, cast
 
 from stepformer.base.errors import InputError, StepformerError
 
@@ -118,25 +119,30 @@ def unsealed(value: dict[str, Any], path: Path, what: str) -> dict[str, Any]:
     return {key: part for key, part in value.items() if key != CHECKSUM}
 
 
-def opened(path: Path) -> BinaryIO:
-    """An ordinary file to read; a pipe or a device, which may never end, is an OSError."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for its writer
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISREG(mode):
-        return os.fdopen(handle, "rb")
+def opened(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO:
+    """An ordinary file, to read unless told otherwise; a pipe or a device, which may never end, is an OSError."""
+    handle = os.open(path, flags | os.O_NONBLOCK, 0o666)  # opening a pipe would wait for its writer
+    kind = os.fstat(handle).st_mode
+    if stat.S_ISREG(kind):
+        return cast(BinaryIO, os.fdopen(handle, mode))
     os.close(handle)
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "it is a pipe or a device, not an ordinary file", str(path))
 
 
-def lock_file(path: Path) -> BinaryIO:
-    """A file to lock, made if it is not there; a pipe in its place is not waited for."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
-    if stat.S_ISREG(os.fstat(handle).st_mode):
-        return os.fdopen(handle, "r+b")
-    os.close(handle)
-    raise OSError(errno.EINVAL, "it is a pipe or a device, not an ordinary file", str(path))
+@contextlib.contextmanager
+def locked(path: Path, busy: str, named: Path | None = None) -> Iterator[None]:
+    """Hold a file that is made if it is not there; `busy` is the sentence if another process holds it."""
+    with contextlib.ExitStack() as stack:
+        with explained(named or path):
+            file = stack.enter_context(opened(path, os.O_RDWR | os.O_CREAT, "r+b"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.stat(path)  # gone if another process has just given up and taken it away
+        except OSError:
+            raise StepformerError(busy) from None
+        yield
 
 
 def read_text(path: Path, what: str) -> str:
@@ -158,7 +164,7 @@ def read_text(path: Path, what: str) -> str:
 def loads(text: str, damaged: str) -> Any:
     """The value of a JSON text; `damaged` begins the sentence if it is none, or holds what no text of ours does."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
         if "\\u" in text:  # no text has these: lone surrogates, save those that stand for bytes of a path, and zero
             json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
             if "\\u0000" in text:
@@ -170,16 +176,7 @@ def loads(text: str, damaged: str) -> Any:
     return value
 
 
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON")
-
-
-# Lines of JSON with a check of each and of all before it.
-
-
-def chained(body: bytes, check: int) -> int:
-    """The check of a line, from that of the line before."""
-    return zlib.crc32(body, check)
+chained = zlib.crc32  # the check of a line of JSON, from its content and the check of the line before
 
 
 def checked_line(body: bytes, check: int) -> bytes:
@@ -231,15 +228,13 @@ def clear_left(path: Path) -> None:
 
 def _lives(number: int) -> bool:
     """Is there another process of this number? What has our own was left by one before us."""
-    if number == os.getpid():
-        return False
     try:
         os.kill(number, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # another user's
-        return True
-    return True
+    except PermissionError:
+        return True  # another user's
+    return number != os.getpid()
 
 
 def identity(folder: Path) -> tuple[int, int] | None:

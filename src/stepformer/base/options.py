@@ -6,9 +6,10 @@ A config accepts an option as an ordinary key whenever the component that declar
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
+
+from stepformer.base.settings import limit_problem, type_problem
 
 
 @dataclass(frozen=True)
@@ -26,25 +27,18 @@ class Option:
         """What it may be, in a few words."""
         if self.choices is not None:
             return ", ".join("true" if v is True else "false" if v is False else str(v) for v in self.choices)
-        return f"{type(self.default).__name__}" + (f" >= {self.minimum:g}" if self.minimum is not None else "")
+        return type(self.default).__name__ + (f" >= {self.minimum:g}" if self.minimum is not None else "")
 
     def problem(self, name: str, value: Any) -> str | None:
         """Why `value` is not acceptable, or None."""
         if self.choices is not None:
-            if value in self.refused:
-                return None
-            if value not in self.choices or isinstance(value, bool) != isinstance(self.default, bool):
-                return f"{name} = {value!r} is not one of {', '.join(map(repr, self.choices))}."
-            return None
-        kind = type(self.default)
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"{name} = {value!r} is not finite."
-        acceptable = isinstance(value, (int, float) if kind is float else kind)
-        if not acceptable or (isinstance(value, bool) and kind is not bool):
-            return f"{name} = {value!r} should be of type {kind.__name__}."
-        if self.minimum is not None and value < self.minimum:
+            known = value in self.choices and isinstance(value, bool) == isinstance(self.default, bool)
+            listed = ", ".join(map(repr, self.choices))
+            return None if known or value in self.refused else f"{name} = {value!r} is not one of {listed}."
+        problem = type_problem(name, value, type(self.default)) or limit_problem(name, value, {})
+        if problem is None and self.minimum is not None and value < self.minimum:
             return f"{name} = {value!r} is below its minimum {self.minimum:g}."
-        return None
+        return problem
 
 
 def choice(*values: Any, help: str, refused: tuple[Any, ...] = ()) -> Option:

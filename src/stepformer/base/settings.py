@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from stepformer.base.errors import ConfigError, independent, suggestion
 
@@ -87,29 +87,28 @@ def type_hints(kind: type) -> Mapping[str, Any]:
 
 def field_problems(settings: Any, but: Collection[str] = ()) -> dict[str, str]:
     """Fields of a dataclass that have the wrong type or lie outside the limits of their `setting`, with a sentence."""
-    hints = type_hints(settings.__class__)
-    problems = {}
+    hints, problems = type_hints(settings.__class__), {}
     for f in (f for f in dataclasses.fields(settings) if f.name not in but):
         value = getattr(settings, f.name)
-        problem = type_problem(f.name, value, hints[f.name]) or limit_problem(f, value)
+        problem = type_problem(f.name, value, hints[f.name]) or limit_problem(f.name, value, f.metadata)
         if problem:
             problems[f.name] = problem
     return problems
 
 
-def limit_problem(f: dataclasses.Field[Any], value: Any) -> str | None:
+def limit_problem(name: str, value: Any, limits: Mapping[str, Any]) -> str | None:
     """Why a number lies outside the limits of its setting, or None."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    least, above, most = (f.metadata.get(key) for key in ("least", "above", "most"))
+    least, above, most = (limits.get(key) for key in ("least", "above", "most"))
     if not math.isfinite(value):
-        return f"{f.name} = {value} is not finite."
+        return f"{name} = {value} is not finite."
     if least is not None and value < least:
-        return f"{f.name} = {value} should be at least {least:g}."
+        return f"{name} = {value} should be at least {least:g}."
     if above is not None and value <= above:
-        return f"{f.name} = {value} should be above {above:g}."
+        return f"{name} = {value} should be above {above:g}."
     if most is not None and value > most:
-        return f"{f.name} = {value} should be at most {most:,.0f}."
+        return f"{name} = {value} should be at most {most:,.0f}."
     return None
 
 
@@ -117,20 +116,15 @@ def type_problem(name: str, value: Any, hint: Any) -> str | None:
     """Why a value does not have the type its hint names, or None; whole numbers are fine where floats are wanted."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union  # Literal | None is the latter
     accepted = typing.get_args(hint) if union else (hint,)
-    for kind in accepted:
-        if typing.get_origin(kind) is Literal:
-            if value in typing.get_args(kind) or (value is None and type(None) in accepted):
-                return None
-            if set(accepted) <= {kind, type(None)}:
-                guess = suggestion(str(value), [str(v) for v in typing.get_args(kind)])
-                return f"{name} = {value!r} is not one of {', '.join(map(repr, typing.get_args(kind)))}.{guess}"
-            continue
-        numeric = kind is float and isinstance(value, int) and not isinstance(value, bool)
-        if numeric or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
-            return None
+    choices = [choice for kind in accepted for choice in typing.get_args(kind)]  # those of a Literal
+    plain = {int | float if kind is float else kind for kind in accepted if not typing.get_args(kind)}
+    if value in choices or any(
+        isinstance(value, kind) for kind in plain if kind is bool or not isinstance(value, bool)
+    ):
+        return None
+    if choices and plain <= {type(None)}:
+        guess = suggestion(str(value), map(str, choices))
+        return f"{name} = {value!r} is not one of {', '.join(map(repr, choices))}.{guess}"
     spelling = {type(None): "nothing", bool: "bool (true or false)"}
-    wanted = " or ".join(
-        ", ".join(map(repr, typing.get_args(k))) if typing.get_origin(k) is Literal else spelling.get(k, k.__name__)
-        for k in accepted
-    )
-    return f"{name} = {value!r} should be of type {wanted}."
+    wanted = (", ".join(map(repr, typing.get_args(k))) or spelling.get(k, k.__name__) for k in accepted)
+    return f"{name} = {value!r} should be of type {' or '.join(wanted)}."

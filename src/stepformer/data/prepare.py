@@ -8,7 +8,6 @@ written last: a folder without one is not a corpus.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -121,22 +120,16 @@ def cores() -> int:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep a second process out of the folder; take away again a folder in which nothing was begun."""
-    path = folder / LOCK
-    with contextlib.ExitStack() as stack:
-        with files.explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(files.lock_file(path))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.stat(path)  # gone if another process has just given up and taken it away
-        except OSError:
-            raise StepformerError(f"Another process is preparing the corpus in '{folder}'; wait for it.") from None
+    with files.explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    busy = f"Another process is preparing the corpus in '{folder}'; wait for it."
+    with files.locked(folder / LOCK, busy, named=folder):
         try:
             yield
         finally:
             if [entry.name for entry in folder.iterdir()] == [LOCK]:
                 with contextlib.suppress(OSError):
-                    path.unlink()
+                    (folder / LOCK).unlink()
                     folder.rmdir()
 
 

@@ -10,7 +10,6 @@ plugins/          copies of rules of your own, as they were, to be read
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -183,15 +182,8 @@ class RunFolder:
         """Hold the folder: a second process that wants to train in it is told so."""
         with files.explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            with files.explained(self.path / "run.lock"):
-                lock = stack.enter_context(files.lock_file(self.path / "run.lock"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise StepformerError(
-                    f"Another process is training in '{self.path}': wait for it or stop it."
-                ) from None
+        busy = f"Another process is training in '{self.path}': wait for it or stop it."
+        with files.locked(self.path / "run.lock", busy):
             yield
 
 
