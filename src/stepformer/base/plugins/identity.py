@@ -28,25 +28,20 @@ def remember(component: type) -> None:
             remember_files(module)
 
 
-def _files_of(where: str) -> dict[str, Path]:
-    """The files of a plug-in that is imported, by their place below the folder that holds all of them."""
-    return named(files_at(place_of(where)))
-
-
 def identity(plugins: Sequence[str], rules: Mapping[str, type]) -> dict[str, dict[str, str]]:
     """Of every plug-in, and of every component that is not of this package, its files and their SHA-256."""
     found: dict[str, dict[str, str]] = {}
     for where in plugins:
-        found[called(where, found)] = hashed(_files_of(where))
+        found[called(where, found)] = named(hashed(files_at(place_of(where))))
     for name, component in rules.items():
         if _ours(component):
             continue
         module = sys.modules.get(component.__module__)
-        files = named(files_of(module)) if module is not None else {}
-        if module is not None and files:
+        if module is not None and files_of(module):
             refuse_edited(module)
-        found[name] = hashed(files) if files else {"source": _class(component)}  # a notebook has no file
-        now = digest({**found[name], "class": _class(component)})  # one file may register two of them
+        own = _SOURCES.get(component) or _source(component)
+        found[name] = named(hashed(files_of(module))) or {"source": own}  # a notebook has no file
+        now = digest({**found[name], "class": own})  # one file may register two of them
         used = _USED.setdefault(name, now)
         if used != now:
             raise ChangedRuleError(
@@ -58,18 +53,14 @@ def identity(plugins: Sequence[str], rules: Mapping[str, type]) -> dict[str, dic
 
 def sources_of(plugins: Sequence[str], rules: Mapping[str, type]) -> list[dict[str, Path]]:
     """The files behind `identity`, each set of them once."""
-    found = [_files_of(where) for where in plugins]
-    modules = [sys.modules.get(component.__module__) for component in rules.values() if not _ours(component)]
-    found += [named(files_of(module)) for module in modules if module is not None]
+    paths = [files_at(place_of(where)) for where in plugins]
+    paths += [files_of(sys.modules.get(part.__module__)) for part in rules.values() if not _ours(part)]
+    found = [named({path: path for path in files}) for files in paths]
     return [files for i, files in enumerate(found) if files and files not in found[:i]]
 
 
 def _ours(component: type) -> bool:
     return component.__module__.partition(".")[0] == __name__.partition(".")[0]
-
-
-def _class(component: type) -> str:
-    return _SOURCES.get(component) or _source(component)
 
 
 def _source(component: type) -> str:

@@ -14,17 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from stepformer.base.errors import ChangedRuleError, InputError, StepformerError
-from stepformer.base.plugins.sources import (
-    Place,
-    files_at,
-    files_of,
-    hashed,
-    imports,
-    modules_at,
-    named,
-    place_of,
-    sha256,
-)
+from stepformer.base.plugins.sources import Place, files_at, files_of, hashed, imports, modules_at, named, place_of
 from stepformer.base.plugins.trusting import name_files, refuse_untrusted
 
 _IMPORTED: dict[str, dict[Path, str]] = {}  # module -> its files and their hashes when this process imported it
@@ -67,9 +57,9 @@ def load_recorded(plugins: Sequence[str], then: Mapping[str, Mapping[str, str]],
             found.append(here[0])
             continue
         place = place_of(where)
-        files = files_at(place)
-        refuse_changed(then, {names[-1]: hashed(named(files))}, what)  # an edited file may not even load
-        refuse_untrusted({path: sha256(path) for path in files}, where, run)
+        files = hashed(files_at(place))
+        refuse_changed(then, {names[-1]: named(files)}, what)  # an edited file may not even load
+        refuse_untrusted(files, where, run)
         _load(where, place)
         found.append(where)
     return found
@@ -94,8 +84,7 @@ def loaded() -> dict[str, dict[str, str]]:
     """
     found: dict[str, dict[str, str]] = {}
     for module, where in _LOADED.items():
-        files = _IMPORTED.get(module, {})
-        found[called(where, found)] = {n: files[p] for n, p in named(list(files)).items()}
+        found[called(where, found)] = named(_IMPORTED.get(module, {}))
     return found
 
 
@@ -146,12 +135,12 @@ BESIDE = _Beside()
 def remember_files(module: ModuleType) -> None:
     """Note what the files behind a module are while it registers something; they may be edited before it is used."""
     with contextlib.suppress(InputError):
-        _IMPORTED.setdefault(module.__name__, {path: sha256(path) for path in files_of(module)})
+        _IMPORTED.setdefault(module.__name__, hashed(files_of(module)))
 
 
 def refuse_edited(module: ModuleType) -> None:
     """A sentence if a file behind a module is not what it was when this process imported it."""
-    found = {path: sha256(path) for path in files_of(module)}
+    found = hashed(files_of(module))
     known = _IMPORTED.setdefault(module.__name__, found)
     for path, now in found.items():
         if known.setdefault(path, now) != now:
@@ -209,10 +198,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def refuse_changed(
-    then: Mapping[str, Mapping[str, str]],
-    now: Mapping[str, Mapping[str, str]],
-    what: str,
-    rules: Container[str] = (),
+    then: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]], what: str, rules: Container[str] = ()
 ) -> None:
     """A sentence if a plug-in or rule is not what it was; one of `rules` that has no identity now is the package's."""
     for name in then:

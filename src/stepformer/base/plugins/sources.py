@@ -6,17 +6,21 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from stepformer.base.errors import InputError
-from stepformer.base.files import sha256 as checksum
+from stepformer.base.files import sha256
 from stepformer.base.version import PACKAGE
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,10 @@ def files_at(place: Place) -> list[Path]:
     return sorted(modules_at(place))
 
 
-def files_of(module: ModuleType) -> list[Path]:
+def files_of(module: ModuleType | None) -> list[Path]:
     """The same for a module that was imported; standard input and notebooks have none."""
     start = getattr(module, "__file__", None)
-    if not start or not Path(start).is_file():
+    if module is None or not start or not Path(start).is_file():
         return []
     path = Path(start).resolve()
     levels = module.__name__.count(".") + (path.name == "__init__.py")
@@ -165,29 +169,27 @@ def _listed(path: Path, called: str) -> list[str]:
     return found
 
 
-def sha256(path: Path) -> str:
-    try:
-        return checksum(path)
-    except OSError as error:
-        raise InputError(f"The plug-in file '{path}' cannot be read: {error.strerror}.") from None
+def hashed(paths: Iterable[Path]) -> dict[Path, str]:
+    """Files and their SHA-256."""
+    found = {}
+    for path in paths:
+        try:
+            found[path] = sha256(path)
+        except OSError as error:
+            raise InputError(f"The plug-in file '{path}' cannot be read: {error.strerror}.") from None
+    return found
 
 
-def named(paths: Sequence[Path]) -> dict[str, Path]:
-    """Files by their place below the folder that holds all of them."""
-    if not paths:
-        return {}
-    common = max(set.intersection(*(set(path.parents) for path in paths)), key=lambda folder: len(folder.parts))
-    return {path.relative_to(common).as_posix(): path for path in paths}
-
-
-def hashed(files: Mapping[str, Path]) -> dict[str, str]:
-    return {name: sha256(path) for name, path in files.items()}
+def named(files: Mapping[Path, T]) -> dict[str, T]:
+    """What is known of files by their place below the folder that holds all of them."""
+    common = os.path.commonpath([path.parent for path in files]) if files else ""
+    return {path.relative_to(common).as_posix(): known for path, known in files.items()}
 
 
 @functools.cache
 def package_digest() -> str:
     """Twelve hex digits of this package's own files: a version number does not tell edited sources apart."""
     found = hashlib.sha256()
-    for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".toml")):
-        found.update(f"{path.relative_to(PACKAGE).as_posix()} {sha256(path)}\n".encode())
+    for path, content in hashed(sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".toml"))).items():
+        found.update(f"{path.relative_to(PACKAGE).as_posix()} {content}\n".encode())
     return found.hexdigest()[:12]

@@ -18,7 +18,7 @@ from typing import Any
 
 from stepformer.base import documents, files
 from stepformer.base.errors import InputError, StepformerError, StepformerWarning
-from stepformer.base.plugins.sources import sha256
+from stepformer.base.plugins.sources import hashed
 
 _NAMED: set[str] = set()  # SHA-256 of files that this process was told to import
 
@@ -45,7 +45,8 @@ def trusted() -> dict[str, dict[str, Any]]:
 
 def trust(paths: Iterable[Path]) -> None:
     """Add files to the list; a note if that cannot be written."""
-    new = {sha256(path): {"name": str(path), "since": date.today().isoformat()} for path in paths}
+    today = date.today().isoformat()
+    new = {content: {"name": str(path), "since": today} for path, content in hashed(paths).items()}
     path = place_of_list()
     try:
         if not new or not new.keys() - trusted().keys():
@@ -62,7 +63,7 @@ def trust(paths: Iterable[Path]) -> None:
 
 def name_files(paths: Iterable[Path]) -> None:
     """Remember files that this process was told to import."""
-    _NAMED.update(sha256(path) for path in paths)
+    _NAMED.update(hashed(paths).values())
 
 
 def refuse_untrusted(contents: Mapping[Path, str], where: str, run: Path) -> None:
