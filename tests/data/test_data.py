@@ -209,8 +209,8 @@ def test_hugging_face_faults(hub: Path, tmp_path: Path, monkeypatch: pytest.Monk
         list(open_source(f"hf:{hub}", field="story"))
     (hub / "data" / "train-00001-of-00002.parquet").write_bytes(b"PAR1 broken PAR1")
     # threads for processes, which take seconds to start
-    monkeypatch.setattr(prepare_module, "start_workers", lambda number, folder: ThreadPoolExecutor(number))
-    monkeypatch.setattr(prepare_module, "encode_in_worker", lambda piece: encode(make_tokenizer("bytes"), piece))
+    monkeypatch.setattr(prepare_module.pieces, "start_workers", lambda number, folder: ThreadPoolExecutor(number))
+    monkeypatch.setattr(prepare_module.pieces, "encode_in_worker", lambda piece: encode(make_tokenizer("bytes"), piece))
     with pytest.raises(StepformerError, match=r"Reading train 2/2 .* failed after 0 rows .* same command continues"):
         prepare(open_source(f"hf:{hub}"), "bytes", out, workers=2)
     assert [p.name for p in (out / ".parts").glob("[0-9]*.part")] == ["000000-000000.part"]

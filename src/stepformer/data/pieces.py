@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import re
 import signal
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -51,11 +53,8 @@ class Segment(NamedTuple):
     ends: bool  # is this the end of its document?
 
 
-class Encoded(NamedTuple):
-    """The tokens of a piece with its counts: {split: number} for documents, bytes and tokens."""
-
-    counts: dict[str, dict[str, int]]
-    tokens: dict[str, NDArray[Any]]
+Counts = dict[str, dict[str, int]]  # {split: number} for documents, bytes and tokens
+Encoded = tuple[Counts, dict[str, NDArray[Any]]]  # the counts of a piece and the tokens of each split
 
 
 def divide(document: Document, rule: str, val_fraction: float) -> list[tuple[Split, str]]:
@@ -101,22 +100,13 @@ def segments_of(text: str, limit: int) -> list[str]:
     return [*found, text[start:]]
 
 
-class Tally:
-    """Running totals over parts."""
+def none_yet() -> Counts:
+    return {what: dict.fromkeys(SPLITS, 0) for what in ("documents", "bytes", "tokens")}
 
-    def __init__(self, total_bytes: int | None) -> None:
-        self.documents, self.bytes, self.tokens = (dict.fromkeys(SPLITS, 0) for _ in range(3))
-        self.total_bytes = total_bytes
 
-    def add(self, header: dict[str, Any]) -> None:
-        for split in SPLITS:
-            self.documents[split] += header["documents"][split]
-            self.bytes[split] += header["bytes"][split]
-            self.tokens[split] += header["tokens"][split]
-
-    def progress(self) -> Progress:
-        documents, size, tokens = (sum(c.values()) for c in (self.documents, self.bytes, self.tokens))
-        return Progress("tokenising", documents, size, tokens, self.total_bytes)
+def add(totals: Counts, part: Mapping[str, Any]) -> None:
+    for what, split in itertools.product(totals, SPLITS):
+        totals[what][split] += part[what][split]
 
 
 def entropy(counts: NDArray[np.int64]) -> float:
@@ -131,7 +121,7 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 def encode(tokenizer: Tokenizer, segments: list[Segment]) -> Encoded:
     """The tokens of a piece, each document followed by end of text."""
-    counts = {what: dict.fromkeys(SPLITS, 0) for what in ("documents", "bytes", "tokens")}
+    counts = none_yet()
     ids: dict[str, list[int]] = {split: [] for split in SPLITS}
     for segment, tokens in zip(segments, tokenizer.encode_batch([s.text for s in segments]), strict=True):
         ids[segment.split] += tokens
@@ -140,16 +130,17 @@ def encode(tokenizer: Tokenizer, segments: list[Segment]) -> Encoded:
             ids[segment.split].append(tokenizer.eot)
             counts["documents"][segment.split] += 1
     counts["tokens"] = {split: len(ids[split]) for split in SPLITS}
-    return Encoded(counts, {split: np.array(ids[split], dtype=dtype_of(tokenizer)) for split in SPLITS})
+    return counts, {split: np.array(ids[split], dtype=dtype_of(tokenizer)) for split in SPLITS}
 
 
 def write_part(path: Path, encoded: Encoded, last: bool) -> dict[str, Any]:
     """Keep the tokens of a piece: a line with its counts, then the tokens of each split."""
-    header = {**encoded.counts, "last": last}
+    counts, tokens = encoded
+    header = {**counts, "last": last}
     with files.writing(path) as file:
         file.write(json.dumps(header, sort_keys=True).encode() + b"\n")
         for split in SPLITS:
-            file.write(encoded.tokens[split].tobytes())
+            file.write(tokens[split].tobytes())
     return header
 
 

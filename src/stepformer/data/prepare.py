@@ -8,6 +8,7 @@ written last: a folder without one is not a corpus.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -16,7 +17,6 @@ import re
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,25 +27,10 @@ from numpy.typing import NDArray
 
 from stepformer.base import documents, files
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.version import __version__
+from stepformer.data import pieces
 from stepformer.data.corpus import FORMAT, MANIFEST, SPLITS, TOKENIZER, Corpus, read_manifest
-from stepformer.data.pieces import (
-    PIECE_CHARACTERS,
-    PIECE_SEGMENTS,
-    RULES,
-    Encoded,
-    Progress,
-    Segment,
-    Tally,
-    divide,
-    dtype_of,
-    encode,
-    encode_in_worker,
-    entropy,
-    read_part,
-    segments_of,
-    start_workers,
-    write_part,
-)
+from stepformer.data.pieces import PIECE_CHARACTERS, PIECE_SEGMENTS, RULES, Counts, Encoded, Progress, Segment
 from stepformer.data.sources import Source
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind, tokenizer_name
 
@@ -102,7 +87,7 @@ def shared_tokenizer(sources: Sequence[Source], tokenizer_spec: str, folder: Pat
 
     def texts() -> Iterator[str]:
         for source in sources:
-            job = Job(source, tokenizer_spec, folder, source.val_fraction, 1, None)
+            job = Job(source, tokenizer_spec, folder, source.val_fraction, 1)
             job.pinned = source.pin({})
             job.rule = job.choose_rule()
             yield from job.sample(BPE_SAMPLE // len(sources))
@@ -142,7 +127,7 @@ class Job:
     out: Path
     val_fraction: float
     shard_tokens: int
-    progress: Callable[[Progress], None] | None
+    progress: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
         self.parts = self.out / PARTS
@@ -188,7 +173,7 @@ class Job:
             self.tokenizer = load_tokenizer(saved)
         else:
             if tokenizer_kind(self.spec)[0] == "bpe":
-                self._report(Progress("training the tokenizer"))
+                self._report("training the tokenizer")
             self.tokenizer = make_tokenizer(self.spec, self.sample)
         if not begun:
             shutil.rmtree(self.parts, ignore_errors=True)
@@ -209,22 +194,20 @@ class Job:
     def sample(self, characters: int = BPE_SAMPLE) -> Iterator[str]:
         """The first training texts, for training a tokenizer."""
         size = 0
-        for unit in range(len(self.source.units())):
-            for segments, _ in self.pieces(unit):
-                for segment in segments:
-                    if segment.split == "train":
-                        yield segment.text[: characters - size]
-                        size += len(segment.text)
-                        if size >= characters:
-                            return
+        found = (segments for unit in range(len(self.source.units())) for segments, _ in self.pieces(unit))
+        for text in (segment.text for segments in found for segment in segments if segment.split == "train"):
+            yield text[: characters - size]
+            size += len(text)
+            if size >= characters:
+                return
 
     def pieces(self, unit: int) -> Iterator[tuple[list[Segment], bool]]:
         """The pieces of a unit, and whether each is its last (an empty unit has one, empty piece)."""
         held: list[Segment] = []
         size = 0
         for document in self.source.documents(unit):
-            for split, text in divide(document, self.rule, self.val_fraction):
-                texts = segments_of(text, PIECE_CHARACTERS)
+            for split, text in pieces.divide(document, self.rule, self.val_fraction):
+                texts = pieces.segments_of(text, PIECE_CHARACTERS)
                 for i, part in enumerate(texts):
                     held.append(Segment(split, part, i == len(texts) - 1))
                     size += len(part)
@@ -235,24 +218,29 @@ class Job:
 
     def encode(self, workers: int) -> None:
         """Make every part that is not there yet."""
-        done = Tally(self.source.approximate_bytes)
-        pool: ProcessPoolExecutor | None = None
-        waiting: deque[tuple[Path, bool, Future[Encoded]]] = deque()
+        done, pool = pieces.none_yet(), None
+        waiting: deque[tuple[Path, bool, Callable[[], Encoded]]] = deque()
+
+        def keep(room: int) -> None:
+            """Write parts until no more than `room` are waited for."""
+            while len(waiting) > room:
+                path, last, encoded = waiting.popleft()
+                pieces.add(done, pieces.write_part(path, encoded(), last))
+                self._report("tokenising", done, self.source.approximate_bytes)
+
         try:
             for path, segments, last in self._missing(done):
                 if workers == 1:
-                    self._keep(path, encode(self.tokenizer, segments), last, done)
-                    continue
-                pool = pool or start_workers(workers, self.parts / TOKENIZER)
-                waiting.append((path, last, pool.submit(encode_in_worker, segments)))
-                while len(waiting) > 2 * workers:  # bounds the text in memory
-                    self._keep_next(waiting, done)
-            while waiting:
-                self._keep_next(waiting, done)
+                    encoded: Callable[[], Encoded] = functools.partial(pieces.encode, self.tokenizer, segments)
+                else:
+                    pool = pool or pieces.start_workers(workers, self.parts / TOKENIZER)
+                    encoded = pool.submit(pieces.encode_in_worker, segments).result
+                waiting.append((path, last, encoded))
+                keep(2 * workers if pool else 0)  # bounds the text in memory
+            keep(0)
         except StepformerError:  # the source: what was read before it failed is worth keeping
             with contextlib.suppress(StepformerError, BrokenProcessPool):
-                while waiting:
-                    self._keep_next(waiting, done)
+                keep(0)
             raise
         except BrokenProcessPool:
             raise StepformerError(
@@ -263,14 +251,16 @@ class Job:
             if pool:
                 pool.shutdown(cancel_futures=True)
 
-    def _missing(self, done: Tally) -> Iterator[tuple[Path, list[Segment], bool]]:
+    def _missing(self, done: Counts) -> Iterator[tuple[Path, list[Segment], bool]]:
         """The pieces without a part; a unit whose parts are all there is not even read."""
         for unit in range(len(self.source.units())):
-            headers = self._headers(unit)
-            for header in headers:
-                done.add(header)
+            headers = []
+            with contextlib.suppress(InputError):  # the first that is missing or damaged: it is made again
+                for _, header in self._parts(unit):
+                    headers.append(header)
+                    pieces.add(done, header)
             if headers:
-                self._report(done.progress())
+                self._report("tokenising", done, self.source.approximate_bytes)
             if headers and headers[-1]["last"]:
                 continue
             for number, (segments, last) in enumerate(self.pieces(unit)):
@@ -280,33 +270,27 @@ class Job:
     def _part(self, unit: int, number: int) -> Path:
         return self.parts / f"{unit:06d}-{number:06d}.part"
 
-    def _headers(self, unit: int) -> list[dict[str, Any]]:
-        """The headers of a unit's parts, up to the first that is missing or damaged (it is made again)."""
-        headers: list[dict[str, Any]] = []
-        with contextlib.suppress(InputError):
-            while (path := self._part(unit, len(headers))).exists():
-                headers.append(read_part(path)[0])
-        return headers
+    def _parts(self, unit: int) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """The parts of a unit with their headers; an InputError where one is missing or damaged."""
+        for number in itertools.count():
+            path = self._part(unit, number)
+            header = pieces.read_part(path)[0]
+            yield path, header
+            if header["last"]:
+                return
 
-    def _keep_next(self, waiting: deque[tuple[Path, bool, Future[Encoded]]], done: Tally) -> None:
-        path, last, future = waiting.popleft()
-        self._keep(path, future.result(), last, done)
-
-    def _keep(self, path: Path, encoded: Encoded, last: bool, done: Tally) -> None:
-        done.add(write_part(path, encoded, last))
-        self._report(done.progress())
-
-    def _report(self, progress: Progress) -> None:
+    def _report(self, stage: str, done: Counts | None = None, total_bytes: int | None = None) -> None:
         if self.progress:
-            self.progress(progress)
+            amounts = {what: sum(of.values()) for what, of in (done or {}).items()}
+            self.progress(Progress(stage, **amounts, total_bytes=total_bytes))
 
     def assemble(self) -> None:
         """Put the parts together. Nothing old is deleted before every part is there."""
-        paths = [path for unit in range(len(self.source.units())) for path in self._unit_parts(unit)]
-        totals = Tally(None)
-        for path in paths:
-            totals.add(read_part(path)[0])
-        if not totals.documents["train"]:
+        parts = [part for unit in range(len(self.source.units())) for part in self._parts(unit)]
+        totals = pieces.none_yet()
+        for _, header in parts:
+            pieces.add(totals, header)
+        if not totals["documents"]["train"]:
             raise InputError(f"The source '{self.source.name}' has no training documents with text.")
         with files.explained(self.out):
             (self.out / MANIFEST).unlink(missing_ok=True)
@@ -317,15 +301,9 @@ class Job:
         self.tokenizer.save(self.out / TOKENIZER)
         splits = {}
         for split in SPLITS:
-            self._report(Progress("writing shards", sum(totals.documents.values()), tokens=sum(totals.tokens.values())))
-            splits[split] = {
-                "tokens": totals.tokens[split],
-                "documents": totals.documents[split],
-                "bytes": totals.bytes[split],
-                **self._write_split(split, (read_part(path)[1][split] for path in paths)),
-            }
-        from stepformer.base.version import __version__
-
+            self._report("writing shards", totals)
+            counts = {what: of[split] for what, of in totals.items()}
+            splits[split] = counts | self._write_split(split, (pieces.read_part(path)[1][split] for path, _ in parts))
         files.write_json(
             self.out / MANIFEST,
             {
@@ -337,19 +315,12 @@ class Job:
                 "shard_tokens": self.shard_tokens,
                 "split_rule": {"rule": self.rule, "meaning": RULES[self.rule], "val_fraction": self.val_fraction},
                 "tokenizer": self.tokenizer.describe(),
-                "dtype": dtype_of(self.tokenizer).name,
+                "dtype": pieces.dtype_of(self.tokenizer).name,
                 "splits": splits,
                 "stepformer": __version__,
             },
         )
         shutil.rmtree(self.parts, ignore_errors=True)
-
-    def _unit_parts(self, unit: int) -> Iterator[Path]:
-        for number in itertools.count():
-            path = self._part(unit, number)
-            yield path
-            if read_part(path)[0]["last"]:
-                return
 
     def _write_split(self, split: str, arrays: Iterable[NDArray[Any]]) -> dict[str, Any]:
         shards: list[dict[str, Any]] = []
@@ -372,6 +343,6 @@ class Job:
                     if not len(rest):
                         rest = next(stream, None)
             tokens = self.shard_tokens - room
-            size = tokens * dtype_of(self.tokenizer).itemsize
+            size = tokens * pieces.dtype_of(self.tokenizer).itemsize
             shards.append({"file": name, "tokens": tokens, "bytes": size, "sha256": digest.hexdigest()})
-        return {"shards": shards, "hash": content.hexdigest()[:16], "entropy": entropy(counts)}
+        return {"shards": shards, "hash": content.hexdigest()[:16], "entropy": pieces.entropy(counts)}
