@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from stepformer.base.errors import UnknownNameError, suggestion
@@ -51,19 +52,13 @@ _PRONOUNS = {
 _NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 
 
-def _successors() -> str:
-    """Each small number with the one after it."""
-    return "\n".join(["number ; after", *(f"{_NUMBERS[n]} ; {_NUMBERS[n + 1]}" for n in range(2, 12))])
-
-
-def _sums() -> str:
-    """All small sums as a table, so that counting in a story is always right; `were` agrees with `more`."""
-    rows = ["part ; more ; total ; were"]
-    for part in range(2, 10):
-        for more in range(1, min(part, 12 - part) + 1):
-            were = "was" if more == 1 else "were"
-            rows.append(f"{_NUMBERS[part]} ; {_NUMBERS[more]} ; {_NUMBERS[part + more]} ; {were}")
-    return "\n".join(rows)
+_NEXT = "\n".join(["number ; after", *(f"{n} ; {after}" for n, after in itertools.pairwise(_NUMBERS[2:]))])
+# all small sums as a table, so that counting in a story is always right; `were` agrees with `more`
+_SUMS = [
+    f"{_NUMBERS[part]} ; {_NUMBERS[more]} ; {_NUMBERS[part + more]} ; {'was' if more == 1 else 'were'}"
+    for part in range(2, 10)
+    for more in range(1, min(part, 12 - part) + 1)
+]
 
 
 class Dice:
@@ -82,18 +77,16 @@ class Dice:
         return (((mixed ^ (mixed >> 31)) >> 32) * count) >> 32
 
 
+@dataclass(slots=True)
 class Telling:
     """What one story has settled so far: rows drawn, wordings of their fields, branches taken."""
 
-    __slots__ = ("dice", "last_lines", "rows", "taken", "told", "values")
-
-    def __init__(self, dice: Dice) -> None:
-        self.dice = dice
-        self.rows: dict[str, dict[str, Piece]] = {}
-        self.values: dict[str, str] = {}
-        self.taken: dict[str, list[int]] = {}
-        self.told: set[str] = set()
-        self.last_lines: dict[str, int] = {}
+    dice: Dice
+    rows: dict[str, dict[str, Piece]] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    taken: dict[str, list[int]] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    last_lines: dict[str, int] = field(default_factory=dict)
 
 
 Piece = Callable[[Telling], str]
@@ -107,10 +100,6 @@ class Table:
     main: str
     fields: frozenset[str]
     rows: list[dict[str, Piece]]
-
-    @property
-    def of_people(self) -> bool:
-        return "he" in self.fields
 
     def draw(self, telling: Telling) -> dict[str, Piece]:
         taken = telling.taken.setdefault(self.name, [])
@@ -147,6 +136,18 @@ def _choice(options: Sequence[Piece]) -> Piece:
     return lambda telling: options[telling.dice.below(count)](telling)
 
 
+def _remembered(flag: str, piece: Piece) -> Piece:
+    def render(telling: Telling) -> str:
+        telling.told.add(flag)
+        return piece(telling)
+
+    return render
+
+
+def _conditional(flag: str, wanted: bool, piece: Piece) -> Piece:
+    return lambda telling: piece(telling) if (flag in telling.told) is wanted else ""
+
+
 def _lines(text: str) -> list[str]:
     """The lines of a block, with indented ones joined to the line above; blank lines stay as paragraph breaks."""
     lines: list[str] = []
@@ -168,19 +169,16 @@ class Grammar:
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
         self.roles = source["roles"]
-        self.tables: dict[str, Table] = {}
         self.rules: dict[str, list[Piece]] = {rule: [] for rule in source["rules"]}
-        texts = {"next": _successors(), "sum": _sums(), **source["tables"]}
+        texts = {"next": _NEXT, "sum": "\n".join(["part ; more ; total ; were", *_SUMS]), **source["tables"]}
         cells = {table: self._cells(text) for table, text in texts.items()}
-        for table, (fields, _) in cells.items():  # the columns first: a cell may mention slots of any table
-            self.tables[table] = Table(table, fields[0], frozenset(fields), [])
+        # the columns first: a cell may mention slots of any table
+        self.tables = {table: Table(table, fields[0], frozenset(fields), []) for table, (fields, _) in cells.items()}
         for table, (fields, rows) in cells.items():
             for row in rows:
                 if len(row) != len(fields):
                     raise ValueError(f"{name}: table '{table}' has {len(fields)} columns, but one row is {row}.")
-                self.tables[table].rows.append(
-                    {field: self.compile(cell) for field, cell in zip(fields, row, strict=True)}
-                )
+                self.tables[table].rows.append(dict(zip(fields, map(self.compile, row), strict=True)))
         for rule, text in source["rules"].items():
             self.rules[rule].extend(self.compile(line) for line in _lines(text) if line)
         self.plots = [(plot, self._plot(text)) for plot, text in source["plots"].items()]
@@ -265,36 +263,20 @@ class Grammar:
         alternatives: list[Piece] = []
         for line in [*_lines(text), ""]:
             beat = _BEAT.fullmatch(line)
-            kind = beat[1] if beat else ""
-            if alternatives and not kind.startswith("/"):
+            kind, flag, condition, told, words = beat.groups() if beat else ("", "", "", "", line)
+            piece = self.compile(words)
+            if kind.startswith("/"):
+                alternatives.append(_remembered(flag, piece) if flag else piece)
+                continue
+            if alternatives:
                 paragraphs[-1].append(_choice(alternatives))
                 alternatives = []
-            if not line:
-                paragraphs.append([])
-            elif beat is None:
-                paragraphs[-1].append(self.compile(line))
-            elif kind.startswith("/"):
-                alternatives.append(self._remembered(beat[2], self.compile(beat[5])))
-            elif kind == "?":
-                paragraphs[-1].append(_choice([self.compile(beat[5]), _fixed("")]))
-            else:
-                paragraphs[-1].append(self._conditional(beat[4], beat[3] == "when", self.compile(beat[5])))
+            if condition:
+                piece = _conditional(told, condition == "when", piece)
+            elif kind:
+                piece = _choice([piece, _fixed("")])
+            paragraphs[-1].append(piece) if line else paragraphs.append([])
         return [paragraph for paragraph in paragraphs if paragraph]
-
-    @staticmethod
-    def _remembered(flag: str | None, piece: Piece) -> Piece:
-        if flag is None:
-            return piece
-
-        def render(telling: Telling) -> str:
-            telling.told.add(flag)
-            return piece(telling)
-
-        return render
-
-    @staticmethod
-    def _conditional(flag: str, wanted: bool, piece: Piece) -> Piece:
-        return lambda telling: piece(telling) if (flag in telling.told) is wanted else ""
 
     def tell(self, dice: Dice) -> Tale:
         telling = Telling(dice)
@@ -304,7 +286,7 @@ class Grammar:
         cast: dict[str, tuple[str, str]] = {}
         for slot, row in telling.rows.items():
             table = self.tables[self.roles.get(slot, slot.rstrip("0123456789"))]
-            if table.of_people:
+            if "he" in table.fields:
                 cast[slot] = (row[table.main](telling), row["he"](telling))
         return Tale(text, plot, cast)
 
