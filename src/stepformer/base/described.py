@@ -22,7 +22,7 @@ FEW = 40  # letters of a value that a sentence shows
 class Limits:
     """A plain type narrowed: of a number its bounds, of a text its length and form."""
 
-    kind: type
+    kind: Any
     least: float | None = None
     most: float | None = None
     longest: int = LONGEST
@@ -49,8 +49,6 @@ def problem(value: Any, hint: Any, where: str = "") -> str:
     """How a value differs from its description, or nothing; `where` is its place: `state.best.step`."""
     if hint is Any:
         return ""
-    if isinstance(hint, Limits):
-        return problem(value, hint.kind, where) or _beyond(value, hint, where)
     if get_origin(hint) is Literal:
         accepted = get_args(hint)
         fits = value in accepted and type(value) in map(type, accepted)
@@ -66,7 +64,7 @@ def problem(value: Any, hint: Any, where: str = "") -> str:
         if not isinstance(value, dict):
             return _not(where, value, "an object")
         return _fields(value, hint, where) if isinstance(hint, Fields) else _any_names(value, hint, where)
-    return _plain(value, hint, where)
+    return _plain(value, hint if isinstance(hint, Limits) else UNLIMITED[hint], where)
 
 
 def _any_names(value: dict[str, Any], hint: Mapping[Any, Any], where: str) -> str:
@@ -90,39 +88,34 @@ def _fields(value: dict[str, Any], hint: Fields, where: str) -> str:
     return ""
 
 
-KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
+KINDS: dict[Any, tuple[str, Any]] = {
     str: ("a text", (str,)),
     bool: ("true or false", (bool,)),
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
     None: ("null", (type(None),)),
 }
+UNLIMITED = {kind: Limits(kind) for kind in KINDS}
 
 
-def _plain(value: Any, kind: Any, where: str) -> str:
-    called, types_of = KINDS[kind]
-    if not isinstance(value, types_of) or (isinstance(value, bool) and kind is not bool):
+def _plain(value: Any, limits: Limits, where: str) -> str:
+    called, types_of = KINDS[limits.kind]
+    if not isinstance(value, types_of) or (isinstance(value, bool) and limits.kind is not bool):
         return _not(where, value, called)
-    if isinstance(value, str) and len(value) > LONGEST:
-        return f"{where} has {len(value):,} letters"
-    if isinstance(value, float) and not math.isfinite(value):
-        return _not(where, value, "a finite number")
-    if isinstance(value, int) and not abs(value) < 1 << 63:
-        return _not(where, value, "a number of any use")
-    return ""
-
-
-def _beyond(value: Any, limits: Limits, where: str) -> str:
     if isinstance(value, str):
         if len(value) > limits.longest:
             return f"{where} has {len(value):,} letters"
         if limits.form and not re.fullmatch(limits.form, value):
             return _not(where, value, limits.called or f"of the form {limits.form}")
-    elif isinstance(value, int | float):
-        if limits.least is not None and value < limits.least:
-            return f"{where} is {value:g}, below {limits.least:g}"
-        if limits.most is not None and value > limits.most:
-            return f"{where} is {value:g}, above {limits.most:g}"
+        return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return _not(where, value, "a finite number")
+    if isinstance(value, int) and not abs(value) < 1 << 63:
+        return _not(where, value, "a number of any use")
+    if limits.least is not None and value < limits.least:
+        return f"{where} is {value:g}, below {limits.least:g}"
+    if limits.most is not None and value > limits.most:
+        return f"{where} is {value:g}, above {limits.most:g}"
     return ""
 
 

@@ -69,12 +69,7 @@ SPELL = Fields(
 )
 RESUMED = Fields({"step": COUNT}, {"changes": {str: SCALAR}}, beside=SPELL)
 MATCHED_BASELINE = Fields(
-    {
-        "what": Literal["parameters", "flops", "time"],
-        "candidate label": str,
-        "config": CONFIG,
-        "wanted found": float,
-    }
+    {"what": Literal["parameters", "flops", "time"], "candidate label": str, "config": CONFIG, "wanted found": float}
 )
 
 
