@@ -4,36 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from stepformer.base.errors import StepformerError, UnknownNameError, suggestion
 from stepformer.base.options import Option
 from stepformer.base.plugins import remember
 
 
-class Selection(Protocol):
+class Selection:
     """What a component may ask of the config that selects it."""
 
-    @property
-    def template(self) -> str: ...
-
-    @property
-    def splitting(self) -> str: ...
-
-    @property
-    def attention(self) -> str: ...
-
-    @property
-    def n_layer(self) -> int: ...
-
-    @property
-    def positions(self) -> str: ...
-
-    @property
-    def bias(self) -> bool: ...
-
-    @property
-    def aux_init(self) -> str: ...
+    template: str
+    splitting: str
+    attention: str
+    n_layer: int
+    positions: str
+    bias: bool
+    aux_init: str
 
     def get(self, key: str) -> Any:
         """The value of any key of the config."""

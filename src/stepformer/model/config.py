@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from stepformer.base.errors import ConfigError, UnknownNameError, independent
 from stepformer.base.options import Option
-from stepformer.base.registry import Component, Registry, clashes, option_problems
+from stepformer.base.registry import Component, Registry, Selection, clashes, option_problems
 from stepformer.base.settings import field_problems, setting
 from stepformer.extras import Extra, extras
 from stepformer.oracles import attentions, mlps
@@ -34,7 +34,7 @@ LARGEST = 1 << 24  # of every size: what is larger is a slip of the keyboard, or
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Selection):
     """Everything that defines an architecture. Validated on construction; immutable; hashable."""
 
     template: str = setting("gd", "the optimizer whose step a layer takes")
