@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 import stepformer as sf
 from draws import shifted
-from stepformer.data.batches import Batches
-from stepformer.data.permutation import key_of, permute
+from stepformer.data.batches import Batches, key_of, permute
 
 
 class Row:

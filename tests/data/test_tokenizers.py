@@ -93,7 +93,7 @@ def test_bpe_is_the_one_that_tokenizers_trained(trained: Tokenizer) -> None:
     """We train with one library and apply with another: the ids must be the same."""
     from tokenizers import Tokenizer as Theirs
 
-    data = trained.data()
+    data = trained.data
     assert data is not None
     theirs = Theirs.from_str(data)
     for text in [*TEXTS[:3], *map(random_text, range(300))]:

@@ -26,8 +26,15 @@ from real_data import GPT2, needs_gpt2
 from runs import make_corpus, small_run
 from stepformer.base import files
 from stepformer.cli import main
-from stepformer.data.merges import merges_of
-from stepformer.data.tokenizers import ByteTokenizer, Tokenizer, byte_of_letter, gpt2_tokenizer, train_bpe, valid
+from stepformer.data.tokenizers import (
+    ByteTokenizer,
+    Tokenizer,
+    byte_of_letter,
+    gpt2_tokenizer,
+    merges_of,
+    train_bpe,
+    valid,
+)
 from stepformer.exchange.huggingface import export, export_run
 from stepformer.exchange.huggingface.gpt2 import as_gpt2
 from stepformer.exchange.huggingface.tokenizer import save_tokenizer

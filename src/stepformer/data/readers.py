@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -87,16 +88,14 @@ def approximate_text(path: Path) -> int:
     return int(path.stat().st_size * FORMATS[form] * COMPRESSIONS.get(packing, 1.0))
 
 
-def need(module: str) -> ModuleType:
-    """Import a package of the extra `data`, or say how to get it."""
-    import importlib
-
+def need(module: str, extra: str = "data") -> ModuleType:
+    """Import a module of an extra, or say how to get it."""
     try:
         return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
+    except ImportError as error:
+        package = (error.name or module).partition(".")[0]
         raise StepformerError(
-            f"The package '{package}' is needed for this and is not installed: pip install 'stepformer[data]'."
+            f"The package '{package}' is needed for this and is not installed: pip install 'stepformer[{extra}]'."
         ) from None
 
 
@@ -113,10 +112,10 @@ def reading(path: Path) -> Iterator[None]:
         # gzip's and pyarrow's have no error number where the content is at fault
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(f"'{path}' cannot be read: {error.strerror}.") from None
-        raise InputError(f"'{path}' is damaged: {_sentence(error)}.") from None
+        raise InputError(f"'{path}' is damaged: {sentence(error)}.") from None
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
@@ -126,19 +125,22 @@ def opened(path: Path) -> BinaryIO:
     if not packing:
         return file
     file.close()
-    if packing == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if packing == ".xz":
-        return cast(BinaryIO, lzma.open(path, "rb"))
+    if packing != ".zst":
+        return cast(BinaryIO, (gzip if packing == ".gz" else lzma).open(path, "rb"))
     arrow = need("pyarrow")  # zstandard's own reader takes a truncated file for a short one
     return cast(BinaryIO, io.BufferedReader(arrow.input_stream(str(path), compression="zstd")))
 
 
 def read_documents(path: Path, layout: Layout) -> Iterator[Document]:
     """The documents of a file, in order, without empty ones."""
-    readers = {".txt": read_text, ".parquet": read_parquet}
+    form = extensions(path)[0]
     with reading(path):
-        yield from readers.get(extensions(path)[0], read_lines)(path, layout)
+        if form == ".txt":
+            yield from read_text(path, layout)
+            return
+        for where, row in read_table(path, layout) if form == ".parquet" else read_lines(path):
+            if document := layout.row(row, where):
+                yield document
 
 
 def read_text(path: Path, layout: Layout) -> Iterator[Document]:
@@ -168,37 +170,27 @@ def cut_text(lines: Iterator[str] | io.TextIOWrapper, rule: str) -> Iterator[str
     yield text.strip("\n") if marked or rule == "paragraph" else text
 
 
-def read_lines(path: Path, layout: Layout) -> Iterator[Document]:
-    """One JSON object to a line."""
+def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each row stands, and the row: one JSON object to a line."""
     with opened(path) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             where = f"Line {number:,} of '{path}'"
             try:
-                row = json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+                yield where, json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
             except ValueError:  # no JSON, or no UTF-8
                 raise InputError(f"{where} is not valid JSON; JSON lines have one object to a line.") from None
-            document = layout.row(row, where)
-            if document:
-                yield document
 
 
-def read_parquet(path: Path, layout: Layout) -> Iterator[Document]:
-    parquet = need("pyarrow.parquet")
-    arrow = need("pyarrow")
+def read_table(path: Path, layout: Layout) -> Iterator[tuple[str, Any]]:
+    """The same of a table in Parquet."""
+    parquet, arrow = need("pyarrow.parquet"), need("pyarrow")
     with opened(path) as raw:
         # a packed table must be unpacked into memory: its table of contents is at the end
         table = parquet.ParquetFile(arrow.BufferReader(raw.read()) if extensions(path)[1] else raw)
-        names = table.schema_arrow.names
+        layout.row(dict.fromkeys(table.schema_arrow.names), f"'{path}'")  # which says what is missing
         wanted = [name for name in (layout.field, layout.val_field) if name is not None]
-        if missing := [name for name in wanted if name not in names]:
-            layout.row(dict.fromkeys(names), f"'{path}'")
-            raise InputError(f"'{path}' has no field '{missing[0]}'.")
-        number = 0
-        for batch in table.iter_batches(batch_size=1024, columns=wanted):
-            for row in batch.to_pylist():
-                number += 1
-                document = layout.row(row, f"Row {number:,} of '{path}'")
-                if document:
-                    yield document
+        batches = table.iter_batches(batch_size=1024, columns=wanted)
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            yield f"Row {number:,} of '{path}'", row

@@ -16,17 +16,8 @@ from typing import Any
 
 from stepformer.base import files
 from stepformer.base.errors import InputError, StepformerError, suggestion
-from stepformer.data.readers import (
-    COMPRESSIONS,
-    FORMATS,
-    Document,
-    Layout,
-    Split,
-    approximate_text,
-    extensions,
-    need,
-    read_documents,
-)
+from stepformer.data import readers
+from stepformer.data.readers import COMPRESSIONS, FORMATS, Document, Layout, Split, extensions, sentence
 
 TALES_COUNT = 20_000
 TALE_BYTES = 1000  # about; for the progress bar
@@ -111,10 +102,8 @@ class Tales(Source):
 class Files(Source):
     """A file, or all usable files below a folder in the order of their names."""
 
-    def __init__(self, path: Path, layout: Layout | None = None) -> None:
-        self.layout = layout or Layout()
-        if not path.exists():
-            raise InputError(f"There is no file or folder '{path}'.")
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.layout = layout
         self.root = path if path.is_dir() else path.parent
         self.paths = usable_files(path) if path.is_dir() else [path]
         known = f"{', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
@@ -126,13 +115,13 @@ class Files(Source):
         self.marked = self.layout.val_field is not None
         self.description = {"kind": "files", "files": [describe_file(p, self.root) for p in self.paths]}
         self.description |= dataclasses.asdict(self.layout)
-        self.approximate_bytes = sum(map(approximate_text, self.paths))
+        self.approximate_bytes = sum(map(readers.approximate_text, self.paths))
 
     def units(self) -> Sequence[str]:
         return [str(path) for path in self.paths]
 
     def documents(self, unit: int) -> Iterator[Document]:
-        return read_documents(self.paths[unit], self.layout)
+        return readers.read_documents(self.paths[unit], self.layout)
 
 
 def usable_files(folder: Path) -> list[Path]:
@@ -165,9 +154,8 @@ def describe_file(path: Path, root: Path) -> dict[str, Any]:
 class HuggingFace(Source):
     """A dataset of the Hub, or a local folder in its layout, streamed: nothing but its tokens is kept."""
 
-    def __init__(self, dataset: str, config: str | None = None, layout: Layout | None = None, name: str = "") -> None:
-        self.layout = layout or Layout()
-        self.dataset, self.config = dataset, config
+    def __init__(self, dataset: str, config: str | None, layout: Layout, name: str = "") -> None:
+        self.dataset, self.config, self.layout = dataset, config, layout
         self.revision: str | None = None
         self.local = Path(dataset).is_dir()
         self.name = name or "-".join(filter(None, (Path(dataset).name, config)))
@@ -181,7 +169,7 @@ class HuggingFace(Source):
         self.revision = pinned.get("revision")
         if self.revision is None and not self.local:
             try:
-                self.revision = need("huggingface_hub").HfApi().dataset_info(self.dataset, timeout=10).sha
+                self.revision = readers.need("huggingface_hub").HfApi().dataset_info(self.dataset, timeout=10).sha
             except StepformerError:
                 raise
             except Exception:  # opening the dataset says better what is wrong; with a cached copy nothing is
@@ -197,22 +185,19 @@ class HuggingFace(Source):
 
     def documents(self, unit: int) -> Iterator[Document]:
         name, split, stream = self._open()[unit]
-        rows = iter(stream)
         number = 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:  # the network, a damaged file: whatever it is, the parts done are kept
-                raise StepformerError(
-                    f"Reading {name} of the dataset '{self.dataset}' failed after {number:,} rows "
-                    f"({_reason(error)}); the same command continues from there."
-                ) from None
-            number += 1
-            document = self.layout.row(row, f"Row {number:,} of {name} of the dataset '{self.dataset}'")
-            if document:
-                yield document if split is None or document.split else document._replace(split=split)
+        try:
+            for number, row in enumerate(stream, 1):
+                document = self.layout.row(row, f"Row {number:,} of {name} of the dataset '{self.dataset}'")
+                if document:
+                    yield document if split is None or document.split else document._replace(split=split)
+        except StepformerError:
+            raise
+        except Exception as error:  # the network, a damaged file: whatever it is, the parts done are kept
+            raise StepformerError(
+                f"Reading {name} of the dataset '{self.dataset}' failed after {number:,} rows "
+                f"({sentence(error)[:300]}); the same command continues from there."
+            ) from None
 
     def _open(self) -> list[tuple[str, Split | None, Any]]:
         """The streams of the dataset: each split, shard by shard."""
@@ -223,11 +208,9 @@ class HuggingFace(Source):
                     f"The dataset '{self.dataset}' has no split 'train'; it has {', '.join(map(str, splits))}."
                 )
             held_out = next((name for name in VALIDATION if name in splits), None)
-            chosen: list[tuple[str, Split | None]] = [("train", "train" if held_out else None)]
-            if held_out:
-                chosen.append((held_out, "val"))
-            if self.layout.val_field is not None:  # then the field decides, and only `train` is read
-                chosen = [("train", None)]
+            chosen: list[tuple[str, Split | None]] = [("train", None)]
+            if held_out and self.layout.val_field is None:  # else the field decides, and only `train` is read
+                chosen = [("train", "train"), (held_out, "val")]
             self._streams = []
             for name, split in chosen:
                 count = int(getattr(splits[name], "num_shards", 1))
@@ -237,25 +220,21 @@ class HuggingFace(Source):
         return self._streams
 
     def _load(self) -> Any:
-        datasets = need("datasets")
+        datasets = readers.need("datasets")
         what = f"The dataset '{self.dataset}'" + (f" with config '{self.config}'" if self.config else "")
         try:
             return datasets.load_dataset(self.dataset, self.config, streaming=True, revision=self.revision)
         except ConnectionError as error:
-            raise StepformerError(f"{what} cannot be reached: {_reason(error)}.") from None
+            raise StepformerError(f"{what} cannot be reached: {sentence(error)[:300]}.") from None
         except datasets.exceptions.DatasetNotFoundError as error:
-            raise InputError(f"{what} does not exist or is not open to you: {_reason(error)}.") from None
+            raise InputError(f"{what} does not exist or is not open to you: {sentence(error)[:300]}.") from None
         except Exception as error:  # unknown config, no data files, a folder in another layout
             if "script" in str(error) or "trust_remote_code" in str(error):
                 raise InputError(
                     f"{what} is a program, which is not run here: look for a copy of it in parquet and name that one "
                     "(hf:OWNER/NAME), or download its files and give the folder."
                 ) from None
-            raise InputError(f"{what} cannot be opened: {_reason(error)}.") from None
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
+            raise InputError(f"{what} cannot be opened: {sentence(error)[:300]}.") from None
 
 
 def open_source(
@@ -269,29 +248,26 @@ def open_source(
     document: str | None = None,
 ) -> Source:
     """The source behind a word: `tales`, a short name, `hf:OWNER/NAME[:CONFIG]`, `hf:FOLDER`, or a path."""
-    tales_options = {"dialect": dialect, "count": count, "seed": seed}
-    row_options = {"field": field, "val_field": val_field}
-    is_tales = spec == "tales"
-    is_hf = spec in DATASETS or spec.startswith("hf:")
-    foreign = row_options | {"document": document} if is_tales else tales_options
-    if is_hf:
-        foreign = foreign | {"document": document}
-    for option, value in foreign.items():
-        if value is not None:
-            kind = "the tales" if is_tales else "datasets" if is_hf else "files"
+    options = {"dialect": dialect, "count": count, "seed": seed, "field": field, "val_field": val_field}
+    options["document"] = document
+    is_tales, is_hf = spec == "tales", spec in DATASETS or spec.startswith("hf:")
+    kind, foreign = ("datasets", "dialect count seed document") if is_hf else ("files", "dialect count seed")
+    if is_tales:
+        kind, foreign = "the tales", "field val_field document"
+    for option in foreign.split():
+        if options[option] is not None:
             raise InputError(f"The option '{option}' does not apply to {kind} ('{spec}').")
     if is_tales:
         return Tales(dialect, TALES_COUNT if count is None else count, seed or 0)
     layout = Layout(field or "text", val_field, document or "auto")
     if spec in DATASETS:
-        dataset, config = DATASETS[spec]
-        return HuggingFace(dataset, config, layout, name=spec)
+        return HuggingFace(*DATASETS[spec], layout, name=spec)
     if spec.startswith("hf:"):
         where = spec.removeprefix("hf:")
         if not where or where.startswith(":"):
             raise InputError("hf: needs a dataset, e.g. hf:roneneldan/TinyStories or hf:OWNER/NAME:CONFIG.")
-        if Path(where).expanduser().is_dir():
-            return HuggingFace(str(Path(where).expanduser()), None, layout)
+        if (folder := Path(where).expanduser()).is_dir():
+            return HuggingFace(str(folder), None, layout)
         dataset, _, config = where.partition(":")
         return HuggingFace(dataset, config or None, layout)
     path = Path(spec).expanduser()

@@ -41,6 +41,7 @@ class Tokenizer:
 
     kind: str = ""
     file: str = ""  # the data file beside the description, if the kind needs one
+    data: str = ""  # its content
 
     def __init__(self, name: str, pieces: Sequence[bytes], eot: int, behaviour: str) -> None:
         self.name = name
@@ -74,14 +75,9 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the data file, then `tokenizer.json`: a folder with a description is complete."""
-        data = self.data()
-        if data is not None:
-            files.write_text(folder / self.file, data)
+        if self.file:
+            files.write_text(folder / self.file, self.data)
         files.write_json(folder / DESCRIPTION, {"format": documents.TOKENIZER.format, **self.describe()})
-
-    def data(self) -> str | None:
-        """The content of the data file."""
-        return None
 
 
 class ByteTokenizer(Tokenizer):
@@ -124,13 +120,10 @@ class Gpt2Tokenizer(RankTokenizer):
     file = "gpt2.tiktoken"
 
     def __init__(self, ranks: Mapping[bytes, int], where: str) -> None:
-        self._ranks = rank_lines(ranks)
-        if hashlib.sha256(self._ranks.encode()).hexdigest() != GPT2_RANKS:
+        self.data = rank_lines(ranks)
+        if hashlib.sha256(self.data.encode()).hexdigest() != GPT2_RANKS:
             raise InputError(f"{where} is not the GPT-2 vocabulary: its checksum is another one.")
         super().__init__("gpt2", ranks, GPT2_RANKS)
-
-    def data(self) -> str:
-        return self._ranks
 
 
 class TrainedTokenizer(RankTokenizer):
@@ -140,7 +133,7 @@ class TrainedTokenizer(RankTokenizer):
     file = "bpe.json"
 
     def __init__(self, name: str, trained: str, where: str) -> None:
-        self._trained = trained
+        self.data = trained
         try:
             model = files.loads(trained, "")["model"]
             letters = byte_of_letter()
@@ -152,9 +145,6 @@ class TrainedTokenizer(RankTokenizer):
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(f"{where} is damaged: it is not a byte-level BPE.") from None
         super().__init__(name, ranks, rank_lines(ranks))
-
-    def data(self) -> str:
-        return self._trained
 
 
 def tokenizer_kind(spec: str) -> tuple[str, str]:
@@ -207,7 +197,9 @@ def make_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) 
     """The tokenizer of a spec; `bpe:N` is trained on `texts()`."""
     kind, argument = tokenizer_kind(spec)
     if kind == "folder":
-        return _of_its_run(load_tokenizer(argument), Path(argument).parent / "run.json")
+        record = Path(argument).parent / "run.json"
+        known = documents.read(record, documents.RUN).get("tokenizer") if record.is_file() else None
+        return of_its_run(load_tokenizer(argument), known, record.parent)
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "gpt2":
@@ -217,14 +209,12 @@ def make_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) 
     return train_bpe(int(argument), texts())
 
 
-def _of_its_run(tokenizer: Tokenizer, record: Path) -> Tokenizer:
-    """The tokenizer of a folder; if that is a run it must be the one that its weights were trained with."""
-    known = documents.read(record, documents.RUN).get("tokenizer") if record.is_file() else None
+def of_its_run(tokenizer: Tokenizer, known: Mapping[str, Any] | None, run: Path) -> Tokenizer:
+    """The tokenizer in a run's folder, if it is the one that the weights were trained with, as far as that is known."""
     if known is not None and known["fingerprint"] != tokenizer.fingerprint:
         raise InputError(
-            f"The run '{record.parent}' was made with the tokenizer {known['name']} of fingerprint "
-            f"{known['fingerprint']}, but the one in its folder is {tokenizer.name} of fingerprint "
-            f"{tokenizer.fingerprint}."
+            f"The run '{run}' was made with the tokenizer {known['name']} of fingerprint {known['fingerprint']}, but "
+            f"the one in its folder is {tokenizer.name} of fingerprint {tokenizer.fingerprint}."
         )
     return tokenizer
 
@@ -251,13 +241,10 @@ def gpt2_tokenizer(path: str = "") -> Tokenizer:
 
 
 def _gpt2_from(path: Path) -> Tokenizer:
-    if path.is_dir():
-        folder, file = path, path / Gpt2Tokenizer.file
-    else:
-        folder, file = path.parent, path
+    folder, file = (path, path / Gpt2Tokenizer.file) if path.is_dir() else (path.parent, path)
     try:
         if file.is_file() and file.name not in ("vocab.bpe", "encoder.json"):
-            return Gpt2Tokenizer(_read_ranks(file), f"'{file}'")
+            return Gpt2Tokenizer(_read_ranks(file.read_bytes(), file), f"'{file}'")
         merges, names = folder / "vocab.bpe", folder / "encoder.json"
         if not (merges.is_file() and names.is_file()):
             raise InputError(
@@ -268,31 +255,25 @@ def _gpt2_from(path: Path) -> Tokenizer:
         raise InputError(f"The GPT-2 vocabulary '{path}' cannot be read: {error.strerror}.") from None
 
 
-def _read_ranks(path: Path) -> dict[bytes, int]:
+def _read_ranks(text: str | bytes, path: Path) -> dict[bytes, int]:
     try:
-        rows = [line.split() for line in path.read_bytes().splitlines() if line]
+        rows = [line.split() for line in text.splitlines() if line]
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in rows}
     except ValueError:
         raise InputError(f"'{path}' is not the GPT-2 vocabulary: its lines are not a token and its rank.") from None
 
 
 def _read_merges(merges: Path, names: Path) -> dict[bytes, int]:
-    """The ranks from OpenAI's two files, of which the second must agree with the first (tiktoken's own check)."""
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-
-    for path in (merges, names):  # tiktoken would silently take an old copy from its cache for an unreadable file
-        path.open("rb").close()
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR")
-    os.environ["TIKTOKEN_CACHE_DIR"] = ""  # no copies of local files in the system's temporary folder
+    """The ranks from OpenAI's two files, of which the second must agree with the first."""
+    letters = byte_of_letter()
     try:
-        return data_gym_to_mergeable_bpe_ranks(str(merges), str(names))
-    except (ValueError, KeyError, AssertionError, AttributeError):
+        lines = merges.read_text(encoding="utf-8").split("\n")[1:]  # after the version
+        words = [*letters, *(line.replace(" ", "") for line in lines if line)]
+        if files.loads(names.read_text(encoding="utf-8"), "") != {w: i for i, w in enumerate([*words, END_OF_TEXT])}:
+            raise ValueError
+        return {bytes(letters[letter] for letter in word): rank for rank, word in enumerate(words)}
+    except (ValueError, KeyError):
         raise InputError(f"'{merges}' and '{names.name}' beside it are not the GPT-2 vocabulary.") from None
-    finally:
-        if cache is None:
-            del os.environ["TIKTOKEN_CACHE_DIR"]
-        else:
-            os.environ["TIKTOKEN_CACHE_DIR"] = cache
 
 
 def train_bpe(size: int, texts: Iterable[str]) -> Tokenizer:
@@ -315,7 +296,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """A saved tokenizer, checked against its fingerprint."""
     folder = Path(folder)
     saved = documents.read(folder / DESCRIPTION, documents.TOKENIZER)
-    tokenizer = _load(saved["kind"], saved["name"], folder)
+    tokenizer: Tokenizer = ByteTokenizer()
+    if saved["kind"] != "bytes":
+        path = folder / (Gpt2Tokenizer if saved["kind"] == "gpt2" else TrainedTokenizer).file
+        text = files.read_text(path, "tokenizer")
+        if saved["kind"] == "gpt2":
+            tokenizer = Gpt2Tokenizer(_read_ranks(text, path), f"'{path}'")
+        else:
+            tokenizer = TrainedTokenizer(saved["name"], text, f"The tokenizer '{path}'")
     found = tokenizer.describe()
     for key in ("fingerprint", *found):  # the fingerprint first: it says most
         if found[key] != saved[key]:
@@ -326,25 +314,31 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def _load(kind: str, name: str, folder: Path) -> Tokenizer:
-    if kind == "bytes":
-        return ByteTokenizer()
-    path = folder / (Gpt2Tokenizer if kind == "gpt2" else TrainedTokenizer).file
-    try:
-        if kind == "gpt2":
-            return Gpt2Tokenizer(_read_ranks(path), f"'{path}'")
-        return TrainedTokenizer(name, files.read_text(path, "tokenizer"), f"The tokenizer '{path}'")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise InputError(f"The tokenizer '{path}' cannot be read: {reason}.") from None
-
-
 def rank_lines(ranks: Mapping[bytes, int]) -> str:
     """The ranks as tiktoken writes them: a line with token (base64) and rank for each, by rank."""
     return "".join(
         f"{base64.b64encode(token).decode()} {rank}\n"
         for token, rank in sorted(ranks.items(), key=lambda item: item[1])
     )
+
+
+def merges_of(pieces: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """The pairs that a byte-level BPE joins, in this order, given its pieces by rank: each piece's last two parts."""
+    ranks = {piece: rank for rank, piece in enumerate(pieces)}
+    merges = []
+    for rank, piece in enumerate(pieces):
+        if len(piece) == 1:
+            continue
+        parts = [bytes([byte]) for byte in piece]
+        while len(parts) > 2:
+            joined = [ranks.get(parts[i] + parts[i + 1], rank) for i in range(len(parts) - 1)]
+            first = min(joined)
+            if first >= rank:
+                raise InputError(f"The piece {piece!r} of this BPE cannot be made by joining two earlier ones.")
+            at = joined.index(first)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        merges.append((parts[0], parts[1]))
+    return merges
 
 
 def valid(text: str) -> str:

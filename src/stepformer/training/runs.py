@@ -37,7 +37,7 @@ from stepformer.base.plugins import (
     trust,
 )
 from stepformer.base.version import __version__
-from stepformer.data.tokenizers import Tokenizer, load_tokenizer
+from stepformer.data.tokenizers import Tokenizer, load_tokenizer, of_its_run
 from stepformer.ops import kernels
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
@@ -143,14 +143,8 @@ class RunFolder:
 
     def read_tokenizer(self, record: dict[str, Any]) -> Tokenizer:
         """The run's tokenizer, which must be the one that its weights were trained with."""
-        found = load_tokenizer(self.tokenizer)
         known = record.get("tokenizer") or record.get("corpus", {}).get("tokenizer")
-        if known is not None and known["fingerprint"] != found.fingerprint:
-            raise InputError(
-                f"The run '{self.path}' was made with the tokenizer {known['name']} of fingerprint "
-                f"{known['fingerprint']}, but the one in its folder is {found.name} of fingerprint {found.fingerprint}."
-            )
-        return found
+        return of_its_run(load_tokenizer(self.tokenizer), known, self.path)
 
     def kept(self, world: World, record: dict[str, Any], config: RunConfig) -> Checkpoints:
         """The run's checkpoints; those of other runs or settings are not taken for its own."""

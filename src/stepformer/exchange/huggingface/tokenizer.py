@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stepformer.base import files
 from stepformer.base.errors import StepformerError
-from stepformer.data.merges import merges_of
-from stepformer.data.tokenizers import END_OF_TEXT, Tokenizer, byte_of_letter
+from stepformer.data.tokenizers import END_OF_TEXT, Tokenizer, byte_of_letter, merges_of
 
 
 def as_transformers_tokenizer(tokenizer: Tokenizer, context: int | None = None) -> PreTrainedTokenizerFast:

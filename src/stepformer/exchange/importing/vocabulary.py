@@ -10,7 +10,6 @@ from typing import Any
 
 from stepformer.base import files
 from stepformer.base.errors import InputError
-from stepformer.data.merges import merges_of
 from stepformer.data.tokenizers import (
     END_OF_TEXT,
     GPT2_RANKS,
@@ -20,6 +19,7 @@ from stepformer.data.tokenizers import (
     TrainedTokenizer,
     byte_of_letter,
     make_tokenizer,
+    merges_of,
     rank_lines,
 )
 

@@ -24,22 +24,13 @@ from rich.console import Console
 
 from stepformer.base import files
 from stepformer.base.errors import InputError, StepformerError, suggestion
+from stepformer.data import readers
 from stepformer.data.readers import opened, reading
 
 TASK_FILES = Path(__file__).parent / "task_files"
 FOUR_CHOICES = ("hellaswag", "arc_easy", "arc_challenge")  # of ARC a few have three or five
 Row = dict[str, Any]
-
-
-def need(module: str) -> Any:
-    """Import a module of the harness or of what it is built on, or say how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = (error.name or module).partition(".")[0]
-        raise StepformerError(
-            f"The package '{package}' is needed for this and is not installed: pip install 'stepformer[eval]'."
-        ) from None
+need = functools.partial(readers.need, extra="eval")
 
 
 @dataclass(frozen=True)
