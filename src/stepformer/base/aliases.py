@@ -38,9 +38,9 @@ def lazy(package: str) -> Callable[[str], Any]:
 
     @functools.cache
     def homes() -> dict[str, str]:
-        loader: Any = sys.modules[package].__loader__
-        found = [node for node in ast.walk(ast.parse(loader.get_source(package))) if isinstance(node, ast.ImportFrom)]
-        return {alias.name: str(node.module) for node in found for alias in node.names}
+        spec: Any = sys.modules[package].__spec__
+        nodes = ast.walk(ast.parse(spec.loader.get_source(package)))
+        return {name.name: str(n.module) for n in nodes if isinstance(n, ast.ImportFrom) for name in n.names}
 
     def find(name: str) -> Any:
         if name not in homes():

@@ -9,14 +9,5 @@ from stepformer.ops.kernels import has_triton, interpreted, off, switched_on, tw
 from stepformer.ops.linear import Linear, linear
 from stepformer.ops.operation import faster, operation
 
-__all__ = ["Linear", "as_products", "at_least_fp32", "faster", "has_triton", "interpreted", "linear"]
-__all__ += [
-    "newton_schulz",
-    "off",
-    "operation",
-    "product_dtype",
-    "switched_on",
-    "twice_differentiable",
-    "usable",
-    "whiten",
-]
+__all__ = ["Linear", "as_products", "at_least_fp32", "faster", "has_triton", "interpreted", "linear", "newton_schulz"]
+__all__ += ["off", "operation", "product_dtype", "switched_on", "twice_differentiable", "usable", "whiten"]

@@ -11,14 +11,5 @@ from stepformer.base.plugins.sources import files_at, files_of, package_digest, 
 from stepformer.base.plugins.trusting import UntrustedError, trust, trusted
 
 __all__ = ["UntrustedError", "digest", "files_at", "files_of", "identity", "import_file", "lasting", "load_plugin"]
-__all__ += [
-    "load_recorded",
-    "loaded",
-    "package_digest",
-    "place_of",
-    "refuse_changed",
-    "remember",
-    "sources_of",
-    "trust",
-    "trusted",
-]
+__all__ += ["load_recorded", "loaded", "package_digest", "place_of", "refuse_changed", "remember", "sources_of"]
+__all__ += ["trust", "trusted"]
