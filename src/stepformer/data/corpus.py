@@ -19,7 +19,6 @@ from stepformer.base import documents, files
 from stepformer.base.errors import InputError
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_name
 
-FORMAT = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 SPLITS = ("train", "val")

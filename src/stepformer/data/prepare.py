@@ -29,7 +29,7 @@ from stepformer.base import documents, files
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.base.version import __version__
 from stepformer.data import pieces
-from stepformer.data.corpus import FORMAT, MANIFEST, SPLITS, TOKENIZER, Corpus, read_manifest
+from stepformer.data.corpus import MANIFEST, SPLITS, TOKENIZER, Corpus, read_manifest
 from stepformer.data.pieces import PIECE_CHARACTERS, PIECE_SEGMENTS, RULES, Counts, Encoded, Progress, Segment
 from stepformer.data.sources import Source
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind, tokenizer_name
@@ -64,7 +64,8 @@ def prepare(
         raise InputError(f"A shard must hold at least 1 token, not {shard_tokens}.")
     if workers is None:
         small = source.approximate_bytes is not None and source.approximate_bytes < SMALL_SOURCE
-        workers = 1 if small else cores()
+        mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        workers = 1 if small else mine or 1
     if workers < 1:
         raise InputError(f"The number of workers must be at least 1, not {workers}.")
     job = Job(source, tokenizer_spec, Path(out), val_fraction, shard_tokens, progress)
@@ -95,11 +96,6 @@ def shared_tokenizer(sources: Sequence[Source], tokenizer_spec: str, folder: Pat
     tokenizer = make_tokenizer(tokenizer_spec, texts)
     tokenizer.save(folder)
     return tokenizer
-
-
-def cores() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
@@ -137,7 +133,7 @@ class Job:
             "val_fraction": self.val_fraction,
             "shard_tokens": self.shard_tokens,
         }
-        recipe = [self.settings, FORMAT, PIECE_CHARACTERS, PIECE_SEGMENTS, BPE_SAMPLE, FEW_DOCUMENTS]
+        recipe = [self.settings, documents.CORPUS.format, PIECE_CHARACTERS, PIECE_SEGMENTS, BPE_SAMPLE, FEW_DOCUMENTS]
         self.fingerprint = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
         self.rule = ""
         self.pinned: dict[str, Any] = {}
@@ -307,7 +303,7 @@ class Job:
         files.write_json(
             self.out / MANIFEST,
             {
-                "format": FORMAT,
+                "format": documents.CORPUS.format,
                 "name": self.source.name,
                 "job": self.fingerprint,
                 "source": self.source.description,

@@ -7,6 +7,7 @@ preparation can leave out the units it has finished.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -163,7 +164,6 @@ class HuggingFace(Source):
         if self.local:
             self.description["files"] = [describe_file(p, Path(dataset)) for p in usable_files(Path(dataset))]
         self.description |= dataclasses.asdict(self.layout)
-        self._streams: list[tuple[str, Split | None, Any]] | None = None
 
     def pin(self, pinned: Mapping[str, Any]) -> dict[str, Any]:
         self.revision = pinned.get("revision")
@@ -178,13 +178,13 @@ class HuggingFace(Source):
 
     @property
     def marked(self) -> bool:  # type: ignore[override]
-        return self.layout.val_field is not None or any(split == "val" for _, split, _ in self._open())
+        return self.layout.val_field is not None or any(split == "val" for _, split, _ in self._streams)
 
     def units(self) -> Sequence[str]:
-        return [name for name, _, _ in self._open()]
+        return [name for name, _, _ in self._streams]
 
     def documents(self, unit: int) -> Iterator[Document]:
-        name, split, stream = self._open()[unit]
+        name, split, stream = self._streams[unit]
         number = 0
         try:
             for number, row in enumerate(stream, 1):
@@ -199,25 +199,25 @@ class HuggingFace(Source):
                 f"({sentence(error)[:300]}); the same command continues from there."
             ) from None
 
-    def _open(self) -> list[tuple[str, Split | None, Any]]:
+    @functools.cached_property
+    def _streams(self) -> list[tuple[str, Split | None, Any]]:
         """The streams of the dataset: each split, shard by shard."""
-        if self._streams is None:
-            splits = self._load()
-            if "train" not in splits:
-                raise InputError(
-                    f"The dataset '{self.dataset}' has no split 'train'; it has {', '.join(map(str, splits))}."
-                )
-            held_out = next((name for name in VALIDATION if name in splits), None)
-            chosen: list[tuple[str, Split | None]] = [("train", None)]
-            if held_out and self.layout.val_field is None:  # else the field decides, and only `train` is read
-                chosen = [("train", "train"), (held_out, "val")]
-            self._streams = []
-            for name, split in chosen:
-                count = int(getattr(splits[name], "num_shards", 1))
-                for i in range(count):
-                    stream = splits[name].shard(num_shards=count, index=i) if count > 1 else splits[name]
-                    self._streams.append((f"{name} {i + 1}/{count}", split, stream))
-        return self._streams
+        splits = self._load()
+        if "train" not in splits:
+            raise InputError(
+                f"The dataset '{self.dataset}' has no split 'train'; it has {', '.join(map(str, splits))}."
+            )
+        held_out = next((name for name in VALIDATION if name in splits), None)
+        chosen: list[tuple[str, Split | None]] = [("train", None)]
+        if held_out and self.layout.val_field is None:  # else the field decides, and only `train` is read
+            chosen = [("train", "train"), (held_out, "val")]
+        found = []
+        for name, split in chosen:
+            count = int(getattr(splits[name], "num_shards", 1))
+            for i in range(count):
+                stream = splits[name].shard(num_shards=count, index=i) if count > 1 else splits[name]
+                found.append((f"{name} {i + 1}/{count}", split, stream))
+        return found
 
     def _load(self) -> Any:
         datasets = readers.need("datasets")
