@@ -405,16 +405,16 @@ def test_nan_that_an_evaluation_finds_first(corpus: Path, tmp_path: Path, monkey
 
 def test_the_best_evaluation_is_the_best(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations that go down and up: the lowest one counts, also when the run was stopped after it."""
-    from stepformer.training import loop
+    from stepformer.training import evaluation
 
     table = {0: 9.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 3.1, 12: 3.2}
     numbers = iter([*table.values(), *(table[step] for step in (0, 2, 4, 6, 8, 10, 12))])
-    original = loop.evaluate
+    original = evaluation.evaluate
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         return dataclasses.replace(original(*args, **kwargs), val_loss=next(numbers))
 
-    monkeypatch.setattr(loop, "evaluate", evaluated)
+    monkeypatch.setattr(evaluation, "evaluate", evaluated)
     whole = go(corpus, tmp_path / "whole", eval_every=2)
     assert (whole["best_step"], whole["best_val_loss"]) == (4, 3.0)
     with monkeypatch.context() as patch:

@@ -29,14 +29,13 @@ from stepformer.model import Model
 from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import Optimizers, scion_init
 from stepformer.training import checkpoints as stored
+from stepformer.training import evaluation
 from stepformer.training.choices import eval_every_of, max_loss_of, micro_batch_of, pairing, precision_of, streams_of
 from stepformer.training.config import RunConfig
 from stepformer.training.display import Display
-from stepformer.training.divergence import first_bad
-from stepformer.training.evaluation import Best, Evaluation, autocasting, check_blocks, evaluate
+from stepformer.training.evaluation import Best, Evaluation, autocasting
 from stepformer.training.loggers import Loggers
 from stepformer.training.metrics import Metrics
-from stepformer.training.observing import reported, stream_norms
 from stepformer.training.parallel import ParallelModel, World
 from stepformer.training.reading import LocalBatches
 from stepformer.training.runs import RunFolder
@@ -73,7 +72,7 @@ class Trainer:
         self.val = corpus.split("val").half(train.eval_half)
         self.also = {name: other.split("val") for name, other in (also or {}).items()}
         evaluated = (self.val, *self.also.values())
-        blocks = sum(check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
+        blocks = sum(evaluation.check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
         self.eval_every = eval_every_of(config, blocks * config.model.context)
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
@@ -286,7 +285,7 @@ class Trainer:
         self.display.waiting("evaluating")
         found = self.last = self._evaluation(self.val)
         self.last_also = {name: self._evaluation(split) for name, split in self.also.items()}
-        said: dict[str, Any] = reported(self.model, self.val, self.parallel, self.autocast)
+        said: dict[str, Any] = evaluation.reported(self.model, self.val, self.parallel, self.autocast)
         learned = {"coefficients": self.model.coefficients(), "gains": self.model.gains()}  # all ranks ask together
         for each in (found, *self.last_also.values()):
             if not math.isfinite(each.val_loss):
@@ -294,7 +293,7 @@ class Trainer:
         if metrics and loggers:
             line = {"kind": "eval", **self._where(), **found.to_dict(), **said, **self._beside()}
             line |= {name: layers for name, layers in learned.items() if any(layers)}
-            line |= {"norms": stream_norms(self.model, self.val)} if self.config.train.stream_norms else {}
+            line |= {"norms": evaluation.stream_norms(self.model, self.val)} if self.config.train.stream_norms else {}
             metrics.write(**line)
             loggers.write(line)
         remark = f"  (attention rows whose target is out of reach: {said.get('capped_rows', 0):.1%})"
@@ -307,7 +306,7 @@ class Trainer:
 
     def _evaluation(self, split: TokenSplit) -> Evaluation:
         train, context = self.config.train, self.config.model.context
-        run = partial(evaluate, self.parallel.evaluated, split, context=context, tokens=train.eval_tokens)
+        run = partial(evaluation.evaluate, self.parallel.evaluated, split, context=context, tokens=train.eval_tokens)
         try:
             return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
         except torch.OutOfMemoryError:
@@ -358,7 +357,7 @@ class Trainer:
         if diagnose:
             inputs, targets = self.batches.at(min(self.step, self.config.train.steps - 1))
             parts = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
-            culprit, good = first_bad(self.model, self.world, parts, self.autocast)
+            culprit, good = evaluation.first_bad(self.model, self.world, parts, self.autocast)
         name = stored.step_name(self.step)
         self.checkpoints.wait()
         whole = self.world.on_main(lambda: self.checkpoints.names("step"))
