@@ -10,7 +10,7 @@ import torch
 from stepformer.base.errors import InputError
 from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, option
 from stepformer.training import load_run
-from stepformer.training.choices import precision_of
+from stepformer.training.config import precision_of
 from stepformer.training.run import LoadedRun
 from stepformer.training.text import continue_text, prompt_ids, readable
 

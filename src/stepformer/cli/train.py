@@ -21,8 +21,7 @@ from stepformer.cli.show import console
 from stepformer.model import Model
 from stepformer.present.tables import of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
-from stepformer.training.choices import micro_batch_of, precision_of
-from stepformer.training.config import SECTIONS
+from stepformer.training.config import SECTIONS, micro_batch_of, precision_of
 from stepformer.training.corpora import open_corpus
 from stepformer.training.forecast import forecast
 from stepformer.training.memory import estimate_memory

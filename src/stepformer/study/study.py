@@ -29,7 +29,7 @@ from stepformer.base.words import parse_override
 from stepformer.study.comparison import Facts, grid_points
 from stepformer.study.differences import differences, last, recorded
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
-from stepformer.training.choices import precision_of
+from stepformer.training.config import precision_of
 from stepformer.training.corpora import open_corpus
 from stepformer.training.parallel import World, choose_device
 from stepformer.training.run import corpus_facts

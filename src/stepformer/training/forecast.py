@@ -9,8 +9,7 @@ import torch
 
 from stepformer.model import Model
 from stepformer.optim import Optimizers
-from stepformer.training.choices import eval_every_of, micro_batch_of, precision_of
-from stepformer.training.config import RunConfig
+from stepformer.training.config import RunConfig, eval_every_of, micro_batch_of, precision_of
 from stepformer.training.evaluation import autocasting
 from stepformer.training.parallel import World
 from stepformer.training.speed import flops_per_token, peak_flops

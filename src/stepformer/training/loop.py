@@ -30,8 +30,15 @@ from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import Optimizers, scion_init
 from stepformer.training import checkpoints as stored
 from stepformer.training import evaluation
-from stepformer.training.choices import eval_every_of, max_loss_of, micro_batch_of, pairing, precision_of, streams_of
-from stepformer.training.config import RunConfig
+from stepformer.training.config import (
+    RunConfig,
+    eval_every_of,
+    max_loss_of,
+    micro_batch_of,
+    pairing,
+    precision_of,
+    streams_of,
+)
 from stepformer.training.display import Display
 from stepformer.training.evaluation import Best, Evaluation, autocasting
 from stepformer.training.loggers import Loggers

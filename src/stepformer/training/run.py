@@ -23,8 +23,7 @@ from stepformer.model import Model
 from stepformer.training import checkpoints as stored
 from stepformer.training import shortage
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.choices import precision_of, streams_of
-from stepformer.training.config import RunConfig
+from stepformer.training.config import RunConfig, precision_of, streams_of
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
 from stepformer.training.display import Display
 from stepformer.training.ending import Reason

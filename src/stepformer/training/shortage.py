@@ -16,8 +16,7 @@ from stepformer.base.errors import StepformerError
 from stepformer.model import Model
 from stepformer.model.roles import Role, named_roles
 from stepformer.optim import OptimConfig
-from stepformer.training.choices import micro_batch_of, precision_of
-from stepformer.training.config import RunConfig
+from stepformer.training.config import RunConfig, micro_batch_of, precision_of
 from stepformer.training.parallel import World
 from stepformer.training.stopping import resume_command
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.model import Model, check_ids
 from stepformer.training.checkpoints import weights_sha256
-from stepformer.training.choices import precision_of
+from stepformer.training.config import precision_of
 from stepformer.training.evaluation import autocasting
 from stepformer.training.run import LoadedRun
 
