@@ -33,8 +33,7 @@ from stepformer.training.evaluation import evaluate
 from stepformer.training.loop import Trainer
 from stepformer.training.memory import estimate_memory
 from stepformer.training.metrics import read_metrics
-from stepformer.training.parallel import ParallelModel, World
-from stepformer.training.reading import LocalBatches
+from stepformer.training.parallel import LocalBatches, ParallelModel, World
 from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import seconds
 

@@ -43,8 +43,7 @@ from stepformer.training.display import Display
 from stepformer.training.evaluation import Best, Evaluation, autocasting
 from stepformer.training.loggers import Loggers
 from stepformer.training.metrics import Metrics
-from stepformer.training.parallel import ParallelModel, World
-from stepformer.training.reading import LocalBatches
+from stepformer.training.parallel import LocalBatches, ParallelModel, World
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import Stopped, Watch, warn_of_torchrun
@@ -313,7 +312,7 @@ class Trainer:
 
     def _evaluation(self, split: TokenSplit) -> Evaluation:
         train, context = self.config.train, self.config.model.context
-        run = partial(evaluation.evaluate, self.parallel.evaluated, split, context=context, tokens=train.eval_tokens)
+        run = partial(evaluation.evaluate, self.model, split, context=context, tokens=train.eval_tokens)
         try:
             return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
         except torch.OutOfMemoryError:

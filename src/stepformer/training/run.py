@@ -26,13 +26,12 @@ from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig, precision_of, streams_of
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
 from stepformer.training.display import Display
-from stepformer.training.ending import Reason
 from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
 from stepformer.training.loop import Trainer
 from stepformer.training.metrics import last_saved
 from stepformer.training.parallel import World, choose_device, joined_world
 from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of
-from stepformer.training.stopping import Watch
+from stepformer.training.stopping import Reason, Watch
 from stepformer.training.warm_start import same_start, warm_start
 
 
@@ -174,7 +173,7 @@ def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
         raise
     finally:
         if world.ending is not None:
-            world.ending.before = None
+            world.ending.before = lambda reason: None
 
 
 def _end_for_another(trainer: Trainer, reason: Reason) -> None:
