@@ -28,7 +28,7 @@ from stepformer.base.errors import DivergedError
 from stepformer.base.files import write_json
 from stepformer.data.corpus import Corpus
 from stepformer.optim import Optimizers
-from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, resume, run_config, shortage, train
+from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, memory, resume, run_config, train
 from stepformer.training.evaluation import evaluate
 from stepformer.training.loop import Trainer
 from stepformer.training.memory import estimate_memory
@@ -282,7 +282,7 @@ def test_out_of_memory_says_what_would_fit(
     config = small_run(corpus, steps=1, batch=64, micro_batch=64, d_model=64, context=64, precision="fp32")
     with monkeypatch.context() as patch:
         patch.setattr(ParallelModel, "loss", short)
-        patch.setattr(shortage, "free_memory", lambda device: room * 2**30)
+        patch.setattr(memory, "free_memory", lambda device: room * 2**30)
         with pytest.raises(sf.StepformerError, match=r"^Out of memory: 64 sequences in one pass") as found:
             train(config, tmp_path / "run", quiet=True)
     said = str(found.value)
@@ -301,7 +301,7 @@ def test_out_of_memory_says_what_would_fit(
 
 def test_a_batch_whose_tokens_do_not_fit(corpus: Path, tmp_path: Path) -> None:
     config = small_run(corpus, steps=1, batch=10**12, micro_batch=8)
-    said = shortage.sentence(config, World(0, 1, torch.device("cpu")), tmp_path)
+    said = memory.shortage(config, World(0, 1, torch.device("cpu")), tmp_path)
     assert said.startswith("Out of memory: the tokens of a batch of 1,000,000,000,000 sequences need")
 
 
@@ -313,7 +313,7 @@ def test_what_is_said_to_fit_does(corpus: Path, tmp_path: Path) -> None:
     code = f"""
 import re, resource, sys
 from pathlib import Path
-import stepformer.training.memory
+import torch._subclasses.fake_tensor
 from stepformer.cli.main import main
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 600 * 2**20,) * 2)

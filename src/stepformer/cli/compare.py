@@ -33,9 +33,9 @@ from stepformer.study.statistics import seed_words
 from stepformer.study.studies import Study, check_tuning, compared, resolved, swept
 from stepformer.study.study import Report, carry_out, plan, seeds_of, submit, words_of
 from stepformer.training import Stopped, load_run, run_config
-from stepformer.training.forecast import forecast
 from stepformer.training.parallel import choose_device
 from stepformer.training.runs import RunFolder
+from stepformer.training.speed import forecast
 from stepformer.training.text import continue_text
 
 # Few tokens, well used: small batches for many steps, and a vocabulary in which most words are one token, so that the

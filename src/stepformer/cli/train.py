@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from rich.markup import escape
 
 from stepformer.base.errors import InputError, command_line
@@ -23,10 +22,9 @@ from stepformer.present.tables import of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS, micro_batch_of, precision_of
 from stepformer.training.corpora import open_corpus
-from stepformer.training.forecast import forecast
-from stepformer.training.memory import estimate_memory
+from stepformer.training.memory import run_memory
 from stepformer.training.parallel import World, choose_device
-from stepformer.training.shortage import optimizer_copies
+from stepformer.training.speed import forecast
 from stepformer.training.stopping import seconds
 
 
@@ -110,9 +108,7 @@ def dry_run(config: RunConfig) -> int:
         notes.append(str(error))
     train_, micro = config.train, micro_batch_of(config, world)
     precision = precision_of(config, alone.device)
-    dtype = torch.bfloat16 if precision == "bf16" else None
     meta = Model(config.model, device="meta")
-    memory = estimate_memory(config.model, micro, autocast=dtype, optimizer_copies=optimizer_copies(meta, config.optim))
     expected = forecast(config, alone.device, ranks)
     model = config.model
     size = f"{model.n_layer} layers of width {model.d_model}, context {model.context}"
@@ -124,7 +120,7 @@ def dry_run(config: RunConfig) -> int:
         ("optimizer", f"{config.optim.name}, {config.optim.schedule}: {config.optim.rates_text()}"),
         ("steps", f"{train_.steps:,} x {config.step_tokens:,} tokens = {train_.steps * config.step_tokens:,} tokens"),
         ("a step", f"{ranks} rank{'s' * (ranks > 1)} x {micro_batches}, {precision} on {alone.device.type}"),
-        ("memory", f"{memory} per rank"),
+        ("memory", f"{run_memory(config, alone.device, micro)} per rank"),
         ("time", f"{duration(expected.run)} ({config.step_tokens / expected.step:,.0f} tokens/s, {expected.how})"),
     ]
     if config.recipe:

@@ -21,7 +21,7 @@ from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.model import Model
 from stepformer.training import checkpoints as stored
-from stepformer.training import shortage
+from stepformer.training import memory
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig, precision_of, streams_of
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
@@ -61,7 +61,7 @@ def train(
             if world.from_main(folder.exists):
                 raise InputError(_taken(folder, config))
             display = _display(config, label, world, quiet)
-            with shortage.explained(config, world, folder.path):
+            with memory.explained(config, world, folder.path):
                 trainer = Trainer(config, corpus, folder, world, display, label, also)
             if start is not None:
                 trainer.begin_with(start.checkpoint)
@@ -124,7 +124,7 @@ def resume(
         others = _same_also(record.get("also", {}), folder, opened, also)
         label = str(record.get("label", ""))
         display = _display(config, label, world, quiet)
-        with shortage.explained(config, world, folder.path):
+        with memory.explained(config, world, folder.path):
             trainer = Trainer(config, opened, folder, world, display, label, others)
         trainer.config_hash, trainer.checkpoints.owner = asked, own.owner
         begun = trainer.load_latest()
@@ -164,7 +164,7 @@ def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
     if world.ending is not None:
         world.ending.before = lambda reason: _end_for_another(trainer, reason)
     try:
-        with watch, shortage.explained(trainer.config, world, folder.path):
+        with watch, memory.explained(trainer.config, world, folder.path):
             result = trainer.fit(watch)
             world.barrier()  # what comes next on another rank may read this run
         return result
