@@ -20,7 +20,7 @@ from stepformer.cli.show import console
 from stepformer.model import Model
 from stepformer.present.tables import of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
-from stepformer.training.config import SECTIONS, micro_batch_of, precision_of
+from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
 from stepformer.training.memory import run_memory
 from stepformer.training.parallel import World, choose_device
@@ -106,8 +106,8 @@ def dry_run(config: RunConfig) -> int:
     except InputError as error:
         data = f"{config.data.corpus} (not prepared)"
         notes.append(str(error))
-    train_, micro = config.train, micro_batch_of(config, world)
-    precision = precision_of(config, alone.device)
+    train_, micro = config.train, config.micro_batch(world)
+    precision = config.precision_on(alone.device)
     meta = Model(config.model, device="meta")
     expected = forecast(config, alone.device, ranks)
     model = config.model

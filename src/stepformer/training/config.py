@@ -209,6 +209,54 @@ class RunConfig:
     def step_tokens(self) -> int:
         return self.train.batch * self.model.context
 
+    # What it leaves open, decided by its length, its data and its device.
+
+    def pairing(self, corpus: Corpus) -> str:
+        """Runs with one pairing and one seed saw the same batches; it names the data, the budget and the evaluation."""
+        splits, train = f"{corpus.split('train').hash}/{corpus.split('val').hash}", self.train
+        return f"{splits}/{self.model.context}x{train.batch}x{train.steps}/{train.eval_tokens}"
+
+    def precision_on(self, device: torch.device) -> str:
+        """What auto means: bf16 autocast on CUDA, fp32 on the CPU, where bf16 is slower by orders of magnitude."""
+        automatic = "bf16" if device.type == "cuda" else "fp32"
+        return automatic if self.train.precision == "auto" else self.train.precision
+
+    def autocast_on(self, device: torch.device) -> torch.dtype | None:
+        return torch.bfloat16 if self.precision_on(device) == "bf16" else None
+
+    def streams_on(self, device: torch.device) -> torch.dtype | None:
+        """What x and the velocities are carried in: bf16 under bf16 autocast on CUDA unless fp32 is asked for
+        (docs/performance.md has the difference in loss); otherwise as the weights."""
+        chosen = self.train.streams == "bf16" or (self.train.streams == "auto" and device.type == "cuda")
+        return self.autocast_on(device) if chosen else None
+
+    def eval_every(self, eval_tokens: int) -> int:
+        """Steps between evaluations: as asked, or ten in a run; fewer, but four, if they would read more than half as
+        many tokens as training does."""
+        affordable = self.train.steps * self.step_tokens / (2 * eval_tokens)
+        return self.train.eval_every or max(1, self.train.steps // max(4, min(10, int(affordable))))
+
+    @property
+    def max_loss(self) -> float:
+        """The loss above which a run has diverged: ln V is what knowing nothing costs. Scion's own start is above."""
+        usual = math.inf if self.optim.own_init else math.log(self.model.vocab_size) + 4
+        return usual if self.train.max_loss is None else self.train.max_loss
+
+    def micro_batch(self, world: World) -> int:
+        """Sequences per forward pass; it must divide each rank's share of the batch."""
+        share, rest = divmod(self.train.batch, world.size)
+        if rest:
+            problem = f"batch = {self.train.batch} cannot be shared by {world.size} ranks: it does not divide."
+            raise ConfigError([f"[train] {problem}"])
+        chosen = self.train.micro_batch
+        if chosen is None:  # tokens in a forward pass that keep the device busy without filling its memory
+            room = max(1, (32_768 if world.device.type == "cuda" else 4_096) // self.model.context)
+            return max(n for n in range(1, min(share, room) + 1) if share % n == 0)
+        if share % chosen:
+            problem = f"micro_batch = {chosen} does not divide the {share} sequences of a step on each rank."
+            raise ConfigError([f"[train] {problem}"])
+        return chosen
+
 
 def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> RunConfig:
     """The run behind a preset, a template, a recipe or a TOML file, with `key=value` words applied.
@@ -328,63 +376,3 @@ def _elsewhere(problem: str) -> str:
     key, known = problem.split("'")[1], [key for kind in SECTIONS.values() for key in kind.field_names()]
     guess = f" Here it is called '{SYNONYMS[key]}'." if key in SYNONYMS else suggestion(key, known)
     return f"Unknown key '{key}'.{guess}" if guess else f"[model] {problem}"
-
-
-# What a config leaves open, decided by its length, its data and its device.
-
-
-def pairing(config: RunConfig, corpus: Corpus) -> str:
-    """Runs with one pairing and one seed saw the same batches; it names the data, the budget and the evaluation."""
-    splits = f"{corpus.split('train').hash}/{corpus.split('val').hash}"
-    train = config.train
-    return f"{splits}/{config.model.context}x{train.batch}x{train.steps}/{train.eval_tokens}"
-
-
-def precision_of(config: RunConfig, device: torch.device) -> str:
-    """What auto means: bf16 autocast on CUDA, fp32 on the CPU, where bf16 is slower by orders of magnitude."""
-    automatic = "bf16" if device.type == "cuda" else "fp32"
-    return automatic if config.train.precision == "auto" else config.train.precision
-
-
-def autocast_of(config: RunConfig, device: torch.device) -> torch.dtype | None:
-    return torch.bfloat16 if precision_of(config, device) == "bf16" else None
-
-
-def streams_of(config: RunConfig, device: torch.device) -> torch.dtype | None:
-    """What x and the velocities are carried in: bf16 under bf16 autocast on CUDA unless fp32 is asked for
-    (docs/performance.md has the difference in loss); otherwise as the weights."""
-    if precision_of(config, device) != "bf16" or config.train.streams == "fp32":
-        return None
-    return torch.bfloat16 if config.train.streams == "bf16" or device.type == "cuda" else None
-
-
-def eval_every_of(config: RunConfig, eval_tokens: int) -> int:
-    """Steps between evaluations: as asked, or ten in a run; fewer, but four, if they would read more than half as many
-    tokens as training does."""
-    train = config.train
-    affordable = train.steps * config.step_tokens / (2 * eval_tokens)
-    return train.eval_every or max(1, train.steps // max(4, min(10, int(affordable))))
-
-
-def max_loss_of(config: RunConfig) -> float:
-    """The loss above which a run has diverged: ln V is what knowing nothing costs. Scion's own start is far above."""
-    if config.train.max_loss is not None:
-        return config.train.max_loss
-    return math.inf if config.optim.own_init else math.log(config.model.vocab_size) + 4
-
-
-def micro_batch_of(config: RunConfig, world: World) -> int:
-    """Sequences per forward pass; it must divide each rank's share of the batch."""
-    batch = config.train.batch
-    if batch % world.size:
-        raise ConfigError([f"[train] batch = {batch} cannot be shared by {world.size} ranks: it does not divide."])
-    share = batch // world.size
-    chosen = config.train.micro_batch
-    if chosen is None:  # tokens in a forward pass that keep the device busy without filling its memory
-        room = max(1, (32_768 if world.device.type == "cuda" else 4_096) // config.model.context)
-        return max(n for n in range(1, min(share, room) + 1) if share % n == 0)
-    if share % chosen:
-        raise ConfigError(
-            [f"[train] micro_batch = {chosen} does not divide the {share} sequences of a step on each rank."]
-        )
-    return chosen

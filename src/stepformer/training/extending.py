@@ -19,7 +19,7 @@ from stepformer.training.checkpoints import MANIFEST, Checkpoints, step_name
 from stepformer.training.config import RunConfig
 from stepformer.training.metrics import copy_until
 from stepformer.training.parallel import joined_world
-from stepformer.training.run import ALONE, resume
+from stepformer.training.run import resume
 from stepformer.training.runs import MAY_CHANGE, RunFolder, new_id
 
 OF_THE_SCHEDULE = ("schedule", "decay_start", "floor", "sam", "rho")
@@ -82,7 +82,7 @@ def _changed(old: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 def _agreed(folder: RunFolder, old: RunConfig, new: RunConfig, at: int | None) -> int:
     """The step to go on from: the latest checkpoint until which both schedules gave every step the same rate."""
-    steps = [int(name.partition("-")[2]) for name in Checkpoints(folder.checkpoints, ALONE).names("step")]
+    steps = Checkpoints(folder.checkpoints).steps()
     if not steps:
         raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
     if at is not None and at not in steps:
@@ -126,7 +126,7 @@ def _begin(
     )  # an older best is gone once there is a newer
     target.checkpoints.mkdir(parents=True, exist_ok=True)
     for part in (name, *([best] if known else [])):
-        folder.kept(ALONE, record, old).verified(part)
+        folder.kept(record, old).verified(part)
         temporary = target.checkpoints / f"{files.TEMPORARY}{os.getpid()}-{part}"
         with files.explained(target.path):
             shutil.rmtree(temporary, ignore_errors=True)

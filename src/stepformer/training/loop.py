@@ -30,18 +30,9 @@ from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import Optimizers, scion_init
 from stepformer.training import checkpoints as stored
 from stepformer.training import evaluation
-from stepformer.training.config import (
-    RunConfig,
-    eval_every_of,
-    max_loss_of,
-    micro_batch_of,
-    pairing,
-    precision_of,
-    streams_of,
-)
-from stepformer.training.display import Display
+from stepformer.training.config import RunConfig
+from stepformer.training.display import Display, Loggers
 from stepformer.training.evaluation import Best, Evaluation, autocasting
-from stepformer.training.loggers import Loggers
 from stepformer.training.metrics import Metrics
 from stepformer.training.parallel import LocalBatches, ParallelModel, World
 from stepformer.training.runs import RunFolder
@@ -60,30 +51,32 @@ class Trainer:
         corpus: Corpus,
         folder: RunFolder,
         world: World,
-        display: Display,
-        label: str = "",
-        also: Mapping[str, Corpus] | None = None,
+        label: str,
+        also: Mapping[str, Corpus],
+        *,
+        quiet: bool,
     ) -> None:
-        self.config, self.corpus, self.folder, self.world, self.display = config, corpus, folder, world, display
+        self.config, self.corpus, self.folder, self.world = config, corpus, folder, world
         self.label = label or config.title
+        self.display = Display(f"{self.label} s{config.train.seed}", quiet=quiet or not world.is_main)
         self.config_hash = config.hash  # of what was asked for; a resumed run may compute it in other pieces
         train, device = config.train, world.device
         torch.use_deterministic_algorithms(train.deterministic)
-        self.precision = precision_of(config, device)
-        self.autocast = torch.bfloat16 if self.precision == "bf16" else None
-        self.micro_batch = micro_batch_of(config, world)
+        self.precision = config.precision_on(device)
+        self.autocast = config.autocast_on(device)
+        self.micro_batch = config.micro_batch(world)
         self.accumulation = train.batch // (world.size * self.micro_batch)
         rows = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)
         self.batches = LocalBatches(rows, world, train.steps)
         self.val = corpus.split("val").half(train.eval_half)
-        self.also = {name: other.split("val") for name, other in (also or {}).items()}
+        self.also = {name: other.split("val") for name, other in also.items()}
         evaluated = (self.val, *self.also.values())
         blocks = sum(evaluation.check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
-        self.eval_every = eval_every_of(config, blocks * config.model.context)
+        self.eval_every = config.eval_every(blocks * config.model.context)
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
-        self.model.stream_dtype = streams_of(config, device)
+        self.model.stream_dtype = config.streams_on(device)
         if config.optim.own_init:
             scion_init(self.model, config.optim)
         self.flops = flops_per_token(self.model)
@@ -96,6 +89,7 @@ class Trainer:
         self.branches = self.optimizers.schedule.decay_start if config.optim.schedule == "wsd" else None
         self.checkpoints = stored.Checkpoints(folder.checkpoints, world, keep=train.keep, stays=self.branches)
         self.metrics: Metrics | None = None  # of the main rank, while it trains
+        self.loggers: Loggers | None = None
         self.logged = 0  # lines with losses that it had at the checkpoint
         self.run_id = ""
         self.step = 0  # completed steps
@@ -106,7 +100,7 @@ class Trainer:
         self.last_also: dict[str, Evaluation] = {}
 
     def begin_with(self, checkpoint: Path) -> None:
-        """Take the weights of a checkpoint of another run as the initial ones."""
+        """Take the weights of a checkpoint, perhaps of another run."""
         stored.load(checkpoint, "model", dict(self.model.named_parameters()))
 
     def load_latest(self) -> bool:
@@ -120,7 +114,7 @@ class Trainer:
                 self.checkpoints.remove_after(-1)
             return False
         path, state = found
-        stored.load(path, "model", dict(self.model.named_parameters()))
+        self.begin_with(path)
         stored.load(path, "optimizer", self.optimizers.tensors(create=True))
         self.step, self.seconds = state["step"], state["seconds"]
         self.logged = state.get("logged", 0) if self.step else 0
@@ -134,11 +128,11 @@ class Trainer:
         """Train to the end; returns the result. Raises Stopped when the watch asks, after saving."""
         train = self.config.train
         save_every = train.save_every or self.eval_every
-        # a run that starts again drops all lines of its first attempt, the evaluation before the first step included
-        main = self.world.is_main
-        metrics = self.metrics = Metrics(self.folder.metrics, self.step or -1, self.logged) if main else None
-        self.run_id = str(self.folder.read().get("id", "")) if self.world.is_main else ""
-        loggers = Loggers(self.config, self.folder.path, self.run_id) if self.world.is_main else None
+        if self.world.is_main:
+            # a run that starts again drops all lines of its first attempt, the evaluation before its first step too
+            self.metrics = Metrics(self.folder.metrics, self.step or -1, self.logged)
+            self.run_id = str(self.folder.read().get("id", ""))
+            self.loggers = Loggers(self.config, self.folder.path, self.run_id)
         self.checkpoints.on_disk = self._note_saved
         self._home = identity(self.folder.path)
         self.display.begin(train.steps, self.step)
@@ -150,11 +144,11 @@ class Trainer:
             )
         try:
             if self.step == 0:
-                self._evaluate(metrics, loggers)
+                self._evaluate()
             while self.step < train.steps:
-                self._train_step(metrics, loggers)
+                self._train_step()
                 if self.step % self.eval_every == 0 or self.step == train.steps:
-                    self._evaluate(metrics, loggers)
+                    self._evaluate()
                 self._check_folder()
                 asked = self.world.largest(watch.asked()) if self.step < train.steps else 0
                 if asked:
@@ -163,16 +157,16 @@ class Trainer:
                     self.save()
             if self.last is None:
                 self.display.note(f"{self.display.title}  was finished already; it is evaluated once more")
-                self._evaluate(None, None)
+                self._evaluate(logged=False)
             self.checkpoints.wait()
             return self._result()
         finally:
             self.display.close()
             self.batches.close()
             self.checkpoints.settle()
-            if metrics is not None and loggers is not None:
-                metrics.close()
-                loggers.close()
+            if self.metrics is not None and self.loggers is not None:
+                self.metrics.close()
+                self.loggers.close()
 
     def _stop(self, asked: int) -> NoReturn:
         """Save and stop; no rank leaves before the save is on disk, for torchrun then kills the others."""
@@ -199,9 +193,8 @@ class Trainer:
         """Whether the run's folder is still the one that training began in."""
         return self._home is None or self._home == identity(self.folder.path)
 
-    def _train_step(self, metrics: Metrics | None, loggers: Loggers | None) -> None:
-        begin = time.perf_counter()
-        t, config = self.step, self.config
+    def _train_step(self) -> None:
+        begin, t, config = time.perf_counter(), self.step, self.config
         self.optimizers.zero_grad()
         loss = self._gradients(t)
         norm, loss_now, norm_now = self._measured(loss)
@@ -220,19 +213,17 @@ class Trainer:
         self.peak = max(self.peak, self.flops * speed)  # a peak measured on a busy CPU may be too low
         mfu = self.flops * speed / self.peak
         self.display.step(self.step, loss_now, norm_now, speed, mfu)
-        if metrics and loggers and (self.step % config.train.log_every == 0 or self.step == config.train.steps):
+        if self.step % config.train.log_every == 0 or self.step == config.train.steps:
             rates = {f"lr_{role}": rate for role, rate in self.optimizers.rates().items()}
-            line = {"kind": "train", **self._where(), "loss": loss_now, "grad_norm": norm_now, **rates}
-            line |= {"tokens_per_second": speed, "mfu": mfu}
-            metrics.write(**line)
-            loggers.write(line)
+            numbers = {"loss": loss_now, "grad_norm": norm_now, **rates, "tokens_per_second": speed, "mfu": mfu}
+            self._log("train", numbers)
 
     def _measured(self, loss: Tensor) -> tuple[Tensor, float, float]:
         """The gradient norm that clipping uses, and loss and norm as numbers, once they are known to be good."""
         norm = self.optimizers.norm()
         everything = norm if self.config.optim.clip_coefficients else self.optimizers.norm(everything=True)
         loss_now, norm_now, all_now = torch.stack([loss.double(), norm.double(), everything.double()]).tolist()
-        limit = max_loss_of(self.config)
+        limit = self.config.max_loss
         if not (math.isfinite(loss_now) and math.isfinite(all_now)):
             numbers = f"(loss {loss_now:g}, gradient norm {all_now:g})"
             self._fail(f"in step {self.step + 1}", numbers, overflow=math.isfinite(loss_now))
@@ -262,9 +253,8 @@ class Trainer:
 
     def _captured_pass(self) -> CapturedPass | None:
         """The pass as a CUDA graph, where that is possible: one GPU, and no activations computed twice."""
-        train = self.config.train
         one = self.world.device.type == "cuda" and self.world.size == 1
-        if not one or not train.graph or self.config.model.activation_checkpointing:
+        if not one or not self.config.train.graph or self.config.model.activation_checkpointing:
             return None
         return CapturedPass(
             lambda inputs, targets: self.parallel.loss(inputs, targets) / self.accumulation,
@@ -284,10 +274,15 @@ class Trainer:
             self.optimizers.zero_grad()
             torch.cuda.empty_cache()
 
-    def _where(self) -> dict[str, Any]:
-        return {"step": self.step, "tokens": self.step * self.config.step_tokens, "seconds": round(self.seconds, 3)}
+    def _log(self, kind: str, numbers: Mapping[str, Any]) -> None:
+        """Write a line of metrics, on the main rank."""
+        if self.metrics is not None and self.loggers is not None:
+            where = {"step": self.step, "tokens": self.step * self.config.step_tokens}
+            line = {"kind": kind, **where, "seconds": round(self.seconds, 3), **numbers}
+            self.metrics.write(**line)
+            self.loggers.write(line)
 
-    def _evaluate(self, metrics: Metrics | None, loggers: Loggers | None) -> None:
+    def _evaluate(self, *, logged: bool = True) -> None:
         self.display.waiting("evaluating")
         found = self.last = self._evaluation(self.val)
         self.last_also = {name: self._evaluation(split) for name, split in self.also.items()}
@@ -296,14 +291,13 @@ class Trainer:
         for each in (found, *self.last_also.values()):
             if not math.isfinite(each.val_loss):
                 self._fail(f"after step {self.step}", f"(validation loss {each.val_loss:g})")
-        if metrics and loggers:
-            line = {"kind": "eval", **self._where(), **found.to_dict(), **said, **self._beside()}
+        if logged and self.world.is_main:
+            line = {**found.to_dict(), **said, **self._beside()}
             line |= {name: layers for name, layers in learned.items() if any(layers)}
             line |= {"norms": evaluation.stream_norms(self.model, self.val)} if self.config.train.stream_norms else {}
-            metrics.write(**line)
-            loggers.write(line)
-        remark = f"  (attention rows whose target is out of reach: {said.get('capped_rows', 0):.1%})"
-        remark = remark if said.get("capped_rows", 0) >= 0.001 else ""
+            self._log("eval", line)
+        capped = said.get("capped_rows", 0)
+        remark = f"  (attention rows whose target is out of reach: {capped:.1%})" if capped >= 0.001 else ""
         remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in self.last_also.items()) + remark
         self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
         if self.step and (self.best is None or found.val_loss < self.best.val_loss):
@@ -334,11 +328,8 @@ class Trainer:
 
     def _save_part(self, name: str, parts: dict[str, dict[str, Any]]) -> None:
         self.display.waiting("saving")
-        state: dict[str, Any] = {
-            "step": self.step,
-            "seconds": self.seconds,
-            "best": asdict(self.best) if self.best else None,
-        }
+        best = asdict(self.best) if self.best else None
+        state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "best": best}
         state |= {"config": self.config.to_dict(), **({"run": self.run_id} if self.run_id else {})}
         if self.metrics is not None:
             self.metrics.sync()
@@ -396,7 +387,7 @@ class Trainer:
             "recipe": config.recipe,
             "seed": config.train.seed,
             "config_hash": self.config_hash,
-            "pairing": pairing(config, self.corpus),
+            "pairing": config.pairing(self.corpus),
             "steps": self.step,
             "tokens": self.step * config.step_tokens,
             **self.last.to_dict(),

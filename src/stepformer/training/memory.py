@@ -31,7 +31,7 @@ from stepformer.model.config import ModelConfig
 from stepformer.model.roles import Role, named_roles
 from stepformer.optim import OptimConfig
 from stepformer.rules import State
-from stepformer.training.config import RunConfig, autocast_of, micro_batch_of, precision_of
+from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World
 from stepformer.training.stopping import resume_command
 
@@ -148,7 +148,7 @@ def _is_shortage(error: BaseException) -> bool:
 
 
 def shortage(config: RunConfig, world: World, folder: Path) -> str:
-    micro_batch, batch = micro_batch_of(config, world), config.train.batch // world.size
+    micro_batch, batch = config.micro_batch(world), config.train.batch // world.size
     tokens = 2 * 8 * batch * config.model.context
     if tokens > free_memory(torch.device("cpu")):  # it is read at once
         need = f"the tokens of a batch of {batch:,} sequences need {tokens / GIB:,.0f} GiB"
@@ -179,13 +179,13 @@ def shortage(config: RunConfig, world: World, folder: Path) -> str:
 def run_memory(config: RunConfig, device: torch.device, micro_batch: int) -> MemoryEstimate:
     """Memory of a run's step with its own optimizer, on one rank that holds all of the model."""
     copies = optimizer_copies(Model(config.model, device="meta"), config.optim)
-    return estimate_memory(config.model, micro_batch, autocast=autocast_of(config, device), optimizer_copies=copies)
+    return estimate_memory(config.model, micro_batch, autocast=config.autocast_on(device), optimizer_copies=copies)
 
 
 def _needed(config: RunConfig, world: World, micro_batch: int) -> tuple[float, float]:
     """Bytes on each rank, by estimate; and how many of them the weights take with what belongs to them."""
     found = run_memory(config, world.device, micro_batch)
-    factor = 2 if precision_of(config, world.device) == "fp64" else 1
+    factor = 2 if config.precision_on(world.device) == "fp64" else 1
     weights = found.parameters + found.gradients + found.optimizer
     shards = world.size if config.train.parallel == "fsdp" else 1
     return factor * (found.training - weights + weights / shards), factor * weights / shards

@@ -43,7 +43,6 @@ from stepformer.ops import kernels
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.metrics import last_saved
-from stepformer.training.parallel import World
 
 
 class RunFolder:
@@ -153,9 +152,16 @@ class RunFolder:
             )
         return found
 
-    def kept(self, world: World, record: dict[str, Any], config: RunConfig) -> Checkpoints:
-        """The run's checkpoints; those of other runs or settings are not taken for its own."""
-        return Checkpoints(self.checkpoints, world, owner=lambda state: _not_of(state, record, config))
+    def kept(self, record: dict[str, Any], config: RunConfig) -> Checkpoints:
+        """The run's checkpoints, to be read; those of other runs or settings are not taken for its own."""
+        return Checkpoints(self.checkpoints, owner=lambda state: _not_of(state, record, config))
+
+    def last_saved(self) -> int | None:
+        """The newest step that a checkpoint was saved of, whether it is there or not."""
+        saved = last_saved(self.metrics)
+        if self.result.is_file():
+            return max(saved or 0, int(documents.read(self.result, documents.RESULT)["steps"]))
+        return saved
 
     def check_code(self) -> None:
         """Refuse a run whose rules have been changed since. One whose rules are not here any more has its results."""
@@ -195,22 +201,12 @@ class RunFolder:
             yield
 
 
-_OWN = {
-    "run.lock",
-    "config.toml",
-    "environment.json",
-    "tokenizer",
-    "plugins",
-    "metrics.jsonl",
-    "checkpoints",
-    "tensorboard",
-    "failed.txt",
-}
-
-
+_OWN = (
+    *("run.lock", "config.toml", "environment.json", "tokenizer", "plugins", "metrics.jsonl", "checkpoints"),
+    *("tensorboard", "failed.txt"),
+)
 MAY_CHANGE = (  # at a resume
-    *("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile"),
-    "collective_timeout",
+    *("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile", "collective_timeout"),
 )
 
 
@@ -226,7 +222,7 @@ def _not_of(state: Mapping[str, Any], record: Mapping[str, Any], config: RunConf
         theirs = RunConfig.from_dict(state["config"]).to_dict()
     except ConfigError as error:
         return f"its config cannot be read: {error.problems[0].rstrip('.')}"
-    ours, theirs = _flat(config.to_dict()), _flat(theirs)
+    ours, theirs = flat(config.to_dict()), flat(theirs)
     for key in dict.fromkeys((*ours, *theirs)):
         accepted = (ours.get(key), record.get("precision") if key == "train.precision" else ours.get(key))
         if theirs.get(key) not in accepted and key.rpartition(".")[2] not in MAY_CHANGE:
@@ -234,14 +230,14 @@ def _not_of(state: Mapping[str, Any], record: Mapping[str, Any], config: RunConf
     return ""
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """One key for every setting; defaults of a model are not among them."""
     parts = ((name, part if isinstance(part, dict) else {"": part}) for name, part in config.items())
     return {f"{name}.{key}".rstrip("."): value for name, part in parts for key, value in part.items()}
 
 
 def checkpoint_of(
-    folder: RunFolder, which: str, world: World, opened: tuple[dict[str, Any], RunConfig] | None = None
+    folder: RunFolder, which: str, opened: tuple[dict[str, Any], RunConfig] | None = None
 ) -> tuple[Path, dict[str, Any]]:
     """A run's best checkpoint (its last one while it has no best), or its last one, and the state with it; `opened`
     is what `RunFolder.opened` has said already.
@@ -250,12 +246,11 @@ def checkpoint_of(
         raise InputError(f"'{which}' is not 'best' or 'last'.")
     record, config = opened or folder.opened()
     result = folder.read_result(record, config)
-    saved = last_saved(folder.metrics) or 0  # asked before: a training may write another one meanwhile
-    kept = folder.kept(world, record, config)
-    kind = "best" if which == "best" else "step"
-    there = max((int(name.partition("-")[2]) for name in kept.names(kind)), default=-1)
-    steps, best = (result["steps"], result["best_step"]) if result else (0, there)
-    wanted = best if which == "best" else max(saved, steps)
+    saved = folder.last_saved() or 0  # asked before: a training may write another one meanwhile
+    kept, kind = folder.kept(record, config), "best" if which == "best" else "step"
+    there = max(kept.steps(kind), default=-1)
+    best = result["best_step"] if result else there
+    wanted = best if which == "best" else saved
     if there != wanted if which == "best" else there < wanted and wanted > 0:
         instead = f"and the one there is of step {there}" if there >= 0 else "and it is gone"
         raise InputError(
@@ -312,14 +307,11 @@ def environment() -> dict[str, Any]:
 
 def _around() -> dict[str, str]:
     """What a program that trains from Python has switched, in so far as it is not as usual."""
-    found = {}
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            found[f"autocast_{kind}"] = str(torch.get_autocast_dtype(kind))
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        if not getattr(torch.backends.cuda, f"{name}_sdp_enabled")():
-            found[f"{name}_sdp"] = "False"
-    return found
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    names = ("flash", "mem_efficient", "math", "cudnn")
+    off = [name for name in names if not getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
+    autocast = {f"autocast_{kind}": str(torch.get_autocast_dtype(kind)) for kind in kinds}
+    return {**autocast, **{f"{name}_sdp": "False" for name in off}}
 
 
 def cpu_name() -> str:
@@ -353,13 +345,7 @@ def as_toml(config: RunConfig) -> str:
     """A config as TOML that `stepformer train FILE` reads; keys that are unset are left out."""
 
     def value(v: Any) -> str:
-        return (
-            ("true" if v else "false")
-            if isinstance(v, bool)
-            else json.dumps(v, ensure_ascii=False)
-            if isinstance(v, str)
-            else repr(v)
-        )
+        return json.dumps(v, ensure_ascii=False) if isinstance(v, bool | str) else repr(v)
 
     # where it comes from, so that published figures stay beside it
     text = [f"[recipe]\nname = {value(config.recipe)}\n"] if config.recipe else []

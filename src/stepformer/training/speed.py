@@ -11,7 +11,7 @@ import torch
 from stepformer.model import Model
 from stepformer.model.roles import Role, named_roles
 from stepformer.optim import Optimizers
-from stepformer.training.config import RunConfig, autocast_of, eval_every_of, micro_batch_of
+from stepformer.training.config import RunConfig
 from stepformer.training.evaluation import autocasting
 from stepformer.training.parallel import World
 
@@ -83,7 +83,7 @@ def forecast(config: RunConfig, device: torch.device, ranks: int = 1) -> Forecas
     flops = flops_per_token(Model(config.model, device="meta"))
     peak, source = peak_flops(device)
     guess = flops * config.step_tokens / (0.3 * peak) / ranks
-    micro = micro_batch_of(config, World(0, ranks, device))
+    micro = config.micro_batch(World(0, ranks, device))
     accumulation = train.batch // ranks // micro
     passes = 2 if config.optim.sam == "always" else 1
     if guess / accumulation > 20:
@@ -93,7 +93,7 @@ def forecast(config: RunConfig, device: torch.device, ranks: int = 1) -> Forecas
         batch, how = once * accumulation, "from one micro-batch and an update, not compiled"
     step = batch * passes + update
     # a forward pass is a third of a forward and backward pass; evaluated at the start, on the way and at the end
-    evaluations = 2 + (train.steps - 1) // eval_every_of(config, train.eval_tokens)
+    evaluations = 2 + (train.steps - 1) // config.eval_every(train.eval_tokens)
     evaluation = batch / 3 * train.eval_tokens / config.step_tokens
     return Forecast(step, step * train.steps + evaluation * evaluations, how)
 
@@ -113,7 +113,7 @@ def _measured(config: RunConfig, micro: int, device: torch.device) -> tuple[floa
     for _ in range(3):
         optimizers.zero_grad()
         begin = now()
-        with autocasting(device, autocast_of(config, device)):
+        with autocasting(device, config.autocast_on(device)):
             loss = model(tokens, tokens).loss
         assert loss is not None
         loss.backward()

@@ -18,9 +18,8 @@ from stepformer.pages.serving.inspect import Reading, prediction_view, predictio
 from stepformer.pages.serving.watching import Tail, progress
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.parallel import World
-from stepformer.training.run import LoadedRun, corpus_of, load_run
+from stepformer.training.run import LoadedRun, corpus_of, load_run, prompt_ids, readable
 from stepformer.training.runs import RunFolder
-from stepformer.training.text import prompt_ids, readable
 
 WHICH = ("best", "last")
 
