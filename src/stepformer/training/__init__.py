@@ -24,14 +24,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'stepformer.training' has no attribute '{name}'")
 
 
-__all__ = [
-    "DataConfig",
-    "RunConfig",
-    "Stopped",
-    "TrainConfig",
-    "evaluate_run",
-    "load_run",
-    "resume",
-    "run_config",
-    "train",
-]
+__all__ = ["DataConfig", "RunConfig", "Stopped", "TrainConfig"]
+__all__ += ["evaluate_run", "load_run", "resume", "run_config", "train"]

@@ -24,16 +24,6 @@ from stepformer.ops import kernels
 from stepformer.ops.sharding import is_sharded
 from stepformer.training.parallel import ParallelModel, World
 
-NORM_WINDOWS = 8  # that norms of streams are taken on
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best evaluation so far."""
-
-    val_loss: float
-    step: int
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -102,16 +92,11 @@ def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.A
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def _windows(model: Model, split: TokenSplit, count: int) -> Tensor:
-    """The beginning of the validation split."""
+def first_windows(model: Model, split: TokenSplit, count: int) -> Tensor:
+    """The beginning of a split."""
     context = model.config.context
     starts = np.arange(min(count, len(split) // context), dtype=np.int64) * context
     return torch.from_numpy(split.gather(starts, context)).to(model.device)
-
-
-def stream_norms(model: Model, split: TokenSplit) -> list[dict[str, float]]:
-    """Of the streams by layer."""
-    return model.stream_norms(_windows(model, split, NORM_WINDOWS))
 
 
 def reported(
@@ -125,7 +110,7 @@ def reported(
     if parallel.sharded or not any(block.attn.reports for block in model.blocks):
         return {}
     with autocasting(model.device, autocast):
-        layers = model.observe(_windows(model, split, 1), rows=False)
+        layers = model.observe(first_windows(model, split, 1), rows=False)
     shares: dict[str, list[float]] = {}
     for layer in layers:
         for name, values in layer.items():

@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,13 +31,14 @@ from stepformer.training import checkpoints as stored
 from stepformer.training import evaluation
 from stepformer.training.config import RunConfig
 from stepformer.training.display import Display, Loggers
-from stepformer.training.evaluation import Best, Evaluation, autocasting
+from stepformer.training.evaluation import Evaluation, autocasting
 from stepformer.training.metrics import Metrics
 from stepformer.training.parallel import LocalBatches, ParallelModel, World
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import Stopped, Watch, warn_of_torchrun
 
+NORM_WINDOWS = 8  # of the validation split that norms of streams are taken on
 SLOW_SAVE = 5.0  # seconds after which somebody who waits for a stop is told about torchrun's patience
 
 
@@ -95,7 +95,7 @@ class Trainer:
         self.step = 0  # completed steps
         self.seconds = 0.0  # spent in them
         self._home: tuple[int, int] | None = None  # what the folder is, beside its name
-        self.best: Best | None = None
+        self.best: dict[str, Any] | None = None  # val_loss and step of the best evaluation
         self.last: Evaluation | None = None
         self.last_also: dict[str, Evaluation] = {}
 
@@ -118,7 +118,7 @@ class Trainer:
         stored.load(path, "optimizer", self.optimizers.tensors(create=True))
         self.step, self.seconds = state["step"], state["seconds"]
         self.logged = state.get("logged", 0) if self.step else 0
-        self.best = Best(**state["best"]) if state["best"] else None
+        self.best = state["best"]
         if self.world.is_main:
             self.checkpoints.remove_after(self.step)
         self.world.barrier()
@@ -294,14 +294,16 @@ class Trainer:
         if logged and self.world.is_main:
             line = {**found.to_dict(), **said, **self._beside()}
             line |= {name: layers for name, layers in learned.items() if any(layers)}
-            line |= {"norms": evaluation.stream_norms(self.model, self.val)} if self.config.train.stream_norms else {}
+            if self.config.train.stream_norms:
+                windows = evaluation.first_windows(self.model, self.val, NORM_WINDOWS)
+                line["norms"] = self.model.stream_norms(windows)
             self._log("eval", line)
         capped = said.get("capped_rows", 0)
         remark = f"  (attention rows whose target is out of reach: {capped:.1%})" if capped >= 0.001 else ""
         remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in self.last_also.items()) + remark
         self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
-        if self.step and (self.best is None or found.val_loss < self.best.val_loss):
-            self.best = Best(found.val_loss, self.step)
+        if self.step and (self.best is None or found.val_loss < self.best["val_loss"]):
+            self.best = {"val_loss": found.val_loss, "step": self.step}
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
 
     def _evaluation(self, split: TokenSplit) -> Evaluation:
@@ -328,8 +330,7 @@ class Trainer:
 
     def _save_part(self, name: str, parts: dict[str, dict[str, Any]]) -> None:
         self.display.waiting("saving")
-        best = asdict(self.best) if self.best else None
-        state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "best": best}
+        state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "best": self.best}
         state |= {"config": self.config.to_dict(), **({"run": self.run_id} if self.run_id else {})}
         if self.metrics is not None:
             self.metrics.sync()
@@ -392,8 +393,8 @@ class Trainer:
             "tokens": self.step * config.step_tokens,
             **self.last.to_dict(),
             **self._beside(),
-            "best_val_loss": self.best.val_loss,
-            "best_step": self.best.step,
+            "best_val_loss": self.best["val_loss"],
+            "best_step": self.best["step"],
             "train_seconds": round(self.seconds, 3),
             "tokens_per_second": self.step * config.step_tokens / self.seconds,
             "parameters": self.num_parameters,

@@ -37,29 +37,24 @@ class Line:
 def _lines(path: Path) -> Iterator[Line]:
     """Every line of a metrics file in turn; a last one cut by a kill is left out."""
     check, started = 0, False
-    for number, line in enumerate(_split(path), 1):
-        if not line.endswith(b"\n"):
-            if len(line) == LONGEST:
-                yield Line(line, False, None, f"line {number} has no end", check)
-            continue
-        body, told = files.parted(line[:-1])
-        entry, fault = _entry(body), ""
-        check = files.chained(body, check)
-        if entry is None:
-            fault = f"line {number} is damaged"
-        elif told is None and started:
-            fault = f"line {number} has no check"
-        elif told is not None and told != check:
-            fault, check = f"line {number} was changed, or does not follow the line before it", told
-        started = started or told is not None
-        yield Line(body, told is not None, entry, fault, check)
-
-
-def _split(path: Path) -> Iterator[bytes]:
     try:
         with files.opened(path) as file:
-            while line := file.readline(LONGEST):
-                yield line
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), 1):
+                if not line.endswith(b"\n"):
+                    if len(line) == LONGEST:
+                        yield Line(line, False, None, f"line {number} has no end", check)
+                    continue
+                body, told = files.parted(line[:-1])
+                entry, fault = _entry(body), ""
+                check = files.chained(body, check)
+                if entry is None:
+                    fault = f"line {number} is damaged"
+                elif told is None and started:
+                    fault = f"line {number} has no check"
+                elif told is not None and told != check:
+                    fault, check = f"line {number} was changed, or does not follow the line before it", told
+                started = started or told is not None
+                yield Line(body, told is not None, entry, fault, check)
     except FileNotFoundError:
         raise InputError(f"There is no metrics file '{path}'.") from None
     except OSError as error:

@@ -54,7 +54,8 @@ def train(
         also = open_also(config.data.also, corpus)
         init, tokenizer = config.train.init, corpus.manifest["tokenizer"]
         start = None if init is None else warm_start(init, config, tokenizer, world)
-        folder = RunFolder(Path(out) if out else default_folder(config, corpus))
+        what = f"{config.recipe}-{config.base}" if config.recipe else config.title
+        folder = RunFolder(Path(out or f"runs/{what}-{corpus.folder.name}-s{config.train.seed}"))
         with folder.locked() if world.is_main else contextlib.nullcontext():
             if world.from_main(folder.exists):
                 raise InputError(_taken(folder, config))
@@ -235,12 +236,6 @@ def _check_splits(corpus: Corpus, facts: dict[str, Any], what: str) -> None:
                 f"{what}: the {name} split of '{corpus.folder}' has hash {corpus.split(name).hash}, "
                 f"not {known['hash']}."
             )
-
-
-def default_folder(config: RunConfig, corpus: Corpus) -> Path:
-    """runs/NAME, where NAME says what is trained on what."""
-    what = f"{config.recipe}-{config.base}" if config.recipe else config.title
-    return Path("runs") / f"{what}-{corpus.folder.name}-s{config.train.seed}"
 
 
 @dataclass(frozen=True)

@@ -73,13 +73,10 @@ class Watch:
     def __enter__(self) -> Watch:
         """May be entered again while it is held: a study holds it around runs that hold it themselves."""
         self._depth += 1
-        if self._depth > 1:
-            return self
-        for number in SIGNALS:
-            try:
-                self._before[number] = signal.signal(number, self._receive)
-            except ValueError:  # not the main thread: whoever owns it deals with signals
-                break
+        if self._depth == 1:
+            with contextlib.suppress(ValueError):  # not the main thread: whoever owns it deals with signals
+                for number in SIGNALS:
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
