@@ -30,12 +30,10 @@ from stepformer.study.comparison import Facts, grid_points
 from stepformer.study.differences import differences, last, recorded
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.corpora import open_corpus
-from stepformer.training.parallel import World, choose_device
+from stepformer.training.parallel import ALONE, choose_device
 from stepformer.training.run import corpus_facts
 from stepformer.training.runs import RunFolder, as_toml
 from stepformer.training.stopping import Watch
-
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class Trainer:
             self.metrics = Metrics(self.folder.metrics, self.step or -1, self.logged)
             self.run_id = str(self.folder.read().get("id", ""))
             self.loggers = Loggers(self.config, self.folder.path, self.run_id)
-        self.checkpoints.on_disk = self._note_saved
+            self.checkpoints.on_disk = self.metrics.saved
         self._home = identity(self.folder.path)
         self.display.begin(train.steps, self.step)
         separator, eot = self.config.model.document_separator, self.corpus.manifest["tokenizer"].get("eot")
@@ -340,11 +340,6 @@ class Trainer:
         except StepformerError:
             self._check_folder()  # if it was moved, that is the reason
             raise
-
-    def _note_saved(self, name: str) -> None:
-        kind, _, step = name.partition("-")
-        if self.metrics is not None and kind == "step":
-            self.metrics.saved(int(step))
 
     def _fail(self, when: str, what: str, *, diagnose: bool = True, overflow: bool = False) -> NoReturn:
         """Stop with a sentence and good weights: those before the update that would have spoilt them, if they are.

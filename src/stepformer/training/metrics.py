@@ -167,10 +167,12 @@ class Metrics:
         with files.explained(self.path), self._lock:
             os.fsync(self._file.fileno())
 
-    def saved(self, step: int) -> None:
-        """Note a checkpoint that is on disk."""
-        self.write(kind="saved", step=step)
-        self.sync()
+    def saved(self, name: str) -> None:
+        """Note a checkpoint that is on disk, if a run can continue from it."""
+        kind, _, step = name.partition("-")
+        if kind == "step":
+            self.write(kind="saved", step=int(step))
+            self.sync()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -67,24 +67,16 @@ class World:
         """What the main rank finds, on every rank: two looks at one folder may differ. If it fails there, all fail."""
         if self.size == 1:
             return work()
-        found: tuple[Any, str] = (None, "")
+        held: list[Any] = [None, ""]
         if self.is_main:
             try:
-                found = (work(), "")
+                held[0] = work()
             except StepformerError as error:
-                found = (None, str(error))
-        value, problem = self.from_main(found)
-        if problem:
-            raise InputError(problem)
-        return cast(T, value)
-
-    def from_main(self, value: Any) -> Any:
-        """What the main rank has."""
-        if self.size == 1:
-            return value
-        held = [value]
+                held[1] = str(error)
         dist.broadcast_object_list(held, src=0, device=torch.device("cpu"))
-        return held[0]
+        if held[1]:
+            raise InputError(held[1])
+        return cast(T, held[0])
 
 
 ALONE = World(0, 1, torch.device("cpu"))

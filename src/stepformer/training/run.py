@@ -57,7 +57,7 @@ def train(
         what = f"{config.recipe}-{config.base}" if config.recipe else config.title
         folder = RunFolder(Path(out or f"runs/{what}-{corpus.folder.name}-s{config.train.seed}"))
         with folder.locked() if world.is_main else contextlib.nullcontext():
-            if world.from_main(folder.exists):
+            if world.on_main(lambda: folder.exists):
                 raise InputError(_taken(folder, config))
             with memory.explained(config, world, folder.path):
                 trainer = Trainer(config, corpus, folder, world, label, also, quiet=quiet)
@@ -148,35 +148,34 @@ def resume(
 def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
     """Train; a run that cannot go on leaves a note, so that a script does not start it again and again."""
     world, folder = trainer.world, trainer.folder
+
+    def note_failure(text: str) -> None:
+        if world.is_main and trainer.in_place:
+            with contextlib.suppress(StepformerError):  # a full disk, say: the error itself matters more
+                write_text(folder.failure, f"{text}\n")
+
+    def end_for_another(reason: Reason) -> None:
+        """What the main rank does before it ends because of another one, while its own thread waits for that one."""
+        trainer.display.close()
+        trainer.checkpoints.abandon()
+        if reason.lasting:
+            note_failure(reason.sentence)
+
     if world.is_main:
         folder.failure.unlink(missing_ok=True)
     if world.ending is not None:
-        world.ending.before = lambda reason: _end_for_another(trainer, reason)
+        world.ending.before = end_for_another
     try:
         with watch, memory.explained(trainer.config, world, folder.path):
             result = trainer.fit(watch)
             world.barrier()  # what comes next on another rank may read this run
         return result
     except StepformerError as error:
-        _note_failure(trainer, f"{DIVERGED if isinstance(error, DivergedError) else ''}{error}")
+        note_failure(f"{DIVERGED if isinstance(error, DivergedError) else ''}{error}")
         raise
     finally:
         if world.ending is not None:
             world.ending.before = lambda reason: None
-
-
-def _end_for_another(trainer: Trainer, reason: Reason) -> None:
-    """What the main rank does before it ends because of another one, while its own thread waits for that one."""
-    trainer.display.close()
-    trainer.checkpoints.abandon()
-    if reason.lasting:
-        _note_failure(trainer, reason.sentence)
-
-
-def _note_failure(trainer: Trainer, text: str) -> None:
-    if trainer.world.is_main and trainer.in_place:
-        with contextlib.suppress(StepformerError):  # a full disk, say: the error itself matters more
-            write_text(trainer.folder.failure, f"{text}\n")
 
 
 def _taken(folder: RunFolder, config: RunConfig) -> str:
@@ -205,37 +204,33 @@ def _same_corpus(
         where = open_corpus(config.data, world, quiet=True).folder  # made again
     if not where.is_dir():
         raise InputError(f"The corpus of '{folder.path}' is not in '{where}': say where it is with corpus=DIR.")
-    corpus = checked(Corpus(where))
-    _check_splits(corpus, facts, f"The run '{folder.path}' was trained on other data")
-    return corpus
+    return _same(where, facts, f"The run '{folder.path}' was trained on other data")
 
 
 def _same_also(facts: dict[str, Any], folder: RunFolder, corpus: Corpus, moved: str | None) -> dict[str, Corpus]:
     """The other corpora that the run is evaluated on, where they were or where they are now."""
-    places = [Path(place.strip()) for place in moved.split(",")] if moved else []
-    if places and len(places) != len(facts):
+    places = [p.strip() for p in moved.split(",")] if moved else [known["folder"] for known in facts.values()]
+    if len(places) != len(facts):
         raise InputError(f"'{folder.path}' is evaluated on {len(facts)} other corpora, but also names {len(places)}.")
     found = {}
-    for i, (name, known) in enumerate(facts.items()):
-        where = places[i] if places else Path(known["folder"])
+    for (name, known), place in zip(facts.items(), places, strict=True):
+        where = Path(place)
         if not where.is_dir():
-            raise InputError(
-                f"'{folder.path}' is evaluated on a second corpus, which is not in '{where}': say where it is with "
-                "also=DIR."
-            )
-        found[name] = checked(Corpus(where))
-        check_tokenizers(found[name], corpus)
-        _check_splits(found[name], known, f"The run '{folder.path}' was evaluated on other data")
+            what = f"'{folder.path}' is evaluated on a second corpus, which is not in '{where}'"
+            raise InputError(f"{what}: say where it is with also=DIR.")
+        found[name] = _same(where, known, f"The run '{folder.path}' was evaluated on other data", corpus)
     return found
 
 
-def _check_splits(corpus: Corpus, facts: dict[str, Any], what: str) -> None:
+def _same(where: Path, facts: dict[str, Any], other: str, beside: Corpus | None = None) -> Corpus:
+    corpus = checked(Corpus(where))
+    if beside is not None:
+        check_tokenizers(corpus, beside)
     for name, known in facts["splits"].items():
-        if corpus.split(name).hash != known["hash"]:
-            raise InputError(
-                f"{what}: the {name} split of '{corpus.folder}' has hash {corpus.split(name).hash}, "
-                f"not {known['hash']}."
-            )
+        found = corpus.split(name).hash
+        if found != known["hash"]:
+            raise InputError(f"{other}: the {name} split of '{corpus.folder}' has hash {found}, not {known['hash']}.")
+    return corpus
 
 
 @dataclass(frozen=True)
