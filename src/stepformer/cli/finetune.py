@@ -15,16 +15,7 @@ from stepformer.catalogue.recipes import recipe_names
 from stepformer.cli.options import CONFIDENCE, JOBS, NO_DISPLAY, check, command, drawn, fields_help, option, tell_failed
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus
-from stepformer.study.finetune_study import (
-    Pretrained,
-    corpus_names,
-    divided_words,
-    finetune_settings,
-    open_pretrained,
-    plan_finetuning,
-    target_corpus,
-    two_corpora,
-)
+from stepformer.study import finetune_study
 from stepformer.study.forgetting import Direction, Finetuned, forgetting
 from stepformer.study.forgetting_plots import plot_forgetting
 from stepformer.study.forgetting_tables import forgetting_details, forgetting_record, forgetting_table
@@ -75,10 +66,10 @@ class Study:
         self.args, self.failed, self.plugins = args, False, list(args.plugin)
 
     def one_direction(self, names: Sequence[str], words: Sequence[str]) -> int:
-        args, settings = self.args, finetune_settings(words, native=self.args.native)
-        runs = [open_pretrained(name, args.source, quiet=args.quiet) for name in names]
-        corpus = target_corpus(args.on, runs[0], quiet=args.quiet)
-        pair = corpus_names(runs[0].corpus, corpus)
+        args, settings = self.args, finetune_study.finetune_settings(words, native=self.args.native)
+        runs = [finetune_study.open_pretrained(name, args.source, quiet=args.quiet) for name in names]
+        corpus = finetune_study.target_corpus(args.on, runs[0], quiet=args.quiet)
+        pair = finetune_study.corpus_names(runs[0].corpus, corpus)
         labels = list(dict.fromkeys(run.label for run in runs))
         native = "-native" if settings.native else ""
         out = Path(args.out or f"runs/finetune-{pair[0]}-{pair[1]}-{'-'.join(labels)[:60]}{native}")
@@ -87,8 +78,8 @@ class Study:
 
     def both_directions(self, names: Sequence[str], corpora: Sequence[str], words: Sequence[str]) -> int:
         args = self.args
-        for_pretraining, for_corpora, for_finetuning = divided_words(words)
-        settings = finetune_settings(for_finetuning, native=args.native)
+        for_pretraining, for_corpora, for_finetuning = finetune_study.divided_words(words)
+        settings = finetune_study.finetune_settings(for_finetuning, native=args.native)
         labels = [Path(name).stem if name.endswith(".toml") else name for name in names]
         if not labels or len(set(labels)) < len(labels):
             raise InputError("Name different architectures after --pretrain, e.g. --pretrain vanilla yurii.")
@@ -97,13 +88,13 @@ class Study:
             _variant(name, for_pretraining, None)  # complains before anything is prepared
         joined = "-".join([*(Path(word).name.replace(":", "-") for word in corpora), *labels])
         out = Path(args.out or f"runs/finetune-{joined[:80]}")
-        found = two_corpora(corpora, out, for_corpora, quiet=args.quiet)
-        short = corpus_names(*found)
+        found = finetune_study.two_corpora(corpora, out, for_corpora, quiet=args.quiet)
+        short = finetune_study.corpus_names(*found)
         pretrained = []
         for corpus, called in zip(found, short, strict=True):
             made = {label: _variant(name, for_pretraining, corpus) for label, name in zip(labels, names, strict=True)}
             runs = plan(out / f"pretrain-{called}", made, seeds, quiet=args.quiet)
-            pretrained.append([open_pretrained(folder) for folder in self._carry_out(runs)])
+            pretrained.append([finetune_study.open_pretrained(folder) for folder in self._carry_out(runs)])
         native = "-native" if settings.native else ""
         directions, settled = list[Direction](), settings
         for source, target in ((0, 1), (1, 0)):
@@ -125,7 +116,7 @@ class Study:
     def _finetune(
         self,
         out: Path,
-        runs: Sequence[Pretrained],
+        runs: Sequence[finetune_study.Pretrained],
         target: Corpus,
         pair: tuple[str, str],
         settings: FinetuneConfig,
@@ -134,7 +125,7 @@ class Study:
         """What the runs forget in one direction, if any run of the baseline finished; and the settings of all."""
         theirs = [plugin for run in runs for plugin in run.record.get("plugins", [])]
         self.plugins = lasting([*self.plugins, *theirs])
-        planned, settled = plan_finetuning(out, runs, target, settings, quiet=self.args.quiet)
+        planned, settled = finetune_study.plan_finetuning(out, runs, target, settings, quiet=self.args.quiet)
         finished = [Finetuned.load(folder) for folder in self._carry_out(planned)]
         if not any(run.record.label == baseline for run in finished):
             return [], settled

@@ -28,11 +28,6 @@ from stepformer.training.speed import forecast
 from stepformer.training.stopping import seconds
 
 
-def settings_help() -> str:
-    """Every key of the run's sections with its default, for `--help`."""
-    return "\n".join(f"[{name}]\n{fields_help(kind, 20)}" for name, kind in SECTIONS.items())
-
-
 def run_train(args: argparse.Namespace) -> int:
     config = run_config(args.name, [*args.overrides, *args.more])
     if args.dry_run:
@@ -164,7 +159,7 @@ add_train = command(
     option("--label WORD", "what the run is called in tables (its architecture)", default=""),
     option("--dry-run", "counts, memory, steps and time, without training"),
     *LIMITS,
-    settings=settings_help,
+    settings=lambda: "\n".join(f"[{name}]\n{fields_help(kind, 20)}" for name, kind in SECTIONS.items()),
 )
 
 add_resume = command(

@@ -62,16 +62,10 @@ class FinetuneConfig(Settings):
     compile: bool = setting(False, "torch.compile the training step")
 
     def problems(self) -> list[str]:
-        problems = []
-        if self.native:
-            problems += [
-                f"{key} belongs to the one AdamW: with --native the runs' own rates are divided by 'divisor'."
-                for key in ("lr", *ADAMW)
-                if getattr(self, key) is not None
-            ]
-        elif self.divisor is not None:
-            problems.append("divisor belongs to --native.")
-        return problems
+        if not self.native:
+            return [] if self.divisor is None else ["divisor belongs to --native."]
+        why = "belongs to the one AdamW: with --native the runs' own rates are divided by 'divisor'."
+        return [f"{key} {why}" for key in ("lr", *ADAMW) if getattr(self, key) is not None]
 
     def settled(self, sources: Sequence[RunConfig]) -> FinetuneConfig:
         """These settings with nothing left unset that decides a number, the same for all runs."""
@@ -80,16 +74,10 @@ class FinetuneConfig(Settings):
         if self.batch is None and not published:
             batches = sorted({source.train.batch for source in sources})
             if len(batches) > 1:
-                sizes = " and ".join(map(str, batches))
-                raise ConfigError(
-                    [f"[finetune] The runs were trained with batches of {sizes} sequences: say finetune.batch=N."]
-                )
+                problem = f"The runs were trained with batches of {' and '.join(map(str, batches))} sequences"
+                raise ConfigError([f"[finetune] {problem}: say finetune.batch=N."])
             usual["batch"] = batches[0]
-        if self.native:
-            usual |= {"divisor": DIVISOR}
-            del usual["lr"]
-        else:
-            usual |= ADAMW
+        usual |= {"divisor": DIVISOR, "lr": None} if self.native else ADAMW
         steps = self.steps or usual["steps"]
         usual |= {"warmup": steps // 20, "eval_every": max(1, steps // 10)}
         return self.replace(**{key: value for key, value in usual.items() if getattr(self, key) is None})

@@ -29,7 +29,7 @@ from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
 from stepformer.training.finetuning import same_start, warm_start
 from stepformer.training.loop import Trainer
 from stepformer.training.parallel import ALONE, World, choose_device, joined_world
-from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of, flat
+from stepformer.training.runs import DIVERGED, MAY_CHANGE, Record, RunFolder, checkpoint_of, flat
 from stepformer.training.stopping import Reason, Watch
 
 
@@ -195,9 +195,7 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
     return {"folder": str(corpus.folder.resolve()), "tokenizer": corpus.manifest["tokenizer"], "splits": splits}
 
 
-def _same_corpus(
-    facts: dict[str, Any], folder: RunFolder, config: RunConfig, world: World, moved: str | Path | None
-) -> Corpus:
+def _same_corpus(facts: Record, folder: RunFolder, config: RunConfig, world: World, moved: str | Path | None) -> Corpus:
     """The corpus that the run was trained on, where it was or where it is now; other tokens are refused."""
     where = Path(moved or facts["folder"])
     if not where.is_dir() and moved is None and config.data.corpus == "tales":

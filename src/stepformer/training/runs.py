@@ -25,24 +25,17 @@ from typing import Any
 import torch
 
 from stepformer.base import documents, files
+from stepformer.base import plugins as plugged
 from stepformer.base.errors import ChangedRuleError, ConfigError, InputError, StepformerError, StepformerWarning
-from stepformer.base.plugins import (
-    files_at,
-    identity,
-    load_recorded,
-    loaded,
-    package_digest,
-    place_of,
-    refuse_changed,
-    sources_of,
-    trust,
-)
 from stepformer.base.version import __version__
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer
 from stepformer.ops import kernels
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.metrics import last_saved
+
+Record = dict[str, Any]
+"""What is in run.json, or goes there."""
 
 
 class RunFolder:
@@ -66,12 +59,7 @@ class RunFolder:
         return (self.path / "run.json").is_file()
 
     def create(
-        self,
-        config: RunConfig,
-        facts: dict[str, Any],
-        tokenizer: Path,
-        plugins: list[str],
-        trained: dict[str, Any] | None = None,
+        self, config: RunConfig, facts: Record, tokenizer: Path, plugins: list[str], trained: Record | None = None
     ) -> None:
         """Write what a new run is; `run.json` last, so that a half-made folder is not a run. `trained` is where its
         first steps were made, if not here.
@@ -86,14 +74,15 @@ class RunFolder:
         for source in tokenizer.iterdir():
             with files.writing(self.tokenizer / source.name) as file:
                 file.write(source.read_bytes())
-        for number, sources in enumerate(sources_of(plugins, config.model.components())):
+        for number, sources in enumerate(plugged.sources_of(plugins, config.model.components())):
             for name, source in sources.items():  # to be read; a run imports its plug-ins from where they are
                 copied = self.path / "plugins" / str(number) / f"{name}.txt"
                 files.write_text(copied, source.read_text(errors="replace"))
         record: dict[str, Any] = {"format": documents.RUN.format, "stepformer": __version__, "config": config.to_dict()}
         record |= {"id": new_id(), "tokenizer": load_tokenizer(self.tokenizer).describe(), **facts}
-        record |= {"plugins": plugins, "code": identity(plugins, config.model.components())}
-        trust(file for plugin in plugins for file in files_at(place_of(plugin)))  # who trains with it may open the run
+        record |= {"plugins": plugins, "code": plugged.identity(plugins, config.model.components())}
+        # who trains with it may open the run
+        plugged.trust(file for plugin in plugins for file in plugged.files_at(plugged.place_of(plugin)))
         files.write_json(self.path / "run.json", record)
 
     def read(self) -> dict[str, Any]:
@@ -103,10 +92,8 @@ class RunFolder:
         if not self.exists and (self.path / "study.json").is_file():
             runs = sorted(str(found.parent) for found in self.path.glob("*/run.json"))
             named = " or ".join(f"'{run}'" for run in runs[:2])
-            raise InputError(
-                f"'{self.path}' is a study, not a run: "
-                + (f"name one of its runs, {named}." if runs else "it has no runs yet.")
-            )
+            advice = f"name one of its runs, {named}" if runs else "it has no runs yet"
+            raise InputError(f"'{self.path}' is a study, not a run: {advice}.")
         if not self.exists:
             raise InputError(f"'{self.path}' is not a run: it has no run.json.")
         return documents.read(self.path / "run.json", documents.RUN)
@@ -124,10 +111,10 @@ class RunFolder:
                 StepformerWarning,
                 stacklevel=2,
             )
-        record["plugins"] = load_recorded(plugins, then, self.path)
+        record["plugins"] = plugged.load_recorded(plugins, then, self.path)
         config = RunConfig.from_dict(record["config"])
         rules = config.model.components()
-        refuse_changed(then, identity([], rules), what, rules)
+        plugged.refuse_changed(then, plugged.identity([], rules), what, rules)
         return record, config
 
     def read_result(self, record: Mapping[str, Any], config: RunConfig) -> dict[str, Any] | None:
@@ -189,9 +176,9 @@ class RunFolder:
         """Hold the folder: a second process that wants to train in it is told so."""
         with files.explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            with files.explained(self.path / "run.lock"):
-                lock = stack.enter_context(files.lock_file(self.path / "run.lock"))
+        with files.explained(self.path / "run.lock"):
+            lock = files.lock_file(self.path / "run.lock")
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -236,9 +223,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}.{key}".rstrip("."): value for name, part in parts for key, value in part.items()}
 
 
-def checkpoint_of(
-    folder: RunFolder, which: str, opened: tuple[dict[str, Any], RunConfig] | None = None
-) -> tuple[Path, dict[str, Any]]:
+def checkpoint_of(folder: RunFolder, which: str, opened: tuple[Record, RunConfig] | None = None) -> tuple[Path, Record]:
     """A run's best checkpoint (its last one while it has no best), or its last one, and the state with it; `opened`
     is what `RunFolder.opened` has said already.
     """
@@ -282,7 +267,7 @@ SPELL = ("versions", "device", "threads", "kernels", "ranks", "variables", "plug
 def environment() -> dict[str, Any]:
     """Versions, device and revision, for whoever wonders later."""
     versions = {"python": platform.python_version(), "stepformer": __version__, "torch": torch.__version__}
-    versions["sources"] = package_digest()
+    versions["sources"] = plugged.package_digest()
     device: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         device |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
@@ -299,7 +284,7 @@ def environment() -> dict[str, Any]:
             "mkldnn": str(torch.backends.mkldnn.enabled),
             **_around(),
         },
-        "plugins": loaded(),
+        "plugins": plugged.loaded(),
         "command": sys.argv,
         "git": git_revision(),
     }
@@ -331,11 +316,10 @@ def git_revision() -> dict[str, Any] | None:
     here = Path(__file__).parent
 
     def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+            return done.stdout.strip()
+        return None
 
     revision = git("rev-parse", "HEAD")
     return None if revision is None else {"revision": revision, "changed": bool(git("status", "--porcelain"))}
