@@ -114,8 +114,7 @@ OLDEST: dict[str, Sequence[str]] = {
         *("decay_start", "sam", "rho"),
     ),
     "train": (
-        *("steps", "batch", "seed", "eval_every", "eval_tokens", "precision", "deterministic", "compile"),
-        "max_loss",
+        *("steps", "batch", "seed", "eval_every", "eval_tokens", "precision", "deterministic", "compile", "max_loss"),
     ),
 }
 NOT_HASHED = (
@@ -195,9 +194,8 @@ class RunConfig:
             words = [self.model.template, self.model.splitting, self.model.attention]
             plain = ("lie-trotter", "softmax")
             return "-".join([*words[:1], *(word for word in words[1:] if word not in plain), self.model.hash[:6]])
-        name = self.base
         more = "".join(f"-{key}={value}" for key, value in sorted(differing.items()))
-        return name + (more if len(more) <= 40 else f"-{self.model.hash[:6]}")
+        return self.base + (more if len(more) <= 40 else f"-{self.model.hash[:6]}")
 
     @property
     def base(self) -> str:

@@ -26,7 +26,7 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     if (given / MANIFEST).is_file():
         return checked(Corpus(given), config.tokenizer)
     tokenizer = config.tokenizer or ("bpe:1024" if is_tales else "gpt2")
-    source = open_source(config.corpus, **({"dialect": config.dialect, "count": config.count} if is_tales else {}))
+    source = open_source(config.corpus, dialect=config.dialect, count=config.count if is_tales else None)
     folder = corpus_folder(source.name, tokenizer)
     there = (folder / MANIFEST).is_file()
     if is_tales and world.is_main:
@@ -77,11 +77,10 @@ def check_tokenizers(corpus: Corpus, beside: Corpus) -> None:
 def checked(corpus: Corpus, tokenizer: str | None = None) -> Corpus:
     """Compare checksums where that takes seconds, and the tokenizer with the one asked for."""
     name = str(corpus.manifest["tokenizer"]["name"])
+    asked = tokenizer or name
     if tokenizer is not None and tokenizer_kind(tokenizer)[0] == "folder":
         corpus.check_tokenizer(load_tokenizer(tokenizer_kind(tokenizer)[1]))
         asked = name
-    else:
-        asked = tokenizer or name
     if asked.partition(":")[0] != name.partition(":")[0] or (asked.startswith("bpe") and asked != name):
         raise InputError(
             f"[data] tokenizer = '{tokenizer}', but the corpus '{corpus.folder}' was prepared with '{name}'."

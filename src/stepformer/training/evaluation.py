@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,14 +157,11 @@ def _first_bad_output(model: nn.Module, inputs: Tensor, targets: Tensor, autocas
     """The first submodule whose output is not finite, by running the model once with hooks."""
     found: list[str] = []
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
-                found.append(name)
+    def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            found.append(name)
 
-        return hook
-
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules() if name]
     try:
         with autocasting(inputs.device, autocast), kernels.off():  # in fused passes modules are not called
             model(inputs, targets, loss_only=True)

@@ -48,7 +48,7 @@ def extend(
         raise InputError(f"'{target.path}' already holds another run: choose another --out.")
     step = _agreed(folder, old, new, at)
     parent = {"run": str(folder.path.resolve()), "id": record.get("id", ""), "config_hash": old.hash, "step": step}
-    facts = {key: record[key] for key in ("corpus", "also", "precision", "init") if key in record}
+    facts: dict[str, Any] = {key: record[key] for key in ("corpus", "also", "precision", "init") if key in record}
     facts |= {"label": label or target.path.name, "parent": parent, "id": new_id()}
     with joined_world(new.train.device, new.train.collective_timeout) as world:
         if world.is_main:

@@ -97,7 +97,7 @@ class Trainer:
         self._home: tuple[int, int] | None = None  # what the folder is, beside its name
         self.best: dict[str, Any] | None = None  # val_loss and step of the best evaluation
         self.last: Evaluation | None = None
-        self.last_also: dict[str, Evaluation] = {}
+        self.beside: dict[str, Any] = {}  # the losses on the other corpora, for metrics and result
 
     def begin_with(self, checkpoint: Path) -> None:
         """Take the weights of a checkpoint, perhaps of another run."""
@@ -109,20 +109,16 @@ class Trainer:
             remove_unfinished(self.folder.checkpoints)
         self.world.barrier()
         found = self.world.on_main(self.checkpoints.latest)
-        if found is None:
-            if self.world.is_main:
-                self.checkpoints.remove_after(-1)
-            return False
-        path, state = found
-        self.begin_with(path)
-        stored.load(path, "optimizer", self.optimizers.tensors(create=True))
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.logged = state.get("logged", 0) if self.step else 0
-        self.best = state["best"]
+        if found is not None:
+            path, state = found
+            self.begin_with(path)
+            stored.load(path, "optimizer", self.optimizers.tensors(create=True))
+            self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+            self.logged = state.get("logged", 0) if self.step else 0
         if self.world.is_main:
-            self.checkpoints.remove_after(self.step)
+            self.checkpoints.remove_after(self.step if found else -1)
         self.world.barrier()
-        return True
+        return found is not None
 
     def fit(self, watch: Watch) -> dict[str, Any]:
         """Train to the end; returns the result. Raises Stopped when the watch asks, after saving."""
@@ -285,14 +281,15 @@ class Trainer:
     def _evaluate(self, *, logged: bool = True) -> None:
         self.display.waiting("evaluating")
         found = self.last = self._evaluation(self.val)
-        self.last_also = {name: self._evaluation(split) for name, split in self.also.items()}
+        others = {name: self._evaluation(split) for name, split in self.also.items()}
+        self.beside = {"also": {name: other.to_dict() for name, other in others.items()}} if others else {}
         said: dict[str, Any] = evaluation.reported(self.model, self.val, self.parallel, self.autocast)
         learned = {"coefficients": self.model.coefficients(), "gains": self.model.gains()}  # all ranks ask together
-        for each in (found, *self.last_also.values()):
+        for each in (found, *others.values()):
             if not math.isfinite(each.val_loss):
                 self._fail(f"after step {self.step}", f"(validation loss {each.val_loss:g})")
         if logged and self.world.is_main:
-            line = {**found.to_dict(), **said, **self._beside()}
+            line = {**found.to_dict(), **said, **self.beside}
             line |= {name: layers for name, layers in learned.items() if any(layers)}
             if self.config.train.stream_norms:
                 windows = evaluation.first_windows(self.model, self.val, NORM_WINDOWS)
@@ -300,7 +297,7 @@ class Trainer:
             self._log("eval", line)
         capped = said.get("capped_rows", 0)
         remark = f"  (attention rows whose target is out of reach: {capped:.1%})" if capped >= 0.001 else ""
-        remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in self.last_also.items()) + remark
+        remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in others.items()) + remark
         self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
         if self.step and (self.best is None or found.val_loss < self.best["val_loss"]):
             self.best = {"val_loss": found.val_loss, "step": self.step}
@@ -318,10 +315,6 @@ class Trainer:
             self.captured.forget()
             torch.cuda.empty_cache()
             return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
-
-    def _beside(self) -> dict[str, Any]:
-        """The losses on the other corpora, for metrics and result; nothing when there are none."""
-        return {"also": {name: found.to_dict() for name, found in self.last_also.items()}} if self.also else {}
 
     def save(self) -> None:
         """Everything that the rest of the run depends on."""
@@ -387,7 +380,7 @@ class Trainer:
             "steps": self.step,
             "tokens": self.step * config.step_tokens,
             **self.last.to_dict(),
-            **self._beside(),
+            **self.beside,
             "best_val_loss": self.best["val_loss"],
             "best_step": self.best["step"],
             "train_seconds": round(self.seconds, 3),

@@ -29,7 +29,6 @@ from stepformer.model import Model
 from stepformer.model.block import Block
 from stepformer.model.config import ModelConfig
 from stepformer.model.roles import Role, named_roles
-from stepformer.optim import OptimConfig
 from stepformer.rules import State
 from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World
@@ -135,16 +134,13 @@ def explained(config: RunConfig, world: World, folder: Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not _is_shortage(error):
+        # on the CPU, and inside some libraries of CUDA, torch says so in words only
+        words = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and not any(word in str(error) for word in words):
             raise
         traceback.clear_frames(error.__traceback__)  # what the failed step held is free again
         raise StepformerError(shortage(config, world, folder)) from None
-
-
-def _is_shortage(error: BaseException) -> bool:
-    """Whether memory ran out; on the CPU, and inside some libraries of CUDA, torch says so in words only."""
-    words = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
 def shortage(config: RunConfig, world: World, folder: Path) -> str:
@@ -178,7 +174,12 @@ def shortage(config: RunConfig, world: World, folder: Path) -> str:
 
 def run_memory(config: RunConfig, device: torch.device, micro_batch: int) -> MemoryEstimate:
     """Memory of a run's step with its own optimizer, on one rank that holds all of the model."""
-    copies = optimizer_copies(Model(config.model, device="meta"), config.optim)
+    model, name = Model(config.model, device="meta"), config.optim.name
+    kept = 0  # numbers: one of momentum, two moments of AdamW, SAM's way back
+    for _, p, role in named_roles(model):
+        steepest = name == "scion" or (role is Role.MATRIX and name != "adamw")
+        kept += p.numel() * (1 if steepest else 2)
+    copies = kept / model.num_parameters() + (config.optim.sam != "off")
     return estimate_memory(config.model, micro_batch, autocast=config.autocast_on(device), optimizer_copies=copies)
 
 
@@ -205,12 +206,3 @@ def free_memory(device: torch.device) -> float:
     free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return float(free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - size)))
-
-
-def optimizer_copies(model: Model, config: OptimConfig) -> float:
-    """Numbers the optimizer keeps per parameter, on average: one of momentum, two moments of AdamW, SAM's way back."""
-    kept = 0
-    for _, p, role in named_roles(model):
-        steepest = config.name == "scion" or (role is Role.MATRIX and config.name != "adamw")
-        kept += p.numel() * (1 if steepest else 2)
-    return kept / model.num_parameters() + (config.sam != "off")

@@ -190,7 +190,7 @@ class ParallelModel:
     def __init__(self, model: Model, world: World, kind: str, compiled: bool) -> None:
         self.model, self.world = model, world
         self.sharded = world.size > 1 and kind == "fsdp"
-        run: Any = model
+        self.run: Any = model
         if compiled:
             prepare_compiler(model, world.device)
         if self.sharded:
@@ -204,11 +204,10 @@ class ParallelModel:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
         else:
-            run = torch.compile(run) if compiled else run
+            self.run = torch.compile(model) if compiled else model
             if world.size > 1:
                 devices = [world.device] if world.device.type == "cuda" else None
-                run = DistributedDataParallel(run, device_ids=devices)
-        self.run = run
+                self.run = DistributedDataParallel(self.run, device_ids=devices)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.run(inputs, targets, loss_only=True).loss

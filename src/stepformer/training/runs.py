@@ -234,18 +234,15 @@ def checkpoint_of(folder: RunFolder, which: str, opened: tuple[Record, RunConfig
     saved = folder.last_saved() or 0  # asked before: a training may write another one meanwhile
     kept, kind = folder.kept(record, config), "best" if which == "best" else "step"
     there = max(kept.steps(kind), default=-1)
-    best = result["best_step"] if result else there
-    wanted = best if which == "best" else saved
+    wanted = saved if which == "last" else result["best_step"] if result else there
     if there != wanted if which == "best" else there < wanted and wanted > 0:
         instead = f"and the one there is of step {there}" if there >= 0 else "and it is gone"
-        raise InputError(
-            f"The {which} checkpoint of '{folder.path}' was that of step {wanted}, {instead}: put it back."
-        )
+        what = f"The {which} checkpoint of '{folder.path}' was that of step {wanted}"
+        raise InputError(f"{what}, {instead}: put it back.")
     found = kept.latest(kind)
     if found is None and which == "best" and kept.names("step"):
-        warnings.warn(
-            f"'{folder.path}' has no best checkpoint yet: its last one is used.", StepformerWarning, stacklevel=3
-        )
+        said = f"'{folder.path}' has no best checkpoint yet: its last one is used."
+        warnings.warn(said, StepformerWarning, stacklevel=3)
         found = kept.latest("step")
     if found is None:
         if which == "last" and kept.names("best"):  # an imported run, say

@@ -56,8 +56,7 @@ def peak_flops(device: torch.device) -> tuple[float, str]:
         for word, peak in PEAKS.items():
             if word in name:
                 return peak, f"{name} data sheet, bf16"
-    size = 512 if device.type == "cpu" else 4096
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    size, dtype = (512, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
     a, b = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(8):
