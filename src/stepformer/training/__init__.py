@@ -1,5 +1,6 @@
 """Training: runs, checkpoints, evaluation, one process or many."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Imported when first asked for: who wants only `training.speed` need not load the loop, nor what it shows."""
-    from importlib import import_module
-
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"stepformer.training.{home}"), name)

@@ -156,7 +156,7 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The inverse of `to_dict`."""
-        built = _built(values, lambda: ModelConfig.from_dict(values["model"]))
+        built = _built(values, lambda: ModelConfig.from_dict(values["model"]), "[model] {}".format)
         own, recipe = bool(values.get("own_vocabulary", True)), str(values.get("recipe", ""))
         return cls(**built, own_vocabulary=own, recipe=recipe)
 
@@ -321,9 +321,7 @@ def _place(word: str) -> tuple[str, str]:
 
 
 def _built(
-    sections: Mapping[str, Mapping[str, Any]],
-    model: Callable[[], ModelConfig],
-    told: Callable[[str], str] = "[model] {}".format,
+    sections: Mapping[str, Mapping[str, Any]], model: Callable[[], ModelConfig], told: Callable[[str], str]
 ) -> dict[str, Any]:
     """The four sections; all that is wrong with each of them at once, and what is wrong between the others."""
     built: dict[str, Any] = {}

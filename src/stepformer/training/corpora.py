@@ -36,10 +36,8 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     if is_tales:
         world.barrier()
     elif not there:
-        raise InputError(
-            f"The corpus '{config.corpus}' is not prepared (no '{folder / MANIFEST}'): "
-            f"run `{command_line('prepare', config.corpus, '--tokenizer', tokenizer)}` first."
-        )
+        how = command_line("prepare", config.corpus, "--tokenizer", tokenizer)
+        raise InputError(f"The corpus '{config.corpus}' is not prepared (no '{folder / MANIFEST}'): run `{how}` first.")
     corpus = Corpus(folder)
     made_of = corpus.manifest.get("source", {})
     if not is_tales and made_of.get("kind") != source.description.get("kind"):
@@ -82,9 +80,8 @@ def checked(corpus: Corpus, tokenizer: str | None = None) -> Corpus:
         corpus.check_tokenizer(load_tokenizer(tokenizer_kind(tokenizer)[1]))
         asked = name
     if asked.partition(":")[0] != name.partition(":")[0] or (asked.startswith("bpe") and asked != name):
-        raise InputError(
-            f"[data] tokenizer = '{tokenizer}', but the corpus '{corpus.folder}' was prepared with '{name}'."
-        )
+        made = f"the corpus '{corpus.folder}' was prepared with '{name}'"
+        raise InputError(f"[data] tokenizer = '{tokenizer}', but {made}.")
     size = sum(shard["bytes"] for split in corpus.manifest["splits"].values() for shard in split["shards"])
     if size <= SMALL:
         corpus.verify()

@@ -46,10 +46,8 @@ def check_blocks(split: TokenSplit, context: int, tokens: int) -> int:
     """How many full blocks an evaluation has; none is an error."""
     blocks = min(tokens, len(split) - 1) // context
     if blocks < 1:
-        raise InputError(
-            f"The validation split has {len(split):,} tokens and {tokens:,} were asked for: "
-            f"too few for one block of {context}."
-        )
+        has = f"The validation split has {len(split):,} tokens and {tokens:,} were asked for"
+        raise InputError(f"{has}: too few for one block of {context}.")
     return blocks
 
 

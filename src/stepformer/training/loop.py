@@ -30,9 +30,8 @@ from stepformer.optim import Optimizers, scion_init
 from stepformer.training import checkpoints as stored
 from stepformer.training import evaluation
 from stepformer.training.config import RunConfig
-from stepformer.training.display import Display, Loggers
 from stepformer.training.evaluation import Evaluation, autocasting
-from stepformer.training.metrics import Metrics
+from stepformer.training.metrics import Display, Loggers, Metrics
 from stepformer.training.parallel import LocalBatches, ParallelModel, World
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import flops_per_token, peak_flops

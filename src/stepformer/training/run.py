@@ -102,10 +102,8 @@ def resume(
             for key in refused
         )
     if not record.get("corpus"):
-        raise InputError(
-            f"'{folder.path}' was imported and has no training to continue: begin a new run with "
-            f"{shlex.quote(f'init={folder.path}')}."
-        )
+        init = shlex.quote(f"init={folder.path}")
+        raise InputError(f"'{folder.path}' was imported and has no training to continue: begin a new run with {init}.")
     saved, there = folder.last_saved(), Checkpoints(folder.checkpoints).steps()
     if saved is not None and max(there, default=-1) < saved and not restart:
         left = f"after step {max(there)}, its newest one left" if there else "at its beginning"
@@ -184,10 +182,8 @@ def _taken(folder: RunFolder, config: RunConfig) -> str:
     differ = [key for key, value in flat(config.to_dict()).items() if "." in key and there.get(key) != value]
     if differ:
         return f"'{folder.path}' already holds a run with another {', '.join(differ[:4])}: choose another --out."
-    return (
-        f"'{folder.path}' already holds a run: continue it with `{command_line('resume', folder.path)}`, "
-        "or choose another --out."
-    )
+    how = command_line("resume", folder.path)
+    return f"'{folder.path}' already holds a run: continue it with `{how}`, or choose another --out."
 
 
 def corpus_facts(corpus: Corpus) -> dict[str, Any]:
@@ -298,10 +294,8 @@ def refuse_nan(tensors: Mapping[str, Tensor], what: str) -> None:
 def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:
     """The corpus of a run, where its record says it is."""
     if not record.get("corpus"):
-        raise InputError(
-            f"'{folder.path}' was imported without a corpus: name a prepared one with corpus=DIR "
-            "(`stepformer eval`: --corpus DIR)."
-        )
+        how = "name a prepared one with corpus=DIR (`stepformer eval`: --corpus DIR)"
+        raise InputError(f"'{folder.path}' was imported without a corpus: {how}.")
     return _same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), ALONE, None)
 
 

@@ -182,9 +182,8 @@ class RunFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise StepformerError(
-                    f"Another process is training in '{self.path}': wait for it or stop it."
-                ) from None
+                problem = f"Another process is training in '{self.path}': wait for it or stop it."
+                raise StepformerError(problem) from None
             yield
 
 
