@@ -152,10 +152,10 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         files.rename(self.folder / name, aside)
 
-    def names(self, kind: str) -> list[str]:
-        """Checkpoints of a kind ("step" or "best") that have a manifest, oldest first."""
-        found = (path.parent.name for path in self.folder.glob(f"{kind}-*/{MANIFEST}"))
-        return sorted(name for name in found if re.fullmatch(rf"{kind}-\d{{8,}}", name))
+    def names(self, *kinds: str) -> list[str]:
+        """Checkpoints of some kinds ("step", "best") that have a manifest, of each the oldest first."""
+        found = [sorted(path.parent.name for path in self.folder.glob(f"{kind}-*/{MANIFEST}")) for kind in kinds]
+        return [name for names in found for name in names if re.fullmatch(r"(step|best)-\d{8,}", name)]
 
     def steps(self, kind: str = "step") -> list[int]:
         """Of these checkpoints."""
@@ -164,7 +164,7 @@ class Checkpoints:
     def remove_after(self, step: int) -> None:
         """Forget checkpoints beyond a step: a run that continues from an earlier one writes them again."""
         with files.explained(self.folder):
-            for name in (*self.names("step"), *self.names("best")):
+            for name in self.names("step", "best"):
                 if int(name.partition("-")[2]) > step:
                     self._set_aside(name)
         files.remove_unfinished(self.folder)

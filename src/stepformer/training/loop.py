@@ -121,8 +121,7 @@ class Trainer:
 
     def fit(self, watch: Watch) -> dict[str, Any]:
         """Train to the end; returns the result. Raises Stopped when the watch asks, after saving."""
-        train = self.config.train
-        save_every = train.save_every or self.eval_every
+        train, save_every = self.config.train, self.config.train.save_every or self.eval_every
         if self.world.is_main:
             # a run that starts again drops all lines of its first attempt, the evaluation before its first step too
             self.metrics = Metrics(self.folder.metrics, self.step or -1, self.logged)

@@ -114,8 +114,7 @@ def resume(
     result = folder.read_result(record, config)
     if result is not None and not restart:  # nothing to do, and nothing to write again
         return {**result, "folder": str(folder.path)}
-    asked, told = config.hash, config
-    kept = {"precision": record.get("precision", config.train.precision)}
+    told, kept = config, {"precision": record.get("precision", config.train.precision)}
     config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})
     with (
         joined_world(config.train.device, config.train.collective_timeout) as world,
@@ -125,10 +124,9 @@ def resume(
         own.check(config.model)
         opened = _same_corpus(record["corpus"], folder, config, world, corpus)
         others = _same_also(record.get("also", {}), folder, opened, also)
-        label = str(record.get("label", ""))
         with memory.explained(config, world, folder.path):
-            trainer = Trainer(config, opened, folder, world, label, others, quiet=quiet)
-        trainer.config_hash, trainer.checkpoints.owner = asked, own.owner
+            trainer = Trainer(config, opened, folder, world, str(record.get("label", "")), others, quiet=quiet)
+        trainer.config_hash, trainer.checkpoints.owner = told.hash, own.owner
         begun = trainer.load_latest()
         if restart and world.is_main and trainer.step < config.train.steps:
             folder.result.unlink(missing_ok=True)  # it tells of what is gone
@@ -252,22 +250,18 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", *, all
     A training may take a checkpoint away while it is read: then the one that it has now is read.
     """
     folder = RunFolder(Path(path))
+    kept = Checkpoints(folder.checkpoints)
     for _ in range(ATTEMPTS):
-        before = _checkpoints_of(folder)
+        before = kept.names("step", "best")
         try:
             return _loaded(folder, which, device, allow_nan)
         except BaseException as error:  # those of torch.distributed.checkpoint are no Exceptions
-            if isinstance(error, KeyboardInterrupt | SystemExit) or _checkpoints_of(folder) == before:
+            if isinstance(error, KeyboardInterrupt | SystemExit) or kept.names("step", "best") == before:
                 raise
     raise StepformerError(
         f"'{folder.path}' replaces its checkpoints faster than they can be read: try again, or train with a larger "
         "save_every or keep."
     )
-
-
-def _checkpoints_of(folder: RunFolder) -> list[str]:
-    kept = Checkpoints(folder.checkpoints)
-    return [*kept.names("step"), *kept.names("best")]
 
 
 def _loaded(folder: RunFolder, which: str, device: str, allow_nan: bool) -> LoadedRun:
