@@ -349,7 +349,7 @@ def test_lines_of_saves_in_the_background_are_chained_again(tmp_path: Path) -> N
     metrics = Metrics(path, -1)
     for step in (1, 2, 3):
         metrics.write(kind="train", step=step, loss=1.0)
-    metrics.saved(2)
+    metrics.saved("step-00000002")
     metrics.close()
     for step in (2, 2):
         resumed = Metrics(path, step)
@@ -363,7 +363,7 @@ def test_damage_after_the_last_checkpoint_does_not_matter(tmp_path: Path) -> Non
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path, -1)
     metrics.write(kind="train", step=1, loss=1.0)
-    metrics.saved(1)
+    metrics.saved("step-00000001")
     metrics.close()
     with path.open("ab") as file:
         file.write(bytes(100) + b"\n")  # as a power cut leaves it

@@ -25,9 +25,9 @@ from stepformer.study import finetune_study
 from stepformer.training import checkpoints, resume, run, train
 from stepformer.training.config import DataConfig
 from stepformer.training.corpora import check_tokenizers, open_corpus
+from stepformer.training.finetuning import warm_start
 from stepformer.training.parallel import World
 from stepformer.training.runs import RunFolder
-from stepformer.training.warm_start import warm_start
 
 NAME = "it's [my] $HOME"
 

@@ -92,13 +92,12 @@ from stepformer.base import files
 from stepformer.cli.main import main
 from stepformer.base.errors import InputError
 from stepformer.optim import Optimizers
-from stepformer.training import ending, loop
+from stepformer.training import loop, stopping
 from stepformer.training.loop import Trainer
-from stepformer.training.reading import LocalBatches
-from stepformer.training.parallel import ParallelModel
+from stepformer.training.parallel import LocalBatches, ParallelModel
 from stepformer.training.stopping import Watch
 torch.set_num_threads(1)
-ending.GRACE, ending.EVERY = 1.0, 0.1
+stopping.GRACE, stopping.EVERY = 1.0, 0.1
 rank = int(os.environ["RANK"])
 sys.argv = ["stepformer", {argument!r}]
 {fault}

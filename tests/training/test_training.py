@@ -28,13 +28,12 @@ from stepformer.base.errors import DivergedError
 from stepformer.base.files import write_json
 from stepformer.data.corpus import Corpus
 from stepformer.optim import Optimizers
-from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, resume, run_config, shortage, train
+from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, memory, resume, run_config, train
 from stepformer.training.evaluation import evaluate
 from stepformer.training.loop import Trainer
 from stepformer.training.memory import estimate_memory
 from stepformer.training.metrics import read_metrics
-from stepformer.training.parallel import ParallelModel, World
-from stepformer.training.reading import LocalBatches
+from stepformer.training.parallel import LocalBatches, ParallelModel, World
 from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import seconds
 
@@ -283,7 +282,7 @@ def test_out_of_memory_says_what_would_fit(
     config = small_run(corpus, steps=1, batch=64, micro_batch=64, d_model=64, context=64, precision="fp32")
     with monkeypatch.context() as patch:
         patch.setattr(ParallelModel, "loss", short)
-        patch.setattr(shortage, "free_memory", lambda device: room * 2**30)
+        patch.setattr(memory, "free_memory", lambda device: room * 2**30)
         with pytest.raises(sf.StepformerError, match=r"^Out of memory: 64 sequences in one pass") as found:
             train(config, tmp_path / "run", quiet=True)
     said = str(found.value)
@@ -302,7 +301,7 @@ def test_out_of_memory_says_what_would_fit(
 
 def test_a_batch_whose_tokens_do_not_fit(corpus: Path, tmp_path: Path) -> None:
     config = small_run(corpus, steps=1, batch=10**12, micro_batch=8)
-    said = shortage.sentence(config, World(0, 1, torch.device("cpu")), tmp_path)
+    said = memory.shortage(config, World(0, 1, torch.device("cpu")), tmp_path)
     assert said.startswith("Out of memory: the tokens of a batch of 1,000,000,000,000 sequences need")
 
 
@@ -314,7 +313,7 @@ def test_what_is_said_to_fit_does(corpus: Path, tmp_path: Path) -> None:
     code = f"""
 import re, resource, sys
 from pathlib import Path
-import stepformer.training.memory
+import torch._subclasses.fake_tensor
 from stepformer.cli.main import main
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 600 * 2**20,) * 2)
@@ -405,16 +404,16 @@ def test_nan_that_an_evaluation_finds_first(corpus: Path, tmp_path: Path, monkey
 
 def test_the_best_evaluation_is_the_best(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations that go down and up: the lowest one counts, also when the run was stopped after it."""
-    from stepformer.training import loop
+    from stepformer.training import evaluation
 
     table = {0: 9.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 3.1, 12: 3.2}
     numbers = iter([*table.values(), *(table[step] for step in (0, 2, 4, 6, 8, 10, 12))])
-    original = loop.evaluate
+    original = evaluation.evaluate
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         return dataclasses.replace(original(*args, **kwargs), val_loss=next(numbers))
 
-    monkeypatch.setattr(loop, "evaluate", evaluated)
+    monkeypatch.setattr(evaluation, "evaluate", evaluated)
     whole = go(corpus, tmp_path / "whole", eval_every=2)
     assert (whole["best_step"], whole["best_val_loss"]) == (4, 3.0)
     with monkeypatch.context() as patch:

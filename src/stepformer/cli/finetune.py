@@ -12,29 +12,10 @@ from stepformer.base.errors import InputError, UnknownNameError
 from stepformer.base.files import write_json, write_text
 from stepformer.base.plugins import lasting
 from stepformer.catalogue.recipes import recipe_names
-from stepformer.cli.options import (
-    CONFIDENCE,
-    JOBS,
-    NO_DISPLAY,
-    check,
-    command,
-    drawn,
-    fields_help,
-    option,
-    tell_failed,
-)
+from stepformer.cli.options import CONFIDENCE, JOBS, NO_DISPLAY, check, command, drawn, fields_help, option, tell_failed
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus
-from stepformer.study.finetune_study import (
-    Pretrained,
-    corpus_names,
-    divided_words,
-    finetune_settings,
-    open_pretrained,
-    plan_finetuning,
-    target_corpus,
-    two_corpora,
-)
+from stepformer.study import finetune_study
 from stepformer.study.forgetting import Direction, Finetuned, forgetting
 from stepformer.study.forgetting_plots import plot_forgetting
 from stepformer.study.forgetting_tables import forgetting_details, forgetting_record, forgetting_table
@@ -67,7 +48,7 @@ def run_finetune(args: argparse.Namespace) -> int:
                 "Name pretrained runs and a target, e.g. `stepformer finetune runs/NAME --on tales:space`, or "
                 "--pretrain and --corpora."
             )
-        return study.one_direction(names, args.on, words)
+        return study.one_direction(names, words)
     except Stopped as stopped:
         print(f"stepformer: {stopped}; saved. The same command continues.", file=sys.stderr)
         return stopped.status
@@ -82,27 +63,23 @@ class Study:
     """One call of the command: carries out plans and remembers what failed."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.failed = False
-        self.plugins: list[str] = list(args.plugin)
+        self.args, self.failed, self.plugins = args, False, list(args.plugin)
 
-    def one_direction(self, names: Sequence[str], target: str, words: Sequence[str]) -> int:
-        args = self.args
-        settings = finetune_settings(words, native=args.native)
-        runs = [open_pretrained(name, args.source, quiet=args.quiet) for name in names]
-        corpus = target_corpus(target, runs[0], quiet=args.quiet)
-        pair = corpus_names(runs[0].corpus, corpus)
+    def one_direction(self, names: Sequence[str], words: Sequence[str]) -> int:
+        args, settings = self.args, finetune_study.finetune_settings(words, native=self.args.native)
+        runs = [finetune_study.open_pretrained(name, args.source, quiet=args.quiet) for name in names]
+        corpus = finetune_study.target_corpus(args.on, runs[0], quiet=args.quiet)
+        pair = finetune_study.corpus_names(runs[0].corpus, corpus)
         labels = list(dict.fromkeys(run.label for run in runs))
         native = "-native" if settings.native else ""
         out = Path(args.out or f"runs/finetune-{pair[0]}-{pair[1]}-{'-'.join(labels)[:60]}{native}")
         baseline = self._baseline(labels)
-        finished, settled = self._finetune(out, runs, corpus, settings)
-        return self._present(self._measured([(pair, finished)], baseline), out, settled, "forgetting")
+        return self._present(*self._finetune(out, runs, corpus, pair, settings, baseline), out, "forgetting")
 
     def both_directions(self, names: Sequence[str], corpora: Sequence[str], words: Sequence[str]) -> int:
         args = self.args
-        for_pretraining, for_corpora, for_finetuning = divided_words(words)
-        settings = finetune_settings(for_finetuning, native=args.native)
+        for_pretraining, for_corpora, for_finetuning = finetune_study.divided_words(words)
+        settings = finetune_study.finetune_settings(for_finetuning, native=args.native)
         labels = [Path(name).stem if name.endswith(".toml") else name for name in names]
         if not labels or len(set(labels)) < len(labels):
             raise InputError("Name different architectures after --pretrain, e.g. --pretrain vanilla yurii.")
@@ -111,27 +88,24 @@ class Study:
             _variant(name, for_pretraining, None)  # complains before anything is prepared
         joined = "-".join([*(Path(word).name.replace(":", "-") for word in corpora), *labels])
         out = Path(args.out or f"runs/finetune-{joined[:80]}")
-        found = two_corpora(corpora, out, for_corpora, quiet=args.quiet)
-        short = corpus_names(*found)
+        found = finetune_study.two_corpora(corpora, out, for_corpora, quiet=args.quiet)
+        short = finetune_study.corpus_names(*found)
         pretrained = []
         for corpus, called in zip(found, short, strict=True):
-            variants = {
-                label: _variant(name, for_pretraining, corpus) for label, name in zip(labels, names, strict=True)
-            }
-            runs = plan(out / f"pretrain-{called}", variants, seeds, quiet=args.quiet)
-            pretrained.append([open_pretrained(folder) for folder in self._carry_out(runs)])
+            made = {label: _variant(name, for_pretraining, corpus) for label, name in zip(labels, names, strict=True)}
+            runs = plan(out / f"pretrain-{called}", made, seeds, quiet=args.quiet)
+            pretrained.append([finetune_study.open_pretrained(folder) for folder in self._carry_out(runs)])
         native = "-native" if settings.native else ""
-        measured, settled = [], settings
+        directions, settled = list[Direction](), settings
         for source, target in ((0, 1), (1, 0)):
-            pair = (short[source], short[target])
             if pretrained[source]:
+                pair = (short[source], short[target])
                 folder = out / f"{pair[0]}-to-{pair[1]}{native}"
-                finished, settled = self._finetune(folder, pretrained[source], found[target], settings)
-                measured.append((pair, finished))
-                directions = self._measured([(pair, finished)], baseline)
-                if directions:
-                    write_json(folder / "forgetting.json", forgetting_record(directions, settled.to_dict()))
-        return self._present(self._measured(measured, baseline), out, settled, f"forgetting{native}")
+                one, settled = self._finetune(folder, pretrained[source], found[target], pair, settings, baseline)
+                if one:
+                    write_json(folder / "forgetting.json", forgetting_record(one, settled.to_dict()))
+                directions += one
+        return self._present(directions, settled, out, f"forgetting{native}")
 
     def _baseline(self, labels: Sequence[str]) -> str:
         baseline: str = self.args.baseline or ("vanilla" if "vanilla" in labels else labels[0])
@@ -140,12 +114,22 @@ class Study:
         return baseline
 
     def _finetune(
-        self, out: Path, runs: Sequence[Pretrained], target: Corpus, settings: FinetuneConfig
-    ) -> tuple[list[Path], FinetuneConfig]:
+        self,
+        out: Path,
+        runs: Sequence[finetune_study.Pretrained],
+        target: Corpus,
+        pair: tuple[str, str],
+        settings: FinetuneConfig,
+        baseline: str,
+    ) -> tuple[list[Direction], FinetuneConfig]:
+        """What the runs forget in one direction, if any run of the baseline finished; and the settings of all."""
         theirs = [plugin for run in runs for plugin in run.record.get("plugins", [])]
         self.plugins = lasting([*self.plugins, *theirs])
-        planned, settled = plan_finetuning(out, runs, target, settings, quiet=self.args.quiet)
-        return self._carry_out(planned), settled
+        planned, settled = finetune_study.plan_finetuning(out, runs, target, settings, quiet=self.args.quiet)
+        finished = [Finetuned.load(folder) for folder in self._carry_out(planned)]
+        if not any(run.record.label == baseline for run in finished):
+            return [], settled
+        return [forgetting(finished, *pair, baseline, self.args.confidence)], settled
 
     def _carry_out(self, runs: Sequence[Planned]) -> list[Path]:
         """Folders of the runs that finished; a sentence for each that did not."""
@@ -153,15 +137,7 @@ class Study:
         self.failed |= tell_failed(report.failed)
         return report.finished
 
-    def _measured(self, found: Sequence[tuple[tuple[str, str], list[Path]]], baseline: str) -> list[Direction]:
-        directions = []
-        for (source, target), folders in found:
-            runs = [Finetuned.load(folder) for folder in folders]
-            if any(run.record.label == baseline for run in runs):
-                directions.append(forgetting(runs, source, target, baseline, self.args.confidence))
-        return directions
-
-    def _present(self, directions: Sequence[Direction], out: Path, settings: FinetuneConfig, name: str) -> int:
+    def _present(self, directions: Sequence[Direction], settings: FinetuneConfig, out: Path, name: str) -> int:
         if not directions:
             print("stepformer: no run of the baseline finished: nothing to compare with", file=sys.stderr)
             return 1

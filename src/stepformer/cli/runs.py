@@ -10,9 +10,7 @@ import torch
 from stepformer.base.errors import InputError
 from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, option
 from stepformer.training import load_run
-from stepformer.training.choices import precision_of
-from stepformer.training.run import LoadedRun
-from stepformer.training.text import continue_text, prompt_ids, readable
+from stepformer.training.run import LoadedRun, continue_text, prompt_ids, readable
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -46,7 +44,7 @@ def set_precision(run: LoadedRun, asked: str) -> None:
     """Cast the weights for decoding, which reads all of them for every token; on a GPU, say which were chosen."""
     device = run.device
     if asked == "auto":
-        asked = precision_of(run.config, device) if device.type == "cuda" else "as stored"
+        asked = run.config.precision_on(device) if device.type == "cuda" else "as stored"
     if asked in ("bf16", "fp32"):
         run.model.to(torch.bfloat16 if asked == "bf16" else torch.float32)
     if device.type == "cuda":

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from rich.markup import escape
 
 from stepformer.base.errors import InputError, command_line
@@ -21,19 +20,12 @@ from stepformer.cli.show import console
 from stepformer.model import Model
 from stepformer.present.tables import of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
-from stepformer.training.choices import micro_batch_of, precision_of
 from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
-from stepformer.training.forecast import forecast
-from stepformer.training.memory import estimate_memory
+from stepformer.training.memory import run_memory
 from stepformer.training.parallel import World, choose_device
-from stepformer.training.shortage import optimizer_copies
+from stepformer.training.speed import forecast
 from stepformer.training.stopping import seconds
-
-
-def settings_help() -> str:
-    """Every key of the run's sections with its default, for `--help`."""
-    return "\n".join(f"[{name}]\n{fields_help(kind, 20)}" for name, kind in SECTIONS.items())
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -95,12 +87,10 @@ def print_result(result: dict[str, Any]) -> None:
 
 def dry_run(config: RunConfig) -> int:
     """What a run would be, from one micro-batch of it."""
-    alone = World(0, 1, choose_device(config.train.device))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    world = World(0, ranks, alone.device)
+    device, ranks = choose_device(config.train.device), int(os.environ.get("WORLD_SIZE", "1"))
     notes, asked = [], config
     try:
-        corpus = open_corpus(config.data, alone, quiet=True)
+        corpus = open_corpus(config.data, World(0, 1, device), quiet=True)
         config = config.for_vocabulary(corpus.vocab_size)
         tokens = len(corpus.split("train"))
         blocks = (tokens - config.model.context) // config.model.context
@@ -109,23 +99,21 @@ def dry_run(config: RunConfig) -> int:
     except InputError as error:
         data = f"{config.data.corpus} (not prepared)"
         notes.append(str(error))
-    train_, micro = config.train, micro_batch_of(config, world)
-    precision = precision_of(config, alone.device)
-    dtype = torch.bfloat16 if precision == "bf16" else None
-    meta = Model(config.model, device="meta")
-    memory = estimate_memory(config.model, micro, autocast=dtype, optimizer_copies=optimizer_copies(meta, config.optim))
-    expected = forecast(config, alone.device, ranks)
-    model = config.model
+    train_, model, micro = config.train, config.model, config.micro_batch(World(0, ranks, device))
+    meta, expected = Model(model, device="meta"), forecast(config, device, ranks)
     size = f"{model.n_layer} layers of width {model.d_model}, context {model.context}"
-    micro_batches = f"{train_.batch // ranks // micro} micro-batches x {micro} sequences"
+    pieces = f"{train_.batch // ranks // micro} micro-batches x {micro} sequences"
     rows = [
         ("architecture", f"{config.title}, {size}, config {model.hash}"),
         ("parameters", f"{meta.num_parameters():,} ({meta.num_parameters('non-embedding'):,} without tables)"),
         ("data", data),
         ("optimizer", f"{config.optim.name}, {config.optim.schedule}: {config.optim.rates_text()}"),
         ("steps", f"{train_.steps:,} x {config.step_tokens:,} tokens = {train_.steps * config.step_tokens:,} tokens"),
-        ("a step", f"{ranks} rank{'s' * (ranks > 1)} x {micro_batches}, {precision} on {alone.device.type}"),
-        ("memory", f"{memory} per rank"),
+        (
+            "a step",
+            f"{ranks} rank{'s' * (ranks > 1)} x {pieces}, {config.precision_on(device)} on {device.type}",
+        ),
+        ("memory", f"{run_memory(config, device, micro)} per rank"),
         ("time", f"{duration(expected.run)} ({config.step_tokens / expected.step:,.0f} tokens/s, {expected.how})"),
     ]
     if config.recipe:
@@ -160,10 +148,7 @@ def run_recipes(args: argparse.Namespace) -> int:
     return 0
 
 
-LIMITS = (
-    option("--max-time TIME", "save and stop after e.g. 90s, 15m, 1h30m (exit status 142)"),
-    NO_DISPLAY,
-)
+LIMITS = (option("--max-time TIME", "save and stop after e.g. 90s, 15m, 1h30m (exit status 142)"), NO_DISPLAY)
 
 add_train = command(
     run_train,
@@ -174,7 +159,7 @@ add_train = command(
     option("--label WORD", "what the run is called in tables (its architecture)", default=""),
     option("--dry-run", "counts, memory, steps and time, without training"),
     *LIMITS,
-    settings=settings_help,
+    settings=lambda: "\n".join(f"[{name}]\n{fields_help(kind, 20)}" for name, kind in SECTIONS.items()),
 )
 
 add_resume = command(
@@ -195,7 +180,4 @@ add_extend = command(
     NO_DISPLAY,
 )
 
-add_recipes = command(
-    run_recipes,
-    option("name RECIPE", "show one: its settings and published values", nargs="?"),
-)
+add_recipes = command(run_recipes, option("name RECIPE", "show one: its settings and published values", nargs="?"))

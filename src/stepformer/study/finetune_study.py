@@ -59,7 +59,7 @@ def open_pretrained(path: str | Path, source: str | None = None, *, quiet: bool 
         raise InputError(f"'{folder.path}' was imported without a corpus: say with --source what it was trained on.")
     else:
         corpus = trained_on(folder, record)
-    step = int(checkpoint_of(folder, "best", ALONE)[1]["step"])
+    step = int(checkpoint_of(folder, "best")[1]["step"])
     if record.get("corpus") and not folder.result.is_file() and step < config.train.steps:
         raise InputError(
             f"The run '{folder.path}' is not finished: `{command_line('resume', folder.path)}` continues it, then "
@@ -114,7 +114,7 @@ def _check_start(run: Pretrained, new: Planned) -> None:
     if not new.folder.exists:
         return
     known = new.folder.read().get("init", {})
-    step = int(checkpoint_of(run.folder, "best", ALONE)[1]["step"])
+    step = int(checkpoint_of(run.folder, "best")[1]["step"])
     if (known.get("id"), known.get("step")) != (run.record.get("id"), step):
         raise InputError(
             f"'{new.folder.path}' began with other weights than the best of '{run.folder.path}' now "

@@ -13,9 +13,8 @@ from stepformer.base.errors import InputError
 from stepformer.model import Model
 from stepformer.oracles import mlps
 from stepformer.training import RunConfig
-from stepformer.training.forecast import forecast
 from stepformer.training.parallel import choose_device
-from stepformer.training.speed import flops_per_token
+from stepformer.training.speed import flops_per_token, forecast
 
 CLOSE = 0.02  # an amount within 2 % is the same amount
 FAR = 0.05  # and one beyond 5 % another

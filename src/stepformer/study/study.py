@@ -29,14 +29,11 @@ from stepformer.base.words import parse_override
 from stepformer.study.comparison import Facts, grid_points
 from stepformer.study.differences import differences, last, recorded
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
-from stepformer.training.choices import precision_of
 from stepformer.training.corpora import open_corpus
-from stepformer.training.parallel import World, choose_device
+from stepformer.training.parallel import ALONE, choose_device
 from stepformer.training.run import corpus_facts
 from stepformer.training.runs import RunFolder, as_toml
 from stepformer.training.stopping import Watch
-
-ALONE = World(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ def _check_one_code(folder: Path, runs: Sequence[Planned], allowed: Sequence[str
         if not run.finished:
             now = {"code.stepformer": f"{__version__} {package_digest()}"}
             if here:
-                now["train.precision"] = precision_of(run.config, choose_device(run.config.train.device))
+                now["train.precision"] = run.config.precision_on(choose_device(run.config.train.device))
             row[f"{name} from now on"] = now
     apart = [found for row in rows.values() for found in differences(row, one_row=True)]
     permit = ""

@@ -17,7 +17,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,10 @@ from stepformer.base.errors import InputError, StepformerError, StepformerWarnin
 from stepformer.model import Model
 from stepformer.model.config import ModelConfig
 from stepformer.ops.sharding import is_sharded, like, whole
-from stepformer.training.parallel import World
+from stepformer.training.parallel import ALONE, World
 
 MANIFEST = "manifest.json"
 Tensors = Mapping[str, Tensor]
-
-
 Owner = Callable[[Mapping[str, Any]], str]
 """Why a checkpoint's state is not of the run that it lies in, or nothing."""
 
@@ -47,7 +45,7 @@ class Checkpoints:
     """The checkpoints of one run folder."""
 
     def __init__(
-        self, folder: Path, world: World, *, keep: int = 2, stays: int | None = None, owner: Owner | None = None
+        self, folder: Path, world: World = ALONE, *, keep: int = 2, stays: int | None = None, owner: Owner | None = None
     ) -> None:
         self.folder, self.world, self.keep = folder, world, keep
         self.stays = stays  # a step whose checkpoint is never superseded
@@ -67,7 +65,12 @@ class Checkpoints:
         if sharded:
             self._save_sharded(temporary, parts)
         if self.world.is_main:
-            copies = {} if sharded else {part: _on_cpu(tensors) for part, tensors in parts.items()}
+            # in CPU memory, which training will not change; on the CPU the caller waits, so nothing need be copied
+            copies = {
+                part: {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+                for part, tensors in parts.items()
+                if not sharded
+            }
             self._pending = self._writer.submit(self._finish, temporary, final, copies, state)
         if self.world.device.type != "cuda" or sharded:
             self.wait()
@@ -110,38 +113,36 @@ class Checkpoints:
     def _finish(self, temporary: Path, final: Path, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
         try:
             with _explained(final):
-                self._write(temporary, final, parts, state)
+                if parts:
+                    self._begin(temporary)
+                    for part, tensors in parts.items():
+                        save_file(dict(tensors), temporary / f"{part}.safetensors")
+                listed = {}
+                for path in _weights(temporary):
+                    with path.open("rb+") as file:
+                        files.sync(file)
+                    files.make_ordinary(path)
+                    name = str(path.relative_to(temporary))
+                    listed[name] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+                temporary.stat()  # the folder of the run may have been moved meanwhile
+                manifest = {"format": documents.CHECKPOINT.format, "files": listed, "state": dict(state)}
+                files.write_json(temporary / MANIFEST, manifest)
+                if final.exists():  # a damaged one that a resumed run has passed again
+                    self._set_aside(final.name)
+                files.rename(temporary, final)
+                self.on_disk(final.name)
+                self._tidy(final.name)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # what does not fit must not fill the disk either
             raise
 
-    def _write(self, temporary: Path, final: Path, parts: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
-        if parts:
-            self._begin(temporary)
-            for part, tensors in parts.items():
-                save_file(dict(tensors), temporary / f"{part}.safetensors")
-        listed = {}
-        for path in _weights(temporary):
-            with path.open("rb+") as file:
-                files.sync(file)
-            files.make_ordinary(path)
-            listed[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
-        temporary.stat()  # the folder of the run may have been moved meanwhile
-        manifest = {"format": documents.CHECKPOINT.format, "files": listed, "state": dict(state)}
-        files.write_json(temporary / MANIFEST, manifest)
-        if final.exists():  # a damaged one that a resumed run has passed again
-            self._set_aside(final.name)
-        files.rename(temporary, final)
-        self.on_disk(final.name)
-        self._tidy(final.name)
-
     def _tidy(self, newest: str) -> None:
         """Remove what is superseded, but nothing a run could still need, and what killed processes left behind."""
         # the best before the newest stays until a step checkpoint knows of the newest: a kill in between needs it
-        doomed_names = self.names("best")[: -1 if newest.startswith("step") else -2]
-        if newest.startswith("step"):
-            doomed_names += [n for n in self.names("step")[: -self.keep] if n != step_name(self.stays or -1)]
-        for name in doomed_names:
+        of_step = newest.startswith("step")
+        doomed = self.names("best")[: -1 if of_step else -2]
+        doomed += [n for n in self.names("step")[: -self.keep] if of_step and n != step_name(self.stays or -1)]
+        for name in doomed:
             self._set_aside(name)
         files.remove_unfinished(self.folder)
 
@@ -151,15 +152,19 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         files.rename(self.folder / name, aside)
 
-    def names(self, kind: str) -> list[str]:
-        """Checkpoints of a kind ("step" or "best") that have a manifest, oldest first."""
-        found = (path.parent.name for path in self.folder.glob(f"{kind}-*/{MANIFEST}"))
-        return sorted(name for name in found if re.fullmatch(rf"{kind}-\d{{8,}}", name))
+    def names(self, *kinds: str) -> list[str]:
+        """Checkpoints of some kinds ("step", "best") that have a manifest, of each the oldest first."""
+        found = [sorted(path.parent.name for path in self.folder.glob(f"{kind}-*/{MANIFEST}")) for kind in kinds]
+        return [name for names in found for name in names if re.fullmatch(r"(step|best)-\d{8,}", name)]
+
+    def steps(self, kind: str = "step") -> list[int]:
+        """Of these checkpoints."""
+        return [int(name.partition("-")[2]) for name in self.names(kind)]
 
     def remove_after(self, step: int) -> None:
         """Forget checkpoints beyond a step: a run that continues from an earlier one writes them again."""
         with files.explained(self.folder):
-            for name in (*self.names("step"), *self.names("best")):
+            for name in self.names("step", "best"):
                 if int(name.partition("-")[2]) > step:
                     self._set_aside(name)
         files.remove_unfinished(self.folder)
@@ -187,7 +192,7 @@ class Checkpoints:
         problems = []
         for name in reversed(self.names("step")):
             try:
-                self._check_owner(name, documents.read(self.folder / name / MANIFEST, documents.CHECKPOINT)["state"])
+                self.verified(name, content=False)
                 check_fits(self.folder / name, config)
                 return
             except InputError as error:
@@ -195,16 +200,14 @@ class Checkpoints:
         if problems:
             raise InputError(" ".join(problems))
 
-    def verified(self, name: str) -> dict[str, Any]:
-        """The state of a checkpoint, once its files are whole and it is of this run."""
-        state = verify(self.folder / name)
-        self._check_owner(name, state)
+    def verified(self, name: str, *, content: bool = True) -> dict[str, Any]:
+        """The state of a checkpoint, once it is of this run and its content, unless it is not asked for, is whole."""
+        folder = self.folder / name
+        state: dict[str, Any]
+        state = verify(folder) if content else documents.read(folder / MANIFEST, documents.CHECKPOINT)["state"]
+        if fault := self.owner(state):
+            raise InputError(f"The checkpoint '{folder}' is not of this run: {fault}.")
         return state
-
-    def _check_owner(self, name: str, state: Mapping[str, Any]) -> None:
-        fault = self.owner(state)
-        if fault:
-            raise InputError(f"The checkpoint '{self.folder / name}' is not of this run: {fault}.")
 
 
 def step_name(step: int, kind: str = "step") -> str:
@@ -214,24 +217,22 @@ def step_name(step: int, kind: str = "step") -> str:
 def verify(folder: Path) -> dict[str, Any]:
     """Check a checkpoint's format, files and checksums; returns its state."""
     manifest = documents.read(folder / MANIFEST, documents.CHECKPOINT)
+    damaged = f"The checkpoint '{folder}' is damaged:"
     for name, facts in manifest["files"].items():
         path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size is None:
-            raise InputError(f"The checkpoint '{folder}' is damaged: '{name}' is missing.")
-        if size != facts["bytes"]:
-            raise InputError(
-                f"The checkpoint '{folder}' is damaged: '{name}' has {size:,} bytes, not {facts['bytes']:,}."
-            )
+        if not path.is_file():
+            raise InputError(f"{damaged} '{name}' is missing.")
+        if (size := path.stat().st_size) != facts["bytes"]:
+            raise InputError(f"{damaged} '{name}' has {size:,} bytes, not {facts['bytes']:,}.")
         if files.sha256(path) != facts["sha256"]:
-            raise InputError(f"The checkpoint '{folder}' is damaged: the checksum of '{name}' does not match.")
+            raise InputError(f"{damaged} the checksum of '{name}' does not match.")
     unlisted = sorted({str(path.relative_to(folder)) for path in _weights(folder)} - manifest["files"].keys())
     if unlisted:
-        raise InputError(f"The checkpoint '{folder}' is damaged: '{unlisted[0]}' is not in its manifest.")
+        raise InputError(f"{damaged} '{unlisted[0]}' is not in its manifest.")
     state: dict[str, Any] = manifest["state"]
     told = re.search(r"-(\d+)$", folder.name)
     if told and int(told[1]) != state["step"]:
-        raise InputError(f"The checkpoint '{folder}' is damaged: it says that it is of step {state['step']}.")
+        raise InputError(f"{damaged} it says that it is of step {state['step']}.")
     return state
 
 
@@ -241,8 +242,8 @@ def _weights(folder: Path) -> list[Path]:
 
 def weights_of(folder: Path) -> str:
     """SHA-256 over the weights of a checkpoint, as its manifest tells them."""
-    manifest = documents.read(folder / MANIFEST, documents.CHECKPOINT)
-    found = sorted((name, facts["sha256"]) for name, facts in manifest["files"].items() if name.startswith("model"))
+    listed = documents.read(folder / MANIFEST, documents.CHECKPOINT)["files"].items()
+    found = sorted((name, facts["sha256"]) for name, facts in listed if name.startswith("model"))
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:12]
 
 
@@ -253,14 +254,14 @@ def load(folder: Path, part: str, tensors: Tensors) -> None:
     if not single.is_file() and not shards.is_dir():
         raise InputError(f"The checkpoint '{folder}' holds no {part}.")
     if shards.is_dir():
-        _check_names(_stored_names(shards), tensors, f"The checkpoint '{folder}'")
+        _check_names(_stored_shapes(shards.glob("*.safetensors")), tensors, f"The checkpoint '{folder}'")
         import torch.distributed.checkpoint as dcp
 
         reader = dcp.HuggingFaceStorageReader(str(shards))
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
         return
     with _readable(single) as file:
-        _check_names(set(file.keys()), tensors, f"The checkpoint '{folder}'")
+        _check_names(file.keys(), tensors, f"The checkpoint '{folder}'")
         for name, target in tensors.items():
             stored = file.get_tensor(name)
             if stored.shape != target.shape:
@@ -281,57 +282,45 @@ def _readable(path: Path) -> Iterator[Any]:
 
 def check_fits(folder: Path, config: ModelConfig) -> None:
     """Refuse weights that are not those of a model, by names and shapes, before anything is built."""
-    single = folder / "model.safetensors"
+    single, what = folder / "model.safetensors", f"The checkpoint '{folder}'"
+    stored = _stored_shapes([single] if single.is_file() else sorted((folder / "model").glob("*.safetensors")))
+    layers = len({name.split(".")[1] for name in stored if name.startswith("blocks.")})
+    if layers != config.n_layer:  # first: a model of a billion layers takes long even without memory
+        raise InputError(f"{what} belongs to another model: it has {layers} layers, not {config.n_layer}.")
+    wanted = {name: tuple(p.shape) for name, p in Model(config, device="meta").named_parameters()}
+    _check_names(stored, wanted, what)
+    for name, shape in wanted.items():
+        if stored[name] != shape:
+            raise InputError(f"{what} belongs to another model: its '{name}' has shape {stored[name]}, not {shape}.")
+
+
+def _stored_shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in one file, or in those that several ranks have written."""
     stored: dict[str, tuple[int, ...]] = {}
-    for path in [single] if single.is_file() else sorted((folder / "model").glob("*.safetensors")):
+    for path in paths:
         with _readable(path) as file:
             for name in file.keys():  # noqa: SIM118  # it is not a dictionary
                 shape = tuple(file.get_slice(name).get_shape())
                 rows = stored[name][0] if stored.get(name) else 0  # ranks share a tensor by its rows
                 stored[name] = (rows + shape[0], *shape[1:]) if rows and shape else shape
-    check_shapes(stored, config, f"The checkpoint '{folder}'")
+    return stored
 
 
-def check_shapes(stored: Mapping[str, tuple[int, ...]], config: ModelConfig, what: str) -> None:
-    layers = len({name.split(".")[1] for name in stored if name.startswith("blocks.")})
-    if layers != config.n_layer:  # first: a model of a billion layers takes long even without memory
-        raise InputError(f"{what} belongs to another model: it has {layers} layers, not {config.n_layer}.")
-    wanted = {name: tuple(p.shape) for name, p in Model(config, device="meta").named_parameters()}
-    _check_names({*stored}, wanted, what)
-    for name, shape in wanted.items():
-        if stored[name] != shape:
-            raise InputError(f"{what} belongs to another model: its '{name}' has shape {stored[name]}, not {shape}.")
+def _check_names(stored: Iterable[str], wanted: Mapping[str, Any], where: str) -> None:
+    missing, extra = sorted(wanted.keys() - {*stored}), sorted({*stored} - wanted.keys())
+    if missing or extra:
+        what = f"lacks '{missing[0]}'" if missing else f"has '{extra[0]}', which this model does not"
+        raise InputError(f"{where} belongs to another model: it {what}.")
 
 
 def weights_sha256(tensors: Tensors) -> str:
     """One checksum of all weights, names included, whatever files they are stored in."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        value = tensors[name].detach()
-        value = whole(value).cpu().contiguous()
+        value = whole(tensors[name].detach()).cpu().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.view(torch.uint8).numpy().tobytes() if value.ndim else value.numpy().tobytes())
     return digest.hexdigest()
-
-
-def _stored_names(folder: Path) -> set[str]:
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with _readable(path) as file:
-            names |= set(file.keys())
-    return names
-
-
-def _check_names(stored: set[str], wanted: Mapping[str, Any], where: str) -> None:
-    missing, extra = sorted(wanted.keys() - stored), sorted(stored - wanted.keys())
-    if missing or extra:
-        what = f"lacks '{missing[0]}'" if missing else f"has '{extra[0]}', which this model does not"
-        raise InputError(f"{where} belongs to another model: it {what}.")
-
-
-def _on_cpu(tensors: Tensors) -> dict[str, Tensor]:
-    """Tensors in CPU memory that training will not change; on the CPU the caller waits, so they need no copy."""
-    return {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
 
 
 @contextlib.contextmanager

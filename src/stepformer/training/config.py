@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from stepformer.base.errors import ConfigError, UnknownNameError, independent, suggestion
 from stepformer.base.settings import Settings, setting
 from stepformer.base.words import parse_overrides
 from stepformer.catalogue import closest_preset, model_config, preset
+from stepformer.data.corpus import Corpus
 from stepformer.data.sources import TALES_COUNT
 from stepformer.model.config import ModelConfig
 from stepformer.optim import OptimConfig, Schedule
+from stepformer.training.parallel import World
 
 EVAL_TOKENS = 4_915_200  # what YuriiFormer evaluates on: 160 batches of 30 x 1024
 
@@ -109,8 +114,7 @@ OLDEST: dict[str, Sequence[str]] = {
         *("decay_start", "sam", "rho"),
     ),
     "train": (
-        *("steps", "batch", "seed", "eval_every", "eval_tokens", "precision", "deterministic", "compile"),
-        "max_loss",
+        *("steps", "batch", "seed", "eval_every", "eval_tokens", "precision", "deterministic", "compile", "max_loss"),
     ),
 }
 NOT_HASHED = (
@@ -152,32 +156,21 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The inverse of `to_dict`."""
-        built, problems = _built(values)
-        try:
-            built["model"] = ModelConfig.from_dict(values["model"])
-        except ConfigError as error:
-            problems += [f"[model] {problem}" for problem in error.problems]
-        if problems:
-            raise ConfigError(problems)
-        return cls(
-            own_vocabulary=bool(values.get("own_vocabulary", True)), recipe=str(values.get("recipe", "")), **built
-        )
+        built = _built(values, lambda: ModelConfig.from_dict(values["model"]), "[model] {}".format)
+        own, recipe = bool(values.get("own_vocabulary", True)), str(values.get("recipe", ""))
+        return cls(**built, own_vocabulary=own, recipe=recipe)
 
     def for_vocabulary(self, real: int) -> RunConfig:
         """This run on a tokenizer with `real` ids; a model that fixed its own vocabulary must have room for them."""
         if self.own_vocabulary:
             if self.model.vocab_size < real:
-                raise ConfigError(
-                    [
-                        f"[model] vocab_size = {self.model.vocab_size} is smaller than the corpus's vocabulary of "
-                        f"{real} ids: leave it out, or make it at least that."
-                    ]
-                )
-            model = self.model.replace(real_vocab=real if real < self.model.vocab_size else None)
+                problem = f"vocab_size = {self.model.vocab_size} is smaller than the corpus's vocabulary of {real} ids"
+                raise ConfigError([f"[model] {problem}: leave it out, or make it at least that."])
+            size = self.model.vocab_size
         else:
-            padded = -(-real // 64) * 64  # whole tiles for the matrix units: GPT-2's 50,257 become 50,304
-            model = self.model.replace(vocab_size=padded, real_vocab=real if real < padded else None)
-        return RunConfig(model, self.data, self.optim, self.train, own_vocabulary=True, recipe=self.recipe)
+            size = -(-real // 64) * 64  # whole tiles for the matrix units: GPT-2's 50,257 become 50,304
+        model = self.model.replace(vocab_size=size, real_vocab=real if real < size else None)
+        return dataclasses.replace(self, model=model, own_vocabulary=True)
 
     @property
     def hash(self) -> str:
@@ -201,9 +194,8 @@ class RunConfig:
             words = [self.model.template, self.model.splitting, self.model.attention]
             plain = ("lie-trotter", "softmax")
             return "-".join([*words[:1], *(word for word in words[1:] if word not in plain), self.model.hash[:6]])
-        name = self.base
         more = "".join(f"-{key}={value}" for key, value in sorted(differing.items()))
-        return name + (more if len(more) <= 40 else f"-{self.model.hash[:6]}")
+        return self.base + (more if len(more) <= 40 else f"-{self.model.hash[:6]}")
 
     @property
     def base(self) -> str:
@@ -214,6 +206,54 @@ class RunConfig:
     @property
     def step_tokens(self) -> int:
         return self.train.batch * self.model.context
+
+    # What it leaves open, decided by its length, its data and its device.
+
+    def pairing(self, corpus: Corpus) -> str:
+        """Runs with one pairing and one seed saw the same batches; it names the data, the budget and the evaluation."""
+        splits, train = f"{corpus.split('train').hash}/{corpus.split('val').hash}", self.train
+        return f"{splits}/{self.model.context}x{train.batch}x{train.steps}/{train.eval_tokens}"
+
+    def precision_on(self, device: torch.device) -> str:
+        """What auto means: bf16 autocast on CUDA, fp32 on the CPU, where bf16 is slower by orders of magnitude."""
+        automatic = "bf16" if device.type == "cuda" else "fp32"
+        return automatic if self.train.precision == "auto" else self.train.precision
+
+    def autocast_on(self, device: torch.device) -> torch.dtype | None:
+        return torch.bfloat16 if self.precision_on(device) == "bf16" else None
+
+    def streams_on(self, device: torch.device) -> torch.dtype | None:
+        """What x and the velocities are carried in: bf16 under bf16 autocast on CUDA unless fp32 is asked for
+        (docs/performance.md has the difference in loss); otherwise as the weights."""
+        chosen = self.train.streams == "bf16" or (self.train.streams == "auto" and device.type == "cuda")
+        return self.autocast_on(device) if chosen else None
+
+    def eval_every(self, eval_tokens: int) -> int:
+        """Steps between evaluations: as asked, or ten in a run; fewer, but four, if they would read more than half as
+        many tokens as training does."""
+        affordable = self.train.steps * self.step_tokens / (2 * eval_tokens)
+        return self.train.eval_every or max(1, self.train.steps // max(4, min(10, int(affordable))))
+
+    @property
+    def max_loss(self) -> float:
+        """The loss above which a run has diverged: ln V is what knowing nothing costs. Scion's own start is above."""
+        usual = math.inf if self.optim.own_init else math.log(self.model.vocab_size) + 4
+        return usual if self.train.max_loss is None else self.train.max_loss
+
+    def micro_batch(self, world: World) -> int:
+        """Sequences per forward pass; it must divide each rank's share of the batch."""
+        share, rest = divmod(self.train.batch, world.size)
+        if rest:
+            problem = f"batch = {self.train.batch} cannot be shared by {world.size} ranks: it does not divide."
+            raise ConfigError([f"[train] {problem}"])
+        chosen = self.train.micro_batch
+        if chosen is None:  # tokens in a forward pass that keep the device busy without filling its memory
+            room = max(1, (32_768 if world.device.type == "cuda" else 4_096) // self.model.context)
+            return max(n for n in range(1, min(share, room) + 1) if share % n == 0)
+        if share % chosen:
+            problem = f"micro_batch = {chosen} does not divide the {share} sequences of a step on each rank."
+            raise ConfigError([f"[train] {problem}"])
+        return chosen
 
 
 def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> RunConfig:
@@ -243,8 +283,10 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
     for key, value in [*parse_overrides(overrides, problems), *more.items()]:
         section, key = _place(key)
         sections[section][key] = value
+    values = dict(sections["model"])
+    whose, size = str(values.pop("preset", "vanilla")), str(values.pop("size", "small"))
     try:
-        config = _assemble(sections, recipe)
+        built = _built(sections, lambda: model_config(whose, size=size, **values), _elsewhere)
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem != f"[model] {unknown}"]
     if unknown:
@@ -252,7 +294,7 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
         raise ConfigError([unknown, *problems]) if problems else UnknownNameError(unknown)
     if problems:
         raise ConfigError(problems)
-    return config
+    return RunConfig(**built, own_vocabulary="vocab_size" in values, recipe=recipe)
 
 
 def _sections(document: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, dict[str, Any]]:
@@ -278,8 +320,10 @@ def _place(word: str) -> tuple[str, str]:
     return (owners[0], word) if owners else ("model", word)
 
 
-def _built(sections: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """The sections besides the model's, what is wrong with each, and what is wrong between the rest of them."""
+def _built(
+    sections: Mapping[str, Mapping[str, Any]], model: Callable[[], ModelConfig], told: Callable[[str], str]
+) -> dict[str, Any]:
+    """The four sections; all that is wrong with each of them at once, and what is wrong between the others."""
     built: dict[str, Any] = {}
     problems: list[str] = []
     wrong: set[str] = set()
@@ -291,30 +335,17 @@ def _built(sections: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], l
             bad = {key for key in sections[name] if independent(error.problems, [key]) != [*error.problems]}
             built[name] = kind.from_dict({key: value for key, value in sections[name].items() if key not in bad})
             wrong |= bad
-    return built, problems + independent(schedule_problems(built["optim"], built["train"].steps), wrong)
-
-
-def schedule_problems(optim: OptimConfig, steps: int) -> tuple[str, ...]:
-    """Why a schedule does not fit the length of a run."""
     try:
-        Schedule(optim, steps)
+        Schedule(built["optim"], built["train"].steps)
     except ConfigError as error:
-        return error.problems
-    return ()
-
-
-def _assemble(sections: Mapping[str, Mapping[str, Any]], recipe: str) -> RunConfig:
-    built, problems = _built(sections)
-    values = dict(sections["model"])
-    name, size = str(values.pop("preset", "vanilla")), str(values.pop("size", "small"))
+        problems += independent(error.problems, wrong)
     try:
-        built["model"] = model_config(name, size=size, **values)
+        built["model"] = model()
     except ConfigError as error:
-        known = [key for kind in SECTIONS.values() for key in kind.field_names()]
-        problems += [_elsewhere(problem, known) for problem in error.problems]
+        problems += map(told, error.problems)
     if problems:
         raise ConfigError(problems)
-    return RunConfig(**built, own_vocabulary="vocab_size" in values, recipe=recipe)
+    return built
 
 
 # What other trainers call our keys.
@@ -333,11 +364,11 @@ SYNONYMS = {
 }
 
 
-def _elsewhere(problem: str, known: list[str]) -> str:
+def _elsewhere(problem: str) -> str:
     """The model's complaint about an unknown key, with a suggestion from the other sections when it has none."""
     foreign = any(f"Unknown key '{word}'" in problem for word in SYNONYMS)
     if not problem.startswith("Unknown key '") or ("Did you mean" in problem and not foreign):
         return f"[model] {problem}"
-    key = problem.split("'")[1]
+    key, known = problem.split("'")[1], [key for kind in SECTIONS.values() for key in kind.field_names()]
     guess = f" Here it is called '{SYNONYMS[key]}'." if key in SYNONYMS else suggestion(key, known)
     return f"Unknown key '{key}'.{guess}" if guess else f"[model] {problem}"

@@ -23,34 +23,29 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
 
     is_tales = config.corpus == "tales"
     given = Path(config.corpus).expanduser()
-    tokenizer = config.tokenizer or ("bpe:1024" if is_tales else "gpt2")
     if (given / MANIFEST).is_file():
         return checked(Corpus(given), config.tokenizer)
-    if is_tales:
-        source = open_source("tales", dialect=config.dialect, count=config.count)
-    else:
-        source = open_source(config.corpus)
+    tokenizer = config.tokenizer or ("bpe:1024" if is_tales else "gpt2")
+    source = open_source(config.corpus, dialect=config.dialect, count=config.count if is_tales else None)
     folder = corpus_folder(source.name, tokenizer)
-    if not is_tales and not (folder / MANIFEST).is_file():
-        raise InputError(
-            f"The corpus '{config.corpus}' is not prepared (no '{folder / MANIFEST}'): "
-            f"run `{command_line('prepare', config.corpus, '--tokenizer', tokenizer)}` first."
-        )
-    if not is_tales:
-        corpus = Corpus(folder)
-        made_of = corpus.manifest.get("source", {})
-        if made_of.get("kind") != source.description.get("kind"):
-            raise InputError(
-                f"'{folder}' was not made from '{config.corpus}' but from {made_of.get('kind', 'other data')} "
-                f"'{corpus.name}': if you mean it, say {shlex.quote(f'corpus={folder}')}."
-            )
-        return checked(corpus, config.tokenizer)
-    if world.is_main:
-        if not quiet and not (folder / MANIFEST).is_file():
+    there = (folder / MANIFEST).is_file()
+    if is_tales and world.is_main:
+        if not quiet and not there:
             Console(stderr=True, highlight=False).print(f"preparing {source.name} with {tokenizer} in {folder} ...")
         prepare(source, tokenizer, folder)
-    world.barrier()
-    return checked(Corpus(folder), config.tokenizer)
+    if is_tales:
+        world.barrier()
+    elif not there:
+        how = command_line("prepare", config.corpus, "--tokenizer", tokenizer)
+        raise InputError(f"The corpus '{config.corpus}' is not prepared (no '{folder / MANIFEST}'): run `{how}` first.")
+    corpus = Corpus(folder)
+    made_of = corpus.manifest.get("source", {})
+    if not is_tales and made_of.get("kind") != source.description.get("kind"):
+        raise InputError(
+            f"'{folder}' was not made from '{config.corpus}' but from {made_of.get('kind', 'other data')} "
+            f"'{corpus.name}': if you mean it, say {shlex.quote(f'corpus={folder}')}."
+        )
+    return checked(corpus, config.tokenizer)
 
 
 def open_also(folders: str | None, beside: Corpus) -> dict[str, Corpus]:
@@ -80,15 +75,13 @@ def check_tokenizers(corpus: Corpus, beside: Corpus) -> None:
 def checked(corpus: Corpus, tokenizer: str | None = None) -> Corpus:
     """Compare checksums where that takes seconds, and the tokenizer with the one asked for."""
     name = str(corpus.manifest["tokenizer"]["name"])
+    asked = tokenizer or name
     if tokenizer is not None and tokenizer_kind(tokenizer)[0] == "folder":
         corpus.check_tokenizer(load_tokenizer(tokenizer_kind(tokenizer)[1]))
         asked = name
-    else:
-        asked = tokenizer or name
     if asked.partition(":")[0] != name.partition(":")[0] or (asked.startswith("bpe") and asked != name):
-        raise InputError(
-            f"[data] tokenizer = '{tokenizer}', but the corpus '{corpus.folder}' was prepared with '{name}'."
-        )
+        made = f"the corpus '{corpus.folder}' was prepared with '{name}'"
+        raise InputError(f"[data] tokenizer = '{tokenizer}', but {made}.")
     size = sum(shard["bytes"] for split in corpus.manifest["splits"].values() for shard in split["shards"])
     if size <= SMALL:
         corpus.verify()

@@ -1,43 +1,29 @@
-"""Validation loss on a number of tokens that nothing else decides.
+"""What a model in training is worth, what it says about itself, and where its numbers stopped being finite.
 
-Full blocks of `context` tokens from the first token of the split on; the remainder is dropped. The count and the
-split's hash go with the number: two losses may be compared only when both agree.
+The validation loss is that of a number of tokens that nothing else decides: full blocks of `context` tokens from the
+first token of the split on; the remainder is dropped. The count and the split's hash go with the number: two losses may
+be compared only when both agree.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from stepformer.base.errors import InputError
-from stepformer.training.parallel import World
-
-
-class EvaluatedSplit(Protocol):
-    """What evaluation reads."""
-
-    @property
-    def hash(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]: ...
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best evaluation so far."""
-
-    val_loss: float
-    step: int
+from stepformer.data.corpus import TokenSplit
+from stepformer.model import Model
+from stepformer.ops import kernels
+from stepformer.ops.sharding import is_sharded
+from stepformer.training.parallel import ParallelModel, World
 
 
 @dataclass(frozen=True)
@@ -56,21 +42,19 @@ class Evaluation:
         return asdict(self)
 
 
-def check_blocks(split: EvaluatedSplit, context: int, tokens: int) -> int:
+def check_blocks(split: TokenSplit, context: int, tokens: int) -> int:
     """How many full blocks an evaluation has; none is an error."""
     blocks = min(tokens, len(split) - 1) // context
     if blocks < 1:
-        raise InputError(
-            f"The validation split has {len(split):,} tokens and {tokens:,} were asked for: "
-            f"too few for one block of {context}."
-        )
+        has = f"The validation split has {len(split):,} tokens and {tokens:,} were asked for"
+        raise InputError(f"{has}: too few for one block of {context}.")
     return blocks
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    split: EvaluatedSplit,
+    split: TokenSplit,
     *,
     context: int,
     tokens: int,
@@ -105,3 +89,83 @@ def evaluate(
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """Autocast to `dtype`, or nothing."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def first_windows(model: Model, split: TokenSplit, count: int) -> Tensor:
+    """The beginning of a split."""
+    context = model.config.context
+    starts = np.arange(min(count, len(split) // context), dtype=np.int64) * context
+    return torch.from_numpy(split.gather(starts, context)).to(model.device)
+
+
+def reported(
+    model: Model, split: TokenSplit, parallel: ParallelModel, autocast: torch.dtype | None
+) -> dict[str, float]:
+    """What the oracles say about themselves on the first block, as means over the layers.
+
+    Shares of rows that miss their target and of scores beyond their bound (`Model.observe`). Sharded models are
+    left out: outside its forward pass a rank holds only a part of the weights.
+    """
+    if parallel.sharded or not any(block.attn.reports for block in model.blocks):
+        return {}
+    with autocasting(model.device, autocast):
+        layers = model.observe(first_windows(model, split, 1), rows=False)
+    shares: dict[str, list[float]] = {}
+    for layer in layers:
+        for name, values in layer.items():
+            shares.setdefault(name, []).extend(v.item() for v in values if v.ndim == 0)
+    return {name: sum(values) / len(values) for name, values in shares.items() if values}
+
+
+def first_bad(
+    model: Model, world: World, micro_batches: Sequence[tuple[Tensor, Tensor]], autocast: torch.dtype | None
+) -> tuple[str, bool]:
+    """The first tensor, in the order of the computation, that is not finite, if any; and whether the weights are.
+
+    Ranks look at their own shards and micro-batches and agree on the earliest find after each stage, so that none
+    of them waits for another that has gone on.
+    """
+    nowhere = 1 << 40
+    names, modules = [name for name, _ in model.named_parameters()], [name for name, _ in model.named_modules()]
+
+    def outputs() -> list[int]:
+        found = [_first_bad_output(model, inputs, targets, autocast) for inputs, targets in micro_batches]
+        return [modules.index(name) for name in found if name is not None]
+
+    stages: tuple[tuple[str, list[str], Callable[[], list[int]]], ...] = (
+        ("the parameter", names, lambda: _bad(model.parameters())),
+        ("the output of", modules, outputs),
+        ("the gradient of", names, lambda: _bad(p.grad for p in model.parameters())),
+    )
+    for what, called, look in stages:
+        first = -world.largest(-min(look(), default=nowhere))
+        if first != nowhere:
+            return f"{what} '{called[first]}'", what != "the parameter"
+    return "", True
+
+
+def _bad(tensors: Iterable[Tensor | None]) -> list[int]:
+    """Where tensors, or what this rank has of them, are not finite."""
+    local = [t.to_local() if is_sharded(t) else t for t in tensors]  # type: ignore[union-attr]
+    return [i for i, t in enumerate(local) if t is not None and not bool(t.isfinite().all())]
+
+
+@torch.no_grad()
+def _first_bad_output(model: nn.Module, inputs: Tensor, targets: Tensor, autocast: torch.dtype | None) -> str | None:
+    """The first submodule whose output is not finite, by running the model once with hooks."""
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            found.append(name)
+
+    hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules() if name]
+    try:
+        with autocasting(inputs.device, autocast), kernels.off():  # in fused passes modules are not called
+            model(inputs, targets, loss_only=True)
+    except InputError:
+        return None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None

@@ -19,7 +19,7 @@ from stepformer.training.checkpoints import MANIFEST, Checkpoints, step_name
 from stepformer.training.config import RunConfig
 from stepformer.training.metrics import copy_until
 from stepformer.training.parallel import joined_world
-from stepformer.training.run import ALONE, resume
+from stepformer.training.run import resume
 from stepformer.training.runs import MAY_CHANGE, RunFolder, new_id
 
 OF_THE_SCHEDULE = ("schedule", "decay_start", "floor", "sam", "rho")
@@ -48,9 +48,11 @@ def extend(
         raise InputError(f"'{target.path}' already holds another run: choose another --out.")
     step = _agreed(folder, old, new, at)
     parent = {"run": str(folder.path.resolve()), "id": record.get("id", ""), "config_hash": old.hash, "step": step}
+    facts: dict[str, Any] = {key: record[key] for key in ("corpus", "also", "precision", "init") if key in record}
+    facts |= {"label": label or target.path.name, "parent": parent, "id": new_id()}
     with joined_world(new.train.device, new.train.collective_timeout) as world:
         if world.is_main:
-            _begin(folder, target, record, old, new, parent, label or target.path.name)
+            _begin(folder, target, record, old, new, facts)
         world.barrier()
         return resume(target.path, quiet=quiet)
 
@@ -82,67 +84,55 @@ def _changed(old: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 def _agreed(folder: RunFolder, old: RunConfig, new: RunConfig, at: int | None) -> int:
     """The step to go on from: the latest checkpoint until which both schedules gave every step the same rate."""
-    steps = [int(name.partition("-")[2]) for name in Checkpoints(folder.checkpoints, ALONE).names("step")]
+    steps = Checkpoints(folder.checkpoints).steps()
     if not steps:
         raise InputError(f"The run '{folder.path}' has no checkpoint yet.")
     if at is not None and at not in steps:
         raise InputError(f"'{folder.path}' has no checkpoint of step {at}: it has {', '.join(map(str, steps))}.")
+
+    def rates(schedule: Schedule, t: int) -> tuple[float, float, float]:
+        return schedule.factor(t), schedule.momentum(t), schedule.config.rho if schedule.perturbs(t) else 0.0
+
     first, second = Schedule(old.optim, old.train.steps), Schedule(new.optim, new.train.steps)
     same = 0
-    while same < max(steps) and _rates(first, same) == _rates(second, same):
+    while same < max(steps) and rates(first, same) == rates(second, same):
         same += 1
     fitting = [step for step in steps if step <= min(same, new.train.steps) and at in (None, step)]
     if not fitting:
-        why = (
-            "its cosine fell from there on" if old.optim.schedule == "cosine" else "its rates were others from there on"
-        )
+        why = "its cosine fell" if old.optim.schedule == "cosine" else "its rates were others"
         raise InputError(
-            f"'{folder.path}' cannot go on like that: up to step {same} both schedules are the same, {why}, and its "
-            f"checkpoints are of steps {', '.join(map(str, steps))}. Runs with schedule=wsd keep the one where their "
-            "decay begins; those with schedule=constant go on from any."
+            f"'{folder.path}' cannot go on like that: up to step {same} both schedules are the same, {why} from there "
+            f"on, and its checkpoints are of steps {', '.join(map(str, steps))}. Runs with schedule=wsd keep the one "
+            "where their decay begins; those with schedule=constant go on from any."
         )
     return max(fitting)
 
 
-def _rates(schedule: Schedule, t: int) -> tuple[float, float, float]:
-    return schedule.factor(t), schedule.momentum(t), schedule.config.rho if schedule.perturbs(t) else 0.0
-
-
 def _begin(
-    folder: RunFolder,
-    target: RunFolder,
-    record: dict[str, Any],
-    old: RunConfig,
-    new: RunConfig,
-    parent: dict[str, Any],
-    label: str,
+    folder: RunFolder, target: RunFolder, record: dict[str, Any], old: RunConfig, new: RunConfig, facts: dict[str, Any]
 ) -> None:
     """The new folder: checkpoint and metrics of the old one up to the step, then run.json, which makes it a run."""
-    name = step_name(parent["step"])
-    state, own = documents.read(folder.checkpoints / name / MANIFEST, documents.CHECKPOINT)["state"], new_id()
-    best = step_name(state["best"]["step"], "best") if state["best"] else ""
-    known = (
-        bool(best) and (folder.checkpoints / best / MANIFEST).is_file()
-    )  # an older best is gone once there is a newer
+    step, kept = facts["parent"]["step"], folder.kept(record, old)
+    name = step_name(step)
+    best = documents.read(folder.checkpoints / name / MANIFEST, documents.CHECKPOINT)["state"]["best"]
+    known = [n for n in kept.names("best") if best and n == step_name(best["step"], "best")]  # not if there is a newer
     target.checkpoints.mkdir(parents=True, exist_ok=True)
-    for part in (name, *([best] if known else [])):
-        folder.kept(ALONE, record, old).verified(part)
+    for part in (name, *known):
+        kept.verified(part)
         temporary = target.checkpoints / f"{files.TEMPORARY}{os.getpid()}-{part}"
         with files.explained(target.path):
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.copytree(folder.checkpoints / part, temporary)
             manifest = documents.read(temporary / MANIFEST, documents.CHECKPOINT)
-            manifest["state"] |= {"config": new.to_dict(), "run": own}
+            manifest["state"] |= {"config": new.to_dict(), "run": facts["id"]}
             if part == name and not known:
                 manifest["state"]["best"] = None
             files.write_json(temporary / MANIFEST, manifest)
             shutil.rmtree(target.checkpoints / part, ignore_errors=True)
             files.rename(temporary, target.checkpoints / part)
-    copy_until(folder.metrics, target.metrics, parent["step"])
-    facts: dict[str, Any] = {key: record[key] for key in ("corpus", "also", "precision", "init") if key in record}
-    facts |= {"label": label, "parent": parent, "id": own}
+    copy_until(folder.metrics, target.metrics, step)
     path = folder.path / "environment.json"
     trained = documents.read(path, documents.ENVIRONMENT) if path.is_file() else None  # resuming adds today's to it
     if trained:
-        trained["resumed"] = [spell for spell in trained.get("resumed", []) if spell["step"] < parent["step"]]
+        trained["resumed"] = [spell for spell in trained.get("resumed", []) if spell["step"] < step]
     target.create(new, facts, folder.tokenizer, record.get("plugins", []), trained)

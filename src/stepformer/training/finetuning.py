@@ -1,21 +1,28 @@
-"""Fine-tuning on a second corpus, to measure what is forgotten of the first and what is learned of the second.
+"""Starting from the weights of another run instead of random ones; fine-tuning on a second corpus.
 
-One fixed AdamW for all parameters and all architectures, so that what differs is the architecture and not the optimizer
-it was pretrained with: Momentum Streams' protocol, whose numbers are the defaults at the size of its models.
+A run remembers where its weights came from by that run's id, config hash, step and weights (`init` in run.json).
+After its first checkpoint it does not need them any more.
+
+Fine-tuning measures what is forgotten of the first corpus and what is learned of the second. One fixed AdamW for all
+parameters and all architectures, so that what differs is the architecture and not the optimizer it was pretrained with:
+Momentum Streams' protocol, whose numbers are the defaults at the size of its models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stepformer.base.errors import ConfigError
+from stepformer.base.errors import ConfigError, InputError, command_line
 from stepformer.base.settings import Settings, setting
 from stepformer.catalogue import size_settings
 from stepformer.optim import OptimConfig
+from stepformer.training.checkpoints import check_fits, weights_of
 from stepformer.training.config import DataConfig, RunConfig
+from stepformer.training.parallel import World
+from stepformer.training.runs import RunFolder, checkpoint_of
 
 PUBLISHED: dict[str, Any] = {"steps": 1_000, "batch": 480, "lr": 1e-4, "eval_tokens": 409_600}
 # At 1e-4 a hundred small steps change next to nothing. Tables train ten times as fast at the tiny size as in the paper
@@ -23,7 +30,8 @@ PUBLISHED: dict[str, Any] = {"steps": 1_000, "batch": 480, "lr": 1e-4, "eval_tok
 SMALL: dict[str, Any] = {"steps": 100, "lr": 1e-3, "eval_tokens": 16_384}
 ADAMW: dict[str, float] = {"weight_decay": 0.01, "beta1": 0.9, "beta2": 0.95}
 DIVISOR = 6.0
-ROLES = ("matrix", "embedding", "norm", "coefficient")
+RATES = ("lr", "lr_embedding", "lr_norm", "lr_coefficient")
+DECAYS = ("wd_matrix", "wd_embedding", "wd_norm", "wd_coefficient")
 
 
 @dataclass(frozen=True)
@@ -54,16 +62,10 @@ class FinetuneConfig(Settings):
     compile: bool = setting(False, "torch.compile the training step")
 
     def problems(self) -> list[str]:
-        problems = []
-        if self.native:
-            problems += [
-                f"{key} belongs to the one AdamW: with --native the runs' own rates are divided by 'divisor'."
-                for key in ("lr", *ADAMW)
-                if getattr(self, key) is not None
-            ]
-        elif self.divisor is not None:
-            problems.append("divisor belongs to --native.")
-        return problems
+        if not self.native:
+            return [] if self.divisor is None else ["divisor belongs to --native."]
+        why = "belongs to the one AdamW: with --native the runs' own rates are divided by 'divisor'."
+        return [f"{key} {why}" for key in ("lr", *ADAMW) if getattr(self, key) is not None]
 
     def settled(self, sources: Sequence[RunConfig]) -> FinetuneConfig:
         """These settings with nothing left unset that decides a number, the same for all runs."""
@@ -72,16 +74,10 @@ class FinetuneConfig(Settings):
         if self.batch is None and not published:
             batches = sorted({source.train.batch for source in sources})
             if len(batches) > 1:
-                sizes = " and ".join(map(str, batches))
-                raise ConfigError(
-                    [f"[finetune] The runs were trained with batches of {sizes} sequences: say finetune.batch=N."]
-                )
+                problem = f"The runs were trained with batches of {' and '.join(map(str, batches))} sequences"
+                raise ConfigError([f"[finetune] {problem}: say finetune.batch=N."])
             usual["batch"] = batches[0]
-        if self.native:
-            usual |= {"divisor": DIVISOR}
-            del usual["lr"]
-        else:
-            usual |= ADAMW
+        usual |= {"divisor": DIVISOR, "lr": None} if self.native else ADAMW
         steps = self.steps or usual["steps"]
         usual |= {"warmup": steps // 20, "eval_every": max(1, steps // 10)}
         return self.replace(**{key: value for key, value in usual.items() if getattr(self, key) is None})
@@ -89,53 +85,71 @@ class FinetuneConfig(Settings):
 
 def finetune_config(source: RunConfig, run: Path, corpus: Path, target: Path, settings: FinetuneConfig) -> RunConfig:
     """The run that fine-tunes `run`, trained as `source` says on `corpus`, on the corpus in the folder `target`."""
-    changes = {
-        "steps": settings.steps,
-        "batch": settings.batch,
-        "init": str(run),
-        "eval_every": settings.eval_every,
-        "eval_tokens": settings.eval_tokens,
-        "micro_batch": settings.micro_batch,
-        "device": settings.device or source.train.device,
-        "compile": settings.compile,
-        "save_every": None,
-        "keep": 1,
-        "max_loss": None,
-        "tensorboard": False,
-        "wandb": None,
-    }
-    return RunConfig(
-        source.model,
-        DataConfig(corpus=str(target), also=str(corpus)),
-        _native(source.optim, settings) if settings.native else _adamw(settings),
-        source.train.replace(**changes),
-        own_vocabulary=True,
-    )
+    same = ("steps", "batch", "eval_every", "eval_tokens", "micro_batch", "compile")
+    changes = {key: getattr(settings, key) for key in same}
+    changes |= {"init": str(run), "device": settings.device or source.train.device, "save_every": None, "keep": 1}
+    changes |= {"max_loss": None, "tensorboard": False, "wandb": None}
+    train, data = source.train.replace(**changes), DataConfig(corpus=str(target), also=str(corpus))
+    return RunConfig(source.model, data, _optimizer(source.optim, settings), train, own_vocabulary=True)
 
 
-def _adamw(settings: FinetuneConfig) -> OptimConfig:
-    """One AdamW with one rate and one decay for every parameter, norms and coefficients included."""
-    rates = {"lr" if role == "matrix" else f"lr_{role}": settings.lr for role in ROLES}
-    decays = {f"wd_{role}": settings.weight_decay for role in ROLES}
+def _optimizer(own: OptimConfig, settings: FinetuneConfig) -> OptimConfig:
+    """One AdamW with one rate and one decay for every parameter, norms and coefficients included; or the optimizer of
+    the run itself at a fraction of its rates, decays as they were; no sharpness-aware steps.
+    """
+    schedule = {"schedule": "cosine", "decay_start": None, "legacy_warmup": False}
+    schedule |= {key: getattr(settings, key) for key in ("warmup", "floor", "clip")}
+    if settings.native:
+        assert settings.divisor is not None
+        slower = {key: getattr(own, key) / settings.divisor for key in RATES}
+        return own.replace(**slower, **schedule, momentum_warmup=0, own_init=False, sam="off")
+    rates = {**dict.fromkeys(RATES, settings.lr), **dict.fromkeys(DECAYS, settings.weight_decay)}
     betas = {"beta1": settings.beta1, "beta2": settings.beta2}
-    return OptimConfig.from_dict({"name": "adamw", **rates, **decays, **betas, **_schedule(settings)})
+    return OptimConfig.from_dict({"name": "adamw", **rates, **betas, **schedule})
 
 
-def _native(optim: OptimConfig, settings: FinetuneConfig) -> OptimConfig:
-    """The optimizer of the run itself at a fraction of its rates, decays as they were; no sharpness-aware steps."""
-    assert settings.divisor is not None
-    keys = ("lr" if role == "matrix" else f"lr_{role}" for role in ROLES)
-    rates = {key: getattr(optim, key) / settings.divisor for key in keys}
-    fresh = {"momentum_warmup": 0, "own_init": False, "sam": "off"}
-    return optim.replace(**rates, **fresh, **_schedule(settings))
+def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world: World) -> tuple[Path, dict[str, Any]]:
+    """The best checkpoint of the run in the folder `init`, to train `config` from, and whose it is.
+
+    The model and the tokenizer (as a corpus's manifest describes it) must be that run's own.
+    """
+    folder = RunFolder(Path(init).expanduser())
+    record, source = folder.opened()
+    known = folder.read_tokenizer(record)
+    if known.fingerprint != tokenizer["fingerprint"]:
+        raise InputError(
+            f"init = '{folder.path}' reads tokens of {known.name} with fingerprint {known.fingerprint}, but the corpus "
+            f"has those of {tokenizer['name']} with fingerprint {tokenizer['fingerprint']}: prepare it with "
+            f"`{command_line('prepare', 'SOURCE', '--tokenizer', folder.path)}`."
+        )
+    if source.model.hash != config.model.hash:
+        ours, theirs = config.model.to_dict(), source.model.to_dict()
+        differ = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+        raise InputError(
+            f"init = '{folder.path}' has the weights of another architecture: its {differ[0]} is "
+            f"{theirs.get(differ[0], 'unset')}, this run's {ours.get(differ[0], 'unset')}"
+            + (f" (also different: {', '.join(differ[1:4])})." if differ[1:] else ".")
+        )
+
+    def best() -> tuple[Path, dict[str, Any]]:
+        checkpoint, state = checkpoint_of(folder, "best", (record, source))
+        check_fits(checkpoint, source.model)
+        return checkpoint, {"checkpoint": checkpoint.name, "step": state["step"], "weights": weights_of(checkpoint)}
+
+    checkpoint, facts = world.on_main(best)
+    whose = {"run": str(folder.path.resolve()), "id": record.get("id", ""), "config_hash": source.hash}
+    return checkpoint, {**whose, **facts}
 
 
-def _schedule(settings: FinetuneConfig) -> dict[str, Any]:
-    return {
-        "schedule": "cosine",
-        "decay_start": None,
-        "warmup": settings.warmup,
-        "legacy_warmup": False,
-        "floor": settings.floor,
-        "clip": settings.clip,
-    }
+def same_start(
+    config: RunConfig, known: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: RunFolder, world: World
+) -> Path:
+    """The start that run.json tells of, for a run stopped before its first checkpoint; other weights are refused."""
+    checkpoint, facts = warm_start(str(known["run"]), config, tokenizer, world)
+    for key in ("id", "config_hash", "step", "weights"):
+        if facts[key] != known.get(key, facts[key]):
+            raise InputError(
+                f"'{folder.path}' has no checkpoint yet and began with other weights than '{known['run']}' has now "
+                f"({key} {known[key]} then, {facts[key]} now): train a new run."
+            )
+    return checkpoint

@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,20 +28,16 @@ from stepformer.model import Model
 from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import Optimizers, scion_init
 from stepformer.training import checkpoints as stored
-from stepformer.training.choices import eval_every_of, max_loss_of, micro_batch_of, pairing, precision_of, streams_of
+from stepformer.training import evaluation
 from stepformer.training.config import RunConfig
-from stepformer.training.display import Display
-from stepformer.training.divergence import first_bad
-from stepformer.training.evaluation import Best, Evaluation, autocasting, check_blocks, evaluate
-from stepformer.training.loggers import Loggers
-from stepformer.training.metrics import Metrics
-from stepformer.training.observing import reported, stream_norms
-from stepformer.training.parallel import ParallelModel, World
-from stepformer.training.reading import LocalBatches
+from stepformer.training.evaluation import Evaluation, autocasting
+from stepformer.training.metrics import Display, Loggers, Metrics
+from stepformer.training.parallel import LocalBatches, ParallelModel, World
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import Stopped, Watch, warn_of_torchrun
 
+NORM_WINDOWS = 8  # of the validation split that norms of streams are taken on
 SLOW_SAVE = 5.0  # seconds after which somebody who waits for a stop is told about torchrun's patience
 
 
@@ -55,30 +50,32 @@ class Trainer:
         corpus: Corpus,
         folder: RunFolder,
         world: World,
-        display: Display,
-        label: str = "",
-        also: Mapping[str, Corpus] | None = None,
+        label: str,
+        also: Mapping[str, Corpus],
+        *,
+        quiet: bool,
     ) -> None:
-        self.config, self.corpus, self.folder, self.world, self.display = config, corpus, folder, world, display
+        self.config, self.corpus, self.folder, self.world = config, corpus, folder, world
         self.label = label or config.title
+        self.display = Display(f"{self.label} s{config.train.seed}", quiet=quiet or not world.is_main)
         self.config_hash = config.hash  # of what was asked for; a resumed run may compute it in other pieces
         train, device = config.train, world.device
         torch.use_deterministic_algorithms(train.deterministic)
-        self.precision = precision_of(config, device)
-        self.autocast = torch.bfloat16 if self.precision == "bf16" else None
-        self.micro_batch = micro_batch_of(config, world)
+        self.precision = config.precision_on(device)
+        self.autocast = config.autocast_on(device)
+        self.micro_batch = config.micro_batch(world)
         self.accumulation = train.batch // (world.size * self.micro_batch)
         rows = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)
         self.batches = LocalBatches(rows, world, train.steps)
         self.val = corpus.split("val").half(train.eval_half)
-        self.also = {name: other.split("val") for name, other in (also or {}).items()}
+        self.also = {name: other.split("val") for name, other in also.items()}
         evaluated = (self.val, *self.also.values())
-        blocks = sum(check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
-        self.eval_every = eval_every_of(config, blocks * config.model.context)
+        blocks = sum(evaluation.check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
+        self.eval_every = config.eval_every(blocks * config.model.context)
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
-        self.model.stream_dtype = streams_of(config, device)
+        self.model.stream_dtype = config.streams_on(device)
         if config.optim.own_init:
             scion_init(self.model, config.optim)
         self.flops = flops_per_token(self.model)
@@ -91,17 +88,18 @@ class Trainer:
         self.branches = self.optimizers.schedule.decay_start if config.optim.schedule == "wsd" else None
         self.checkpoints = stored.Checkpoints(folder.checkpoints, world, keep=train.keep, stays=self.branches)
         self.metrics: Metrics | None = None  # of the main rank, while it trains
+        self.loggers: Loggers | None = None
         self.logged = 0  # lines with losses that it had at the checkpoint
         self.run_id = ""
         self.step = 0  # completed steps
         self.seconds = 0.0  # spent in them
         self._home: tuple[int, int] | None = None  # what the folder is, beside its name
-        self.best: Best | None = None
+        self.best: dict[str, Any] | None = None  # val_loss and step of the best evaluation
         self.last: Evaluation | None = None
-        self.last_also: dict[str, Evaluation] = {}
+        self.beside: dict[str, Any] = {}  # the losses on the other corpora, for metrics and result
 
     def begin_with(self, checkpoint: Path) -> None:
-        """Take the weights of a checkpoint of another run as the initial ones."""
+        """Take the weights of a checkpoint, perhaps of another run."""
         stored.load(checkpoint, "model", dict(self.model.named_parameters()))
 
     def load_latest(self) -> bool:
@@ -110,31 +108,26 @@ class Trainer:
             remove_unfinished(self.folder.checkpoints)
         self.world.barrier()
         found = self.world.on_main(self.checkpoints.latest)
-        if found is None:
-            if self.world.is_main:
-                self.checkpoints.remove_after(-1)
-            return False
-        path, state = found
-        stored.load(path, "model", dict(self.model.named_parameters()))
-        stored.load(path, "optimizer", self.optimizers.tensors(create=True))
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.logged = state.get("logged", 0) if self.step else 0
-        self.best = Best(**state["best"]) if state["best"] else None
+        if found is not None:
+            path, state = found
+            self.begin_with(path)
+            stored.load(path, "optimizer", self.optimizers.tensors(create=True))
+            self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+            self.logged = state.get("logged", 0) if self.step else 0
         if self.world.is_main:
-            self.checkpoints.remove_after(self.step)
+            self.checkpoints.remove_after(self.step if found else -1)
         self.world.barrier()
-        return True
+        return found is not None
 
     def fit(self, watch: Watch) -> dict[str, Any]:
         """Train to the end; returns the result. Raises Stopped when the watch asks, after saving."""
-        train = self.config.train
-        save_every = train.save_every or self.eval_every
-        # a run that starts again drops all lines of its first attempt, the evaluation before the first step included
-        main = self.world.is_main
-        metrics = self.metrics = Metrics(self.folder.metrics, self.step or -1, self.logged) if main else None
-        self.run_id = str(self.folder.read().get("id", "")) if self.world.is_main else ""
-        loggers = Loggers(self.config, self.folder.path, self.run_id) if self.world.is_main else None
-        self.checkpoints.on_disk = self._note_saved
+        train, save_every = self.config.train, self.config.train.save_every or self.eval_every
+        if self.world.is_main:
+            # a run that starts again drops all lines of its first attempt, the evaluation before its first step too
+            self.metrics = Metrics(self.folder.metrics, self.step or -1, self.logged)
+            self.run_id = str(self.folder.read().get("id", ""))
+            self.loggers = Loggers(self.config, self.folder.path, self.run_id)
+            self.checkpoints.on_disk = self.metrics.saved
         self._home = identity(self.folder.path)
         self.display.begin(train.steps, self.step)
         separator, eot = self.config.model.document_separator, self.corpus.manifest["tokenizer"].get("eot")
@@ -145,11 +138,11 @@ class Trainer:
             )
         try:
             if self.step == 0:
-                self._evaluate(metrics, loggers)
+                self._evaluate()
             while self.step < train.steps:
-                self._train_step(metrics, loggers)
+                self._train_step()
                 if self.step % self.eval_every == 0 or self.step == train.steps:
-                    self._evaluate(metrics, loggers)
+                    self._evaluate()
                 self._check_folder()
                 asked = self.world.largest(watch.asked()) if self.step < train.steps else 0
                 if asked:
@@ -158,16 +151,16 @@ class Trainer:
                     self.save()
             if self.last is None:
                 self.display.note(f"{self.display.title}  was finished already; it is evaluated once more")
-                self._evaluate(None, None)
+                self._evaluate(logged=False)
             self.checkpoints.wait()
             return self._result()
         finally:
             self.display.close()
             self.batches.close()
             self.checkpoints.settle()
-            if metrics is not None and loggers is not None:
-                metrics.close()
-                loggers.close()
+            if self.metrics is not None and self.loggers is not None:
+                self.metrics.close()
+                self.loggers.close()
 
     def _stop(self, asked: int) -> NoReturn:
         """Save and stop; no rank leaves before the save is on disk, for torchrun then kills the others."""
@@ -194,9 +187,8 @@ class Trainer:
         """Whether the run's folder is still the one that training began in."""
         return self._home is None or self._home == identity(self.folder.path)
 
-    def _train_step(self, metrics: Metrics | None, loggers: Loggers | None) -> None:
-        begin = time.perf_counter()
-        t, config = self.step, self.config
+    def _train_step(self) -> None:
+        begin, t, config = time.perf_counter(), self.step, self.config
         self.optimizers.zero_grad()
         loss = self._gradients(t)
         norm, loss_now, norm_now = self._measured(loss)
@@ -215,19 +207,17 @@ class Trainer:
         self.peak = max(self.peak, self.flops * speed)  # a peak measured on a busy CPU may be too low
         mfu = self.flops * speed / self.peak
         self.display.step(self.step, loss_now, norm_now, speed, mfu)
-        if metrics and loggers and (self.step % config.train.log_every == 0 or self.step == config.train.steps):
+        if self.step % config.train.log_every == 0 or self.step == config.train.steps:
             rates = {f"lr_{role}": rate for role, rate in self.optimizers.rates().items()}
-            line = {"kind": "train", **self._where(), "loss": loss_now, "grad_norm": norm_now, **rates}
-            line |= {"tokens_per_second": speed, "mfu": mfu}
-            metrics.write(**line)
-            loggers.write(line)
+            numbers = {"loss": loss_now, "grad_norm": norm_now, **rates, "tokens_per_second": speed, "mfu": mfu}
+            self._log("train", numbers)
 
     def _measured(self, loss: Tensor) -> tuple[Tensor, float, float]:
         """The gradient norm that clipping uses, and loss and norm as numbers, once they are known to be good."""
         norm = self.optimizers.norm()
         everything = norm if self.config.optim.clip_coefficients else self.optimizers.norm(everything=True)
         loss_now, norm_now, all_now = torch.stack([loss.double(), norm.double(), everything.double()]).tolist()
-        limit = max_loss_of(self.config)
+        limit = self.config.max_loss
         if not (math.isfinite(loss_now) and math.isfinite(all_now)):
             numbers = f"(loss {loss_now:g}, gradient norm {all_now:g})"
             self._fail(f"in step {self.step + 1}", numbers, overflow=math.isfinite(loss_now))
@@ -257,9 +247,8 @@ class Trainer:
 
     def _captured_pass(self) -> CapturedPass | None:
         """The pass as a CUDA graph, where that is possible: one GPU, and no activations computed twice."""
-        train = self.config.train
         one = self.world.device.type == "cuda" and self.world.size == 1
-        if not one or not train.graph or self.config.model.activation_checkpointing:
+        if not one or not self.config.train.graph or self.config.model.activation_checkpointing:
             return None
         return CapturedPass(
             lambda inputs, targets: self.parallel.loss(inputs, targets) / self.accumulation,
@@ -279,35 +268,42 @@ class Trainer:
             self.optimizers.zero_grad()
             torch.cuda.empty_cache()
 
-    def _where(self) -> dict[str, Any]:
-        return {"step": self.step, "tokens": self.step * self.config.step_tokens, "seconds": round(self.seconds, 3)}
+    def _log(self, kind: str, numbers: Mapping[str, Any]) -> None:
+        """Write a line of metrics, on the main rank."""
+        if self.metrics is not None and self.loggers is not None:
+            where = {"step": self.step, "tokens": self.step * self.config.step_tokens}
+            line = {"kind": kind, **where, "seconds": round(self.seconds, 3), **numbers}
+            self.metrics.write(**line)
+            self.loggers.write(line)
 
-    def _evaluate(self, metrics: Metrics | None, loggers: Loggers | None) -> None:
+    def _evaluate(self, *, logged: bool = True) -> None:
         self.display.waiting("evaluating")
         found = self.last = self._evaluation(self.val)
-        self.last_also = {name: self._evaluation(split) for name, split in self.also.items()}
-        said: dict[str, Any] = reported(self.model, self.val, self.parallel, self.autocast)
+        others = {name: self._evaluation(split) for name, split in self.also.items()}
+        self.beside = {"also": {name: other.to_dict() for name, other in others.items()}} if others else {}
+        said: dict[str, Any] = evaluation.reported(self.model, self.val, self.parallel, self.autocast)
         learned = {"coefficients": self.model.coefficients(), "gains": self.model.gains()}  # all ranks ask together
-        for each in (found, *self.last_also.values()):
+        for each in (found, *others.values()):
             if not math.isfinite(each.val_loss):
                 self._fail(f"after step {self.step}", f"(validation loss {each.val_loss:g})")
-        if metrics and loggers:
-            line = {"kind": "eval", **self._where(), **found.to_dict(), **said, **self._beside()}
+        if logged and self.world.is_main:
+            line = {**found.to_dict(), **said, **self.beside}
             line |= {name: layers for name, layers in learned.items() if any(layers)}
-            line |= {"norms": stream_norms(self.model, self.val)} if self.config.train.stream_norms else {}
-            metrics.write(**line)
-            loggers.write(line)
-        remark = f"  (attention rows whose target is out of reach: {said.get('capped_rows', 0):.1%})"
-        remark = remark if said.get("capped_rows", 0) >= 0.001 else ""
-        remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in self.last_also.items()) + remark
+            if self.config.train.stream_norms:
+                windows = evaluation.first_windows(self.model, self.val, NORM_WINDOWS)
+                line["norms"] = self.model.stream_norms(windows)
+            self._log("eval", line)
+        capped = said.get("capped_rows", 0)
+        remark = f"  (attention rows whose target is out of reach: {capped:.1%})" if capped >= 0.001 else ""
+        remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in others.items()) + remark
         self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
-        if self.step and (self.best is None or found.val_loss < self.best.val_loss):
-            self.best = Best(found.val_loss, self.step)
+        if self.step and (self.best is None or found.val_loss < self.best["val_loss"]):
+            self.best = {"val_loss": found.val_loss, "step": self.step}
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
 
     def _evaluation(self, split: TokenSplit) -> Evaluation:
         train, context = self.config.train, self.config.model.context
-        run = partial(evaluate, self.parallel.evaluated, split, context=context, tokens=train.eval_tokens)
+        run = partial(evaluation.evaluate, self.model, split, context=context, tokens=train.eval_tokens)
         try:
             return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
         except torch.OutOfMemoryError:
@@ -318,10 +314,6 @@ class Trainer:
             torch.cuda.empty_cache()
             return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
 
-    def _beside(self) -> dict[str, Any]:
-        """The losses on the other corpora, for metrics and result; nothing when there are none."""
-        return {"also": {name: found.to_dict() for name, found in self.last_also.items()}} if self.also else {}
-
     def save(self) -> None:
         """Everything that the rest of the run depends on."""
         weights, memory = dict(self.model.named_parameters()), self.optimizers.tensors(create=True)
@@ -329,11 +321,7 @@ class Trainer:
 
     def _save_part(self, name: str, parts: dict[str, dict[str, Any]]) -> None:
         self.display.waiting("saving")
-        state: dict[str, Any] = {
-            "step": self.step,
-            "seconds": self.seconds,
-            "best": asdict(self.best) if self.best else None,
-        }
+        state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "best": self.best}
         state |= {"config": self.config.to_dict(), **({"run": self.run_id} if self.run_id else {})}
         if self.metrics is not None:
             self.metrics.sync()
@@ -344,11 +332,6 @@ class Trainer:
             self._check_folder()  # if it was moved, that is the reason
             raise
 
-    def _note_saved(self, name: str) -> None:
-        kind, _, step = name.partition("-")
-        if self.metrics is not None and kind == "step":
-            self.metrics.saved(int(step))
-
     def _fail(self, when: str, what: str, *, diagnose: bool = True, overflow: bool = False) -> NoReturn:
         """Stop with a sentence and good weights: those before the update that would have spoilt them, if they are.
 
@@ -358,7 +341,7 @@ class Trainer:
         if diagnose:
             inputs, targets = self.batches.at(min(self.step, self.config.train.steps - 1))
             parts = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
-            culprit, good = first_bad(self.model, self.world, parts, self.autocast)
+            culprit, good = evaluation.first_bad(self.model, self.world, parts, self.autocast)
         name = stored.step_name(self.step)
         self.checkpoints.wait()
         whole = self.world.on_main(lambda: self.checkpoints.names("step"))
@@ -391,13 +374,13 @@ class Trainer:
             "recipe": config.recipe,
             "seed": config.train.seed,
             "config_hash": self.config_hash,
-            "pairing": pairing(config, self.corpus),
+            "pairing": config.pairing(self.corpus),
             "steps": self.step,
             "tokens": self.step * config.step_tokens,
             **self.last.to_dict(),
-            **self._beside(),
-            "best_val_loss": self.best.val_loss,
-            "best_step": self.best.step,
+            **self.beside,
+            "best_val_loss": self.best["val_loss"],
+            "best_step": self.best["step"],
             "train_seconds": round(self.seconds, 3),
             "tokens_per_second": self.step * config.step_tokens / self.seconds,
             "parameters": self.num_parameters,

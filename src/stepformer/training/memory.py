@@ -1,4 +1,6 @@
-"""How much memory a training step needs, found by running it on tensors that have shapes but no data.
+"""How much memory a training step needs, and what would fit where there is too little.
+
+It is found by running the step on tensors that have shapes but no data.
 
 No formula per architecture: the forward pass runs under FakeTensorMode and every tensor that autograd saves is
 counted once. So the estimate is right for any template, splitting or rule of your own, with or without activation
@@ -7,19 +9,33 @@ checkpointing. What it leaves out: temporary buffers inside kernels and the allo
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+import resource
+import shlex
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from stepformer.base.errors import InputError
+from stepformer.base.errors import InputError, StepformerError
 from stepformer.model import Model
 from stepformer.model.block import Block
 from stepformer.model.config import ModelConfig
+from stepformer.model.roles import Role, named_roles
 from stepformer.rules import State
+from stepformer.training.config import RunConfig
+from stepformer.training.parallel import World
+from stepformer.training.stopping import resume_command
+
+GIB = 2.0**30
+SPARE = 0.9  # of the memory there is: an estimate leaves out the buffers of kernels and what lies between tensors
 
 
 @dataclass(frozen=True)
@@ -36,20 +52,12 @@ class MemoryEstimate:
     @property
     def training(self) -> int:
         """The peak: everything saved for the backward pass, and the gradient of the logits with which it begins."""
-        saved = self.parameters + self.gradients + self.optimizer + self.activations
-        return saved + self.logit_gradient
+        return sum(dataclasses.astuple(self)) - self.cache
 
     def __str__(self) -> str:
-        parts = {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "activations": self.activations,
-            "gradient of the logits": self.logit_gradient,
-        }
-        gib = 2.0**30
-        shares = ", ".join(f"{name} {size / gib:.2f}" for name, size in parts.items())
-        return f"training {self.training / gib:.2f} GiB ({shares}); decoding cache {self.cache / gib:.2f} GiB"
+        names = ("parameters", "gradients", "optimizer", "activations", "gradient of the logits")
+        shares = ", ".join(f"{name} {n / GIB:.2f}" for name, n in zip(names, dataclasses.astuple(self), strict=False))
+        return f"training {self.training / GIB:.2f} GiB ({shares}); decoding cache {self.cache / GIB:.2f} GiB"
 
 
 def estimate_memory(
@@ -91,6 +99,8 @@ def estimate_memory(
 
 def _saved_bytes(config: ModelConfig, batch: int, time: int, autocast: torch.dtype | None) -> int:
     """Bytes that autograd keeps between the forward and the backward pass, weights left out, logits included."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to load
+
     saved: dict[int, tuple[Tensor, int]] = {}  # the tensors are kept so that storages stay alive and distinct
 
     def count(t: Tensor) -> Tensor:
@@ -116,3 +126,83 @@ def _saved_bytes(config: ModelConfig, batch: int, time: int, autocast: torch.dty
             count(functional_call(model, weights, (tokens, targets)).logits)
         own = {w.untyped_storage()._cdata for w in weights.values()}
     return sum(size for key, (_, size) in saved.items() if key not in own)
+
+
+@contextlib.contextmanager
+def explained(config: RunConfig, world: World, folder: Path) -> Iterator[None]:
+    """Say what would fit where the memory of a device or a machine runs out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # on the CPU, and inside some libraries of CUDA, torch says so in words only
+        words = ("DefaultCPUAllocator", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and not any(word in str(error) for word in words):
+            raise
+        traceback.clear_frames(error.__traceback__)  # what the failed step held is free again
+        raise StepformerError(shortage(config, world, folder)) from None
+
+
+def shortage(config: RunConfig, world: World, folder: Path) -> str:
+    micro_batch, batch = config.micro_batch(world), config.train.batch // world.size
+    tokens = 2 * 8 * batch * config.model.context
+    if tokens > free_memory(torch.device("cpu")):  # it is read at once
+        need = f"the tokens of a batch of {batch:,} sequences need {tokens / GIB:,.0f} GiB"
+        return f"Out of memory: {need}: use a smaller batch."
+    where = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "this machine"
+    begin = f"Out of memory: {micro_batch} sequences in one pass (micro_batch)"
+    show = f"`stepformer show {shlex.quote(str(folder / 'config.toml'))} --batch N` says what N sequences need"
+    try:
+        needed, weights = _needed(config, world, micro_batch)
+        room = free_memory(world.device) + weights
+        less = [n for n in range(1, micro_batch) if micro_batch % n == 0]
+        fitting = (n for n in reversed(less) if _needed(config, world, n)[0] <= SPARE * min(room, needed))
+        best = next(fitting, None)
+    except Exception:  # a rule of one's own need not run on tensors without data
+        return f"{begin} do not fit: try a smaller micro_batch; {show}."
+    begin += f" need about {needed / GIB:.2f} GiB, and {where} has {room / GIB:.2f} GiB for them"
+    if best is None:
+        return (
+            f"{begin}, too little for fewer of them, too: train with activation_checkpointing=true, a shorter context "
+            f"or a smaller model{', or on several ranks with parallel=fsdp' if world.size == 1 else ''}; {show}."
+        )
+    about = _needed(config, world, best)[0] / GIB
+    begun = (folder / "run.json").is_file()
+    again = f"`{resume_command(folder)} micro_batch={best}`; {show}" if begun else "add it to the command"
+    return f"{begin}; micro_batch={best} needs about {about:.2f} GiB and changes the result by rounding only: {again}."
+
+
+def run_memory(config: RunConfig, device: torch.device, micro_batch: int) -> MemoryEstimate:
+    """Memory of a run's step with its own optimizer, on one rank that holds all of the model."""
+    model, name = Model(config.model, device="meta"), config.optim.name
+    kept = 0  # numbers: one of momentum, two moments of AdamW, SAM's way back
+    for _, p, role in named_roles(model):
+        steepest = name == "scion" or (role is Role.MATRIX and name != "adamw")
+        kept += p.numel() * (1 if steepest else 2)
+    copies = kept / model.num_parameters() + (config.optim.sam != "off")
+    return estimate_memory(config.model, micro_batch, autocast=config.autocast_on(device), optimizer_copies=copies)
+
+
+def _needed(config: RunConfig, world: World, micro_batch: int) -> tuple[float, float]:
+    """Bytes on each rank, by estimate; and how many of them the weights take with what belongs to them."""
+    found = run_memory(config, world.device, micro_batch)
+    factor = 2 if config.precision_on(world.device) == "fp64" else 1
+    weights = found.parameters + found.gradients + found.optimizer
+    shards = world.size if config.train.parallel == "fsdp" else 1
+    return factor * (found.training - weights + weights / shards), factor * weights / shards
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that this process could still get."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return float(torch.cuda.mem_get_info(device)[0])
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        size = page * int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):
+        return float(page * os.sysconf("SC_PHYS_PAGES"))
+    free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 0)
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return float(free if limit == resource.RLIM_INFINITY else max(0, min(free, limit - size)))

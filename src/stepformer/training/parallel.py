@@ -1,4 +1,4 @@
-"""One process or many: ranks from torchrun, DDP, FSDP2, and the few collectives that training needs."""
+"""One process or many: ranks from torchrun, their batches, DDP, FSDP2, and the few collectives that training needs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.data.batches import Batches
 from stepformer.model import Model
 from stepformer.ops import kernels
-from stepformer.training.ending import Ending, LostRankError
+from stepformer.training.stopping import Ending, LostRankError
 
 T = TypeVar("T")
 TIMEOUT = 1800  # seconds that a rank waits for the others, if `collective_timeout` does not say
@@ -65,24 +67,19 @@ class World:
         """What the main rank finds, on every rank: two looks at one folder may differ. If it fails there, all fail."""
         if self.size == 1:
             return work()
-        found: tuple[Any, str] = (None, "")
+        held: list[Any] = [None, ""]
         if self.is_main:
             try:
-                found = (work(), "")
+                held[0] = work()
             except StepformerError as error:
-                found = (None, str(error))
-        value, problem = self.from_main(found)
-        if problem:
-            raise InputError(problem)
-        return cast(T, value)
-
-    def from_main(self, value: Any) -> Any:
-        """What the main rank has."""
-        if self.size == 1:
-            return value
-        held = [value]
+                held[1] = str(error)
         dist.broadcast_object_list(held, src=0, device=torch.device("cpu"))
-        return held[0]
+        if held[1]:
+            raise InputError(held[1])
+        return cast(T, held[0])
+
+
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def choose_device(choice: str) -> torch.device:
@@ -113,23 +110,22 @@ def joined_world(choice: str, timeout: int | None = None) -> Iterator[World]:
     device = choose_device(choice)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if dist.is_initialized():
-        with _ending_together(device, timeout or TIMEOUT) as world:
-            yield world
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield World(0, 1, device)
-        return
-    # gloo beside nccl: flags and objects travel through CPU memory without a device having to wait
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout or TIMEOUT))
-    global _kept
-    _kept = dist.group.WORLD
+    begun = dist.is_initialized()
+    if not begun:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            yield World(0, 1, device)
+            return
+        # gloo beside nccl: flags and objects travel through CPU memory without a device having to wait
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout or TIMEOUT))
+        global _kept
+        _kept = dist.group.WORLD
     try:
         with _ending_together(device, timeout or TIMEOUT) as world:
             yield world
     finally:
-        dist.destroy_process_group()
+        if not begun:
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -140,8 +136,9 @@ def _ending_together(device: torch.device, timeout: int) -> Iterator[World]:
         yield World(rank, size, device, _joined[-1] if _joined else None)
         return
     _times += 1
-    store = dist.PrefixStore(f"stepformer/{_times}", _own_store())
-    ending = Ending(rank, size, store, timeout)
+    store = dist.distributed_c10d._get_default_store()  # in which the ranks met
+    store = store.clone() if hasattr(store, "clone") else store  # a connection that nobody else waits on
+    ending = Ending(rank, size, dist.PrefixStore(f"stepformer/{_times}", store), timeout)
     _joined.append(ending)
     try:
         yield World(rank, size, device, ending)
@@ -157,12 +154,6 @@ def _ending_together(device: torch.device, timeout: int) -> Iterator[World]:
 
 
 LOST = "connection (was )?(closed|reset|refused)|got 0 bytes|remote process|broken pipe|socket|peer|abort"
-
-
-def _own_store() -> dist.Store:
-    """The store in which the ranks met, through a connection that nobody else waits on."""
-    store = dist.distributed_c10d._get_default_store()
-    return store.clone() if hasattr(store, "clone") else store
 
 
 def lost_rank(error: BaseException, timeout: int) -> LostRankError | None:
@@ -185,18 +176,21 @@ def lost_rank(error: BaseException, timeout: int) -> LostRankError | None:
 
 def prepare_compiler(model: Model, device: torch.device) -> None:
     """What `torch.compile` has to know about our models."""
-    if device.type != "cuda":
-        return
-    kernels.prepare_compiler(narrow=model.config.d_model <= 128)
+    if device.type == "cuda":
+        kernels.prepare_compiler(narrow=model.config.d_model <= 128)
 
 
 class ParallelModel:
-    """A model as its ranks run it: plain, compiled, replicated or sharded; `model` is the module with the weights."""
+    """A model as its ranks run it: plain, compiled, replicated or sharded; `model` is the module with the weights.
+
+    Evaluation runs `model`, without the wrapper that compiles or replicates it. (Sharded models are compiled block by
+    block in place; their evaluation is compiled too.)
+    """
 
     def __init__(self, model: Model, world: World, kind: str, compiled: bool) -> None:
         self.model, self.world = model, world
         self.sharded = world.size > 1 and kind == "fsdp"
-        run: Any = model
+        self.run: Any = model
         if compiled:
             prepare_compiler(model, world.device)
         if self.sharded:
@@ -210,33 +204,46 @@ class ParallelModel:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
         else:
-            run = torch.compile(run) if compiled else run
+            self.run = torch.compile(model) if compiled else model
             if world.size > 1:
                 devices = [world.device] if world.device.type == "cuda" else None
-                run = DistributedDataParallel(run, device_ids=devices)
-        self.run = run
+                self.run = DistributedDataParallel(self.run, device_ids=devices)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.run(inputs, targets, loss_only=True).loss
         assert isinstance(loss, Tensor)
         return loss
 
-    @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are exchanged once a step, with its last micro-batch."""
         if self.sharded:
             self.run.set_requires_gradient_sync(last)
-            yield
-        elif isinstance(self.run, DistributedDataParallel) and not last:
-            with self.run.no_sync():
-                yield
-        else:
-            yield
+        alone = isinstance(self.run, DistributedDataParallel) and not last
+        return self.run.no_sync() if alone else contextlib.nullcontext()
 
-    @property
-    def evaluated(self) -> nn.Module:
-        """What evaluation runs: the module itself, without the wrapper that compiles or replicates it.
 
-        (Sharded models are compiled block by block in place; their evaluation is compiled too.)
-        """
-        return self.model
+class LocalBatches:
+    """`at(t)`: inputs and targets of this rank's share of step t, on its device, the next step's read meanwhile."""
+
+    def __init__(self, batches: Batches, world: World, steps: int) -> None:
+        self.batches, self.world, self.steps = batches, world, steps
+        self.loader = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self.next: dict[int, Future[tuple[Tensor, Tensor]]] = {}
+
+    def at(self, t: int) -> tuple[Tensor, Tensor]:
+        """A step that is asked for twice in a row (SAM) is read once."""
+        steps = range(t, min(t + 2, self.steps))
+        self.next = {step: self.next.get(step) or self.loader.submit(self.read, step) for step in steps}
+        inputs, targets = self.next[t].result()
+        device = self.world.device
+        return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+    def read(self, t: int) -> tuple[Tensor, Tensor]:
+        share = self.batches.size // self.world.size
+        inputs, targets = self.batches.rows(t, self.world.rank * share, (self.world.rank + 1) * share)
+        if self.world.device.type != "cuda":
+            return inputs, targets
+        return inputs.contiguous().pin_memory(), targets.contiguous().pin_memory()
+
+    def close(self) -> None:
+        self.loader.shutdown(wait=False, cancel_futures=True)

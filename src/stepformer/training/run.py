@@ -1,10 +1,10 @@
-"""Start, continue, rehearse and measure runs: what the command line and a notebook both call."""
+"""Start, continue, measure and read runs, and let them write: what the command line and a notebook both call."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,29 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepformer.base import documents
 from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
 from stepformer.base.files import write_text
 from stepformer.base.plugins import lasting
 from stepformer.base.progress import counting
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer
+from stepformer.decoding.sampling import Generation, stream
 from stepformer.model import Model
 from stepformer.training import checkpoints as stored
-from stepformer.training import shortage
+from stepformer.training import memory
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.choices import precision_of, streams_of
 from stepformer.training.config import RunConfig
 from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
-from stepformer.training.display import Display
-from stepformer.training.ending import Reason
 from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
+from stepformer.training.finetuning import same_start, warm_start
 from stepformer.training.loop import Trainer
-from stepformer.training.metrics import last_saved
-from stepformer.training.parallel import World, choose_device, joined_world
-from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of
-from stepformer.training.stopping import Watch
-from stepformer.training.warm_start import same_start, warm_start
+from stepformer.training.parallel import ALONE, World, choose_device, joined_world
+from stepformer.training.runs import DIVERGED, MAY_CHANGE, Record, RunFolder, checkpoint_of, flat
+from stepformer.training.stopping import Reason, Watch
 
 
 def train(
@@ -58,26 +54,24 @@ def train(
         also = open_also(config.data.also, corpus)
         init, tokenizer = config.train.init, corpus.manifest["tokenizer"]
         start = None if init is None else warm_start(init, config, tokenizer, world)
-        folder = RunFolder(Path(out) if out else default_folder(config, corpus))
-        with _held(folder, world):
-            if world.from_main(folder.exists):
+        what = f"{config.recipe}-{config.base}" if config.recipe else config.title
+        folder = RunFolder(Path(out or f"runs/{what}-{corpus.folder.name}-s{config.train.seed}"))
+        with folder.locked() if world.is_main else contextlib.nullcontext():
+            if world.on_main(lambda: folder.exists):
                 raise InputError(_taken(folder, config))
-            display = _display(config, label, world, quiet)
-            with shortage.explained(config, world, folder.path):
-                trainer = Trainer(config, corpus, folder, world, display, label, also)
+            with memory.explained(config, world, folder.path):
+                trainer = Trainer(config, corpus, folder, world, label, also, quiet=quiet)
             if start is not None:
-                trainer.begin_with(start.checkpoint)
+                trainer.begin_with(start[0])
             if world.is_main:
                 facts = {"label": label or config.title, "corpus": corpus_facts(corpus), "precision": trainer.precision}
                 facts |= {"also": {name: corpus_facts(other) for name, other in also.items()}} if also else {}
-                facts |= {"init": start.facts} if start is not None else {}
-                whole = lasting(plugins)
-                folder.create(config, facts, corpus.folder / "tokenizer", whole)
+                facts |= {"init": start[1]} if start is not None else {}
+                folder.create(config, facts, corpus.folder / "tokenizer", lasting(plugins))
             world.barrier()
             return _fit(trainer, watch or Watch(max_seconds))
 
 
-ALONE = World(0, 1, torch.device("cpu"))
 PIECES = ("micro_batch", "device", "parallel", "compile")  # what changes the result by rounding, and the time
 
 
@@ -108,27 +102,31 @@ def resume(
             for key in refused
         )
     if not record.get("corpus"):
+        init = shlex.quote(f"init={folder.path}")
+        raise InputError(f"'{folder.path}' was imported and has no training to continue: begin a new run with {init}.")
+    saved, there = folder.last_saved(), Checkpoints(folder.checkpoints).steps()
+    if saved is not None and max(there, default=-1) < saved and not restart:
+        left = f"after step {max(there)}, its newest one left" if there else "at its beginning"
         raise InputError(
-            f"'{folder.path}' was imported and has no training to continue: begin a new run with "
-            f"{shlex.quote(f'init={folder.path}')}."
+            f"The checkpoint of step {saved} of '{folder.path}' was saved and is gone: put it back, or let the run "
+            f"start again {left} with --restart."
         )
-    check_saved(folder, restart)
     result = folder.read_result(record, config)
     if result is not None and not restart:  # nothing to do, and nothing to write again
         return {**result, "folder": str(folder.path)}
-    asked, told = config.hash, config
-    kept = {"precision": record.get("precision", config.train.precision)}
+    told, kept = config, {"precision": record.get("precision", config.train.precision)}
     config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})
-    with joined_world(config.train.device, config.train.collective_timeout) as world, _held(folder, world):
-        own = folder.kept(world, record, told)
+    with (
+        joined_world(config.train.device, config.train.collective_timeout) as world,
+        folder.locked() if world.is_main else contextlib.nullcontext(),
+    ):
+        own = folder.kept(record, told)
         own.check(config.model)
         opened = _same_corpus(record["corpus"], folder, config, world, corpus)
         others = _same_also(record.get("also", {}), folder, opened, also)
-        label = str(record.get("label", ""))
-        display = _display(config, label, world, quiet)
-        with shortage.explained(config, world, folder.path):
-            trainer = Trainer(config, opened, folder, world, display, label, others)
-        trainer.config_hash, trainer.checkpoints.owner = asked, own.owner
+        with memory.explained(config, world, folder.path):
+            trainer = Trainer(config, opened, folder, world, str(record.get("label", "")), others, quiet=quiet)
+        trainer.config_hash, trainer.checkpoints.owner = told.hash, own.owner
         begun = trainer.load_latest()
         if restart and world.is_main and trainer.step < config.train.steps:
             folder.result.unlink(missing_ok=True)  # it tells of what is gone
@@ -136,82 +134,54 @@ def resume(
             trainer.display.note(f"{trainer.display.title}  continues after step {trainer.step}")
         else:
             if "init" in record:
-                start = same_start(config, record["init"], opened.manifest["tokenizer"], folder, world)
-                trainer.begin_with(start.checkpoint)
+                trainer.begin_with(same_start(config, record["init"], opened.manifest["tokenizer"], folder, world))
             trainer.display.note(f"{trainer.display.title}  has no checkpoint yet: it starts again")
         if world.is_main:
             folder.note_resumed(trainer.step, {k: v for k, v in changes.items() if k in PIECES})
         return _fit(trainer, watch or Watch(max_seconds))
 
 
-def check_saved(folder: RunFolder, restart: bool) -> None:
-    """Refuse to go on from an earlier checkpoint than the newest that was saved, unless that is asked for."""
-    saved = last_saved(folder.metrics)
-    if folder.result.is_file():
-        saved = max(saved or 0, documents.read(folder.result, documents.RESULT)["steps"])
-    there = [int(name.partition("-")[2]) for name in Checkpoints(folder.checkpoints, ALONE).names("step")]
-    if saved is not None and max(there, default=-1) < saved and not restart:
-        left = f"after step {max(there)}, its newest one left" if there else "at its beginning"
-        raise InputError(
-            f"The checkpoint of step {saved} of '{folder.path}' was saved and is gone: put it back, or let the run "
-            f"start again {left} with --restart."
-        )
-
-
 def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
     """Train; a run that cannot go on leaves a note, so that a script does not start it again and again."""
     world, folder = trainer.world, trainer.folder
+
+    def note_failure(text: str) -> None:
+        if world.is_main and trainer.in_place:
+            with contextlib.suppress(StepformerError):  # a full disk, say: the error itself matters more
+                write_text(folder.failure, f"{text}\n")
+
+    def end_for_another(reason: Reason) -> None:
+        """What the main rank does before it ends because of another one, while its own thread waits for that one."""
+        trainer.display.close()
+        trainer.checkpoints.abandon()
+        if reason.lasting:
+            note_failure(reason.sentence)
+
     if world.is_main:
         folder.failure.unlink(missing_ok=True)
     if world.ending is not None:
-        world.ending.before = lambda reason: _end_for_another(trainer, reason)
+        world.ending.before = end_for_another
     try:
-        with watch, shortage.explained(trainer.config, world, folder.path):
+        with watch, memory.explained(trainer.config, world, folder.path):
             result = trainer.fit(watch)
             world.barrier()  # what comes next on another rank may read this run
         return result
     except StepformerError as error:
-        _note_failure(trainer, f"{DIVERGED if isinstance(error, DivergedError) else ''}{error}")
+        note_failure(f"{DIVERGED if isinstance(error, DivergedError) else ''}{error}")
         raise
     finally:
         if world.ending is not None:
-            world.ending.before = None
-
-
-def _end_for_another(trainer: Trainer, reason: Reason) -> None:
-    """What the main rank does before it ends because of another one, while its own thread waits for that one."""
-    trainer.display.close()
-    trainer.checkpoints.abandon()
-    if reason.lasting:
-        _note_failure(trainer, reason.sentence)
-
-
-def _note_failure(trainer: Trainer, text: str) -> None:
-    if trainer.world.is_main and trainer.in_place:
-        with contextlib.suppress(StepformerError):  # a full disk, say: the error itself matters more
-            write_text(trainer.folder.failure, f"{text}\n")
-
-
-def _display(config: RunConfig, label: str, world: World, quiet: bool) -> Display:
-    return Display(f"{label or config.title} s{config.train.seed}", quiet=quiet or not world.is_main)
+            world.ending.before = lambda reason: None
 
 
 def _taken(folder: RunFolder, config: RunConfig) -> str:
     """What to do about a folder that has a run: continue it if it is this one, else take another."""
-    there = folder.config().to_dict()
-    differ = [
-        f"{section}.{key}"
-        for section, values in config.to_dict().items()
-        if isinstance(values, dict)
-        for key in values
-        if there.get(section, {}).get(key) != values[key]
-    ]
+    there = flat(folder.config().to_dict())
+    differ = [key for key, value in flat(config.to_dict()).items() if "." in key and there.get(key) != value]
     if differ:
         return f"'{folder.path}' already holds a run with another {', '.join(differ[:4])}: choose another --out."
-    return (
-        f"'{folder.path}' already holds a run: continue it with `{command_line('resume', folder.path)}`, "
-        "or choose another --out."
-    )
+    how = command_line("resume", folder.path)
+    return f"'{folder.path}' already holds a run: continue it with `{how}`, or choose another --out."
 
 
 def corpus_facts(corpus: Corpus) -> dict[str, Any]:
@@ -219,62 +189,40 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
     return {"folder": str(corpus.folder.resolve()), "tokenizer": corpus.manifest["tokenizer"], "splits": splits}
 
 
-def _same_corpus(
-    facts: dict[str, Any], folder: RunFolder, config: RunConfig, world: World, moved: str | Path | None
-) -> Corpus:
+def _same_corpus(facts: Record, folder: RunFolder, config: RunConfig, world: World, moved: str | Path | None) -> Corpus:
     """The corpus that the run was trained on, where it was or where it is now; other tokens are refused."""
     where = Path(moved or facts["folder"])
     if not where.is_dir() and moved is None and config.data.corpus == "tales":
         where = open_corpus(config.data, world, quiet=True).folder  # made again
     if not where.is_dir():
         raise InputError(f"The corpus of '{folder.path}' is not in '{where}': say where it is with corpus=DIR.")
-    corpus = checked(Corpus(where))
-    _check_splits(corpus, facts, f"The run '{folder.path}' was trained on other data")
-    return corpus
+    return _same(where, facts, f"The run '{folder.path}' was trained on other data")
 
 
 def _same_also(facts: dict[str, Any], folder: RunFolder, corpus: Corpus, moved: str | None) -> dict[str, Corpus]:
     """The other corpora that the run is evaluated on, where they were or where they are now."""
-    places = [Path(place.strip()) for place in moved.split(",")] if moved else []
-    if places and len(places) != len(facts):
+    places = [p.strip() for p in moved.split(",")] if moved else [known["folder"] for known in facts.values()]
+    if len(places) != len(facts):
         raise InputError(f"'{folder.path}' is evaluated on {len(facts)} other corpora, but also names {len(places)}.")
     found = {}
-    for i, (name, known) in enumerate(facts.items()):
-        where = places[i] if places else Path(known["folder"])
+    for (name, known), place in zip(facts.items(), places, strict=True):
+        where = Path(place)
         if not where.is_dir():
-            raise InputError(
-                f"'{folder.path}' is evaluated on a second corpus, which is not in '{where}': say where it is with "
-                "also=DIR."
-            )
-        found[name] = checked(Corpus(where))
-        check_tokenizers(found[name], corpus)
-        _check_splits(found[name], known, f"The run '{folder.path}' was evaluated on other data")
+            what = f"'{folder.path}' is evaluated on a second corpus, which is not in '{where}'"
+            raise InputError(f"{what}: say where it is with also=DIR.")
+        found[name] = _same(where, known, f"The run '{folder.path}' was evaluated on other data", corpus)
     return found
 
 
-def _check_splits(corpus: Corpus, facts: dict[str, Any], what: str) -> None:
+def _same(where: Path, facts: dict[str, Any], other: str, beside: Corpus | None = None) -> Corpus:
+    corpus = checked(Corpus(where))
+    if beside is not None:
+        check_tokenizers(corpus, beside)
     for name, known in facts["splits"].items():
-        if corpus.split(name).hash != known["hash"]:
-            raise InputError(
-                f"{what}: the {name} split of '{corpus.folder}' has hash {corpus.split(name).hash}, "
-                f"not {known['hash']}."
-            )
-
-
-def default_folder(config: RunConfig, corpus: Corpus) -> Path:
-    """runs/NAME, where NAME says what is trained on what."""
-    what = f"{config.recipe}-{config.base}" if config.recipe else config.title
-    return Path("runs") / f"{what}-{corpus.folder.name}-s{config.train.seed}"
-
-
-@contextlib.contextmanager
-def _held(folder: RunFolder, world: World) -> Iterator[None]:
-    """The main rank holds the folder for all."""
-    if not world.is_main:
-        yield
-        return
-    with folder.locked():
-        yield
+        found = corpus.split(name).hash
+        if found != known["hash"]:
+            raise InputError(f"{other}: the {name} split of '{corpus.folder}' has hash {found}, not {known['hash']}.")
+    return corpus
 
 
 @dataclass(frozen=True)
@@ -302,12 +250,13 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", *, all
     A training may take a checkpoint away while it is read: then the one that it has now is read.
     """
     folder = RunFolder(Path(path))
+    kept = Checkpoints(folder.checkpoints)
     for _ in range(ATTEMPTS):
-        before = _checkpoints_of(folder)
+        before = kept.names("step", "best")
         try:
             return _loaded(folder, which, device, allow_nan)
         except BaseException as error:  # those of torch.distributed.checkpoint are no Exceptions
-            if isinstance(error, KeyboardInterrupt | SystemExit) or _checkpoints_of(folder) == before:
+            if isinstance(error, KeyboardInterrupt | SystemExit) or kept.names("step", "best") == before:
                 raise
     raise StepformerError(
         f"'{folder.path}' replaces its checkpoints faster than they can be read: try again, or train with a larger "
@@ -315,20 +264,15 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", *, all
     )
 
 
-def _checkpoints_of(folder: RunFolder) -> list[str]:
-    kept = Checkpoints(folder.checkpoints, ALONE)
-    return [*kept.names("step"), *kept.names("best")]
-
-
 def _loaded(folder: RunFolder, which: str, device: str, allow_nan: bool) -> LoadedRun:
     record, config = folder.opened()
-    alone = World(0, 1, choose_device(device))
-    checkpoint, state = checkpoint_of(folder, which, alone, (record, config))
+    on = choose_device(device)
+    checkpoint, state = checkpoint_of(folder, which, (record, config))
     stored.check_fits(checkpoint, config.model)
     tokenizer = folder.read_tokenizer(record)
-    dtype = torch.float64 if precision_of(config, alone.device) == "fp64" else torch.float32
-    model = Model(config.model, seed=0, device=alone.device, dtype=dtype)
-    model.stream_dtype = streams_of(config, alone.device)
+    dtype = torch.float64 if config.precision_on(on) == "fp64" else torch.float32
+    model = Model(config.model, seed=0, device=on, dtype=dtype)
+    model.stream_dtype = config.streams_on(on)
     stored.load(checkpoint, "model", dict(model.named_parameters()))
     if not allow_nan:
         refuse_nan(dict(model.named_parameters()), f"The checkpoint '{checkpoint}'")
@@ -344,12 +288,9 @@ def refuse_nan(tensors: Mapping[str, Tensor], what: str) -> None:
 def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:
     """The corpus of a run, where its record says it is."""
     if not record.get("corpus"):
-        raise InputError(
-            f"'{folder.path}' was imported without a corpus: name a prepared one with corpus=DIR "
-            "(`stepformer eval`: --corpus DIR)."
-        )
-    alone = World(0, 1, torch.device("cpu"))
-    return _same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), alone, None)
+        how = "name a prepared one with corpus=DIR (`stepformer eval`: --corpus DIR)"
+        raise InputError(f"'{folder.path}' was imported without a corpus: {how}.")
+    return _same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), ALONE, None)
 
 
 def corpus_of(run: LoadedRun, given: str | Path | None = None) -> Corpus:
@@ -371,7 +312,6 @@ def evaluate_run(
 ) -> tuple[Evaluation, LoadedRun]:
     """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus."""
     run = load_run(path, which, device)
-    world = World(0, 1, run.device)
     split, context = corpus_of(run, corpus).split("val"), run.config.model.context
     split = split if corpus else split.half(run.config.train.eval_half)
     tokens = run.config.train.eval_tokens if tokens is None else tokens
@@ -382,8 +322,37 @@ def evaluate_run(
             context=context,
             tokens=tokens,
             micro_batch=micro_batch,
-            world=world,
-            autocast=torch.bfloat16 if precision_of(run.config, world.device) == "bf16" else None,
+            world=World(0, 1, run.device),
+            autocast=run.config.autocast_on(run.device),
             progress=lambda done, blocks: count((done - 1) % micro_batch + 1),
         )
     return found, run
+
+
+def prompt_ids(run: LoadedRun, prompt: str) -> list[int]:
+    """A new document that begins with the prompt."""
+    ids = [run.tokenizer.eot, *(int(i) for i in run.tokenizer.encode(prompt))]
+    room = run.config.model.context
+    if len(ids) > room:
+        raise InputError(f"The prompt has {len(ids)} tokens, but the model's context is {room}.")
+    return ids
+
+
+def readable(run: LoadedRun, tokens: list[int]) -> str:
+    """The text of new tokens; a character may be spread over several of them, a last one not whole yet is left out."""
+    text: str = run.tokenizer.decode([token for token in tokens if token != run.tokenizer.eot])
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+def continue_text(run: LoadedRun, prompt: str, **settings: Any) -> Any:
+    """The prompt, then its continuation in pieces of whole characters, until the document ends."""
+    ids = prompt_ids(run, prompt)
+    made = Generation([], [])
+    shown = ""
+    steps = stream(run.model, [ids], stop=run.tokenizer.eot, on_context_end="slide", result=made, **settings)
+    for number, _ in enumerate(steps):
+        if number == 0 and prompt:  # not before the settings have been found good
+            yield prompt
+        whole = readable(run, made.tokens[0])
+        yield whole[len(shown) :]
+        shown = whole

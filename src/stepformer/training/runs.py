@@ -24,25 +24,17 @@ from typing import Any
 import torch
 
 from stepformer.base import documents, files
+from stepformer.base import plugins as plugged
 from stepformer.base.errors import ChangedRuleError, ConfigError, InputError, StepformerError, StepformerWarning
-from stepformer.base.plugins import (
-    files_at,
-    identity,
-    load_recorded,
-    loaded,
-    package_digest,
-    place_of,
-    refuse_changed,
-    sources_of,
-    trust,
-)
 from stepformer.base.version import __version__
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, of_its_run
 from stepformer.ops import kernels
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.metrics import last_saved
-from stepformer.training.parallel import World
+
+Record = dict[str, Any]
+"""What is in run.json, or goes there."""
 
 
 class RunFolder:
@@ -66,12 +58,7 @@ class RunFolder:
         return (self.path / "run.json").is_file()
 
     def create(
-        self,
-        config: RunConfig,
-        facts: dict[str, Any],
-        tokenizer: Path,
-        plugins: list[str],
-        trained: dict[str, Any] | None = None,
+        self, config: RunConfig, facts: Record, tokenizer: Path, plugins: list[str], trained: Record | None = None
     ) -> None:
         """Write what a new run is; `run.json` last, so that a half-made folder is not a run. `trained` is where its
         first steps were made, if not here.
@@ -86,14 +73,15 @@ class RunFolder:
         for source in tokenizer.iterdir():
             with files.writing(self.tokenizer / source.name) as file:
                 file.write(source.read_bytes())
-        for number, sources in enumerate(sources_of(plugins, config.model.components())):
+        for number, sources in enumerate(plugged.sources_of(plugins, config.model.components())):
             for name, source in sources.items():  # to be read; a run imports its plug-ins from where they are
                 copied = self.path / "plugins" / str(number) / f"{name}.txt"
                 files.write_text(copied, source.read_text(errors="replace"))
         record: dict[str, Any] = {"format": documents.RUN.format, "stepformer": __version__, "config": config.to_dict()}
         record |= {"id": new_id(), "tokenizer": load_tokenizer(self.tokenizer).describe(), **facts}
-        record |= {"plugins": plugins, "code": identity(plugins, config.model.components())}
-        trust(file for plugin in plugins for file in files_at(place_of(plugin)))  # who trains with it may open the run
+        record |= {"plugins": plugins, "code": plugged.identity(plugins, config.model.components())}
+        # who trains with it may open the run
+        plugged.trust(file for plugin in plugins for file in plugged.files_at(plugged.place_of(plugin)))
         files.write_json(self.path / "run.json", record)
 
     def read(self) -> dict[str, Any]:
@@ -103,10 +91,8 @@ class RunFolder:
         if not self.exists and (self.path / "study.json").is_file():
             runs = sorted(str(found.parent) for found in self.path.glob("*/run.json"))
             named = " or ".join(f"'{run}'" for run in runs[:2])
-            raise InputError(
-                f"'{self.path}' is a study, not a run: "
-                + (f"name one of its runs, {named}." if runs else "it has no runs yet.")
-            )
+            advice = f"name one of its runs, {named}" if runs else "it has no runs yet"
+            raise InputError(f"'{self.path}' is a study, not a run: {advice}.")
         if not self.exists:
             raise InputError(f"'{self.path}' is not a run: it has no run.json.")
         return documents.read(self.path / "run.json", documents.RUN)
@@ -124,10 +110,10 @@ class RunFolder:
                 StepformerWarning,
                 stacklevel=2,
             )
-        record["plugins"] = load_recorded(plugins, then, self.path)
+        record["plugins"] = plugged.load_recorded(plugins, then, self.path)
         config = RunConfig.from_dict(record["config"])
         rules = config.model.components()
-        refuse_changed(then, identity([], rules), what, rules)
+        plugged.refuse_changed(then, plugged.identity([], rules), what, rules)
         return record, config
 
     def read_result(self, record: Mapping[str, Any], config: RunConfig) -> dict[str, Any] | None:
@@ -146,9 +132,16 @@ class RunFolder:
         known = record.get("tokenizer") or record.get("corpus", {}).get("tokenizer")
         return of_its_run(load_tokenizer(self.tokenizer), known, self.path)
 
-    def kept(self, world: World, record: dict[str, Any], config: RunConfig) -> Checkpoints:
-        """The run's checkpoints; those of other runs or settings are not taken for its own."""
-        return Checkpoints(self.checkpoints, world, owner=lambda state: _not_of(state, record, config))
+    def kept(self, record: dict[str, Any], config: RunConfig) -> Checkpoints:
+        """The run's checkpoints, to be read; those of other runs or settings are not taken for its own."""
+        return Checkpoints(self.checkpoints, owner=lambda state: _not_of(state, record, config))
+
+    def last_saved(self) -> int | None:
+        """The newest step that a checkpoint was saved of, whether it is there or not."""
+        saved = last_saved(self.metrics)
+        if self.result.is_file():
+            return max(saved or 0, int(documents.read(self.result, documents.RESULT)["steps"]))
+        return saved
 
     def check_code(self) -> None:
         """Refuse a run whose rules have been changed since. One whose rules are not here any more has its results."""
@@ -181,22 +174,12 @@ class RunFolder:
             yield
 
 
-_OWN = {
-    "run.lock",
-    "config.toml",
-    "environment.json",
-    "tokenizer",
-    "plugins",
-    "metrics.jsonl",
-    "checkpoints",
-    "tensorboard",
-    "failed.txt",
-}
-
-
+_OWN = (
+    *("run.lock", "config.toml", "environment.json", "tokenizer", "plugins", "metrics.jsonl", "checkpoints"),
+    *("tensorboard", "failed.txt"),
+)
 MAY_CHANGE = (  # at a resume
-    *("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile"),
-    "collective_timeout",
+    *("micro_batch", "device", "log_every", "save_every", "keep", "parallel", "compile", "collective_timeout"),
 )
 
 
@@ -212,7 +195,7 @@ def _not_of(state: Mapping[str, Any], record: Mapping[str, Any], config: RunConf
         theirs = RunConfig.from_dict(state["config"]).to_dict()
     except ConfigError as error:
         return f"its config cannot be read: {error.problems[0].rstrip('.')}"
-    ours, theirs = _flat(config.to_dict()), _flat(theirs)
+    ours, theirs = flat(config.to_dict()), flat(theirs)
     for key in dict.fromkeys((*ours, *theirs)):
         accepted = (ours.get(key), record.get("precision") if key == "train.precision" else ours.get(key))
         if theirs.get(key) not in accepted and key.rpartition(".")[2] not in MAY_CHANGE:
@@ -220,15 +203,13 @@ def _not_of(state: Mapping[str, Any], record: Mapping[str, Any], config: RunConf
     return ""
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """One key for every setting; defaults of a model are not among them."""
     parts = ((name, part if isinstance(part, dict) else {"": part}) for name, part in config.items())
     return {f"{name}.{key}".rstrip("."): value for name, part in parts for key, value in part.items()}
 
 
-def checkpoint_of(
-    folder: RunFolder, which: str, world: World, opened: tuple[dict[str, Any], RunConfig] | None = None
-) -> tuple[Path, dict[str, Any]]:
+def checkpoint_of(folder: RunFolder, which: str, opened: tuple[Record, RunConfig] | None = None) -> tuple[Path, Record]:
     """A run's best checkpoint (its last one while it has no best), or its last one, and the state with it; `opened`
     is what `RunFolder.opened` has said already.
     """
@@ -236,22 +217,18 @@ def checkpoint_of(
         raise InputError(f"'{which}' is not 'best' or 'last'.")
     record, config = opened or folder.opened()
     result = folder.read_result(record, config)
-    saved = last_saved(folder.metrics) or 0  # asked before: a training may write another one meanwhile
-    kept = folder.kept(world, record, config)
-    kind = "best" if which == "best" else "step"
-    there = max((int(name.partition("-")[2]) for name in kept.names(kind)), default=-1)
-    steps, best = (result["steps"], result["best_step"]) if result else (0, there)
-    wanted = best if which == "best" else max(saved, steps)
+    saved = folder.last_saved() or 0  # asked before: a training may write another one meanwhile
+    kept, kind = folder.kept(record, config), "best" if which == "best" else "step"
+    there = max(kept.steps(kind), default=-1)
+    wanted = saved if which == "last" else result["best_step"] if result else there
     if there != wanted if which == "best" else there < wanted and wanted > 0:
         instead = f"and the one there is of step {there}" if there >= 0 else "and it is gone"
-        raise InputError(
-            f"The {which} checkpoint of '{folder.path}' was that of step {wanted}, {instead}: put it back."
-        )
+        what = f"The {which} checkpoint of '{folder.path}' was that of step {wanted}"
+        raise InputError(f"{what}, {instead}: put it back.")
     found = kept.latest(kind)
     if found is None and which == "best" and kept.names("step"):
-        warnings.warn(
-            f"'{folder.path}' has no best checkpoint yet: its last one is used.", StepformerWarning, stacklevel=3
-        )
+        said = f"'{folder.path}' has no best checkpoint yet: its last one is used."
+        warnings.warn(said, StepformerWarning, stacklevel=3)
         found = kept.latest("step")
     if found is None:
         if which == "last" and kept.names("best"):  # an imported run, say
@@ -273,7 +250,7 @@ SPELL = ("versions", "device", "threads", "kernels", "ranks", "variables", "plug
 def environment() -> dict[str, Any]:
     """Versions, device and revision, for whoever wonders later."""
     versions = {"python": platform.python_version(), "stepformer": __version__, "torch": torch.__version__}
-    versions["sources"] = package_digest()
+    versions["sources"] = plugged.package_digest()
     device: dict[str, Any] = {"cpu": cpu_name(), "cores": os.cpu_count()}
     if torch.cuda.is_available():
         device |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
@@ -290,7 +267,7 @@ def environment() -> dict[str, Any]:
             "mkldnn": str(torch.backends.mkldnn.enabled),
             **_around(),
         },
-        "plugins": loaded(),
+        "plugins": plugged.loaded(),
         "command": sys.argv,
         "git": git_revision(),
     }
@@ -298,14 +275,11 @@ def environment() -> dict[str, Any]:
 
 def _around() -> dict[str, str]:
     """What a program that trains from Python has switched, in so far as it is not as usual."""
-    found = {}
-    for kind in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(kind):
-            found[f"autocast_{kind}"] = str(torch.get_autocast_dtype(kind))
-    for name in ("flash", "mem_efficient", "math", "cudnn"):
-        if not getattr(torch.backends.cuda, f"{name}_sdp_enabled")():
-            found[f"{name}_sdp"] = "False"
-    return found
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    names = ("flash", "mem_efficient", "math", "cudnn")
+    off = [name for name in names if not getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
+    autocast = {f"autocast_{kind}": str(torch.get_autocast_dtype(kind)) for kind in kinds}
+    return {**autocast, **{f"{name}_sdp": "False" for name in off}}
 
 
 def cpu_name() -> str:
@@ -325,11 +299,10 @@ def git_revision() -> dict[str, Any] | None:
     here = Path(__file__).parent
 
     def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+            return done.stdout.strip()
+        return None
 
     revision = git("rev-parse", "HEAD")
     return None if revision is None else {"revision": revision, "changed": bool(git("status", "--porcelain"))}
@@ -339,13 +312,7 @@ def as_toml(config: RunConfig) -> str:
     """A config as TOML that `stepformer train FILE` reads; keys that are unset are left out."""
 
     def value(v: Any) -> str:
-        return (
-            ("true" if v else "false")
-            if isinstance(v, bool)
-            else json.dumps(v, ensure_ascii=False)
-            if isinstance(v, str)
-            else repr(v)
-        )
+        return json.dumps(v, ensure_ascii=False) if isinstance(v, bool | str) else repr(v)
 
     # where it comes from, so that published figures stay beside it
     text = [f"[recipe]\nname = {value(config.recipe)}\n"] if config.recipe else []

@@ -1,14 +1,19 @@
-"""How fast a run is, and how fast it could be."""
+"""How fast a run is, how fast it could be, and how long it will take here."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from stepformer.model import Model
 from stepformer.model.roles import Role, named_roles
+from stepformer.optim import Optimizers
+from stepformer.training.config import RunConfig
+from stepformer.training.evaluation import autocasting
+from stepformer.training.parallel import World
 
 # Dense bf16 products a second, from the makers' data sheets (without sparsity).
 PEAKS = {
@@ -51,8 +56,7 @@ def peak_flops(device: torch.device) -> tuple[float, str]:
         for word, peak in PEAKS.items():
             if word in name:
                 return peak, f"{name} data sheet, bf16"
-    size = 512 if device.type == "cpu" else 4096
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    size, dtype = (512, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
     a, b = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(8):
@@ -61,3 +65,58 @@ def peak_flops(device: torch.device) -> tuple[float, str]:
         c[0, 0].item()
         best = min(best, time.perf_counter() - begin)
     return 2 * size**3 / best, f"a product of {size} x {size} matrices, measured"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of an optimizer step and of a whole run with its evaluations, and where they come from."""
+
+    step: float
+    run: float
+    how: str
+
+
+def forecast(config: RunConfig, device: torch.device, ranks: int = 1) -> Forecast:
+    """From one micro-batch and one update, the best of three; from counted operations where that would take long."""
+    train = config.train
+    flops = flops_per_token(Model(config.model, device="meta"))
+    peak, source = peak_flops(device)
+    guess = flops * config.step_tokens / (0.3 * peak) / ranks
+    micro = config.micro_batch(World(0, ranks, device))
+    accumulation = train.batch // ranks // micro
+    passes = 2 if config.optim.sam == "always" else 1
+    if guess / accumulation > 20:
+        batch, update, how = guess, 0.0, f"guessed at 30 % of {source}"
+    else:
+        once, update = _measured(config, micro, device)
+        batch, how = once * accumulation, "from one micro-batch and an update, not compiled"
+    step = batch * passes + update
+    # a forward pass is a third of a forward and backward pass; evaluated at the start, on the way and at the end
+    evaluations = 2 + (train.steps - 1) // config.eval_every(train.eval_tokens)
+    evaluation = batch / 3 * train.eval_tokens / config.step_tokens
+    return Forecast(step, step * train.steps + evaluation * evaluations, how)
+
+
+def _measured(config: RunConfig, micro: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of a forward and backward pass, and of an update."""
+    model = Model(config.model, seed=0, device=device)
+    optimizers = Optimizers(model, config.optim, steps=config.train.steps)
+    tokens = torch.zeros(micro, config.model.context, dtype=torch.long, device=device)
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    once = update = float("inf")
+    for _ in range(3):
+        optimizers.zero_grad()
+        begin = now()
+        with autocasting(device, config.autocast_on(device)):
+            loss = model(tokens, tokens).loss
+        assert loss is not None
+        loss.backward()
+        between = now()
+        optimizers.step(0)
+        once, update = min(once, between - begin), min(update, now() - between)
+    return once, update

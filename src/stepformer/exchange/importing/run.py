@@ -24,7 +24,6 @@ from stepformer.exchange.importing.reading import RECORD, Found, open_source
 from stepformer.exchange.importing.vocabulary import choose_tokenizer
 from stepformer.training.checkpoints import Checkpoints, step_name, weights_sha256
 from stepformer.training.config import RunConfig, TrainConfig
-from stepformer.training.parallel import World
 from stepformer.training.run import refuse_nan
 from stepformer.training.runs import RunFolder, new_id
 
@@ -105,9 +104,7 @@ def import_checkpoint(
             temporary.mkdir(parents=True)
             own = new_id()
             state = {"step": layout.step, "seconds": 0.0, "best": None, "config": config.to_dict(), "run": own}
-            Checkpoints(folder.checkpoints, World(0, 1, torch.device("cpu"))).save(
-                step_name(layout.step, "best"), {"model": weights}, state
-            )
+            Checkpoints(folder.checkpoints).save(step_name(layout.step, "best"), {"model": weights}, state)
             with tempfile.TemporaryDirectory() as saved:
                 reader.save(Path(saved))
                 facts = {"id": own, "label": config.title, "imported": record, "precision": "fp64" if fp64 else "fp32"}

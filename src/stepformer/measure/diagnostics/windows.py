@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
-from stepformer.training.evaluation import EvaluatedSplit
+from stepformer.data.corpus import TokenSplit
 from stepformer.training.run import LoadedRun, corpus_of
 
 
-def fixed_windows(split: EvaluatedSplit, count: int, context: int, seed: int = 0) -> Tensor:
+def fixed_windows(split: TokenSplit, count: int, context: int, seed: int = 0) -> Tensor:
     """`count` windows of context + 1 tokens at random places, (count, context + 1): inputs and targets overlap.
 
     The places depend on the seed, the split's length and the context only, so that runs are compared on one text.

@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.model import Model, check_ids
 from stepformer.training.checkpoints import weights_sha256
-from stepformer.training.choices import precision_of
 from stepformer.training.evaluation import autocasting
 from stepformer.training.run import LoadedRun
 
@@ -109,8 +108,7 @@ def final_states(model: Model, tokens: Tensor) -> Tensor:
 
 def scorer_of(run: LoadedRun, micro_batch: int = 8) -> Scorer:
     """How a run is scored: in the precision it was trained in."""
-    bf16 = precision_of(run.config, run.device) == "bf16"
-    return Scorer(run.model, torch.bfloat16 if bf16 else None, micro_batch)
+    return Scorer(run.model, run.config.autocast_on(run.device), micro_batch)
 
 
 def about_run(run: LoadedRun) -> dict[str, object]:
@@ -119,7 +117,7 @@ def about_run(run: LoadedRun) -> dict[str, object]:
         "weights": weights_sha256(dict(run.model.named_parameters())),
         "step": run.step,
         "context": run.model.config.context,
-        "precision": precision_of(run.config, run.device),
+        "precision": run.config.precision_on(run.device),
     }
 
 

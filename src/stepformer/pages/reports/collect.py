@@ -25,8 +25,7 @@ from stepformer.measure import measured
 from stepformer.pages.reports.values import inside, record, records, values
 from stepformer.study import Facts, RunRecord
 from stepformer.training import RunConfig
-from stepformer.training.loggers import BY_LAYER
-from stepformer.training.metrics import Lines, read_lines
+from stepformer.training.metrics import BY_LAYER, Lines, read_lines
 from stepformer.training.runs import RunFolder
 
 KINDS = ("hessian", "jacobian", "depth", "perplexity", "tasks")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from stepformer.base.errors import InputError, StepformerError
@@ -20,7 +19,6 @@ from stepformer.measure.measured import Journal
 from stepformer.pages.reports.collect import RunData
 from stepformer.training import load_run
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.parallel import World
 from stepformer.training.run import LoadedRun
 
 PROMPTS = 3
@@ -58,7 +56,7 @@ def first_of_each(runs: Iterable[RunData]) -> list[RunData]:
 
 def checkpoint_name(run: RunData) -> str | None:
     """The checkpoint that the run is asked through: the best, else the last."""
-    kept = Checkpoints(run.folder / "checkpoints", World(0, 1, torch.device("cpu")))
+    kept = Checkpoints(run.folder / "checkpoints")
     return next((names[-1] for kind in ("best", "step") if (names := kept.names(kind))), None)
 
 

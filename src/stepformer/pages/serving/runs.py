@@ -17,10 +17,8 @@ from stepformer.decoding.sampling import Generation, stream
 from stepformer.pages.serving.inspect import Reading, prediction_view, predictions, read, token_view
 from stepformer.pages.serving.watching import Tail, progress
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.parallel import World
-from stepformer.training.run import LoadedRun, corpus_of, load_run
+from stepformer.training.run import LoadedRun, corpus_of, load_run, prompt_ids, readable
 from stepformer.training.runs import RunFolder
-from stepformer.training.text import prompt_ids, readable
 
 WHICH = ("best", "last")
 
@@ -48,7 +46,7 @@ class ServedRun:
 
     def newest(self) -> tuple[str, int] | None:
         """Kind ("best" or "last") and step of the checkpoint that `load` would take now."""
-        kept = Checkpoints(self.folder.checkpoints, World(0, 1, torch.device("cpu")))
+        kept = Checkpoints(self.folder.checkpoints)
         for which in ("best", "last") if self.which == "best" else ("last",):  # before the first best, the last
             if names := kept.names("best" if which == "best" else "step"):
                 return which, int(names[-1].partition("-")[2])

@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stepformer.training.checkpoints import MANIFEST, Checkpoints
 from stepformer.training.config import RunConfig
-from stepformer.training.parallel import World
 from stepformer.training.runs import RunFolder
 
 MOST_POINTS = 600  # of a curve on the page
@@ -117,7 +114,7 @@ def pace(train: Sequence[Point]) -> tuple[float, float] | None:
 
 def checkpoints(folder: RunFolder, evals: Sequence[Point]) -> list[dict[str, Any]]:
     """The checkpoints that a folder holds now, newest first, with the loss where it was evaluated."""
-    kept = Checkpoints(folder.checkpoints, World(0, 1, torch.device("cpu")))
+    kept = Checkpoints(folder.checkpoints)
     losses = {point.step: point.loss for point in evals}
     found = []
     for kind in ("best", "step"):
