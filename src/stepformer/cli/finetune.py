@@ -36,9 +36,9 @@ from stepformer.study.finetune_study import (
     two_corpora,
 )
 from stepformer.study.forgetting import Direction, Finetuned, forgetting
-from stepformer.study.forgetting_plots import plot_forgetting
-from stepformer.study.forgetting_tables import forgetting_details, forgetting_record, forgetting_table
+from stepformer.study.plots import plot_forgetting
 from stepformer.study.study import Planned, carry_out, plan, refuse_seed, seeds_of
+from stepformer.study.tables import forgetting_details, forgetting_record, forgetting_table
 from stepformer.training import RunConfig, Stopped, run_config
 from stepformer.training.finetuning import FinetuneConfig
 
@@ -157,7 +157,7 @@ class Study:
         directions = []
         for (source, target), folders in found:
             runs = [Finetuned.load(folder) for folder in folders]
-            if any(run.record.label == baseline for run in runs):
+            if any(run.label == baseline for run in runs):
                 directions.append(forgetting(runs, source, target, baseline, self.args.confidence))
         return directions
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import InputError, UnknownNameError, suggestion
+from stepformer.base.errors import InputError
 from stepformer.present.tables import Table
 from stepformer.study.compared import Compared, Facts, Row
 from stepformer.study.differences import LISTED, MATCHED, Difference, differences
 from stepformer.study.plots import draw_comparison, plot_comparison
-from stepformer.study.records import RunRecord
+from stepformer.study.records import RunRecord, by_label, check_alike, values
 from stepformer.study.statistics import (
     PAIRS_FOR_SMALL,
     SMALL_DIFFERENCE,
@@ -30,6 +30,12 @@ from stepformer.study.tables import full_table, summary_table
 
 # What may differ between the seeds of one row: the machine they ran on, what else was imported, how the work was cut
 # into pieces, and the runs they began with.
+ALIKE = {
+    "val_hash": "they were evaluated on different splits (hashes {:.12} and {:.12})",
+    "val_tokens": "they were evaluated on different numbers of tokens ({:,} and {:,})",
+    "tokens": "their budgets are {:,} and {:,} training tokens",
+    "pairing": "the same seed gives them different batches (pairing {} and {})",
+}
 BETWEEN_SEEDS = (*LISTED, "train.init", "train.micro_batch", "train.device", "train.parallel", "train.graph")
 
 
@@ -79,39 +85,32 @@ def compare(
     records, facts = list(records), facts or Facts()
     if not records:
         raise InputError("There are no runs to compare.")
-    by_label: dict[str, dict[int, RunRecord]] = {}
-    for record in records:
-        runs = by_label.setdefault(record.label, {})
-        if not facts.axes:
-            _check_same(records[0], record)
-        _check_one_row(runs, record)
-        runs[record.seed] = record
-    if baseline not in by_label:
-        known = ", ".join(f"'{label}'" for label in by_label)
-        raise UnknownNameError(
-            f"No run is labelled '{baseline}', the baseline.{suggestion(baseline, by_label) or f' Labels: {known}.'}"
-        )
+    for record in records if not facts.axes else ():
+        check_alike(records[0], record, ALIKE)
+    found = by_label(records, baseline)
+    for runs in found.values():
+        _check_one_row(list(runs.values()))
     # a grid over batch, steps or context has losses and no paired differences
     pairs = len({(run.pairing, run.tokens, run.val_hash, run.val_tokens) for run in records}) == 1
-    rows = {}
-    order = list(dict.fromkeys([baseline, *by_label]))
-    for label in order:
-        if not pairs:
-            row = _row(label, {}, by_label[label], label == baseline, confidence)
-            rows[label] = replace(row, paired=False, notes=())
-            continue
-        rows[label] = _row(label, by_label[baseline], by_label[label], label == baseline, confidence)
+    rows = []
+    for label, runs in found.items():
+        row = _row(label, found[baseline] if pairs else {}, runs, label == baseline, confidence)
         what, other = facts.matches.get(label, ("", ""))
-        if other in by_label and by_label[other].keys() & by_label[label].keys():
-            rows[label] = _matched(rows[label], what, other, by_label[other], confidence)
+        if not pairs:
+            row = replace(row, paired=False, notes=())
+        elif found.get(other, {}).keys() & runs.keys():
+            row = _matched(row, what, other, found[other], confidence)
+        rows.append(row)
     entropies = {record.unigram_entropy for record in records}
-    remarks = [*facts.remarks, *best_point(list(rows.values()), facts.axes, confidence if pairs else None)]
-    remarks += [said for label in order for said in _between_seeds(label, by_label[label])]
-    failed = {other for _, other in facts.matches.values()} - {*by_label}
+    remarks = [*facts.remarks, *best_point(rows, facts.axes, confidence if pairs else None)]
+    for label, runs in found.items():  # what is not the same for all seeds of a row and may change losses or times
+        apart = differences({f"seed {seed}": runs[seed].settings for seed in sorted(runs)}, one_row=True)
+        remarks += [f"The seeds of {label} differ in {one}." for one in apart if one.key.startswith(LISTED)]
+    failed = {other for _, other in facts.matches.values()} - {*found}
     remarks += [f"There is no finished run of {other}: nothing is compared with it." for other in sorted(failed)]
     return Comparison(
         baseline=baseline,
-        rows=tuple(rows.values()),
+        rows=tuple(rows),
         remarks=tuple(remarks),
         confidence=confidence,
         tokens=max(record.tokens for record in records),
@@ -119,20 +118,14 @@ def compare(
         val_hash=records[0].val_hash,
         seeds=tuple(sorted({record.seed for record in records})),
         unigram_entropy=entropies.pop() if len(entropies) == 1 else None,
-        differences=tuple(_all_differences(by_label, order, facts)),
+        differences=tuple(_all_differences(found, facts)),
     )
-
-
-def _between_seeds(label: str, runs: Mapping[int, RunRecord]) -> list[str]:
-    """What is not the same for all seeds of a row and may change their losses or times."""
-    found = differences({f"seed {seed}": runs[seed].settings for seed in sorted(runs)}, one_row=True)
-    return [f"The seeds of {label} differ in {apart}." for apart in found if apart.key.startswith(LISTED)]
 
 
 def _matched(row: Row, what: str, other: str, runs: Mapping[int, RunRecord], confidence: float) -> Row:
     """The row with its difference to another baseline, which has as much of something."""
     own = {record.seed: record for record in row.records}
-    difference = paired(_values(runs, "val_loss"), _values(own, "val_loss"), confidence)
+    difference = paired(values(runs, "val_loss"), values(own, "val_loss"), confidence)
     if row.difference == difference:
         return replace(row, matched=(what, other, difference))
     said = f"{row.label} to {other}, which has equal {what}: {difference}"
@@ -142,26 +135,19 @@ def _matched(row: Row, what: str, other: str, runs: Mapping[int, RunRecord], con
     return replace(row, matched=(what, other, difference), notes=(*row.notes, *notes))
 
 
-def _check_one_row(runs: Mapping[int, RunRecord], record: RunRecord) -> None:
+def _check_one_row(runs: Sequence[RunRecord]) -> None:
     """The seeds of a row are one architecture, made by one code under one set of settings."""
-    if record.seed in runs:
-        raise InputError(
-            f"'{runs[record.seed].folder}' and '{record.folder}' are both seed {record.seed} of '{record.label}': "
-            f"give one of them."
-        )
-    first = next(iter(runs.values()), record)
-    if record.parameters != first.parameters:
-        raise InputError(
-            f"'{first.folder}' and '{record.folder}' are both labelled '{record.label}' but have "
-            f"{first.parameters:,} and {record.parameters:,} parameters: they are not one architecture."
-        )
-    for apart in differences({str(run.folder): run.settings for run in (first, record)}, one_row=True):
-        fresh = apart.key == "train.init" and not all(apart.values.values())
-        if fresh or not apart.key.startswith(BETWEEN_SEEDS):
+    for record in runs[1:]:
+        both = f"'{runs[0].folder}' and '{record.folder}' are both labelled '{record.label}' but"
+        if record.parameters != runs[0].parameters:
             raise InputError(
-                f"'{first.folder}' and '{record.folder}' are both labelled '{record.label}' but are not one row: "
-                f"they differ in {apart}."
+                f"{both} have {runs[0].parameters:,} and {record.parameters:,} parameters: they are not one "
+                "architecture."
             )
+        for apart in differences({str(run.folder): run.settings for run in (runs[0], record)}, one_row=True):
+            fresh = apart.key == "train.init" and not all(apart.values.values())
+            if fresh or not apart.key.startswith(BETWEEN_SEEDS):
+                raise InputError(f"{both} are not one row: they differ in {apart}.")
 
 
 def best_point(rows: Sequence[Row], axes: Mapping[str, Sequence[str]], confidence: float | None) -> list[str]:
@@ -205,31 +191,17 @@ def at_the_edge(axes: Mapping[str, Sequence[str]], point: Mapping[str, str]) -> 
     return found
 
 
-def _all_differences(
-    by_label: Mapping[str, Mapping[int, RunRecord]], order: Sequence[str], facts: Facts
-) -> list[Difference]:
+def _all_differences(of: Mapping[str, Mapping[int, RunRecord]], facts: Facts) -> list[Difference]:
     """Settings in which rows differ on any seed, each once; baselines made larger differ in size on purpose."""
     found: dict[str, Difference] = {}
     meant = (*facts.meant, *facts.axes)
     larger = {other for _, other in facts.matches.values()} - {facts.baseline}
-    for seed in sorted({seed for runs in by_label.values() for seed in runs}):
-        rows = {label: by_label[label][seed].settings for label in order if seed in by_label[label]}
+    for seed in sorted({seed for runs in of.values() for seed in runs}):
+        rows = {label: runs[seed].settings for label, runs in of.items() if seed in runs}
         named = {label: settings for label, settings in rows.items() if label not in larger}
         for difference in [*differences(named, meant), *differences(rows, (*meant, *MATCHED))]:
             found.setdefault(difference.key, difference)
     return sorted(found.values(), key=lambda difference: difference.meant)
-
-
-def _check_same(first: RunRecord, other: RunRecord) -> None:
-    for one, two, sentence in (
-        (first.val_hash, other.val_hash, "they were evaluated on different splits (hashes {:.12} and {:.12})"),
-        (first.val_tokens, other.val_tokens, "they were evaluated on different numbers of tokens ({:,} and {:,})"),
-        (first.tokens, other.tokens, "their budgets are {:,} and {:,} training tokens"),
-        (first.pairing, other.pairing, "the same seed gives them different batches (pairing {} and {})"),
-    ):
-        if one != two:
-            said = sentence.format(one, two)
-            raise InputError(f"'{first.folder}' and '{other.folder}' cannot be compared: {said}.")
 
 
 def _row(
@@ -243,9 +215,9 @@ def _row(
     difference = ratio = speed = None
     if common:
         ratio = time_ratio(base, runs)
-        speed = mean_ratio(_values(base, "tokens_per_second"), _values(runs, "tokens_per_second"))
+        speed = mean_ratio(values(base, "tokens_per_second"), values(runs, "tokens_per_second"))
         if not is_baseline:
-            difference = paired(_values(base, "val_loss"), _values(runs, "val_loss"), confidence)
+            difference = paired(values(base, "val_loss"), values(runs, "val_loss"), confidence)
     records = tuple(runs[seed] for seed in sorted(runs))
     alike = [(runs[s].weights_sha256, runs[s].val_loss) == (base[s].weights_sha256, base[s].val_loss) for s in common]
     identical = bool(common) and all(alike)
@@ -265,10 +237,6 @@ def _row(
         notes=() if is_baseline or identical else _notes(label, base, runs, difference),
         identical=identical,
     )
-
-
-def _values(runs: Mapping[int, RunRecord], name: str) -> dict[int, float]:
-    return {seed: getattr(record, name) for seed, record in runs.items()}
 
 
 def _too_small(label: str, difference: PairedDifference) -> str:

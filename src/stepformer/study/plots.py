@@ -1,9 +1,10 @@
-"""A comparison as a picture: curves on the left, paired differences on the right."""
+"""Comparisons and forgetting as pictures: curves, and what differs between architectures."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from stepformer.present.style import (
 )
 from stepformer.present.tables import MINUS
 from stepformer.study.compared import Compared, Row
-from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words
+from stepformer.study.forgetting import Direction, ForgettingRow
+from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words, summarise, t_quantile
 from stepformer.study.tables import MARK, percent
 
 INSIDE = 6  # names that a legend may have inside the picture; more go below it
@@ -83,7 +85,7 @@ def _draw_curves(axes: Any, comparison: Compared) -> None:
         # the baseline below and wider, so that a curve that lies on it still shows
         handles += axes.plot(*_mean_curve(row), linewidth=1.8 if index else 2.8, zorder=3 + bool(index), **style)
     top = _show_end(axes, comparison)
-    labels = [textwrap.fill(row.label, NAME_WIDTH) for row in comparison.rows]
+    labels = _names(comparison.rows)
     looks_of_legend = {"facecolor": "white", "edgecolor": "none", "fontsize": 9}
     if len(labels) <= INSIDE:
         legend = axes.legend(handles, labels, loc="upper right", bbox_to_anchor=(1, top), **looks_of_legend)
@@ -93,11 +95,9 @@ def _draw_curves(axes: Any, comparison: Compared) -> None:
         legend = axes.figure.legend(handles, labels, loc="outside upper left", ncols=columns, **looks_of_legend)
     as_written(legend.get_texts())
     axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
-    axes.set_xlabel("training tokens")
-    axes.set_ylabel("evaluation loss (nats per token)")
     several = any(len(row.records) > 1 for row in comparison.rows)
-    axes.set_title(f"Evaluation loss{', mean (bold) and seeds (thin)' if several else ''}", loc="left", fontsize=11)
-    clean(axes, lines="x")
+    title = f"Evaluation loss{', mean (bold) and seeds (thin)' if several else ''}"
+    _describe(axes, title, "training tokens", "evaluation loss (nats per token)", size=11)
 
 
 def _mean_curve(row: Row) -> tuple[list[int], list[float]]:
@@ -143,20 +143,80 @@ def _draw_differences(axes: Any, comparison: Compared) -> None:
             axes.plot(ends, [place, place], linewidth=2.2, color=colour, solid_capstyle="butt")
         face = colour if difference.low is not None else "white"  # hollow: a mean without an interval
         axes.plot(difference.mean, place, "o", markersize=7, color=colour, markerfacecolor=face, markeredgewidth=1.8)
-    name_rows(axes, [textwrap.fill(row.label, NAME_WIDTH) for _, row, _ in rows])
+    name_rows(axes, _names(row for _, row, _ in rows))
     values = axes.secondary_yaxis("right")
-    verdicts = [textwrap.fill(row.verdict + (MARK if row.provisional else ""), NAME_WIDTH) for _, row, _ in rows]
+    verdicts = [textwrap.fill(row.verdict + MARK * row.provisional, NAME_WIDTH) for _, row, _ in rows]
     means = [f"{d.mean:+.4f}".replace("-", MINUS) for _, _, d in rows]  # as on the axis
     words = [f"{mean}\n{verdict}" for mean, verdict in zip(means, verdicts, strict=True)]
     values.set_yticks(range(len(rows)), words, fontsize=8.5)
     values.tick_params(length=0)
     values.spines["right"].set_visible(False)
-    axes.set_xlabel("difference in final loss (left of zero is better)")
     few_ticks(axes, 5, min_n_ticks=3)
     several = any(difference.low is not None for _, _, difference in rows)
     confidence = f", {percent(comparison.confidence)} confidence" if several else ""
     name = comparison.baseline
     name = name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
-    axes.set_title(f"Paired difference to {name}{confidence}", loc="left", fontsize=11, parse_math=False)
-    clean(axes, lines="x")
+    title = f"Paired difference to {name}{confidence}"
+    _describe(axes, title, "difference in final loss (left of zero is better)", size=11)
     axes.spines["left"].set_visible(False)
+
+
+def plot_forgetting(directions: Sequence[Direction], path: str | Path) -> None:
+    """Write a PNG, a line of three pictures for each direction."""
+    figure = new_figure((12.5, 3.9 * len(directions)))
+    grid = figure.subplots(len(directions), 3, width_ratios=(1.5, 1, 1), squeeze=False)
+    for (curves, left, right), direction in zip(grid, directions, strict=True):
+        _draw_both(curves, direction)
+        _draw_amounts(left, direction, "forgetting", "rise of the source loss (left is better)")
+        _draw_amounts(right, direction, "plasticity", "fall of the target loss (right is better)")
+    first = directions[0]
+    below = (
+        f"points: seeds; lines: mean and its {percent(first.confidence)} interval (Student's t). "
+        f"Nats per token on {first.first.source_tokens:,} source and {first.first.val_tokens:,} target tokens."
+    )
+    save_figure(figure, path, below)
+
+
+def _draw_both(axes: Any, direction: Direction) -> None:
+    handles: list[Any] = []
+    for index, row in enumerate(direction.rows):
+        colour = looks(index)["color"]
+        steps = row.runs[0].evaluated
+        for corpus, dashes in (("source", "-"), ("target", (0, (4, 2)))):
+            for run in row.runs if len(row.runs) > 1 else ():
+                axes.plot(steps, getattr(run, corpus), color=colour, linestyle=dashes, linewidth=0.7, alpha=0.35)
+            means = [summarise(values).mean for values in zip(*(getattr(r, corpus) for r in row.runs), strict=True)]
+            line = axes.plot(steps, means, color=colour, linestyle=dashes, linewidth=1.9)
+            handles += line if corpus == "source" else []
+    legend = axes.legend(handles, _names(direction.rows), fontsize=8.5, facecolor="white", edgecolor="none")
+    as_written(legend.get_texts())
+    few_ticks(axes, 6, integer=True)
+    title = f"{direction.name}: source (solid) and target (dashed)"
+    _describe(axes, title, "fine-tuning steps", "validation loss (nats per token)")
+
+
+def _draw_amounts(axes: Any, direction: Direction, what: str, label: str) -> None:
+    for place, row in enumerate(direction.rows):
+        colour = looks(place)["color"]
+        summary = row.amount(what)
+        values = [getattr(run, what) for run in row.runs]
+        axes.plot(values, [place] * len(values), "o", markersize=4, color=colour, alpha=0.5)
+        if summary.standard_error is not None:
+            half = t_quantile((1 + direction.confidence) / 2, summary.n - 1) * summary.standard_error
+            axes.plot([summary.mean - half, summary.mean + half], [place, place], linewidth=1.6, color=colour)
+            axes.plot(summary.mean, place, "|", markersize=16, markeredgewidth=2.4, color=colour)
+    name_rows(axes, _names(direction.rows))
+    few_ticks(axes, 4)
+    _describe(axes, what, label)
+
+
+def _describe(axes: Any, title: str, below: str, beside: str = "", size: float = 10.5) -> None:
+    """What is drawn, over which axes, behind it faint lines."""
+    axes.set_title(title, loc="left", fontsize=size, parse_math=False)
+    axes.set_xlabel(below)
+    axes.set_ylabel(beside)
+    clean(axes, lines="x")
+
+
+def _names(rows: Iterable[Row | ForgettingRow]) -> list[str]:
+    return [textwrap.fill(row.label, NAME_WIDTH) for row in rows]

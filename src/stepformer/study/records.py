@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from stepformer.base import documents
 from stepformer.base.described import problem
 from stepformer.base.documents import Evaluation
-from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
 from stepformer.study.differences import recorded
 from stepformer.training.metrics import read_lines, warn_unchecked
 from stepformer.training.runs import RunFolder
@@ -55,23 +55,54 @@ class RunRecord:
         known = {f.name for f in dataclasses.fields(cls)} - {"folder", "curve", "settings"}
         fields = {"unigram_entropy": None, **{key: value for key, value in result.items() if key in known}}
         fields["label"] = fields["label"] or fields["title"]
-        curve, settings = _read_curve(folder / "metrics.jsonl", result), recorded(folder)
-        _check_settings(folder)
+        curve, settings, run = _read_curve(folder / "metrics.jsonl", result), recorded(folder), RunFolder(folder)
+        try:
+            record, config = run.read(), run.config()
+        except StepformerError:  # rules that are gone cannot be asked
+            pass
+        else:
+            run.read_result(record, config)
         return cls(folder=folder, curve=curve, settings=settings, **fields)
 
 
-def _check_settings(folder: Path) -> None:
-    """Refuse a result of another run or other settings than run.json has; rules that are gone cannot be asked."""
-    run = RunFolder(folder)
-    try:
-        record, config = run.read(), run.config()
-    except StepformerError:
-        return
-    run.read_result(record, config)
+Kind = TypeVar("Kind", bound=RunRecord)
 
 
 def load_records(folders: Iterable[str | Path]) -> list[RunRecord]:
     return [RunRecord.load(folder) for folder in folders]
+
+
+def by_label(runs: Iterable[Kind], baseline: str) -> dict[str, dict[int, Kind]]:
+    """The runs of every label by their seeds, those of the baseline first."""
+    found: dict[str, dict[int, Kind]] = {}
+    for run in runs:
+        mine = found.setdefault(run.label, {})
+        if run.seed in mine:
+            raise InputError(
+                f"'{mine[run.seed].folder}' and '{run.folder}' are both seed {run.seed} of '{run.label}': give one of "
+                "them."
+            )
+        mine[run.seed] = run
+    if baseline not in found:
+        known = ", ".join(f"'{label}'" for label in found)
+        raise UnknownNameError(
+            f"No run is labelled '{baseline}', the baseline.{suggestion(baseline, found) or f' Labels: {known}.'}"
+        )
+    return {baseline: found[baseline], **found}
+
+
+def check_alike(first: RunRecord, other: RunRecord, facts: Mapping[str, str]) -> None:
+    """Refuse two runs whose losses do not measure one thing; of each fact that they have in common, what to say."""
+    for fact, sentence in facts.items():
+        one, two = getattr(first, fact), getattr(other, fact)
+        if one != two:
+            said = sentence.format(one, two)
+            raise InputError(f"'{first.folder}' and '{other.folder}' cannot be compared: {said}.")
+
+
+def values(runs: Mapping[int, RunRecord], name: str) -> dict[int, float]:
+    """One number of every run."""
+    return {seed: getattr(run, name) for seed, run in runs.items()}
 
 
 def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
