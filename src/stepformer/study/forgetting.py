@@ -10,24 +10,16 @@ batches in pretraining and in fine-tuning, so their differences are taken seed b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from stepformer.base import documents
 from stepformer.base.errors import InputError
+from stepformer.study import statistics
 from stepformer.study.differences import Difference, differences, recorded
 from stepformer.study.records import RunRecord, by_label, check_alike, values
-from stepformer.study.statistics import (
-    PAIRS_FOR_SMALL,
-    SMALL_DIFFERENCE,
-    PairedDifference,
-    Summary,
-    paired,
-    seed_words,
-    summarise,
-)
 from stepformer.training.metrics import read_metrics
 from stepformer.training.runs import RunFolder
 
@@ -73,9 +65,9 @@ class Finetuned(RunRecord):
         if others[0][0] != 0 or any(len(found) != 3 for found in others):
             raise InputError(f"The run '{folder}' was not evaluated on one other corpus from its start to its end.")
         steps, target, source = zip(*others, strict=True)
-        losses = {"source": tuple(float(found["val_loss"]) for found in source), "target": target}
-        on = {f"source_{what}": source[-1][f"val_{what}"] for what in ("tokens", "hash")}
-        return cls(**vars(record), evaluated=steps, start=start, **losses, **on)
+        on: dict[str, Any] = {f"source_{what}": source[-1][f"val_{what}"] for what in ("tokens", "hash")}
+        losses = tuple(float(found["val_loss"]) for found in source)
+        return cls(**vars(record), evaluated=steps, source=losses, target=target, start=start, **on)
 
 
 @dataclass(frozen=True)
@@ -84,15 +76,15 @@ class ForgettingRow:
 
     label: str
     runs: tuple[Finetuned, ...]
-    differences: Mapping[str, PairedDifference | None]  # by what is forgotten or learned
+    differences: Mapping[str, statistics.PairedDifference | None]  # by what is forgotten or learned
 
-    def amount(self, what: str) -> Summary:
+    def amount(self, what: str) -> statistics.Summary:
         """Forgetting or plasticity over the seeds."""
-        return summarise(getattr(run, what) for run in self.runs)
+        return statistics.summarise(getattr(run, what) for run in self.runs)
 
     def mean(self, corpus: str, place: int) -> float:
         """Mean loss on `source` or `target` at the start (0) or the end (-1)."""
-        return summarise(getattr(run, corpus)[place] for run in self.runs).mean
+        return statistics.summarise(getattr(run, corpus)[place] for run in self.runs).mean
 
 
 @dataclass(frozen=True)
@@ -119,33 +111,28 @@ class Direction:
         notes = [f"the pretrained runs differ in {difference}." for difference in self.apart]
         for row in self.rows:
             notes += [
-                f"{row.label}'s difference in {what} is under {SMALL_DIFFERENCE}, not to be claimed from fewer than "
-                f"{PAIRS_FOR_SMALL} paired seeds."
+                f"{row.label}'s difference in {what} is under {statistics.SMALL_DIFFERENCE}, not to be claimed from "
+                f"fewer than {statistics.PAIRS_FOR_SMALL} paired seeds."
                 for what, difference in row.differences.items()
                 if difference and difference.provisional
             ]
-            found = row.differences["forgetting"]
-            if found and found.unpaired:
-                left_out = f"{seed_words(found.unpaired)} left out of the differences"
+            if (found := row.differences["forgetting"]) and found.unpaired:
+                left_out = f"{statistics.seed_words(found.unpaired)} left out of the differences"
                 notes.append(f"{row.label}: {left_out}, only one of the two has them.")
         return tuple(f"{self.name}: {note}" for note in notes)
 
 
-def forgetting(
-    runs: Iterable[Finetuned], source: str, target: str, baseline: str, confidence: float = 0.95
-) -> Direction:
+def forgetting(runs: list[Finetuned], source: str, target: str, baseline: str, confidence: float = 0.95) -> Direction:
     """The rows of one direction; runs whose losses do not measure one thing are refused."""
-    runs = list(runs)
     if not runs:
         raise InputError("There are no fine-tuned runs to measure.")
-    for run in runs:
-        check_alike(runs[0], run, ALIKE)
+    check_alike(runs, ALIKE)
     found = by_label(runs, baseline)
     rows = []
     for label, mine in found.items():
         common = label != baseline and mine.keys() & found[baseline].keys()
         apart = {
-            what: paired(values(found[baseline], what), values(mine, what), confidence) if common else None
+            what: statistics.paired(values(found[baseline], what), values(mine, what), confidence) if common else None
             for what in AMOUNTS
         }
         rows.append(ForgettingRow(label, tuple(mine[seed] for seed in sorted(mine)), apart))

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepformer.present.tables import Cell, Column, Table, tabulated, text
-from stepformer.study.compared import Compared, Row
+from stepformer.present.tables import Column, Table, tabulated, text
 from stepformer.study.forgetting import AMOUNTS, Direction, ForgettingRow
+from stepformer.study.records import Compared, Row
 from stepformer.study.statistics import PairedDifference, Summary, seed_words, several_intervals
 
+HUES = {"better": "green", "worse": "red"}  # of a row in a terminal
 MARK = " *"  # beside a verdict that has a note against claiming it
-REACH = (
-    "Tokens to baseline: part of the budget after which the baseline's final loss was reached, or how many seeds "
-    "reached it. Speed: training tokens per second over the baseline's."
-)
-FORMAT = 1
 
 
 def summary_table(comparison: Compared) -> Table:
@@ -24,7 +20,7 @@ def summary_table(comparison: Compared) -> Table:
     texts = len({_text(row) for row in comparison.rows}) > 1
     interval = Column(f"difference [{percent(comparison.confidence)} CI]", numeric=True)
     fields = [
-        (Column("architecture"), _name),
+        (Column("architecture"), lambda row: text(row.label, style=HUES.get(row.verdict * (not row.provisional), ""))),
         (Column("n", numeric=True), lambda row: text(row.loss.n)),
         (Column("tokens", numeric=True), lambda row: text(f"{row.records[0].tokens:,}")),
         (Column("evaluated on", numeric=True), lambda row: text(_text(row))),
@@ -42,11 +38,6 @@ def summary_table(comparison: Compared) -> Table:
     return table.without(place for place, there in ((2, budgets), (3, texts)) if not there)
 
 
-def _name(row: Row) -> Cell:
-    style = "" if row.provisional else {"better": "green", "worse": "red"}.get(row.verdict, "")
-    return text(row.label, style=style)
-
-
 def full_table(comparison: Compared) -> Table:
     """One line per architecture; every line carries what was measured, so lines can be pooled."""
     return _of_records([_record(comparison, row) for row in comparison.rows])
@@ -61,9 +52,8 @@ def reach(row: Row) -> str:
     """Part of the budget to the baseline's loss: a mean when every common seed got there, else how many did."""
     if row.tokens_fraction is not None:
         return f"{row.tokens_fraction:.1%}"
-    if not row.common_seeds:
-        return "-"
-    return f"{row.reached} of {len(row.common_seeds)}" if row.reached else "never"
+    some = f"{row.reached} of {len(row.common_seeds)}" if row.reached else "never"
+    return some if row.common_seeds else "-"
 
 
 def with_error(summary: Summary) -> str:
@@ -87,27 +77,26 @@ def _text(row: Row) -> str:
 
 def losses_of(comparison: Compared) -> str:
     """What the losses are losses of."""
+    on = f"on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}"
     if len({_text(row) for row in comparison.rows}) > 1:
-        return f"Loss in nats per token of each row's own text; {seed_words(comparison.seeds)}."
-    budget = "" if not comparison.paired else f", after training on {comparison.tokens:,} tokens"
-    return (
-        f"Loss in nats per token on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}{budget}; "
-        f"{seed_words(comparison.seeds)}."
-    )
+        on = "of each row's own text"
+    elif comparison.paired:
+        on += f", after training on {comparison.tokens:,} tokens"
+    return f"Loss in nats per token {on}; {seed_words(comparison.seeds)}."
 
 
 def _facts(comparison: Compared) -> list[str]:
     differences = [
         f"Differences are to {comparison.baseline}, paired by seed, with {percent(comparison.confidence)} confidence "
         "intervals (Student's t).",
-        REACH,
+        "Tokens to baseline: part of the budget after which the baseline's final loss was reached, or how many seeds "
+        "reached it. Speed: training tokens per second over the baseline's.",
     ]
     unpaired = ["The rows differ in their batches, their budget or what they are evaluated on: nothing can be paired."]
-    entropy = comparison.unigram_entropy
     return [
         losses_of(comparison),
         *(differences if comparison.paired else unpaired),
-        *([] if entropy is None else [f"Unigram entropy of the corpus: {entropy:.4f}."]),
+        *([f"Unigram entropy of the corpus: {e:.4f}."] if (e := comparison.unigram_entropy) is not None else []),
     ]
 
 
@@ -185,7 +174,7 @@ def forgetting_details(directions: Sequence[Direction]) -> Table:
 def forgetting_record(directions: Sequence[Direction], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Everything as JSON values: `rows` by architecture and direction, `runs` with their curves."""
     return {
-        "format": FORMAT,
+        "format": 1,
         "kind": "forgetting",
         "direction": "; ".join(direction.name for direction in directions),
         "settings": dict(settings),
@@ -197,8 +186,7 @@ def forgetting_record(directions: Sequence[Direction], settings: Mapping[str, An
                 "seed": run.seed,
                 "folder": str(run.folder),
                 "init": dict(run.start),
-                "forgetting": run.forgetting,
-                "plasticity": run.plasticity,
+                **{what: getattr(run, what) for what in AMOUNTS},
                 "steps": list(run.evaluated),
                 "source_loss": list(run.source),
                 "target_loss": list(run.target),
