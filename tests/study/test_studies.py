@@ -19,9 +19,7 @@ from stepformer.cli import main
 from stepformer.model import Model
 from stepformer.study import Comparison, Facts, load_records
 from stepformer.study.comparison import at_the_edge, grid_points
-from stepformer.study.matching import matched
-from stepformer.study.studies import with_tuning
-from stepformer.study.tuning import Grid
+from stepformer.study.fairness import matched, search_of, with_tuning
 from stepformer.training import RunConfig, run_config
 from stepformer.training.runs import as_toml
 from stepformer.training.speed import flops_per_token
@@ -95,7 +93,7 @@ def test_a_matched_baseline_has_as_many_operations_or_as_much_time(monkeypatch: 
         row = next((name for name in seconds if config is variants[name]), "")
         return SimpleNamespace(step=seconds.get(row, config.model.d_model / 64))
 
-    monkeypatch.setattr("stepformer.study.matching.forecast", step)
+    monkeypatch.setattr("stepformer.study.fairness.forecast", step)
     assert [match.config.model.d_model for match in matched(variants, "vanilla", "time")] == [96, 160]
 
 
@@ -218,7 +216,9 @@ def test_a_point_that_diverges_is_out_and_one_that_fails_stops(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variants = {"vanilla": run_config("vanilla", words({**settings, "max_loss": 7}))}
-    facts = with_tuning(variants, Grid.parse(["lr_embedding=0.001,100"]), "1k", tmp_path / "a", quiet=True)
+    facts = with_tuning(
+        variants, search_of(["lr_embedding=0.001,100"], "1k"), "1k", tmp_path / "a", Facts(), quiet=True
+    )
     assert "best of 2 points, 1 of which diverged" in facts.remarks[0]
     assert variants["vanilla"].optim.lr_embedding == 0.001
 
@@ -227,7 +227,7 @@ def test_a_point_that_diverges_is_out_and_one_that_fails_stops(
 
     monkeypatch.setattr("stepformer.study.study.train", full)
     with pytest.raises(StepformerError, match=r"of the search failed: No space left on device\."):
-        with_tuning(variants, Grid.parse(["lr=0.001,0.002"]), "1k", tmp_path / "b", quiet=True)
+        with_tuning(variants, search_of(["lr=0.001,0.002"], "1k"), "1k", tmp_path / "b", Facts(), quiet=True)
 
 
 # Sweeps.

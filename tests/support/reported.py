@@ -24,7 +24,7 @@ def make_study(root: Path) -> Path:
     data = make_corpus(root / "tales-bytes").folder
     variants = {name: small_run(data, name) for name in NAMES}
     runs = plan(root / "study", variants, [42, 43], quiet=True)
-    assert not carry_out(runs, jobs=1, quiet=True).failed
+    assert not carry_out(runs, jobs=1, quiet=True)[1]
     return root / "study"
 
 

@@ -12,15 +12,15 @@ from stepformer.base.errors import InputError, UnknownNameError
 from stepformer.base.files import write_json, write_text
 from stepformer.base.plugins import lasting
 from stepformer.catalogue.recipes import recipe_names
-from stepformer.cli.options import CONFIDENCE, JOBS, NO_DISPLAY, check, command, drawn, fields_help, option, tell_failed
+from stepformer.cli.options import CONFIDENCE, JOBS, NO_DISPLAY, command, drawn, fields_help, option, tell_failed
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus
 from stepformer.study import finetune_study
 from stepformer.study.forgetting import Direction, Finetuned, forgetting
-from stepformer.study.forgetting_plots import plot_forgetting
-from stepformer.study.forgetting_tables import forgetting_details, forgetting_record, forgetting_table
+from stepformer.study.plots import plot_forgetting
 from stepformer.study.study import Planned, carry_out, plan, refuse_seed, seeds_of
-from stepformer.training import RunConfig, Stopped, run_config
+from stepformer.study.tables import forgetting_details, forgetting_record, forgetting_table
+from stepformer.training import RunConfig, run_config
 from stepformer.training.finetuning import FinetuneConfig
 
 # What a preset alone is pretrained with here: minutes on a laptop for a whole study, well past the unigram entropy.
@@ -28,30 +28,23 @@ PRETRAIN = ("steps=200", "batch=16", "eval_tokens=16384")
 
 
 def run_finetune(args: argparse.Namespace) -> int:
-    check(args, "jobs")
     # argparse gives words after `--pretrain a b` and `--corpora c d` to these options
     listed = [[*(args.names or [])], [*(args.pretrain or [])], [*(args.corpora or [])]]
     words = [word for part in listed for word in part if _is_setting(word)]
-    for word in words:
-        refuse_seed(word.partition("=")[0])
+    refuse_seed(*(word.partition("=")[0] for word in words))
     names, pretrain, corpora = ([word for word in part if not _is_setting(word)] for part in listed)
-    study = Study(args)
-    try:
-        if args.pretrain is not None:
-            if names or args.on or args.source:
-                raise InputError("--pretrain makes its own runs: give --corpora A B, and no RUN, --on or --source.")
-            return study.both_directions(pretrain, corpora, words)
-        if args.corpora is not None or args.seeds is not None:
-            raise InputError("--corpora and --seeds belong to --pretrain; runs are fine-tuned with --on CORPUS.")
-        if not names or not args.on:
-            raise InputError(
-                "Name pretrained runs and a target, e.g. `stepformer finetune runs/NAME --on tales:space`, or "
-                "--pretrain and --corpora."
-            )
-        return study.one_direction(names, words)
-    except Stopped as stopped:
-        print(f"stepformer: {stopped}; saved. The same command continues.", file=sys.stderr)
-        return stopped.status
+    if args.pretrain is not None:
+        if names or args.on or args.source:
+            raise InputError("--pretrain makes its own runs: give --corpora A B, and no RUN, --on or --source.")
+        return Study(args).both_directions(pretrain, corpora, words)
+    if args.corpora is not None or args.seeds is not None:
+        raise InputError("--corpora and --seeds belong to --pretrain; runs are fine-tuned with --on CORPUS.")
+    if not names or not args.on:
+        raise InputError(
+            "Name pretrained runs and a target, e.g. `stepformer finetune runs/NAME --on tales:space`, or "
+            "--pretrain and --corpora."
+        )
+    return Study(args).one_direction(names, words)
 
 
 def _is_setting(word: str) -> bool:
@@ -127,15 +120,15 @@ class Study:
         self.plugins = lasting([*self.plugins, *theirs])
         planned, settled = finetune_study.plan_finetuning(out, runs, target, settings, quiet=self.args.quiet)
         finished = [Finetuned.load(folder) for folder in self._carry_out(planned)]
-        if not any(run.record.label == baseline for run in finished):
+        if not any(run.label == baseline for run in finished):
             return [], settled
         return [forgetting(finished, *pair, baseline, self.args.confidence)], settled
 
     def _carry_out(self, runs: Sequence[Planned]) -> list[Path]:
         """Folders of the runs that finished; a sentence for each that did not."""
-        report = carry_out(runs, jobs=self.args.jobs, quiet=self.args.quiet, plugins=self.plugins)
-        self.failed |= tell_failed(report.failed)
-        return report.finished
+        finished, failed = carry_out(runs, jobs=self.args.jobs, quiet=self.args.quiet, plugins=self.plugins)
+        self.failed |= tell_failed(failed)
+        return finished
 
     def _present(self, directions: Sequence[Direction], settings: FinetuneConfig, out: Path, name: str) -> int:
         if not directions:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import importlib
 import io
 import os
 import sys
+import tomllib
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import ConfigError, StepformerError, StepformerWarning, suggestion
 from stepformer.base.version import __version__
-from stepformer.cli.texts import texts
 
 DESCRIPTION = """\
 Transformers whose layers are steps of an optimizer.
@@ -65,6 +67,12 @@ COMMANDS = {  # name: who adds it
 }
 
 
+@functools.cache
+def texts() -> dict[str, dict[str, str]]:
+    """What `stepformer NAME --help` says, by command."""
+    return tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+
+
 def parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of the command line; `only` the command named, if one is, knows its arguments.
 
@@ -89,15 +97,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
             getattr(importlib.import_module(f"stepformer.cli.{module}"), function)(commands, common)
         else:
             commands.add_parser(name, help=texts()[name]["help"])
-    for sub in commands.choices.values():
-        sub.set_defaults(parser=sub)
     return top
-
-
-def _asked(words: Sequence[str]) -> str:
-    """The command that a line asks for; nothing if it has none, or one that does not exist."""
-    first = next((word for word in words if not word.startswith("-")), "")
-    return first if first in COMMANDS else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,12 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a command line."""
-    top = parser(only=_asked(sys.argv[1:] if argv is None else argv))
+    asked = next((word for word in (sys.argv[1:] if argv is None else argv) if not word.startswith("-")), "")
+    top = parser(only=asked if asked in COMMANDS else "")
     args, extra = top.parse_known_args(argv)
     # argparse takes key=value words only before the first option; people write them anywhere
     words = getattr(args, "overrides", getattr(args, "names", None))
-    takes_names = "names" in args
-    unknown = [w for w in extra if words is None or w.startswith("-") or not (takes_names or "=" in w)]
+    unknown = [w for w in extra if words is None or w.startswith("-") or not ("names" in args or "=" in w)]
     if unknown:
         known = [option for action in args.parser._actions for option in action.option_strings]
         guess = suggestion(unknown[0].partition("=")[0], known)
@@ -141,8 +141,10 @@ def _run(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return status
     except StepformerError as error:
-        for problem in error.problems if isinstance(error, ConfigError) else [error]:
-            if not _told_elsewhere(error):
+        # another rank may print it; before the ranks have met, the first one of a machine does
+        several, rank = int(os.environ.get("WORLD_SIZE", "1")) > 1, int(os.environ.get("LOCAL_RANK", "0"))
+        if not (several and rank > 0 if error.told is None else error.told):
+            for problem in error.problems if isinstance(error, ConfigError) else [error]:
                 print(f"stepformer: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -166,15 +168,7 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _told_elsewhere(error: StepformerError) -> bool:
-    """Whether another rank prints this error; before the ranks have met, the first one of a machine does."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return several and int(os.environ.get("LOCAL_RANK", "0")) > 0 if error.told is None else error.told
-
-
-def _note(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
-) -> None:
+def _note(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
     """Warnings as lines for people: ours as they are, those of libraries with their kind."""
     kind = "" if issubclass(category, StepformerWarning) else f"{category.__name__}: "
     print(f"note: {kind}{message}", file=sys.stderr)

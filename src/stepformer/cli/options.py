@@ -13,7 +13,8 @@ from rich.table import Table
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.base.settings import type_hints
-from stepformer.cli.texts import texts
+from stepformer.cli.main import texts
+from stepformer.training import Stopped
 
 Addition = Callable[[Any], object]
 """What adds something to a parser or to a group of its options."""
@@ -21,12 +22,21 @@ Addition = Callable[[Any], object]
 
 def command(
     run: Callable[[argparse.Namespace], int], *options: Addition, **insertions: Callable[[], str]
-) -> Callable[[Any, argparse.ArgumentParser], argparse.ArgumentParser]:
+) -> Callable[[Any, argparse.ArgumentParser], None]:
     """What adds the command that `run_NAME` carries out. Its words are in commands.toml, where `{key}` stands for what
     an insertion makes; with an epilog they are shown as they are written.
     """
 
-    def add(commands: Any, common: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def carried_out(args: argparse.Namespace) -> int:
+        check(args, "jobs")
+        try:
+            return run(args)
+        except Stopped as stopped:  # of a study, which notes what there is
+            said = "; ".join([str(stopped), *stopped.__notes__])
+            print(f"stepformer: {said}. The same command continues.", file=sys.stderr)
+            return stopped.status
+
+    def add(commands: Any, common: argparse.ArgumentParser) -> None:
         name = run.__name__.removeprefix("run_")
         words = dict(texts()[name])
         for key, made in insertions.items():
@@ -35,8 +45,7 @@ def command(
         sub: argparse.ArgumentParser = commands.add_parser(name, parents=[common], formatter_class=look, **words)
         for option in options:
             option(sub)
-        sub.set_defaults(run=run)
-        return sub
+        sub.set_defaults(run=carried_out, parser=sub)
 
     return add
 
@@ -49,6 +58,11 @@ def option(words: str, help: str | None = None, **more: Any) -> Addition:
     elif not more:
         more["action"] = "store_true"
     return lambda parser: parser.add_argument(name, help=help, **more)
+
+
+def repeated(words: str, help: str, **more: Any) -> Addition:
+    """An option that may be given several times."""
+    return option(words, f"{help}; may be repeated", action="append", default=[], **more)
 
 
 def group(title: str, *options: Addition) -> Addition:
@@ -78,7 +92,7 @@ def check(args: argparse.Namespace, *positive: str) -> None:
     if "confidence" in args and not 0 < args.confidence < 1:
         raise InputError(f"--confidence {args.confidence} should lie between 0 and 1.")
     for name in positive:
-        value = getattr(args, name)
+        value = getattr(args, name, None)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} {value} should be at least 1.")
 

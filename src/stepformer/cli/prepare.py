@@ -25,14 +25,12 @@ from stepformer.present.tables import of_texts
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    about = given(args, "dialect", "count", "seed", "field", "val_field", "document")
-    source = open_source(args.source, **about)
+    source = open_source(args.source, **given(args, "dialect", "count", "seed", "field", "val_field", "document"))
     tokenizer = args.tokenizer or ("bpe:1024" if args.source == "tales" else "gpt2")
     out = args.out or corpus_folder(source.name, tokenizer)
     try:
         with progress_bar() as report:
-            chosen = given(args, "val_fraction", "workers", "force")
-            corpus = prepare(source, tokenizer, out, progress=report, **chosen)
+            corpus = prepare(source, tokenizer, out, progress=report, **given(args, "val_fraction", "workers", "force"))
         if args.verify:
             corpus.verify()
     except KeyboardInterrupt:
@@ -76,15 +74,12 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
         rows.append((name, *facts, split["hash"]))
     tokenizer = corpus.manifest["tokenizer"]
     out.print(f"[bold]{corpus.name}[/bold] with tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids)")
-    titles = ("split", "documents", "tokens", "tokens per byte", "unigram entropy", "hash")
-    out.print(of_texts(titles, rows))
-    rule = corpus.manifest["split_rule"]
-    out.print(f"split: {rule['meaning']}", soft_wrap=True, markup=False)
+    out.print(of_texts(("split", "documents", "tokens", "tokens per byte", "unigram entropy", "hash"), rows))
+    out.print(f"split: {corpus.manifest['split_rule']['meaning']}", soft_wrap=True, markup=False)
     if not corpus.manifest["splits"]["val"]["tokens"]:
         out.print("There is no validation text: training on this corpus cannot be evaluated.", soft_wrap=True)
-    out.print(f"folder: {corpus.folder}", soft_wrap=True, markup=False)
-    words = command_line("train", "yurii", f"corpus={corpus.folder}")
-    out.print(f"train on it: {words}", soft_wrap=True, markup=False)
+    train = command_line("train", "yurii", f"corpus={corpus.folder}")
+    out.print(f"folder: {corpus.folder}\ntrain on it: {train}", soft_wrap=True, markup=False)
 
 
 add_prepare = command(

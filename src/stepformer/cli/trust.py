@@ -26,7 +26,4 @@ def run_trust(args: argparse.Namespace) -> int:
     return 0
 
 
-add_trust = command(
-    run_trust,
-    option("folders RUN", "run folders", nargs="*"),
-)
+add_trust = command(run_trust, option("folders RUN", "run folders", nargs="*"))

@@ -9,34 +9,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import InputError, UnknownNameError, suggestion
+from stepformer.base.errors import InputError
 from stepformer.present.tables import Table
-from stepformer.study.compared import Compared, Facts, Row
+from stepformer.study import statistics
 from stepformer.study.differences import LISTED, MATCHED, Difference, differences
 from stepformer.study.plots import draw_comparison, plot_comparison
-from stepformer.study.records import RunRecord
-from stepformer.study.statistics import (
-    PAIRS_FOR_SMALL,
-    SMALL_DIFFERENCE,
-    PairedDifference,
-    check_confidence,
-    mean_ratio,
-    paired,
-    seed_words,
-    summarise,
-    tokens_to_reach,
-)
+from stepformer.study.records import Compared, Facts, Row, RunRecord, by_label, check_alike, values
 from stepformer.study.tables import full_table, summary_table
 
 # What may differ between the seeds of one row: the machine they ran on, what else was imported, how the work was cut
 # into pieces, and the runs they began with.
+ALIKE = {
+    "val_hash": "they were evaluated on different splits (hashes {:.12} and {:.12})",
+    "val_tokens": "they were evaluated on different numbers of tokens ({:,} and {:,})",
+    "tokens": "their budgets are {:,} and {:,} training tokens",
+    "pairing": "the same seed gives them different batches (pairing {} and {})",
+}
 BETWEEN_SEEDS = (*LISTED, "train.init", "train.micro_batch", "train.device", "train.parallel", "train.graph")
 
 
 def time_ratio(baseline: Mapping[int, RunRecord], other: Mapping[int, RunRecord]) -> float:
     """Training time per token over the baseline's: 1.2 takes a fifth longer for the same tokens."""
     seconds = [{seed: run.train_seconds / run.tokens for seed, run in runs.items()} for runs in (baseline, other)]
-    return mean_ratio(*seconds)
+    return statistics.mean_ratio(*seconds)
 
 
 @dataclass(frozen=True)
@@ -75,43 +70,35 @@ def compare(
 
     Settings in which rows differ are listed, unless they make an architecture or `facts` says that they were meant.
     """
-    check_confidence(confidence)
+    statistics.check_confidence(confidence)
     records, facts = list(records), facts or Facts()
     if not records:
         raise InputError("There are no runs to compare.")
-    by_label: dict[str, dict[int, RunRecord]] = {}
-    for record in records:
-        runs = by_label.setdefault(record.label, {})
-        if not facts.axes:
-            _check_same(records[0], record)
-        _check_one_row(runs, record)
-        runs[record.seed] = record
-    if baseline not in by_label:
-        known = ", ".join(f"'{label}'" for label in by_label)
-        raise UnknownNameError(
-            f"No run is labelled '{baseline}', the baseline.{suggestion(baseline, by_label) or f' Labels: {known}.'}"
-        )
+    if not facts.axes:
+        check_alike(records, ALIKE)
+    found = by_label(records, baseline)
     # a grid over batch, steps or context has losses and no paired differences
     pairs = len({(run.pairing, run.tokens, run.val_hash, run.val_tokens) for run in records}) == 1
-    rows = {}
-    order = list(dict.fromkeys([baseline, *by_label]))
-    for label in order:
-        if not pairs:
-            row = _row(label, {}, by_label[label], label == baseline, confidence)
-            rows[label] = replace(row, paired=False, notes=())
-            continue
-        rows[label] = _row(label, by_label[baseline], by_label[label], label == baseline, confidence)
+    rows, between = [], list[str]()
+    for label, runs in found.items():
+        _check_one_row(list(runs.values()))
+        row = _row(label, found[baseline] if pairs else {}, runs, label == baseline, confidence)
         what, other = facts.matches.get(label, ("", ""))
-        if other in by_label and by_label[other].keys() & by_label[label].keys():
-            rows[label] = _matched(rows[label], what, other, by_label[other], confidence)
+        if not pairs:
+            row = replace(row, paired=False, notes=())
+        elif found.get(other, {}).keys() & runs.keys():
+            row = _matched(row, what, other, found[other], confidence)
+        rows.append(row)
+        # what is not the same for all seeds of a row and may change their losses or times
+        apart = differences({f"seed {seed}": runs[seed].settings for seed in sorted(runs)}, one_row=True)
+        between += [f"The seeds of {label} differ in {one}." for one in apart if one.key.startswith(LISTED)]
     entropies = {record.unigram_entropy for record in records}
-    remarks = [*facts.remarks, *best_point(list(rows.values()), facts.axes, confidence if pairs else None)]
-    remarks += [said for label in order for said in _between_seeds(label, by_label[label])]
-    failed = {other for _, other in facts.matches.values()} - {*by_label}
+    remarks = [*facts.remarks, *best_point(rows, facts.axes, confidence if pairs else None), *between]
+    failed = {other for _, other in facts.matches.values()} - {*found}
     remarks += [f"There is no finished run of {other}: nothing is compared with it." for other in sorted(failed)]
     return Comparison(
         baseline=baseline,
-        rows=tuple(rows.values()),
+        rows=tuple(rows),
         remarks=tuple(remarks),
         confidence=confidence,
         tokens=max(record.tokens for record in records),
@@ -119,62 +106,46 @@ def compare(
         val_hash=records[0].val_hash,
         seeds=tuple(sorted({record.seed for record in records})),
         unigram_entropy=entropies.pop() if len(entropies) == 1 else None,
-        differences=tuple(_all_differences(by_label, order, facts)),
+        differences=tuple(_all_differences(found, facts)),
     )
-
-
-def _between_seeds(label: str, runs: Mapping[int, RunRecord]) -> list[str]:
-    """What is not the same for all seeds of a row and may change their losses or times."""
-    found = differences({f"seed {seed}": runs[seed].settings for seed in sorted(runs)}, one_row=True)
-    return [f"The seeds of {label} differ in {apart}." for apart in found if apart.key.startswith(LISTED)]
 
 
 def _matched(row: Row, what: str, other: str, runs: Mapping[int, RunRecord], confidence: float) -> Row:
     """The row with its difference to another baseline, which has as much of something."""
     own = {record.seed: record for record in row.records}
-    difference = paired(_values(runs, "val_loss"), _values(own, "val_loss"), confidence)
+    difference = statistics.paired(values(runs, "val_loss"), values(own, "val_loss"), confidence)
     if row.difference == difference:
         return replace(row, matched=(what, other, difference))
     said = f"{row.label} to {other}, which has equal {what}: {difference}"
     if what == "time":
         said += f"; in training it took {time_ratio(runs, own):.2f} x its time"
-    notes = [f"{said}.", *([_too_small(f"{row.label} to {other}", difference)] if difference.provisional else [])]
-    return replace(row, matched=(what, other, difference), notes=(*row.notes, *notes))
+    notes = (*row.notes, f"{said}.", *_too_small(f"{row.label} to {other}", difference))
+    return replace(row, matched=(what, other, difference), notes=notes)
 
 
-def _check_one_row(runs: Mapping[int, RunRecord], record: RunRecord) -> None:
+def _check_one_row(runs: Sequence[RunRecord]) -> None:
     """The seeds of a row are one architecture, made by one code under one set of settings."""
-    if record.seed in runs:
-        raise InputError(
-            f"'{runs[record.seed].folder}' and '{record.folder}' are both seed {record.seed} of '{record.label}': "
-            f"give one of them."
-        )
-    first = next(iter(runs.values()), record)
-    if record.parameters != first.parameters:
-        raise InputError(
-            f"'{first.folder}' and '{record.folder}' are both labelled '{record.label}' but have "
-            f"{first.parameters:,} and {record.parameters:,} parameters: they are not one architecture."
-        )
-    for apart in differences({str(run.folder): run.settings for run in (first, record)}, one_row=True):
-        fresh = apart.key == "train.init" and not all(apart.values.values())
-        if fresh or not apart.key.startswith(BETWEEN_SEEDS):
-            raise InputError(
-                f"'{first.folder}' and '{record.folder}' are both labelled '{record.label}' but are not one row: "
-                f"they differ in {apart}."
-            )
+    for record in runs[1:]:
+        both = f"'{runs[0].folder}' and '{record.folder}' are both labelled '{record.label}' but"
+        if record.parameters != runs[0].parameters:
+            counts = f"{runs[0].parameters:,} and {record.parameters:,} parameters"
+            raise InputError(f"{both} have {counts}: they are not one architecture.")
+        for apart in differences({str(run.folder): run.settings for run in (runs[0], record)}, one_row=True):
+            fresh = apart.key == "train.init" and not all(apart.values.values())
+            if fresh or not apart.key.startswith(BETWEEN_SEEDS):
+                raise InputError(f"{both} are not one row: they differ in {apart}.")
 
 
 def best_point(rows: Sequence[Row], axes: Mapping[str, Sequence[str]], confidence: float | None) -> list[str]:
     """Of a sweep: the point of lowest loss, how sure that is, and whether it lies at the edge of the grid."""
-    if not axes or len(rows) < 2:
+    texts = {(record.val_hash, record.val_tokens) for row in rows for record in row.records}
+    if not axes or len(rows) < 2 or len(texts) > 1:  # losses on different texts have no best one
         return []
-    if len({(record.val_hash, record.val_tokens) for row in rows for record in row.records}) > 1:
-        return []  # losses on different texts have no best one
     best, second = sorted(rows, key=lambda row: row.loss.mean)[:2]
     said = f"Best of {len(rows)} points: {best.label}, {best.loss.mean:.4f}"
     next_best, lowest = ({record.seed: record.val_loss for record in row.records} for row in (second, best))
     if confidence is not None and next_best.keys() & lowest.keys():
-        difference = paired(next_best, lowest, confidence)
+        difference = statistics.paired(next_best, lowest, confidence)
         said += f"; to the next best, {second.label}, {difference}"
         if difference.low is not None:
             said += f" ({difference.verdict}{', not to be claimed from so few pairs' * difference.provisional})"
@@ -190,8 +161,7 @@ def all_points(axes: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
 def grid_points(axes: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
     """Every point of a grid under its label."""
     points = all_points(axes)
-    labels = ["_".join(f"{key.rpartition('.')[2]}-{value}" for key, value in point.items()) for point in points]
-    return {label.replace("/", "-"): point for label, point in zip(labels, points, strict=True)}
+    return {"_".join(f"{k.rpartition('.')[2]}-{v}" for k, v in p.items()).replace("/", "-"): p for p in points}
 
 
 def at_the_edge(axes: Mapping[str, Sequence[str]], point: Mapping[str, str]) -> list[str]:
@@ -205,88 +175,59 @@ def at_the_edge(axes: Mapping[str, Sequence[str]], point: Mapping[str, str]) -> 
     return found
 
 
-def _all_differences(
-    by_label: Mapping[str, Mapping[int, RunRecord]], order: Sequence[str], facts: Facts
-) -> list[Difference]:
+def _all_differences(of: Mapping[str, Mapping[int, RunRecord]], facts: Facts) -> list[Difference]:
     """Settings in which rows differ on any seed, each once; baselines made larger differ in size on purpose."""
     found: dict[str, Difference] = {}
     meant = (*facts.meant, *facts.axes)
     larger = {other for _, other in facts.matches.values()} - {facts.baseline}
-    for seed in sorted({seed for runs in by_label.values() for seed in runs}):
-        rows = {label: by_label[label][seed].settings for label in order if seed in by_label[label]}
+    for seed in sorted({seed for runs in of.values() for seed in runs}):
+        rows = {label: runs[seed].settings for label, runs in of.items() if seed in runs}
         named = {label: settings for label, settings in rows.items() if label not in larger}
         for difference in [*differences(named, meant), *differences(rows, (*meant, *MATCHED))]:
             found.setdefault(difference.key, difference)
     return sorted(found.values(), key=lambda difference: difference.meant)
 
 
-def _check_same(first: RunRecord, other: RunRecord) -> None:
-    for one, two, sentence in (
-        (first.val_hash, other.val_hash, "they were evaluated on different splits (hashes {:.12} and {:.12})"),
-        (first.val_tokens, other.val_tokens, "they were evaluated on different numbers of tokens ({:,} and {:,})"),
-        (first.tokens, other.tokens, "their budgets are {:,} and {:,} training tokens"),
-        (first.pairing, other.pairing, "the same seed gives them different batches (pairing {} and {})"),
-    ):
-        if one != two:
-            said = sentence.format(one, two)
-            raise InputError(f"'{first.folder}' and '{other.folder}' cannot be compared: {said}.")
-
-
 def _row(
     label: str, base: Mapping[int, RunRecord], runs: Mapping[int, RunRecord], is_baseline: bool, confidence: float
 ) -> Row:
     common = sorted(base.keys() & runs.keys())
-    fractions = []
-    for seed in common:
-        tokens = tokens_to_reach(runs[seed].curve, base[seed].val_loss)
-        fractions += [] if tokens is None else [tokens / base[seed].tokens]
-    difference = ratio = speed = None
-    if common:
-        ratio = time_ratio(base, runs)
-        speed = mean_ratio(_values(base, "tokens_per_second"), _values(runs, "tokens_per_second"))
-        if not is_baseline:
-            difference = paired(_values(base, "val_loss"), _values(runs, "val_loss"), confidence)
     records = tuple(runs[seed] for seed in sorted(runs))
+    reached = {seed: statistics.tokens_to_reach(runs[seed].curve, base[seed].val_loss) for seed in common}
+    fractions = [tokens / base[seed].tokens for seed, tokens in reached.items() if tokens is not None]
     alike = [(runs[s].weights_sha256, runs[s].val_loss) == (base[s].weights_sha256, base[s].val_loss) for s in common]
     identical = bool(common) and all(alike)
-    return Row(
-        label=label,
-        is_baseline=is_baseline,
-        records=records,
-        loss=summarise(record.val_loss for record in records),
-        best=summarise(record.best_val_loss for record in records),
-        difference=difference,
-        common_seeds=tuple(common),
-        reached=len(fractions),
-        tokens_fraction=summarise(fractions).mean if common and len(fractions) == len(common) else None,
-        speed_ratio=speed,
-        time_ratio=ratio,
-        parameters=records[0].parameters,
-        notes=() if is_baseline or identical else _notes(label, base, runs, difference),
-        identical=identical,
-    )
-
-
-def _values(runs: Mapping[int, RunRecord], name: str) -> dict[int, float]:
-    return {seed: getattr(record, name) for seed, record in runs.items()}
-
-
-def _too_small(label: str, difference: PairedDifference) -> str:
-    pairs = "one paired seed" if difference.n == 1 else f"{difference.n} paired seeds"
-    return (
-        f"{label}: a difference under {SMALL_DIFFERENCE} is not to be claimed from {pairs}; it needs at least "
-        f"{PAIRS_FOR_SMALL}."
-    )
-
-
-def _notes(
-    label: str, base: Mapping[int, RunRecord], runs: Mapping[int, RunRecord], difference: PairedDifference | None
-) -> tuple[str, ...]:
-    notes = [_too_small(label, difference)] if difference and difference.provisional else []
+    difference, speeds = None, (values(base, "tokens_per_second"), values(runs, "tokens_per_second"))
+    if common and not is_baseline:
+        difference = statistics.paired(values(base, "val_loss"), values(runs, "val_loss"), confidence)
+    notes = _too_small(label, difference)
     for some, others, of, why in (
         (runs, base, "", "the baseline has no such run"),
         (base, runs, " of the baseline", "there is no such run"),
     ):
         if alone := sorted(some.keys() - others.keys()):
-            notes.append(f"{label}: {seed_words(alone)}{of} left out of the difference, {why}.")
-    return tuple(notes)
+            notes.append(f"{label}: {statistics.seed_words(alone)}{of} left out of the difference, {why}.")
+    return Row(
+        label=label,
+        is_baseline=is_baseline,
+        records=records,
+        loss=statistics.summarise(record.val_loss for record in records),
+        best=statistics.summarise(record.best_val_loss for record in records),
+        difference=difference,
+        common_seeds=tuple(common),
+        reached=len(fractions),
+        tokens_fraction=statistics.summarise(fractions).mean if common and len(fractions) == len(common) else None,
+        speed_ratio=statistics.mean_ratio(*speeds) if common else None,
+        time_ratio=time_ratio(base, runs) if common else None,
+        parameters=records[0].parameters,
+        notes=() if is_baseline or identical else tuple(notes),
+        identical=identical,
+    )
+
+
+def _too_small(label: str, difference: statistics.PairedDifference | None) -> list[str]:
+    if difference is None or not difference.provisional:
+        return []
+    pairs = "one paired seed" if difference.n == 1 else f"{difference.n} paired seeds"
+    small = f"a difference under {statistics.SMALL_DIFFERENCE} is not to be claimed from {pairs}"
+    return [f"{label}: {small}; it needs at least {statistics.PAIRS_FOR_SMALL}."]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.base import documents
-from stepformer.base.errors import ConfigError, InputError, suggestion
+from stepformer.base.errors import ConfigError, suggestion
 from stepformer.base.plugins import digest
 from stepformer.model.config import NOT_THE_FUNCTION, declared_options
 from stepformer.training.config import SECTIONS, RunConfig
@@ -47,11 +47,8 @@ def flat(config: RunConfig) -> dict[str, Any]:
 
 def recorded(folder: Path) -> dict[str, Any]:
     """The settings of a run, of its code and of its machine, as its folder tells them."""
-    run = RunFolder(folder)
-    record = run.read()
-    config: dict[str, dict[str, Any]] = record.get("config", {})
-    if not all(isinstance(config.get(section), dict) for section in ("model", *SECTIONS)):
-        raise InputError(f"The run record '{folder / 'run.json'}' is damaged: it has no whole config.")
+    record = RunFolder(folder).read()
+    config: dict[str, dict[str, Any]] = record["config"]
     settings = {f"model.{key}": value for key, value in config["model"].items()}
     for section, kind in SECTIONS.items():
         defaults = {f.name: f.default for f in dataclasses.fields(kind)}  # of keys that are younger than the run
@@ -140,8 +137,7 @@ def differences(rows: Mapping[str, Flat], meant: Iterable[str] = (), *, one_row:
     permitted = {*meant}
     differing = []
     for key in keys:
-        of = {label: found for label, found in rows.items() if one_row or _concerns(key, found)}
-        values = {label: settings.get(key) for label, settings in of.items()}
+        values = {label: found.get(key) for label, found in rows.items() if one_row or _concerns(key, found)}
         if any(value != next(iter(values.values())) for value in values.values()):
             differing.append(Difference(key, values, is_architecture(key) or bool({key, last(key)} & permitted)))
     return sorted(differing, key=lambda difference: not is_architecture(difference.key))
@@ -169,9 +165,8 @@ def last(key: str) -> str:
     return key.partition(".")[2]
 
 
-def refuse_unmeant(found: Sequence[Difference], rows: Mapping[str, Flat], allowed: Iterable[str] = ()) -> None:
+def refuse_unmeant(found: Sequence[Difference], rows: Mapping[str, Flat], allowed: Sequence[str] = ()) -> None:
     """A sentence for every difference that nobody asked for; and for a word of --allow that is no setting."""
-    allowed = list(allowed)
     known = {name for settings in rows.values() for key in settings for name in (key, last(key))} | LATER
     problems = [
         f"--allow {word}: no row has such a setting.{suggestion(word, known)}" for word in allowed if word not in known
@@ -189,7 +184,7 @@ def refuse_unmeant(found: Sequence[Difference], rows: Mapping[str, Flat], allowe
 def fair(
     variants: Mapping[str, RunConfig],
     baseline: str,
-    allowed: Iterable[str] = (),
+    allowed: Sequence[str] = (),
     meant: Iterable[str] = (),
     data: Mapping[str, Flat] | None = None,
 ) -> dict[str, RunConfig]:

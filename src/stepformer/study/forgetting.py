@@ -10,34 +10,33 @@ batches in pretraining and in fine-tuning, so their differences are taken seed b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from stepformer.base import documents
-from stepformer.base.errors import InputError, UnknownNameError, suggestion
+from stepformer.base.errors import InputError
+from stepformer.study import statistics
 from stepformer.study.differences import Difference, differences, recorded
-from stepformer.study.records import RunRecord
-from stepformer.study.statistics import (
-    PAIRS_FOR_SMALL,
-    SMALL_DIFFERENCE,
-    PairedDifference,
-    Summary,
-    paired,
-    seed_words,
-    summarise,
-)
+from stepformer.study.records import RunRecord, by_label, check_alike, values
 from stepformer.training.metrics import read_metrics
 from stepformer.training.runs import RunFolder
 
+AMOUNTS = {"forgetting": "source", "plasticity": "target"}  # and the corpus whose loss they are of
+ALIKE = {
+    "source_hash": "they have different source splits ({} and {})",
+    "source_tokens": "they have different numbers of source tokens ({:,} and {:,})",
+    "pairing": "they have different batches, budgets or target splits ({} and {})",
+    "evaluated": "they have different steps of evaluation ({} and {})",
+}
+
 
 @dataclass(frozen=True)
-class Finetuned:
-    """A finished fine-tuning run; `source` and `target` are the losses after `steps`, from 0 to the end."""
+class Finetuned(RunRecord):
+    """A finished fine-tuning run; `source` and `target` are the losses after `evaluated` steps, from 0 to the end."""
 
-    record: RunRecord
-    steps: tuple[int, ...]
+    evaluated: tuple[int, ...]
     source: tuple[float, ...]
     target: tuple[float, ...]
     source_tokens: int
@@ -62,16 +61,13 @@ class Finetuned:
             raise InputError(f"The run '{folder}' began with random weights: nothing was fine-tuned.")
         lines = {line["step"]: line for line in read_metrics(folder / "metrics.jsonl") if line.get("kind") == "eval"}
         lines[record.steps] = documents.read(folder / "result.json", documents.RESULT)
-        try:
-            others = [(step, line["val_loss"], *line["also"].values()) for step, line in sorted(lines.items())]
-        except KeyError:
-            others = []
-        if not others or others[0][0] != 0 or any(len(found) != 3 for found in others):
+        others = [(step, line["val_loss"], *line.get("also", {}).values()) for step, line in sorted(lines.items())]
+        if others[0][0] != 0 or any(len(found) != 3 for found in others):
             raise InputError(f"The run '{folder}' was not evaluated on one other corpus from its start to its end.")
         steps, target, source = zip(*others, strict=True)
-        last = source[-1]
+        on: dict[str, Any] = {f"source_{what}": source[-1][f"val_{what}"] for what in ("tokens", "hash")}
         losses = tuple(float(found["val_loss"]) for found in source)
-        return cls(record, steps, losses, target, last["val_tokens"], last["val_hash"], start)
+        return cls(**vars(record), evaluated=steps, source=losses, target=target, start=start, **on)
 
 
 @dataclass(frozen=True)
@@ -79,20 +75,16 @@ class ForgettingRow:
     """One architecture over its seeds; differences are to the baseline, None for itself and without common seeds."""
 
     label: str
-    is_baseline: bool
     runs: tuple[Finetuned, ...]
-    forgetting: Summary
-    plasticity: Summary
-    forgetting_difference: PairedDifference | None
-    plasticity_difference: PairedDifference | None
+    differences: Mapping[str, statistics.PairedDifference | None]  # by what is forgotten or learned
 
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(run.record.seed for run in self.runs)
+    def amount(self, what: str) -> statistics.Summary:
+        """Forgetting or plasticity over the seeds."""
+        return statistics.summarise(getattr(run, what) for run in self.runs)
 
     def mean(self, corpus: str, place: int) -> float:
         """Mean loss on `source` or `target` at the start (0) or the end (-1)."""
-        return summarise(getattr(run, corpus)[place] for run in self.runs).mean
+        return statistics.summarise(getattr(run, corpus)[place] for run in self.runs).mean
 
 
 @dataclass(frozen=True)
@@ -116,57 +108,43 @@ class Direction:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        notes = [f"{self.name}: the pretrained runs differ in {difference}." for difference in self.apart]
+        notes = [f"the pretrained runs differ in {difference}." for difference in self.apart]
         for row in self.rows:
-            for what in ("forgetting", "plasticity"):
-                difference: PairedDifference | None = getattr(row, f"{what}_difference")
-                if difference and difference.provisional:
-                    notes.append(
-                        f"{self.name}: {row.label}'s difference in {what} is under {SMALL_DIFFERENCE}, not to be "
-                        f"claimed from fewer than {PAIRS_FOR_SMALL} paired seeds."
-                    )
-            unpaired = row.forgetting_difference.unpaired if row.forgetting_difference else ()
-            if unpaired:
-                notes.append(
-                    f"{self.name}: {row.label}: {seed_words(unpaired)} left out of the differences, only one of the "
-                    "two has them."
-                )
-        return tuple(notes)
+            notes += [
+                f"{row.label}'s difference in {what} is under {statistics.SMALL_DIFFERENCE}, not to be claimed from "
+                f"fewer than {statistics.PAIRS_FOR_SMALL} paired seeds."
+                for what, difference in row.differences.items()
+                if difference and difference.provisional
+            ]
+            if (found := row.differences["forgetting"]) and found.unpaired:
+                left_out = f"{statistics.seed_words(found.unpaired)} left out of the differences"
+                notes.append(f"{row.label}: {left_out}, only one of the two has them.")
+        return tuple(f"{self.name}: {note}" for note in notes)
 
 
-def forgetting(
-    runs: Iterable[Finetuned], source: str, target: str, baseline: str, confidence: float = 0.95
-) -> Direction:
+def forgetting(runs: list[Finetuned], source: str, target: str, baseline: str, confidence: float = 0.95) -> Direction:
     """The rows of one direction; runs whose losses do not measure one thing are refused."""
-    runs = list(runs)
     if not runs:
         raise InputError("There are no fine-tuned runs to measure.")
-    by_label: dict[str, dict[int, Finetuned]] = {}
-    for run in runs:
-        _check_same(runs[0], run)
-        mine = by_label.setdefault(run.record.label, {})
-        if run.record.seed in mine:
-            raise InputError(
-                f"'{mine[run.record.seed].record.folder}' and '{run.record.folder}' are both seed {run.record.seed} "
-                f"of '{run.record.label}': give one of them."
-            )
-        mine[run.record.seed] = run
-    if baseline not in by_label:
-        raise UnknownNameError(
-            f"No run is labelled '{baseline}', the baseline.{suggestion(baseline, by_label)} "
-            f"Labels: {', '.join(by_label)}."
-        )
-    order = dict.fromkeys([baseline, *by_label])
-    rows = [_row(label, by_label[baseline], by_label[label], label == baseline, confidence) for label in order]
-    return Direction(source, target, baseline, confidence, tuple(rows), _pretraining(by_label))
+    check_alike(runs, ALIKE)
+    found = by_label(runs, baseline)
+    rows = []
+    for label, mine in found.items():
+        common = label != baseline and mine.keys() & found[baseline].keys()
+        apart = {
+            what: statistics.paired(values(found[baseline], what), values(mine, what), confidence) if common else None
+            for what in AMOUNTS
+        }
+        rows.append(ForgettingRow(label, tuple(mine[seed] for seed in sorted(mine)), apart))
+    return Direction(source, target, baseline, confidence, tuple(rows), _pretraining(found))
 
 
-def _pretraining(by_label: Mapping[str, Mapping[int, Finetuned]]) -> tuple[Difference, ...]:
+def _pretraining(of: Mapping[str, Mapping[int, Finetuned]]) -> tuple[Difference, ...]:
     """In what the runs differ that the rows began with, as far as these runs are still there."""
     found: dict[str, Difference] = {}
-    for seed in sorted({seed for runs in by_label.values() for seed in runs}):
+    for seed in sorted({seed for runs in of.values() for seed in runs}):
         rows = {}
-        for label, runs in by_label.items():
+        for label, runs in of.items():
             start = runs[seed].start if seed in runs else {}
             with contextlib.suppress(InputError):
                 if start and RunFolder(Path(start["run"])).read().get("id") == start.get("id"):
@@ -175,27 +153,3 @@ def _pretraining(by_label: Mapping[str, Mapping[int, Finetuned]]) -> tuple[Diffe
             if not difference.meant and difference.key != "train.init":
                 found.setdefault(difference.key, difference)
     return tuple(found.values())
-
-
-def _check_same(first: Finetuned, other: Finetuned) -> None:
-    pair = f"'{first.record.folder}' and '{other.record.folder}' cannot be compared"
-    for name, one, two in (
-        ("source splits", first.source_hash, other.source_hash),
-        ("numbers of source tokens", f"{first.source_tokens:,}", f"{other.source_tokens:,}"),
-        ("batches, budgets or target splits", first.record.pairing, other.record.pairing),
-        ("steps of evaluation", first.steps, other.steps),
-    ):
-        if one != two:
-            raise InputError(f"{pair}: they have different {name} ({one} and {two}).")
-
-
-def _row(
-    label: str, base: Mapping[int, Finetuned], mine: Mapping[int, Finetuned], is_baseline: bool, confidence: float
-) -> ForgettingRow:
-    runs = tuple(mine[seed] for seed in sorted(mine))
-    found: list[PairedDifference | None] = []
-    for what in ("forgetting", "plasticity"):
-        one, two = ({seed: getattr(run, what) for seed, run in some.items()} for some in (base, mine))
-        found.append(None if is_baseline or not one.keys() & two.keys() else paired(one, two, confidence))
-    amounts = (summarise(run.forgetting for run in runs), summarise(run.plasticity for run in runs))
-    return ForgettingRow(label, is_baseline, runs, *amounts, *found)

@@ -1,27 +1,18 @@
-"""A comparison as a picture: curves on the left, paired differences on the right."""
+"""Comparisons and forgetting as pictures: curves, and what differs between architectures."""
 
 from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.present.style import (
-    COLOURS,
-    GREY,
-    as_written,
-    clean,
-    few_ticks,
-    looks,
-    name_rows,
-    new_figure,
-    save_figure,
-    short_number,
-)
-from stepformer.present.tables import MINUS
-from stepformer.study.compared import Compared, Row
-from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words
+from stepformer.present import style
+from stepformer.present.tables import signed
+from stepformer.study.forgetting import Direction, ForgettingRow
+from stepformer.study.records import Compared, Row
+from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words, summarise, t_quantile
 from stepformer.study.tables import MARK, percent
 
 INSIDE = 6  # names that a legend may have inside the picture; more go below it
@@ -30,28 +21,26 @@ NAME_WIDTH = 26  # characters; longer labels go on on the next line
 
 def plot_comparison(comparison: Compared, path: str | Path) -> None:
     """Write a PNG of evaluation loss against tokens and of each difference to the baseline with its interval."""
-    save_figure(draw_comparison(comparison), path)
+    style.save_figure(draw_comparison(comparison), path)
 
 
 def draw_comparison(comparison: Compared) -> Any:
     """The same as a matplotlib figure."""
-    others = [row for row in comparison.rows if row.difference is not None]
-    figure = new_figure((11 if others else 6.5, _height(comparison)))
-    if others:
-        left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-        _draw_differences(right, comparison)
-    else:
-        left = figure.subplots()
+    others = any(row.difference is not None for row in comparison.rows)
+    figure = style.new_figure((11 if others else 6.5, _height(comparison)))
+    left, *right = figure.subplots(1, 1 + others, width_ratios=(1.25, 1)[: 1 + others], squeeze=False)[0]
+    for axes in right:
+        _draw_differences(axes, comparison)
     _draw_curves(left, comparison)
-    figure.supxlabel(_footer(comparison), fontsize=8, color=GREY, parse_math=False)
+    figure.supxlabel(_footer(comparison), fontsize=8, color=style.GREY, parse_math=False)
     return figure
 
 
 def plot_differences(comparison: Compared, path: str | Path) -> None:
     """Write a PNG of the differences to the baseline alone."""
-    figure = new_figure((6.5, _height(comparison) - 1.4))
+    figure = style.new_figure((6.5, _height(comparison) - 1.4))
     _draw_differences(figure.subplots(), comparison)
-    save_figure(figure, path, _footer(comparison))
+    style.save_figure(figure, path, _footer(comparison))
 
 
 def _height(comparison: Compared) -> float:
@@ -76,14 +65,17 @@ def _footer(comparison: Compared) -> str:
 def _draw_curves(axes: Any, comparison: Compared) -> None:
     handles = []
     for index, row in enumerate(comparison.rows):
-        style = looks(index)
+        look = style.looks(index)
         if len(row.records) > 1:
             for record in row.records:
-                axes.plot(*zip(*record.curve, strict=True), linewidth=0.8, alpha=0.35, **style)
+                axes.plot(*zip(*record.curve, strict=True), linewidth=0.8, alpha=0.35, **look)
+        curves = [dict(record.curve) for record in row.records]
+        tokens = sorted(set(curves[0]).intersection(*curves[1:]))  # where all seeds were evaluated
+        means = [math.fsum(curve[t] for curve in curves) / len(curves) for t in tokens]
         # the baseline below and wider, so that a curve that lies on it still shows
-        handles += axes.plot(*_mean_curve(row), linewidth=1.8 if index else 2.8, zorder=3 + bool(index), **style)
+        handles += axes.plot(tokens, means, linewidth=1.8 if index else 2.8, zorder=3 + bool(index), **look)
     top = _show_end(axes, comparison)
-    labels = [textwrap.fill(row.label, NAME_WIDTH) for row in comparison.rows]
+    labels = _names(comparison.rows)
     looks_of_legend = {"facecolor": "white", "edgecolor": "none", "fontsize": 9}
     if len(labels) <= INSIDE:
         legend = axes.legend(handles, labels, loc="upper right", bbox_to_anchor=(1, top), **looks_of_legend)
@@ -91,20 +83,11 @@ def _draw_curves(axes: Any, comparison: Compared) -> None:
         width = axes.figure.get_size_inches()[0]
         columns = max(1, int(width / (0.75 + 0.08 * max(len(line) for label in labels for line in label.split("\n")))))
         legend = axes.figure.legend(handles, labels, loc="outside upper left", ncols=columns, **looks_of_legend)
-    as_written(legend.get_texts())
-    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
-    axes.set_xlabel("training tokens")
-    axes.set_ylabel("evaluation loss (nats per token)")
+    style.as_written(legend.get_texts())
+    axes.xaxis.set_major_formatter(lambda value, _: style.short_number(value))
     several = any(len(row.records) > 1 for row in comparison.rows)
-    axes.set_title(f"Evaluation loss{', mean (bold) and seeds (thin)' if several else ''}", loc="left", fontsize=11)
-    clean(axes, lines="x")
-
-
-def _mean_curve(row: Row) -> tuple[list[int], list[float]]:
-    """Mean over seeds where all of them were evaluated."""
-    curves = [dict(record.curve) for record in row.records]
-    tokens = sorted(set(curves[0]).intersection(*curves[1:]))
-    return tokens, [math.fsum(curve[t] for curve in curves) / len(curves) for t in tokens]
+    title = f"Evaluation loss{', mean (bold) and seeds (thin)' if several else ''}"
+    _describe(axes, title, "training tokens", "evaluation loss (nats per token)", size=11)
 
 
 def _show_end(axes: Any, comparison: Compared) -> float:
@@ -121,10 +104,10 @@ def _show_end(axes: Any, comparison: Compared) -> float:
     entropy, span = comparison.unigram_entropy, high - low
     drawn = entropy is not None and low - 0.7 * span <= entropy <= high + 0.7 * span  # further off it costs too much
     if entropy is not None and drawn:
-        axes.axhline(entropy, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
+        axes.axhline(entropy, color=style.GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
         place = {"xy": (0.99, entropy), "xycoords": axes.get_yaxis_transform(), "ha": "right"}
         lift = {"xytext": (0, 3), "textcoords": "offset points"}
-        axes.annotate("unigram entropy", **place, **lift, fontsize=8, color=GREY)
+        axes.annotate("unigram entropy", **place, **lift, fontsize=8, color=style.GREY)
         low, high = min(low, entropy), max(high, entropy)
     margin = 0.07 * (high - low) or 0.01
     bottom, top = low - margin, high + margin
@@ -135,28 +118,84 @@ def _show_end(axes: Any, comparison: Compared) -> float:
 
 def _draw_differences(axes: Any, comparison: Compared) -> None:
     rows = [(index, row, row.difference) for index, row in enumerate(comparison.rows) if row.difference is not None]
-    axes.axvline(0, color=COLOURS[0], linewidth=1.2, zorder=1)
+    axes.axvline(0, color=style.COLOURS[0], linewidth=1.2, zorder=1)
     for place, (index, _, difference) in enumerate(rows):
-        colour = looks(index)["color"]
+        colour = style.looks(index)["color"]
         if difference.low is not None:
             ends = [difference.low, difference.high]
             axes.plot(ends, [place, place], linewidth=2.2, color=colour, solid_capstyle="butt")
         face = colour if difference.low is not None else "white"  # hollow: a mean without an interval
         axes.plot(difference.mean, place, "o", markersize=7, color=colour, markerfacecolor=face, markeredgewidth=1.8)
-    name_rows(axes, [textwrap.fill(row.label, NAME_WIDTH) for _, row, _ in rows])
+    style.name_rows(axes, _names(row for _, row, _ in rows))
     values = axes.secondary_yaxis("right")
-    verdicts = [textwrap.fill(row.verdict + (MARK if row.provisional else ""), NAME_WIDTH) for _, row, _ in rows]
-    means = [f"{d.mean:+.4f}".replace("-", MINUS) for _, _, d in rows]  # as on the axis
-    words = [f"{mean}\n{verdict}" for mean, verdict in zip(means, verdicts, strict=True)]
+    verdicts = [textwrap.fill(row.verdict + MARK * row.provisional, NAME_WIDTH) for _, row, _ in rows]
+    words = [f"{signed(d.mean)}\n{verdict}" for (_, _, d), verdict in zip(rows, verdicts, strict=True)]
     values.set_yticks(range(len(rows)), words, fontsize=8.5)
     values.tick_params(length=0)
     values.spines["right"].set_visible(False)
-    axes.set_xlabel("difference in final loss (left of zero is better)")
-    few_ticks(axes, 5, min_n_ticks=3)
+    style.few_ticks(axes, 5, min_n_ticks=3)
     several = any(difference.low is not None for _, _, difference in rows)
     confidence = f", {percent(comparison.confidence)} confidence" if several else ""
     name = comparison.baseline
     name = name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 1]}…"
-    axes.set_title(f"Paired difference to {name}{confidence}", loc="left", fontsize=11, parse_math=False)
-    clean(axes, lines="x")
+    title = f"Paired difference to {name}{confidence}"
+    _describe(axes, title, "difference in final loss (left of zero is better)", size=11)
     axes.spines["left"].set_visible(False)
+
+
+def plot_forgetting(directions: Sequence[Direction], path: str | Path) -> None:
+    """Write a PNG, a line of three pictures for each direction."""
+    figure = style.new_figure((12.5, 3.9 * len(directions)))
+    grid = figure.subplots(len(directions), 3, width_ratios=(1.5, 1, 1), squeeze=False)
+    for (curves, left, right), direction in zip(grid, directions, strict=True):
+        _draw_both(curves, direction)
+        _draw_amounts(left, direction, "forgetting", "rise of the source loss (left is better)")
+        _draw_amounts(right, direction, "plasticity", "fall of the target loss (right is better)")
+    drawn = f"points: seeds; lines: mean and its {percent(directions[0].confidence)} interval (Student's t)"
+    tokens = f"{directions[0].first.source_tokens:,} source and {directions[0].first.val_tokens:,} target tokens"
+    style.save_figure(figure, path, f"{drawn}. Nats per token on {tokens}.")
+
+
+def _draw_both(axes: Any, direction: Direction) -> None:
+    handles: list[Any] = []
+    for index, row in enumerate(direction.rows):
+        colour = style.looks(index)["color"]
+        steps = row.runs[0].evaluated
+        for corpus, dashes in (("source", "-"), ("target", (0, (4, 2)))):
+            for run in row.runs if len(row.runs) > 1 else ():
+                axes.plot(steps, getattr(run, corpus), color=colour, linestyle=dashes, linewidth=0.7, alpha=0.35)
+            means = [summarise(values).mean for values in zip(*(getattr(r, corpus) for r in row.runs), strict=True)]
+            line = axes.plot(steps, means, color=colour, linestyle=dashes, linewidth=1.9)
+            handles += line if corpus == "source" else []
+    legend = axes.legend(handles, _names(direction.rows), fontsize=8.5, facecolor="white", edgecolor="none")
+    style.as_written(legend.get_texts())
+    style.few_ticks(axes, 6, integer=True)
+    title = f"{direction.name}: source (solid) and target (dashed)"
+    _describe(axes, title, "fine-tuning steps", "validation loss (nats per token)")
+
+
+def _draw_amounts(axes: Any, direction: Direction, what: str, label: str) -> None:
+    for place, row in enumerate(direction.rows):
+        colour = style.looks(place)["color"]
+        summary = row.amount(what)
+        values = [getattr(run, what) for run in row.runs]
+        axes.plot(values, [place] * len(values), "o", markersize=4, color=colour, alpha=0.5)
+        if summary.standard_error is not None:
+            half = t_quantile((1 + direction.confidence) / 2, summary.n - 1) * summary.standard_error
+            axes.plot([summary.mean - half, summary.mean + half], [place, place], linewidth=1.6, color=colour)
+            axes.plot(summary.mean, place, "|", markersize=16, markeredgewidth=2.4, color=colour)
+    style.name_rows(axes, _names(direction.rows))
+    style.few_ticks(axes, 4)
+    _describe(axes, what, label)
+
+
+def _describe(axes: Any, title: str, below: str, beside: str = "", size: float = 10.5) -> None:
+    """What is drawn, over which axes, behind it faint lines."""
+    axes.set_title(title, loc="left", fontsize=size, parse_math=False)
+    axes.set_xlabel(below)
+    axes.set_ylabel(beside)
+    style.clean(axes, lines="x")
+
+
+def _names(rows: Iterable[Row | ForgettingRow]) -> list[str]:
+    return [textwrap.fill(row.label, NAME_WIDTH) for row in rows]

@@ -1,17 +1,19 @@
-"""Finished runs, as their folders tell them."""
+"""Finished runs, as their folders tell them, and what a comparison of them holds."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from stepformer.base import documents
 from stepformer.base.described import problem
-from stepformer.base.errors import InputError, StepformerError
-from stepformer.study.differences import recorded
+from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
+from stepformer.study.differences import Difference, recorded
+from stepformer.study.statistics import PairedDifference, Summary, several_intervals
 from stepformer.training.metrics import read_lines, warn_unchecked
 from stepformer.training.runs import RunFolder
 
@@ -54,23 +56,51 @@ class RunRecord:
         known = {f.name for f in dataclasses.fields(cls)} - {"folder", "curve", "settings"}
         fields = {"unigram_entropy": None, **{key: value for key, value in result.items() if key in known}}
         fields["label"] = fields["label"] or fields["title"]
-        curve, settings = _read_curve(folder / "metrics.jsonl", result), recorded(folder)
-        _check_settings(folder)
+        curve, settings, run = _read_curve(folder / "metrics.jsonl", result), recorded(folder), RunFolder(folder)
+        try:
+            record, config = run.read(), run.config()
+        except StepformerError:  # rules that are gone cannot be asked
+            pass
+        else:
+            run.read_result(record, config)
         return cls(folder=folder, curve=curve, settings=settings, **fields)
 
 
-def _check_settings(folder: Path) -> None:
-    """Refuse a result of another run or other settings than run.json has; rules that are gone cannot be asked."""
-    run = RunFolder(folder)
-    try:
-        record, config = run.read(), run.config()
-    except StepformerError:
-        return
-    run.read_result(record, config)
+Kind = TypeVar("Kind", bound=RunRecord)
 
 
 def load_records(folders: Iterable[str | Path]) -> list[RunRecord]:
     return [RunRecord.load(folder) for folder in folders]
+
+
+def by_label(runs: Iterable[Kind], baseline: str) -> dict[str, dict[int, Kind]]:
+    """The runs of every label by their seeds, those of the baseline first."""
+    found: dict[str, dict[int, Kind]] = {}
+    for run in runs:
+        mine = found.setdefault(run.label, {})
+        if run.seed in mine:
+            both = f"'{mine[run.seed].folder}' and '{run.folder}'"
+            raise InputError(f"{both} are both seed {run.seed} of '{run.label}': give one of them.")
+        mine[run.seed] = run
+    if baseline not in found:
+        known = ", ".join(f"'{label}'" for label in found)
+        others = suggestion(baseline, found) or f" Labels: {known}."
+        raise UnknownNameError(f"No run is labelled '{baseline}', the baseline.{others}")
+    return {baseline: found[baseline], **found}
+
+
+def check_alike(runs: Sequence[RunRecord], facts: Mapping[str, str]) -> None:
+    """Refuse runs whose losses do not measure one thing; of each fact that they have in common, what to say."""
+    for run, (fact, sentence) in itertools.product(runs, facts.items()):
+        one, two = getattr(runs[0], fact), getattr(run, fact)
+        if one != two:
+            said = sentence.format(one, two)
+            raise InputError(f"'{runs[0].folder}' and '{run.folder}' cannot be compared: {said}.")
+
+
+def values(runs: Mapping[int, RunRecord], name: str) -> dict[int, float]:
+    """One number of every run."""
+    return {seed: getattr(run, name) for seed, run in runs.items()}
 
 
 def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
@@ -85,8 +115,7 @@ def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float
     for number, entry in enumerate(lines.entries, 1):
         if entry["kind"] == "eval":
             known = {key: entry[key] for key in documents.EVALUATION.known if key in entry}  # oracles add their own
-            fault = problem(known, documents.EVALUATION)
-            if fault:
+            if fault := problem(known, documents.EVALUATION):
                 raise InputError(f"The metrics file '{path}' is damaged in line {number}: {fault}.")
             # a resumed run repeats the evaluations after its checkpoint: the later line is of the weights that stayed
             evaluations[entry["step"]] = (entry["tokens"], entry["val_loss"])
@@ -97,3 +126,109 @@ def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float
         raise InputError(f"The evaluations in '{path}' do not end with the loss in result.json: they are of two runs.")
     evaluations[steps] = (tokens, val_loss)
     return tuple(evaluations[step] for step in sorted(evaluations))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What has to be known of a study. It is kept in study.json, so that a report knows it too."""
+
+    baseline: str = ""
+    meant: tuple[str, ...] = ()  # settings that differ on purpose
+    axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a sweep: key -> values
+    matches: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # row -> what of, and the other baseline
+    remarks: tuple[str, ...] = ()  # what to say
+
+    @classmethod
+    def of_study(cls, study: Any) -> Self:
+        """What study.json says; nothing if it is older or says it in another way."""
+        try:
+            found = study["facts"]
+            return cls(
+                str(found["baseline"]),
+                tuple(map(str, found["meant"])),
+                {str(key): tuple(map(str, values)) for key, values in found["axes"].items()},
+                {str(label): (str(what), str(other)) for label, (what, other) in found["matches"].items()},
+                tuple(map(str, found["remarks"])),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return cls()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture against the baseline, over its seeds.
+
+    `tokens_fraction` is the mean over common seeds of the tokens after which it reached the final loss of the
+    baseline's run on that seed, as a fraction of that run's tokens; None unless all of them did, since a mean of only
+    the successes would flatter. `reached` counts those that did. Ratios are over common seeds, None without any;
+    `difference` is None for the baseline itself and when no seed is common.
+    """
+
+    label: str
+    is_baseline: bool
+    records: tuple[RunRecord, ...]
+    loss: Summary
+    best: Summary
+    difference: PairedDifference | None
+    common_seeds: tuple[int, ...]
+    reached: int
+    tokens_fraction: float | None
+    speed_ratio: float | None  # tokens per second, over the baseline's
+    time_ratio: float | None  # seconds for the same tokens, over the baseline's
+    parameters: int
+    notes: tuple[str, ...]
+    identical: bool = False  # on every common seed the very weights and the loss of the baseline
+    matched: tuple[str, str, PairedDifference] | None = None  # of what it has as much as which other row, and to that
+    paired: bool = True  # False: its batches or its budget are others than the baseline's
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(record.seed for record in self.records)
+
+    @property
+    def verdict(self) -> str:
+        if self.is_baseline:
+            return "baseline"
+        if self.identical:
+            return "identical"
+        if self.difference is None:
+            return "no common seed" if self.paired else "not paired"
+        if self.matched is None:
+            return self.difference.verdict
+        what, _, to_that = self.matched
+        if to_that == self.difference:  # the baseline itself has as much
+            return f"{self.difference.verdict} at equal tokens and {what}"
+        return f"{self.difference.verdict} at equal tokens; at equal {what} {to_that.verdict}"
+
+    @property
+    def provisional(self) -> bool:
+        return self.difference is not None and self.difference.provisional and not self.identical
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All rows, the baseline first, and what their numbers are numbers of."""
+
+    baseline: str
+    rows: tuple[Row, ...]
+    confidence: float
+    tokens: int
+    val_tokens: int
+    val_hash: str
+    seeds: tuple[int, ...]
+    unigram_entropy: float | None
+    differences: tuple[Difference, ...] = ()  # settings in which the rows differ
+    remarks: tuple[str, ...] = ()  # what was done so that they compare
+
+    @property
+    def paired(self) -> bool:
+        """Whether the runs of one seed saw the same batches, as many tokens and the same evaluation."""
+        return all(row.paired for row in self.rows)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know before quoting the table."""
+        apart = [f"The rows also differ in {found}." for found in self.differences if not found.meant]
+        notes = [*self.remarks, *apart, *(note for row in self.rows for note in row.notes)]
+        second = [row.matched[2] for row in self.rows if row.matched and row.matched[1] != self.baseline]
+        return (*notes, *several_intervals([*(row.difference for row in self.rows), *second], self.confidence))

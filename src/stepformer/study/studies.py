@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepformer.base import documents, files
 from stepformer.base.errors import InputError, StepformerError, UnknownNameError
-from stepformer.base.plugins import digest, identity, load_plugin, package_digest
-from stepformer.base.version import __version__
+from stepformer.base.plugins import load_plugin
 from stepformer.model.config import ModelConfig
-from stepformer.present.tables import listed
 from stepformer.study.comparison import Comparison, Facts
 from stepformer.study.comparison import compare as compare_records
-from stepformer.study.differences import differences, fair, recorded, what_was_read
-from stepformer.study.matching import CLOSE, Match, matched
+from stepformer.study.differences import fair, what_was_read
+from stepformer.study.fairness import search_of, with_matches, with_tuning
 from stepformer.study.records import load_records
-from stepformer.study.study import (
-    ALONE,
-    Planned,
-    Report,
-    amount,
-    carry_out,
-    grid,
-    grid_axes,
-    plan,
-    refuse_seed,
-    seeds_of,
-)
-from stepformer.study.tuning import FIRST_SEED, Grid, chosen, planned
+from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, refuse_seed, seeds_of, steps_for
 from stepformer.training import RunConfig, run_config
 from stepformer.training.corpora import open_corpus
-from stepformer.training.run import corpus_facts
+from stepformer.training.run import ALONE, corpus_facts
 
 Named = str | Path | RunConfig | ModelConfig  # a row: preset, recipe or TOML file by name, or a config
 
@@ -62,24 +47,22 @@ def compare(
     ("parameters", "flops" or "time") adds for each row a baseline that has as much of it; `tune`
     ("lr,lr_norm=0.5x,1x,2x") gives every row the same search of `budget_tune` tokens a run first.
     """
-    axes = [tune] if isinstance(tune, str) and tune else list(tune)
+    how: dict[str, Any] = {"jobs": jobs, "plugins": plugins, "quiet": quiet}
     study = compared(
         rows,
         Path(out),
-        seeds=_seeds(seeds),
+        seeds=seeds_of(seeds),
         budget=budget,
         baseline=baseline,
         recipe=recipe,
         settings=settings,
         allow=allow,
         match=match,
-        tune=axes,
+        tune=[tune] if isinstance(tune, str) and tune else list(tune),
         budget_tune=budget_tune,
-        jobs=jobs,
-        plugins=plugins,
-        quiet=quiet,
+        **how,
     )
-    return _carried_out(study, confidence, jobs, plugins, quiet)
+    return _carried_out(study, confidence, **how)
 
 
 def sweep(
@@ -102,9 +85,8 @@ def sweep(
         load_plugin(plugin)
     words = [f"{key}={_word(value)}" for key, value in settings.items()]
     grid_words = [f"{key}={','.join(map(_word, values))}" for key, values in axes.items()]
-    study = swept(str(name), words, grid_words, Path(out))
-    study = replace(study, seeds=tuple(_seeds(seeds)), allow=tuple(allow))
-    return _carried_out(study, confidence, jobs, plugins, quiet)
+    study = swept(str(name), words, grid_words, Path(out), seeds_of(seeds), allow)
+    return _carried_out(study, confidence, jobs=jobs, plugins=plugins, quiet=quiet)
 
 
 @dataclass(frozen=True)
@@ -113,10 +95,9 @@ class Study:
 
     out: Path
     variants: dict[str, RunConfig]
-    baseline: str
     facts: Facts
-    seeds: tuple[int, ...] = (42,)
-    allow: tuple[str, ...] = ()
+    seeds: Sequence[int]
+    allow: Sequence[str]
 
     def plan(self, *, quiet: bool = False, here: bool = True) -> list[Planned]:
         return plan(self.out, self.variants, self.seeds, quiet=quiet, allowed=self.allow, facts=self.facts, here=here)
@@ -131,62 +112,59 @@ def compared(
     baseline: str | None = None,
     recipe: str | None = None,
     words: Sequence[str] = (),
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any],
     allow: Sequence[str] = (),
     match: str | None = None,
     tune: Sequence[str] = (),
     budget_tune: int | str | None = None,
-    jobs: int | None = None,
     plugins: Sequence[str] = (),
     quiet: bool = False,
+    **how: Any,
 ) -> Study:
     """A comparison up to its runs: what cannot be compared is refused, baselines are made larger, rows are tuned."""
-    for key in settings or {}:
-        refuse_seed(key)
+    refuse_seed(*settings)
     for plugin in plugins:
         load_plugin(plugin)
-    searched = check_tuning(tune, budget_tune, seeds)
-    variants = labelled(rows, recipe, words, budget, settings)
+    searched = search_of(tune, budget_tune, seeds)
+    if budget is not None and {"steps", "train.steps"} & {*_keys(words, settings)}:
+        raise InputError("Give --budget or steps, not both.")
+    variants = _rows(rows, budget, recipe, words, settings)
     first = baseline or next(iter(variants))
     if first not in variants:
         raise UnknownNameError(f"The baseline '{first}' is not among {', '.join(variants)}.")
     variants, data = resolved(variants, quiet=quiet)
-    variants = fair(variants, first, allow, searched.axes, data)
+    variants = fair(variants, first, allow, searched, data)
     if out is None:
         corpus = Path(variants[first].data.corpus).name
         out = Path(f"runs/compare-{recipe or corpus}-{'-'.join(variants)[:60]}")
-    facts = Facts(baseline=first) + with_matches(variants, first, match, out)
-    facts += with_tuning(variants, searched, budget_tune, out, allow, jobs=jobs, plugins=plugins, quiet=quiet)
-    return Study(out, variants, first, facts, tuple(seeds), tuple(allow))
+    facts = with_matches(variants, match, out, Facts(baseline=first))
+    how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
+    facts = with_tuning(variants, searched, budget_tune, out, facts, **how)
+    return Study(out, variants, facts, seeds, allow)
 
 
-def swept(name: str, words: Sequence[str], axes: Sequence[str], out: Path) -> Study:
+def swept(
+    name: str, words: Sequence[str], axes: Sequence[str], out: Path, seeds: Sequence[int], allow: Sequence[str]
+) -> Study:
     """A grid up to its runs; its first point is the baseline."""
     found = grid_axes(axes)
     variants = grid(name, words, found)
-    first = next(iter(variants))
-    return Study(out, variants, first, Facts(baseline=first, axes=found))
+    return Study(out, variants, Facts(baseline=next(iter(variants)), axes=found), seeds, allow)
 
 
-def labelled(
-    rows: Iterable[Named | Mapping[str, Named]],
-    recipe: str | None,
-    words: Sequence[str],
-    budget: int | str | None,
-    settings: Mapping[str, Any] | None = None,
-) -> dict[str, RunConfig]:
-    """The rows of a comparison as labelled configs, under the settings of all of them."""
+def _rows(rows: Iterable[Named | Mapping[str, Named]], budget: int | str | None, *common: Any) -> dict[str, RunConfig]:
+    """The rows of a comparison as labelled configs; `common` is what all of them have, as for _row."""
     found: dict[str, RunConfig] = {}
-    for row in rows:
-        named = row if isinstance(row, Mapping) else {_label(row): row}
-        for label, what in named.items():
-            config = _variant(what, recipe, words, budget, settings or {})
-            label = label or config.title
-            if label in found:
-                raise InputError(
-                    f"The name '{label}' stands twice: rename one of the rows (a file's name is its row's)."
-                )
-            found[label] = config
+    named = [row if isinstance(row, Mapping) else {_label(row): row} for row in rows]
+    for label, what in (pair for row in named for pair in row.items()):
+        config = _row(what, *common)
+        if budget is not None:
+            length: dict[str, Any] = {"train.steps": steps_for(config, budget, "--budget")}
+            config = _row(what, *common, **length)
+        label = label or config.title
+        if label in found:
+            raise InputError(f"The name '{label}' stands twice: rename one of the rows (a file's name is its row's).")
+        found[label] = config
     if len(found) < 2:
         raise InputError("Name at least two architectures to compare, e.g. `stepformer compare vanilla yurii`.")
     return found
@@ -203,101 +181,6 @@ def resolved(
     return found, data
 
 
-def with_matches(variants: dict[str, RunConfig], baseline: str, what: str | None, out: Path) -> Facts:
-    """Add to the rows of a study the baselines that have what the others have."""
-    if what is None:
-        return Facts()
-    stored = _measured_before(variants, baseline, what, out)
-    found = matched(variants, baseline, what) if stored is None else stored
-    if what == "time":  # measured, so another time it would come out a little differently
-        kept = [{**vars(match), "config": match.config.to_dict()} for match in found]
-        files.write_json(out / MATCHES, {"of": _hashes(variants), "baseline": baseline, "matches": kept})
-    variants |= {match.label: match.config for match in found}
-    pairs = {match.candidate: (match.what, match.label) for match in found}
-    alike = [label for label in variants if label not in {baseline, *pairs, *(match.label for match in found)}]
-    said = [f"{listed(alike)} and {baseline} have equal {what}, within {CLOSE:.0%}."] if alike else []
-    pairs |= dict.fromkeys(alike, (what, baseline))
-    return Facts(matches=pairs, remarks=(*map(str, found), *said))
-
-
-MATCHES = "matches.json"
-
-
-def _hashes(variants: Mapping[str, RunConfig]) -> dict[str, str]:
-    """Of settings and code: what another code took is no measurement of this one."""
-    codes = {label: identity([], config.model.components()) for label, config in variants.items()}
-    own = {label: digest({name: digest(files) for name, files in code.items()}) for label, code in codes.items()}
-    return {label: f"{config.hash} {own[label]} {package_digest()}" for label, config in variants.items()}
-
-
-def _measured_before(variants: Mapping[str, RunConfig], baseline: str, what: str, out: Path) -> list[Match] | None:
-    """What an earlier call of the same study measured; None if there was none."""
-    if what != "time" or not (out / MATCHES).is_file():
-        return None
-    stored = documents.read(out / MATCHES, documents.MATCHES)
-    if stored["of"] != _hashes(variants) or stored["baseline"] != baseline:
-        return None
-    return [Match(**{**match, "config": RunConfig.from_dict(match["config"])}) for match in stored["matches"]]
-
-
-def check_tuning(axes: Sequence[str], budget: int | str | None, seeds: Sequence[int]) -> Grid:
-    """The grid of a search; what cannot be tuned is refused before anything is trained."""
-    if axes and budget is None:
-        raise InputError("--tune needs --budget-tune TOKENS: what each run of the search trains on.")
-    if budget is not None and not axes:
-        raise InputError("--budget-tune is for --tune: say what to tune.")
-    if axes and max(seeds) >= FIRST_SEED:
-        raise InputError(f"Seeds from {FIRST_SEED} on are those of the search: choose smaller ones for the comparison.")
-    return Grid.parse(axes)
-
-
-def with_tuning(
-    variants: dict[str, RunConfig],
-    searched: Grid,
-    budget: int | str | None,
-    out: Path,
-    allow: Sequence[str] = (),
-    *,
-    jobs: int | None = None,
-    plugins: Sequence[str] = (),
-    quiet: bool = False,
-) -> Facts:
-    """Give every row of a study the same search, in the folder `tuning`, and put its best point in its place."""
-    if not searched.axes:
-        return Facts()
-    search = planned(out / "tuning", variants, searched, amount(str(budget)), quiet=quiet, allowed=allow)
-    runs = [run for points in search.values() for _, run in points]
-    report = _trained(runs, jobs, plugins, quiet)
-    for run in runs:
-        if not run.finished and not run.folder.diverged:
-            why = report.failed.get(run.folder.path.name, "it was stopped.")
-            raise StepformerError(
-                f"The run {run.folder.path.name} of the search failed: {why} The others are kept: try again to go on."
-            )
-    rows, said = chosen(variants, searched, search)
-    variants |= rows
-    made_by = {run.folder.path.name: recorded(run.folder.path) for run in runs if run.folder.exists}
-    codes = {str(settings.get("code.stepformer")) for settings in made_by.values()}
-    if codes != {f"{__version__} {package_digest()}"}:
-        said.append(f"The search was made by stepformer {', '.join(sorted(codes))}.")
-    for apart in differences(made_by):
-        if apart.key.startswith("machine."):
-            values = sorted({str(value) for value in apart.values.values()})
-            said.append(f"The runs of the search differ in {apart.key} ({', '.join(values)}).")
-    return Facts(meant=tuple(searched.axes), remarks=tuple(said))
-
-
-def _trained(runs: Sequence[Planned], jobs: int | None, plugins: Sequence[str], quiet: bool) -> Report:
-    """One at a time, in this process, for rules that only this process knows."""
-    rules = [rule for run in runs for rule in run.config.model.components().values()]
-    ours = all(rule.__module__.partition(".")[0] == "stepformer" for rule in rules)
-    return carry_out(runs, jobs=1 if jobs is None and not plugins and not ours else jobs, quiet=quiet, plugins=plugins)
-
-
-def _seeds(seeds: int | Sequence[int]) -> list[int]:
-    return seeds_of(str(seeds)) if isinstance(seeds, int) else list(seeds)
-
-
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -308,46 +191,33 @@ def _label(row: Named) -> str:
     return Path(row).stem if str(row).endswith(".toml") else str(row)
 
 
-def _variant(
-    what: Named, recipe: str | None, words: Sequence[str], budget: int | str | None, settings: Mapping[str, Any]
-) -> RunConfig:
-    config = _config(what, recipe, words, settings)
-    if budget is None:
-        return config
-    keys = [word.partition("=")[0] for word in words] + list(settings)
-    if any(key.removeprefix("train.") == "steps" for key in keys):
-        raise InputError("Give --budget or steps, not both.")
-    steps = round(amount(str(budget)) / config.step_tokens)
-    if steps < 1:
-        raise InputError(f"--budget {budget} is less than half a step of {config.step_tokens:,} tokens.")
-    return _config(what, recipe, words, {**settings, "train.steps": steps})
-
-
-def _config(what: Named, recipe: str | None, words: Sequence[str], settings: Mapping[str, Any]) -> RunConfig:
+def _row(what: Named, recipe: str | None, words: Sequence[str], settings: Mapping[str, Any], **more: Any) -> RunConfig:
+    if isinstance(what, RunConfig):
+        if words or settings or more:
+            raise InputError("A whole RunConfig has its settings: give none besides.")
+        return what
+    settings = {**settings, **more}
     if isinstance(what, ModelConfig):  # its vocabulary is the corpus's, as for a name
         base = run_config(recipe or "vanilla", words, **settings)
-        keys = [word.partition("=")[0] for word in words] + list(settings)
         ours, theirs = base.model.to_dict(), what.to_dict()
-        for key in (word.removeprefix("model.") for word in keys):
+        for key in (word.removeprefix("model.") for word in _keys(words, settings)):
             if key in {*ours, *theirs} and ours.get(key) != theirs.get(key):
                 raise InputError(f"A ModelConfig has its own {key}, {theirs.get(key, 'unset')}: leave it out.")
         return RunConfig(what, base.data, base.optim, base.train, recipe=base.recipe)
-    if isinstance(what, RunConfig):
-        if words or settings:
-            raise InputError("A whole RunConfig has its settings: give none besides.")
-        return what
     if recipe:
         return run_config(recipe, [f"model.preset={what}", *words], **settings)
     return run_config(what, words, **settings)
 
 
-def _carried_out(study: Study, confidence: float, jobs: int | None, plugins: Sequence[str], quiet: bool) -> Comparison:
-    runs = study.plan(quiet=quiet)
-    report = _trained(runs, jobs, plugins, quiet)
-    if report.failed:
-        name, why = next(iter(report.failed.items()))
-        raise StepformerError(
-            f"{len(report.failed)} of {len(runs)} runs failed, {name} first: {why} The others are kept: the same call "
-            "goes on."
-        )
-    return compare_records(load_records(report.finished), study.baseline, confidence, study.facts)
+def _keys(words: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+    return [*(word.partition("=")[0] for word in words), *settings]
+
+
+def _carried_out(study: Study, confidence: float, **how: Any) -> Comparison:
+    runs = study.plan(quiet=how["quiet"])
+    finished, failed = carry_out(runs, **how)
+    if failed:
+        name, why = next(iter(failed.items()))
+        first = f"{len(failed)} of {len(runs)} runs failed, {name} first: {why}"
+        raise StepformerError(f"{first} The others are kept: the same call goes on.")
+    return compare_records(load_records(finished), study.facts.baseline, confidence, study.facts)

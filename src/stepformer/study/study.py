@@ -7,6 +7,7 @@ STUDY/comparison.{md,csv,png}
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,20 @@ class Planned:
     folder: RunFolder
 
     @property
+    def name(self) -> str:
+        return self.folder.path.name
+
+    @property
     def finished(self) -> bool:
         return self.folder.result.is_file()
 
-
-@dataclass
-class Report:
-    """What became of the runs: folders of the finished ones, and a sentence for each that failed."""
-
-    finished: list[Path] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    def beside(self, ending: str) -> Path:
+        """A file that has the name of its folder."""
+        return self.folder.path.with_name(f"{self.name}.{ending}")
 
 
 def plan(folder: Path, variants: dict[str, RunConfig], seeds: Sequence[int], **how: Any) -> list[Planned]:
     """Every variant with every seed, seeds outermost, so that an early stop leaves whole pairs; `how` as for plan_runs.
-
     A folder that already holds other settings under the same label is refused: its runs would not be comparable.
     """
     labelled = []
@@ -79,9 +79,7 @@ def plan_runs(
     facts: Facts | None = None,
     here: bool = True,
 ) -> list[Planned]:
-    """The same for configs that have their seeds already, each with its label, in this order; `here` unless another
-    machine trains them.
-    """
+    """The same for configs with their seeds, each with its label, in this order; `here`, or on another machine."""
     problems = [f"'{label}' cannot be a folder's name." for label, _ in labelled if label != Path(label).name]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -91,20 +89,16 @@ def plan_runs(
         config = config.for_vocabulary(corpus.vocab_size)
         run = Planned(label, config, RunFolder(folder / f"{label}-s{config.train.seed}"))
         if run.folder.exists:
-            record, trained = run.folder.opened()
-            if trained.hash != config.hash:
-                raise InputError(
-                    f"'{run.folder.path}' was trained with other settings: choose another --out for this comparison."
-                )
+            (record, then), trained = run.folder.opened(), f"'{run.folder.path}' was trained"
+            if then.hash != config.hash:
+                raise InputError(f"{trained} with other settings: choose another --out for this comparison.")
             if record.get("corpus") and corpus_facts(corpus)["splits"] != record["corpus"].get("splits"):
-                raise InputError(
-                    f"'{run.folder.path}' was trained on another '{config.data.corpus}': choose another --out."
-                )
+                raise InputError(f"{trained} on another '{config.data.corpus}': choose another --out.")
         runs.append(run)
     _check_one_code(folder, runs, allowed, here)
     listed = [{"label": r.label, "seed": r.config.train.seed, "config": r.config.hash} for r in runs]
-    study = {"format": 1, "runs": listed, "facts": dataclasses.asdict(facts or Facts())}
-    files.write_json(folder / "study.json", study)
+    told = dataclasses.asdict(facts or Facts())
+    files.write_json(folder / "study.json", {"format": 1, "runs": listed, "facts": told})
     return runs
 
 
@@ -113,97 +107,97 @@ def _check_one_code(folder: Path, runs: Sequence[Planned], allowed: Sequence[str
     keys = ("code.stepformer", "train.precision") if here else ("code.stepformer",)
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     for run in runs:
-        row, name = rows.setdefault(run.label, {}), run.folder.path.name
+        row = rows.setdefault(run.label, {})
         if run.folder.exists:
             known = recorded(run.folder.path)
-            row[name] = {key: known.get(key) for key in keys}
+            row[run.name] = {key: known.get(key) for key in keys}
         if not run.finished:
             now = {"code.stepformer": f"{__version__} {package_digest()}"}
             if here:
                 now["train.precision"] = run.config.precision_on(choose_device(run.config.train.device))
-            row[f"{name} from now on"] = now
-    apart = [found for row in rows.values() for found in differences(row, one_row=True)]
-    permit = ""
-    if not apart:
-        firsts = {label: next(iter(row.values())) for label, row in rows.items()}
-        # all of them: a row that has no such setting has another one, too
-        apart = [found for found in differences(firsts, one_row=True) if not found.permitted(allowed)]
-        permit = f", or permit it with --allow {last(apart[0].key)}" if apart else ""
-    if apart:
-        raise InputError(f"'{folder}' would have runs that differ in {apart[0]}: choose another --out{permit}.")
+            row[f"{run.name} from now on"] = now
+    would = f"'{folder}' would have runs that differ in"
+    if within := [found for row in rows.values() for found in differences(row, one_row=True)]:
+        raise InputError(f"{would} {within[0]}: choose another --out.")
+    # `one_row`, although they are several: a row that has no such setting has another one, too
+    for found in differences({label: next(iter(row.values())) for label, row in rows.items()}, one_row=True):
+        if not found.permitted(allowed):
+            raise InputError(f"{would} {found}: choose another --out, or permit it with --allow {last(found.key)}.")
 
 
 def carry_out(
-    runs: Iterable[Planned], *, jobs: int | None = None, quiet: bool = False, plugins: Sequence[str] = ()
-) -> Report:
-    """Train what is not finished yet; a run that fails does not keep the others from running."""
-    runs = list(runs)
-    report = Report()
+    runs: Sequence[Planned], *, jobs: int | None = None, quiet: bool = False, plugins: Sequence[str] = ()
+) -> tuple[list[Path], dict[str, str]]:
+    """Train what is not finished yet, whatever fails; returns what is finished, and a sentence for each that failed."""
     missing = [run for run in runs if not run.finished]
-    jobs = max(1, torch.cuda.device_count()) if jobs is None else jobs
-    if jobs > 1 and len(runs) > 1 and missing:  # also the last one, which then has as many threads as the others
-        _in_processes(missing, jobs, report, plugins)
-    else:
-        with Watch() as watch:
-            for run in missing:
-                _here(run, report, quiet, plugins, watch)
-                if watch.asked() and run is not missing[-1]:  # it came while that run was finishing
-                    raise Stopped(watch.asked(), None, run.folder.path.parent)
-    report.finished = [run.folder.path for run in runs if run.finished]
-    return report
-
-
-def _here(run: Planned, report: Report, quiet: bool, plugins: Sequence[str], watch: Watch) -> None:
+    if jobs is None:  # rules that only this process knows are trained in it
+        rules = [rule for run in runs for rule in run.config.model.components().values()]
+        known = plugins or all(rule.__module__.partition(".")[0] == "stepformer" for rule in rules)
+        jobs = max(1, torch.cuda.device_count()) if known else 1
+    several = jobs > 1 and len(runs) > 1  # also the last one, which then has as many threads as the others
     try:
-        if run.folder.exists:
-            resume(run.folder.path, quiet=quiet, watch=watch)
-        else:
-            train(run.config, run.folder.path, quiet=quiet, label=run.label, plugins=plugins, watch=watch)
-    except StepformerError as error:
-        report.failed[run.folder.path.name] = str(error)
+        with Watch() as watch:
+            failed = _in_processes(missing, jobs, plugins, watch) if several else _here(missing, quiet, plugins, watch)
+    except Stopped as stopped:
+        stopped.add_note(f"{sum(run.finished for run in runs)} of {len(runs)} runs are finished, the rest is saved")
+        raise
+    return [run.folder.path for run in runs if run.finished], failed
 
 
-def _in_processes(runs: list[Planned], jobs: int, report: Report, plugins: Sequence[str]) -> None:
-    """One process per run, at most `jobs` at a time, GPUs taken in turn."""
-    gpus = torch.cuda.device_count()
+def _here(runs: Sequence[Planned], quiet: bool, plugins: Sequence[str], watch: Watch) -> dict[str, str]:
+    """One after the other; returns why those that failed did."""
+    failed = {}
+    for run in runs:
+        try:
+            if run.folder.exists:
+                resume(run.folder.path, quiet=quiet, watch=watch)
+            else:
+                train(run.config, run.folder.path, quiet=quiet, label=run.label, plugins=plugins, watch=watch)
+        except StepformerError as error:
+            failed[run.name] = str(error)
+        if watch.asked() and run is not runs[-1]:  # it came while that run was finishing
+            raise Stopped(watch.asked(), None, run.folder.path.parent)
+    return failed
+
+
+def _in_processes(runs: Sequence[Planned], jobs: int, plugins: Sequence[str], watch: Watch) -> dict[str, str]:
+    """The same with a process for each run, at most `jobs` at a time, GPUs taken in turn."""
+    failed = {}
     waiting, running = list(runs), dict[int, tuple[Planned, subprocess.Popen[bytes]]]()
-    with Watch() as watch:
-        while waiting or running:
-            for slot in range(jobs):
-                if slot not in running and waiting and not watch.asked():
-                    run = waiting.pop(0)
-                    running[slot] = (run, _start(run, slot, jobs, gpus, plugins))
-            for slot, (run, process) in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[slot]
-                if process.returncode not in (0, 128 + (watch.asked() or signal.SIGTERM)):
-                    text = (run.folder.path.parent / f"{run.folder.path.name}.log").read_text(errors="replace")
-                    last = (text.strip().splitlines() or ["it said nothing"])[-1]
-                    report.failed[run.folder.path.name] = f"exit status {process.returncode}: {last}"
-            if watch.asked():
-                for _, process in running.values():
-                    process.send_signal(signal.SIGTERM)  # each saves and ends
-                for _, process in running.values():
-                    process.wait()
-                raise Stopped(watch.asked(), None, runs[0].folder.path.parent)
-            time.sleep(0.2)
+    while waiting or running:
+        for slot in range(jobs):
+            if slot not in running and waiting and not watch.asked():
+                run = waiting.pop(0)
+                running[slot] = (run, _start(run, slot, jobs, plugins))
+        for slot, (run, process) in [(slot, pair) for slot, pair in running.items() if pair[1].poll() is not None]:
+            del running[slot]
+            if process.returncode not in (0, 128 + (watch.asked() or signal.SIGTERM)):
+                text = run.beside("log").read_text(errors="replace")
+                last = (text.strip().splitlines() or ["it said nothing"])[-1]
+                failed[run.name] = f"exit status {process.returncode}: {last}"
+        if watch.asked():
+            for _, process in running.values():
+                process.send_signal(signal.SIGTERM)  # each saves and ends
+            for _, process in running.values():
+                process.wait()
+            raise Stopped(watch.asked(), None, runs[0].folder.path.parent)
+        time.sleep(0.2)
+    return failed
 
 
 # -P: what lies in the folder that this was started from is not on the path of the command, nor of its processes
 STEPFORMER = (sys.executable, "-P", "-m", "stepformer")
 
 
-def _start(run: Planned, slot: int, jobs: int, gpus: int, plugins: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(run: Planned, slot: int, jobs: int, plugins: Sequence[str]) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
-    if gpus:
+    if gpus := torch.cuda.device_count():
         visible = environment.get("CUDA_VISIBLE_DEVICES", "")
         names = visible.split(",") if visible else [str(i) for i in range(gpus)]
         environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     command = [*STEPFORMER, *command_of(run, plugins)]
-    log = (run.folder.path.parent / f"{run.folder.path.name}.log").open("ab")
-    with log:
+    with run.beside("log").open("ab") as log:
         # a group of its own: Ctrl-C in the terminal reaches only us, and we pass it on once
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
@@ -213,39 +207,34 @@ def command_of(run: Planned, plugins: Sequence[str] = ()) -> list[str]:
     words = [word for plugin in plugins for word in ("--plugin", plugin)]
     if run.folder.exists:
         return ["resume", str(run.folder.path), "--quiet", *words]
-    toml = run.folder.path.parent / f"{run.folder.path.name}.toml"
-    files.write_text(toml, as_toml(run.config))
-    return ["train", str(toml), "--out", str(run.folder.path), "--label", run.label, "--quiet", *words]
+    files.write_text(run.beside("toml"), as_toml(run.config))
+    return ["train", str(run.beside("toml")), "--out", str(run.folder.path), "--label", run.label, "--quiet", *words]
 
 
 def submit(runs: Iterable[Planned], folder: Path, *, slurm: dict[str, Any], plugins: Sequence[str] = ()) -> list[str]:
-    """Hand every unfinished run to Slurm through submitit; returns the job ids.
-
-    A job that reaches its time limit saves and is queued again by submitit, which keeps its jobs as pickles of its own
-    in the study's folder.
+    """Hand every unfinished run to Slurm through submitit; returns the job ids. A job that reaches its time limit saves
+    and is queued again by submitit, which keeps its jobs as pickles of its own in the study's folder.
     """
     try:
         import submitit  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         raise StepformerError("--slurm needs submitit: pip install 'stepformer[slurm]'.") from None
-    slurm = dict(slurm)
     try:
         executor = submitit.AutoExecutor(folder=str(folder / "slurm"), cluster=slurm.pop("cluster", None))
         executor.update_parameters(**slurm)
     except (NameError, ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"submitit refuses the --slurm settings: {error}") from None
-    jobs = [
-        executor.submit(SlurmRun(str(run.folder.path), command_of(run, plugins))) for run in runs if not run.finished
-    ]
-    return [str(job.job_id) for job in jobs]
+    left = [SlurmRun(str(run.folder.path), command_of(run, plugins)) for run in runs if not run.finished]
+    return [str(job.job_id) for job in map(executor.submit, left)]
 
 
+@dataclass
 class SlurmRun:
     """A run as a Slurm job: trains, and when its time is over saves and goes on in a new job."""
 
-    def __init__(self, folder: str, words: list[str]) -> None:
-        self.folder, self.words = folder, words
-        self._process: subprocess.Popen[bytes] | None = None
+    folder: str
+    words: list[str]
+    _process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> int:
         self._process = subprocess.Popen([*STEPFORMER, *self.words])
@@ -302,9 +291,8 @@ def grid(name: str, words: Sequence[str], axes: Mapping[str, Sequence[str]]) -> 
 
 def amount(text: str) -> int:
     """A number of tokens such as 200k, 5M or 1.5B."""
-    factors = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
     word = text.strip().lower().replace(",", "").replace("_", "")
-    factor = factors.get(word[-1:], 1.0)
+    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}.get(word[-1:], 1.0)
     try:
         found = float(word[:-1] if factor > 1 else word) * factor
     except ValueError:
@@ -314,29 +302,36 @@ def amount(text: str) -> int:
     return int(found)
 
 
-def seeds_of(text: str) -> list[int]:
+def steps_for(config: RunConfig, budget: int | str | None, option: str) -> int:
+    """As many steps of a run as a budget of tokens is enough for."""
+    steps = round(amount(str(budget)) / config.step_tokens)
+    if steps < 1:
+        raise InputError(f"{option} {budget} is less than half a step of {config.step_tokens:,} tokens.")
+    return steps
+
+
+def seeds_of(given: str | int | Sequence[int]) -> list[int]:
     """Seeds: `3` means 42, 43, 44; `7,8,11` means those."""
-    try:
+    if not isinstance(given, str | int):
+        return list(given)
+    text = str(given)
+    with contextlib.suppress(ValueError):
         numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise InputError(f"'{text}' are no seeds: write how many (3) or which (7,8,11).") from None
-    if "," in text and numbers and min(numbers) >= 0:
-        return list(dict.fromkeys(numbers))
-    if len(numbers) != 1 or not 1 <= numbers[0] <= 1000:
-        raise InputError(f"'{text}' are no seeds: write how many (3) or which (7,8,11).")
-    return list(range(42, 42 + numbers[0]))
+        if "," in text and numbers and min(numbers) >= 0:
+            return list(dict.fromkeys(numbers))
+        if len(numbers) == 1 and 1 <= numbers[0] <= 1000:
+            return list(range(42, 42 + numbers[0]))
+    raise InputError(f"'{text}' are no seeds: write how many (3) or which (7,8,11).")
 
 
-def words_of(items: Iterable[str]) -> tuple[list[str], list[str]]:
+def words_of(items: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names and key=value words, told apart."""
-    items = list(items)
     words = [item for item in items if "=" in item]
-    for word in words:
-        refuse_seed(parse_override(word)[0])
+    refuse_seed(*(parse_override(word)[0] for word in words))
     return [item for item in items if "=" not in item], words
 
 
-def refuse_seed(key: str) -> None:
+def refuse_seed(*keys: str) -> None:
     """Seeds belong to the study, which pairs runs by them."""
-    if key in ("seed", "train.seed"):
+    if {"seed", "train.seed"} & {*keys}:
         raise InputError("Give the seeds with --seeds, e.g. --seeds 7,8,11: runs are paired by them.")

@@ -1,73 +1,59 @@
-"""A comparison as tables: the one that is shown, and the one with everything, for CSV and pandas."""
+"""Comparisons and forgetting as tables: what is shown, and what has everything, for CSV, JSON and pandas."""
 
 from __future__ import annotations
 
-from stepformer.present.tables import Cell, Column, Table, text
-from stepformer.study.compared import Compared, Row
-from stepformer.study.statistics import PairedDifference, Summary, seed_words
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from stepformer.present.tables import Column, Table, tabulated, text
+from stepformer.study.forgetting import AMOUNTS, Direction, ForgettingRow
+from stepformer.study.records import Compared, Row
+from stepformer.study.statistics import PairedDifference, Summary, seed_words, several_intervals
+
+HUES = {"better": "green", "worse": "red"}  # of a row in a terminal
 MARK = " *"  # beside a verdict that has a note against claiming it
-REACH = (
-    "Tokens to baseline: part of the budget after which the baseline's final loss was reached, or how many seeds "
-    "reached it. Speed: training tokens per second over the baseline's."
-)
 
 
 def summary_table(comparison: Compared) -> Table:
     """For the terminal, Markdown and notebooks: every row, then what was measured and what has to be known."""
     budgets = len({row.records[0].tokens for row in comparison.rows}) > 1
     texts = len({_text(row) for row in comparison.rows}) > 1
-    columns = [
-        Column("architecture"),
-        Column("n", numeric=True),
-        Column("tokens", numeric=True),
-        Column("evaluated on", numeric=True),
-        Column("final loss ± se", numeric=True),
-        Column(f"difference [{percent(comparison.confidence)} CI]", numeric=True),
-        Column("parameters", numeric=True),
-        Column("verdict"),
-        Column("best loss", numeric=True, spare=1),
-        Column("tokens to baseline", numeric=True, spare=1),
-        Column("speed", numeric=True),
+    interval = Column(f"difference [{percent(comparison.confidence)} CI]", numeric=True)
+    fields = [
+        (Column("architecture"), lambda row: text(row.label, style=HUES.get(row.verdict * (not row.provisional), ""))),
+        (Column("n", numeric=True), lambda row: text(row.loss.n)),
+        (Column("tokens", numeric=True), lambda row: text(f"{row.records[0].tokens:,}")),
+        (Column("evaluated on", numeric=True), lambda row: text(_text(row))),
+        (Column("final loss ± se", numeric=True), lambda row: text(with_error(row.loss))),
+        (interval, lambda row: text(with_interval(row.difference))),
+        (Column("parameters", numeric=True), lambda row: text(f"{row.parameters:,}")),
+        (Column("verdict"), lambda row: text(row.verdict + MARK * row.provisional)),
+        (Column("best loss", numeric=True, spare=1), lambda row: text(f"{row.best.mean:.4f}")),
+        (Column("tokens to baseline", numeric=True, spare=1), lambda row: text(reach(row))),
+        (Column("speed", numeric=True), lambda row: text(f"{r:.2f} x" if (r := row.speed_ratio) is not None else "-")),
     ]
-    rows = [[_name(row), *map(text, _cells(row))] for row in comparison.rows]
-    table = Table(columns, rows, "Comparison with the baseline", [*_facts(comparison), *_notes(comparison)])
+    marked = {note for row in comparison.rows if row.provisional for note in row.notes[:1]}
+    notes = [f"{MARK.strip()} {note}" if note in marked else note for note in comparison.notes]
+    table = tabulated(comparison.rows, fields, "Comparison with the baseline", [*_facts(comparison), *notes])
     return table.without(place for place, there in ((2, budgets), (3, texts)) if not there)
-
-
-def _name(row: Row) -> Cell:
-    style = "" if row.provisional else {"better": "green", "worse": "red"}.get(row.verdict, "")
-    return text(row.label, style=style)
 
 
 def full_table(comparison: Compared) -> Table:
     """One line per architecture; every line carries what was measured, so lines can be pooled."""
-    records = [_record(comparison, row) for row in comparison.rows]
-    return Table([Column(key) for key in records[0]], [list(map(text, record.values())) for record in records])
+    return _of_records([_record(comparison, row) for row in comparison.rows])
 
 
-def _cells(row: Row) -> list[str]:
-    return [
-        str(row.loss.n),
-        f"{row.records[0].tokens:,}",
-        _text(row),
-        with_error(row.loss),
-        with_interval(row.difference),
-        f"{row.parameters:,}",
-        row.verdict + (MARK if row.provisional else ""),
-        f"{row.best.mean:.4f}",
-        reach(row),
-        "-" if row.speed_ratio is None else f"{row.speed_ratio:.2f} x",
-    ]
+def _of_records(records: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [[text("" if value is None else value) for value in record.values()] for record in records]
+    return Table([Column(key) for key in records[0]], rows)
 
 
 def reach(row: Row) -> str:
     """Part of the budget to the baseline's loss: a mean when every common seed got there, else how many did."""
     if row.tokens_fraction is not None:
         return f"{row.tokens_fraction:.1%}"
-    if not row.common_seeds:
-        return "-"
-    return f"{row.reached} of {len(row.common_seeds)}" if row.reached else "never"
+    some = f"{row.reached} of {len(row.common_seeds)}" if row.reached else "never"
+    return some if row.common_seeds else "-"
 
 
 def with_error(summary: Summary) -> str:
@@ -91,33 +77,27 @@ def _text(row: Row) -> str:
 
 def losses_of(comparison: Compared) -> str:
     """What the losses are losses of."""
+    on = f"on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}"
     if len({_text(row) for row in comparison.rows}) > 1:
-        return f"Loss in nats per token of each row's own text; {seed_words(comparison.seeds)}."
-    budget = "" if not comparison.paired else f", after training on {comparison.tokens:,} tokens"
-    return (
-        f"Loss in nats per token on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}{budget}; "
-        f"{seed_words(comparison.seeds)}."
-    )
+        on = "of each row's own text"
+    elif comparison.paired:
+        on += f", after training on {comparison.tokens:,} tokens"
+    return f"Loss in nats per token {on}; {seed_words(comparison.seeds)}."
 
 
 def _facts(comparison: Compared) -> list[str]:
-    differences = (
+    differences = [
         f"Differences are to {comparison.baseline}, paired by seed, with {percent(comparison.confidence)} confidence "
-        "intervals (Student's t)."
-        if comparison.paired
-        else "The rows differ in their batches, their budget or what they are evaluated on: nothing can be paired."
-    )
+        "intervals (Student's t).",
+        "Tokens to baseline: part of the budget after which the baseline's final loss was reached, or how many seeds "
+        "reached it. Speed: training tokens per second over the baseline's.",
+    ]
+    unpaired = ["The rows differ in their batches, their budget or what they are evaluated on: nothing can be paired."]
     return [
         losses_of(comparison),
-        differences,
-        *([REACH] if comparison.paired else []),
+        *(differences if comparison.paired else unpaired),
         *([f"Unigram entropy of the corpus: {e:.4f}."] if (e := comparison.unigram_entropy) is not None else []),
     ]
-
-
-def _notes(comparison: Compared) -> list[str]:
-    marked = {note for row in comparison.rows if row.provisional for note in row.notes[:1]}
-    return [f"{MARK.strip()} {note}" if note in marked else note for note in comparison.notes]
 
 
 def percent(confidence: float) -> str:
@@ -169,3 +149,111 @@ def _of(difference: PairedDifference | None, name: str, digits: str = "+.6f") ->
 
 def _number(value: float | None, digits: str = ".6f") -> str:
     return "" if value is None else format(value, digits)
+
+
+def forgetting_table(directions: Sequence[Direction]) -> Table:
+    """For the terminal and Markdown, and what it is a table of."""
+    titles, rows = ["direction", "architecture", "n"], []
+    for what, corpus in AMOUNTS.items():
+        titles += [f"{corpus} loss", f"{what} ± se", f"difference [{percent(directions[0].confidence)} CI]"]
+    for direction, row in _rows(directions):
+        cells = [direction.name, row.label, str(len(row.runs))]
+        for what, corpus in AMOUNTS.items():
+            cells.append(f"{row.mean(corpus, 0):.4f} -> {row.mean(corpus, -1):.4f}")
+            cells += [with_error(row.amount(what)), _less_or_more(row.differences[what])]
+        rows.append(list(map(text, cells)))
+    columns = [Column(title, numeric=place > 1) for place, title in enumerate(titles)]
+    return Table(columns, rows, "Forgetting", _forgetting_facts(directions))
+
+
+def forgetting_details(directions: Sequence[Direction]) -> Table:
+    """One line for each architecture and direction, with every number."""
+    return _of_records([_forgetting_row(*found) for found in _rows(directions)])
+
+
+def forgetting_record(directions: Sequence[Direction], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything as JSON values: `rows` by architecture and direction, `runs` with their curves."""
+    return {
+        "format": 1,
+        "kind": "forgetting",
+        "direction": "; ".join(direction.name for direction in directions),
+        "settings": dict(settings),
+        "rows": [_forgetting_row(*found) for found in _rows(directions)],
+        "runs": [
+            {
+                "direction": direction.name,
+                "architecture": row.label,
+                "seed": run.seed,
+                "folder": str(run.folder),
+                "init": dict(run.start),
+                **{what: getattr(run, what) for what in AMOUNTS},
+                "steps": list(run.evaluated),
+                "source_loss": list(run.source),
+                "target_loss": list(run.target),
+            }
+            for direction, row in _rows(directions)
+            for run in row.runs
+        ],
+        "evaluated": [
+            {
+                "direction": direction.name,
+                "source_tokens": direction.first.source_tokens,
+                "source_hash": direction.first.source_hash,
+                "target_tokens": direction.first.val_tokens,
+                "target_hash": direction.first.val_hash,
+            }
+            for direction in directions
+        ],
+    }
+
+
+def _rows(directions: Sequence[Direction]) -> list[tuple[Direction, ForgettingRow]]:
+    return [(direction, row) for direction in directions for row in direction.rows]
+
+
+def _forgetting_facts(directions: Sequence[Direction]) -> list[str]:
+    """What has to be known to read the table."""
+    first, record = directions[0], directions[0].first
+    seeds = sorted({run.seed for _, row in _rows(directions) for run in row.runs})
+    differences = [found for _, row in _rows(directions) for found in row.differences.values()]
+    return [
+        "Forgetting F: rise of the source loss. Plasticity P: fall of the target loss. Nats per token, "
+        f"{record.steps:,} fine-tuning steps of {record.tokens // record.steps:,} tokens; {seed_words(seeds)}.",
+        *(
+            f"{d.name}: source loss on {d.first.source_tokens:,} tokens of split {d.first.source_hash[:12]}, target "
+            f"loss on {d.first.val_tokens:,} tokens of split {d.first.val_hash[:12]}."
+            for d in directions
+        ),
+        f"± is the standard error over seeds. Differences are to {first.baseline}, paired by seed, with "
+        f"{percent(first.confidence)} intervals (Student's t); 'less' or 'more' where the interval excludes zero.",
+        *several_intervals(differences, first.confidence),
+        *(f"{MARK.strip()} {note}" for direction in directions for note in direction.notes),
+    ]
+
+
+def _less_or_more(difference: PairedDifference | None) -> str:
+    """With a word for less or more than the baseline, or nothing when the interval does not exclude zero."""
+    word = {"better": "less", "worse": "more"}.get(difference.verdict, "") if difference else ""
+    return with_interval(difference, MARK.strip() if difference and difference.provisional else word)
+
+
+def _forgetting_row(direction: Direction, row: ForgettingRow) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "direction": direction.name,
+        "architecture": row.label,
+        "baseline": direction.baseline,
+        "seeds": " ".join(str(run.seed) for run in row.runs),
+        "n": len(row.runs),
+    }
+    for what, corpus in AMOUNTS.items():
+        summary, difference = row.amount(what), row.differences[what]
+        record |= {
+            f"{corpus}_before": row.mean(corpus, 0),
+            f"{corpus}_after": row.mean(corpus, -1),
+            what: summary.mean,
+            f"{what}_standard_error": summary.standard_error,
+            f"{what}_difference": difference and difference.mean,
+            f"{what}_difference_low": difference and difference.low,
+            f"{what}_difference_high": difference and difference.high,
+        }
+    return record | {"confidence": direction.confidence}
