@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from stepformer.base import documents, files
-from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.errors import InputError
 from stepformer.base.version import __version__
+from stepformer.exchange import whole
 from stepformer.exchange.huggingface.card import model_card, validation
 from stepformer.exchange.huggingface.gpt2 import as_gpt2
 from stepformer.exchange.huggingface.modeling import StepformerForCausalLM
@@ -122,34 +120,6 @@ def check_target(out: Path) -> None:
     foreign = [name for name in names if not OWN.fullmatch(name)] if FACTS in names else names
     if foreign:
         raise InputError(f"'{out}' holds other files ('{foreign[0]}'): choose another --out.")
-
-
-@contextlib.contextmanager
-def whole(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into; when the block ends well it is on disk and takes the name `out`."""
-    temporary = out.parent / f"{files.TEMPORARY}{os.getpid()}-{out.name}"
-    old = out.parent / f"{files.TEMPORARY}old-{os.getpid()}-{out.name}"
-    with files.explained(out):
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir(parents=True)
-            yield temporary
-            for path in [path for path in temporary.rglob("*") if path.is_file()]:
-                with path.open("rb+") as file:
-                    files.sync(file)
-                files.make_ordinary(path)
-            if out.exists():
-                files.rename(out, old)
-            files.rename(temporary, out)
-        except Exception as error:  # a full disk, say: safetensors and tokenizers have errors of their own for it
-            if not isinstance(error, SafetensorError) and "(os error " not in str(error):
-                raise
-            raise StepformerError(f"'{out}' could not be written: {error}.") from None
-        finally:
-            if old.exists() and not out.exists():
-                files.rename(old, out)
-            for left in (temporary, old):
-                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from stepformer.base.errors import InputError
-from stepformer.exchange.importing.gpt2 import sources
+from stepformer.exchange.importing.layouts import gpt2_sources
 from stepformer.model import Model
 from stepformer.model.config import ModelConfig
 
@@ -59,7 +59,7 @@ def gpt2_weights(model: Model) -> dict[str, Tensor]:
     """Our weights under GPT-2's names."""
     ours = {name: p.detach() for name, p in model.named_parameters()}
     weights = {"lm_head.weight": ours["embed.tok_emb.weight"]}
-    for name, source in sources(model.config.n_layer, "transformer.", transposed=True, bias=True).items():
+    for name, source in gpt2_sources(model.config.n_layer, "transformer.", transposed=True, bias=True).items():
         weight = ours[f"{name.rpartition('.')[0]}.weight"]
         value = ours[name] if name in ours else torch.zeros(weight.shape[0], dtype=weight.dtype)
         weights[source.name] = value.T.contiguous() if source.transposed else value
