@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -21,7 +20,6 @@ def as_transformers_tokenizer(tokenizer: Tokenizer, context: int | None = None) 
 
     Unlike ours it reads "<|endoftext|>" in a text as that token, unless called with `split_special_tokens=True`.
     """
-    room: dict[str, Any] = {} if context is None else {"model_max_length": context}
     return PreTrainedTokenizerFast(
         tokenizer_object=as_tokenizers(tokenizer),
         bos_token=END_OF_TEXT,
@@ -30,7 +28,7 @@ def as_transformers_tokenizer(tokenizer: Tokenizer, context: int | None = None) 
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
-        **room,
+        model_max_length=context,
     )
 
 
