@@ -21,20 +21,17 @@ from stepformer.oracles.softmax import SoftmaxAttention
 
 CUDA_CHUNK = 1024  # a state of d x d for so many tokens costs less to move than to multiply
 LONGEST = 16_384  # tokens, as a kernel of Hamiltonian attention holds a whole row of scores
-ACTIVATIONS: dict[str, Callable[..., Any]] = {
-    "gelu": GeluMLP.activation,
-    "gelu-tanh": TanhGeluMLP.activation,
-    "swiglu": SwigluMLP.activation,
-}
+MLPS = (GeluMLP, TanhGeluMLP, SwigluMLP)  # kernels know their activations by these names
+ACTIVATIONS: dict[str, Callable[..., Any]] = {mlp.name: mlp.activation for mlp in MLPS}
 
 
-def unlike_training(call: Call, *tensors: Tensor) -> str | None:
-    """Why a call is not one of training: all tokens from the first on, all visible that came before."""
+def unlike_training(call: Call, *tensors: Tensor, watched: bool = False) -> str | None:
+    """Why a call is not one of training: all tokens from the first on, all visible before; nobody watches, or may."""
     if call.slots is not None:
         return "it continues a cache"
     if call.mask is not None:
         return "its tokens do not all see those before them"
-    if call.observe is not None:
+    if call.observe is not None and not watched:
         return "somebody watches it"
     if not kernels.usable(*tensors) or product_dtype(*tensors) not in kernels.DTYPES:
         return "kernels cannot take these tensors"
@@ -131,10 +128,7 @@ def per_token(attention: BilinearAttention, call: Call) -> Tensor:
 
 
 def _refuses_sums(attention: LinearAttention, u: Tensor, values: Tensor, call: Call) -> str | None:
-    # who only watches the energy has been told it before
-    if call.slots is None and call.mask is None and kernels.usable(u, values):
-        return None if product_dtype(u, values) in kernels.DTYPES else "kernels cannot take these tensors"
-    return unlike_training(call, u, values) or "it is watched"
+    return unlike_training(call, u, values, watched=True)  # who watches the energy has been told it before
 
 
 @faster(LinearAttention.attend, also=(BilinearAttention.gather,), unless=_refuses_sums)
@@ -147,11 +141,11 @@ def _linear(attention: LinearAttention, u: Tensor, values: Tensor, call: Call) -
     return scale_rows(total, h.float() * per_token(attention, call))
 
 
-def _refuses_linear_fields(attention: LinearHamiltonian, u: Tensor, y: Tensor, call: Call) -> str | None:
-    return unlike_training(call, u, y)
-
-
-@faster(LinearHamiltonian.fields, also=(BilinearAttention.gather,), unless=_refuses_linear_fields)
+@faster(
+    LinearHamiltonian.fields,
+    also=(BilinearAttention.gather,),
+    unless=lambda attention, u, y, call: unlike_training(call, u, y),
+)
 class FusedLinearFields:
     """The same F and G of plain causal tokens by kernels, products in the dtype of autocast.
 
