@@ -29,8 +29,7 @@ from stepformer.cli import main
 from stepformer.data.merges import merges_of
 from stepformer.data.tokenizers import ByteTokenizer, Tokenizer, byte_of_letter, gpt2_tokenizer, train_bpe, valid
 from stepformer.exchange.huggingface import export, export_run
-from stepformer.exchange.huggingface.export import as_gpt2
-from stepformer.exchange.huggingface.tokenizer import save_tokenizer
+from stepformer.exchange.huggingface.export import as_gpt2, save_tokenizer
 from stepformer.exchange.importing import import_checkpoint
 from stepformer.measure import measured
 from stepformer.training import load_run, train

@@ -17,9 +17,8 @@ except ImportError:
     ) from None
 
 from stepformer.exchange.huggingface.configuration import StepformerConfig
-from stepformer.exchange.huggingface.export import export_run
+from stepformer.exchange.huggingface.export import as_transformers_tokenizer, export_run
 from stepformer.exchange.huggingface.modeling import StepformerCache, StepformerForCausalLM
-from stepformer.exchange.huggingface.tokenizer import as_transformers_tokenizer
 
 AutoConfig.register(StepformerConfig.model_type, StepformerConfig, exist_ok=True)
 AutoModelForCausalLM.register(StepformerConfig, StepformerForCausalLM, exist_ok=True)

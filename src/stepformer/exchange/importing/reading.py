@@ -19,7 +19,7 @@ from stepformer.base import documents, files
 from stepformer.base.errors import InputError
 
 PREFIXES = re.compile(r"^(?:_orig_mod\.|module\.)+")  # of torch.compile and of DistributedDataParallel
-RECORD = "stepformer.json"
+RECORD = "stepformer.json"  # marks an exported folder, and says what run it is
 
 
 @dataclass

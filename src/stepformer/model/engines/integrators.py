@@ -201,6 +201,7 @@ class FusedIntegrator(FusedSubstep):
         velocity, force, factor = (*s.answers, None, None)[:3]
         assert velocity is not None
         y, along = s.streams["y"], s.streams["v"] if self.own_velocity else None
+        older: dict[str, Any] = {name: s.streams.get(name) for name in OLDER}
         x, new_y, u = integrator_pass(
             x=s.x,
             y=y,
@@ -208,7 +209,7 @@ class FusedIntegrator(FusedSubstep):
             force=force,
             weights=s.weights[0][0],
             scale=factor,
-            **{name: s.streams.get(name) for name in OLDER},
+            **older,
             along=along,
             gain_y=self.layer_norm.weight,
             eps_y=self.layer_norm.eps,
