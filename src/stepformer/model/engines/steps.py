@@ -181,19 +181,17 @@ class Decoder(Memory):
 
     def _follow(self) -> None:
         """Take the learned coefficients as they are now, all of a range at once: there are many, of one number each."""
-        alike: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        specs: dict[str, Coefficient] = {}
+        alike: dict[str, list[tuple[Coefficient, Tensor, Tensor]]] = {}
         for (bank, key), value in self.coefficients.items():
-            pinned = bank.pinned.get(key)
-            raw = bank.get_parameter(key).detach() if pinned is None else pinned
-            kind: str = bank.specs[key].range if pinned is None else "pinned"
-            specs[kind] = bank.specs[key]
-            alike.setdefault(kind, []).append((value, raw))
-        for kind, pairs in alike.items():
-            raws = torch.cat([raw.reshape(-1) for _, raw in pairs])
-            mapped = raws if kind == "pinned" else specs[kind].value(raws)
-            found = mapped.split([raw.numel() for _, raw in pairs])
-            torch._foreach_copy_([v for v, _ in pairs], [f.view_as(v) for f, (v, _) in zip(found, pairs, strict=True)])
+            if key in bank.pinned:
+                value.copy_(bank.pinned[key])
+            else:
+                spec = bank.specs[key]
+                alike.setdefault(spec.range, []).append((spec, value, bank.get_parameter(key).detach()))
+        for group in alike.values():
+            specs, values, raws = zip(*group, strict=True)
+            mapped = specs[0].value(torch.cat([raw.reshape(-1) for raw in raws])).split([raw.numel() for raw in raws])
+            torch._foreach_copy_(values, [new.view_as(value) for new, value in zip(mapped, values, strict=True)])
         if self.numbers is not None:
             self.numbers.refresh()
 
