@@ -203,7 +203,9 @@ class RowStep:
     """One token per row, from the tensors of a decoder back into them, as `steps.fixed_step`."""
 
     def __init__(self, model: Backbone, decoder: Memory) -> None:
-        self.model, self.decoder = model, decoder
+        from stepformer.ops import rows
+
+        self.model, self.decoder, self.fast = model, decoder, rows
         self.cap = next((part.cap for part in model.parts), None)
         device = decoder.positions.device
         attn = model.blocks[0].attn
@@ -231,25 +233,20 @@ class RowStep:
                 step: Any = block.splitting.step  # to it, these turns and streams are like any others
                 s = step(turns, s)
         u = self.settle(s, model.final_norm)
-        if self.numbers is None:
+        if u is None:  # the numbers were collected
             return
-        from stepformer.ops import rows
-
-        assert u is not None
-        found, best = rows.logits(u, model.embed.tok_emb.weight, self.cap, own.real_vocab)
+        found, best = self.fast.logits(u, model.embed.tok_emb.weight, self.cap, own.real_vocab)
         if own.sampling.temperature == 0:
-            rows.finish(best, own.tokens, own.positions, own.out)
+            self.fast.finish(best, own.tokens, own.positions, own.out)
         else:
             own.positions += 1
             own.choose(found)
 
     def start(self) -> Streams:
-        from stepformer.ops import rows
-
         def of(tables: Any) -> Tensor:
             position = None if tables.pos_emb is None else tables.pos_emb.weight
             own = self.decoder
-            return rows.embed(own.tokens, own.positions, own.given, own.lengths, tables.tok_emb.weight, position)
+            return self.fast.embed(own.tokens, own.positions, own.given, own.lengths, tables.tok_emb.weight, position)
 
         tables, weight, v = self.model.aux_embed, self.model.embed.tok_emb.weight, None
         if "v" in tables:
@@ -265,10 +262,8 @@ class RowStep:
             self.planned.append((waiting.a, waiting.b, waiting.c, ahead or NONE))
             s.waiting = None
             return None
-        from stepformer.ops.rows import Point
-
         assert s.x is not None
-        found = Point(s.x, self.numbers.values[self.points], norm, v=s.v, ahead=ahead is not None)
+        found = self.fast.Point(s.x, self.numbers.values[self.points], norm, v=s.v, ahead=ahead is not None)
         self.points += 1
         if s.waiting is not None:
             found.g, found.new_x = waiting.g, torch.empty_like(s.x)
@@ -283,11 +278,7 @@ class RowStep:
         if s.waiting is None and norm is None:
             return None
         found = self.point(s, norm)
-        if found is None:
-            return None
-        from stepformer.ops import rows
-
-        return rows.point(found)
+        return None if found is None else self.fast.point(found)
 
     def ask(self, turn: RowTurn, oracle: str, s: Streams) -> Tensor | None:
         """An oracle's answer at the point where a turn looks, (B, d)."""
@@ -296,18 +287,17 @@ class RowStep:
         found = self.point(s, norm, turn.number("mu") if "mu" in turn.keys else None)
         if found is None:
             return None
-        from stepformer.ops import rows
-
+        linear = self.fast.linear
         if oracle == "mlp":
             mlp = block.mlp
-            h = rows.linear(found, mlp.up.weight, mlp.up.bias, activation=mlp.name)
-            return rows.linear(h, mlp.down.weight, mlp.down.bias)
+            h = linear(found, mlp.up.weight, mlp.up.bias, activation=mlp.name)
+            return linear(h, mlp.down.weight, mlp.down.bias)
         attn, slot = block.attn, self.decoder.cache.slots[turn.layer][self.calls[turn.layer]]
         self.calls[turn.layer] += 1
         assert isinstance(slot, TokenSlot)
         assert isinstance(attn, SoftmaxAttention)
-        qkv = rows.linear(found, attn.qkv.weight, attn.qkv.bias)
-        seen = rows.attend(
+        qkv = linear(found, attn.qkv.weight, attn.qkv.bias)
+        seen = self.fast.attend(
             qkv,
             slot.stored["k"],
             slot.stored["v"],
@@ -315,4 +305,4 @@ class RowStep:
             self.angles,
             QK_NORM_EPS if attn.qk_norm else None,
         )
-        return rows.linear(seen, attn.out.weight, attn.out.bias)
+        return linear(seen, attn.out.weight, attn.out.bias)
