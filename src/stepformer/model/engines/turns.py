@@ -201,9 +201,9 @@ class FusedSubstep(Substep):
         x, v, *inputs = velocity_pass(
             g,
             x=s.x,
-            mu_next=after.scalar("mu") if after else None,
-            beta_next=kicks.scalar("beta") if kicks else None,
-            gamma_next=kicks.scalar("gamma") if kicks else None,
+            mu_next=after.scalar("mu") if after is not None else None,
+            beta_next=kicks.scalar("beta") if kicks is not None else None,
+            gamma_next=kicks.scalar("gamma") if kicks is not None else None,
             scale_next=scale_after,
             **norm_settings(s.x, norms),
             **settings,
