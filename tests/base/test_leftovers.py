@@ -135,7 +135,7 @@ KILLED = """
 import json, os, shutil, signal, sys
 from pathlib import Path
 from stepformer.base import files
-from stepformer.exchange.huggingface.export import whole
+from stepformer.exchange import whole
 
 base, results = Path(sys.argv[1]), []
 operations = ((files, "sync"), (files, "make_ordinary"), (files, "rename"), (shutil, "rmtree"))

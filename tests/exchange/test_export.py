@@ -36,8 +36,7 @@ from stepformer.data.tokenizers import (
     valid,
 )
 from stepformer.exchange.huggingface import export, export_run
-from stepformer.exchange.huggingface.gpt2 import as_gpt2
-from stepformer.exchange.huggingface.tokenizer import save_tokenizer
+from stepformer.exchange.huggingface.export import as_gpt2, save_tokenizer
 from stepformer.exchange.importing import import_checkpoint
 from stepformer.measure import measured
 from stepformer.training import load_run, train

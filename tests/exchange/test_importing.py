@@ -324,7 +324,7 @@ def test_what_can_be_done_with_an_imported_run(trained: Path, tmp_path: Path, ca
 
 
 def test_tokenizers_beside_the_weights_or_named(trained: Path, tmp_path: Path) -> None:
-    save_tokenizer = hub().tokenizer.save_tokenizer
+    save_tokenizer = hub().export.save_tokenizer
     bpe = load_tokenizer(trained / "run" / "tokenizer")
     gpt2_folder(tmp_path / "gpt2", vocab_size=320)
     save_tokenizer(bpe, tmp_path / "gpt2")

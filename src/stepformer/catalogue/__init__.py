@@ -1,21 +1,241 @@
-"""What has a name: presets, sizes, recipes, references."""
+"""What has a name: presets and sizes here, recipes and references beside. It drives commands, docs, audit and tests."""
 
-from stepformer.catalogue.lookup import (
-    SIZES,
-    Preset,
-    build,
-    citations,
-    closest_preset,
-    layer_equation,
-    load_config,
-    model_config,
-    preset,
-    preset_of,
-    presets,
-    register_preset,
-    size_settings,
-    unlisted_templates,
-)
+from __future__ import annotations
 
-__all__ = ["SIZES", "Preset", "build", "citations", "closest_preset", "layer_equation", "load_config", "model_config"]
-__all__ += ["preset", "preset_of", "presets", "register_preset", "size_settings", "unlisted_templates"]
+import fnmatch
+import functools
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepformer.base.errors import ConfigError, StepformerError, UnknownNameError, independent, suggestion
+from stepformer.base.words import merge, read_toml
+from stepformer.catalogue.recipes import load_recipe
+from stepformer.extras import chosen, extras
+from stepformer.model.config import NOT_THE_FUNCTION, REGISTRIES, ModelConfig, declared_options
+from stepformer.oracles import attentions
+from stepformer.rules import splittings, templates
+
+if TYPE_CHECKING:
+    import torch
+
+    from stepformer.model import Model
+
+_TABLE = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+SIZES: dict[str, dict[str, Any]] = _TABLE["sizes"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One row of the catalogue: a named point in template x splitting x attention x options."""
+
+    name: str
+    settings: Mapping[str, Any]
+    cite: str
+    aliases: tuple[str, ...] = ()
+    written: str = ""  # its equation, of a preset that brings its own
+
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        return ModelConfig.from_dict({**SIZES["small"], **self.settings})
+
+    @property
+    def equation(self) -> str:
+        """What a layer does, composed from the components unless it was given."""
+        return self.written or layer_equation(self.config)
+
+    @property
+    def published(self) -> str:
+        """Its loss at size small in the paper, if there is one."""
+        where = _TABLE["published"].get(self.cite)
+        runs = load_recipe(where["recipe"]).runs if where else {}
+        losses = [runs[word]["published"] for word in (self.name, *self.aliases) if word in runs]
+        return f"{where['what']} {losses[0]:.3f}" if losses else ""
+
+
+def layer_equation(config: ModelConfig) -> str:
+    """A layer in one line: the rule, the turns it takes, and what is not as usual. A is attention, M the MLP."""
+    rule = templates[config.template].component(config.n_head, config.head_dim, **config.options_of("template"))
+    turns = splittings[config.splitting].component(**config.options_of("splitting"))
+    layer = rule.describe() if rule.integrates else turns.in_turns(rule.describe())
+    starts = [name for name, stream in rule.streams.items() if stream.start == "embed" and config.aux_init == "zero"]
+    layer += "".join(f";  {name}_0 = 0" for name in starts)
+    if config.attention == "softmax":
+        return layer
+    given = [f"{k} = {v}" for k, v in config.options.items() if declared_options(config)[k][0] == "attention"]
+    return f"{layer};  A: {attentions[config.attention].equation}{';  ' * bool(given)}{', '.join(given)}"
+
+
+OTHER_SECTIONS = ("data", "optim", "train", "recipe")  # of a run's file; a model alone does not read them
+_PRESETS: dict[str, Preset] = {}
+_ALIASES: dict[str, str] = {}
+
+
+def register_preset(
+    name: str, *, cite: str, equation: str = "", aliases: tuple[str, ...] = (), **settings: Any
+) -> None:
+    """Add a named architecture; `settings` are config keys that differ from the defaults.
+
+    Without an `equation` it is composed from the components.
+    """
+    for word in (name, *aliases):
+        if word in _ALIASES:
+            raise StepformerError(f"The preset name '{word}' is already taken.")
+    _PRESETS[name] = Preset(name, settings, cite, aliases, equation)
+    _ALIASES.update(dict.fromkeys((name, *aliases), name))
+
+
+for _paper, _rows in _TABLE["presets"].items():
+    for _name, _row in _rows.items():
+        register_preset(_name, cite=_paper, aliases=tuple(_row.pop("aliases", ())), **_row)
+
+
+def presets(pattern: str = "*") -> list[str]:
+    """Names of all presets whose name or alias matches a shell pattern, in the order of the catalogue."""
+    if not any(mark in pattern for mark in "*?["):
+        pattern = f"*{pattern}*"
+    return [p.name for p in _PRESETS.values() if any(fnmatch.fnmatch(w, pattern) for w in (p.name, *p.aliases))]
+
+
+def preset(name: str) -> Preset:
+    """A preset by name or alias; the bare name of a registered template means that template with Lie-Trotter."""
+    if name in _ALIASES:
+        return _PRESETS[_ALIASES[name]]
+    if name in templates:
+        entry = templates[name]
+        return Preset(entry.name, {"template": entry.name, **entry.component.goes_with}, "", written=entry.equation)
+    known = [*_ALIASES, *(e.name for e in templates)]
+    raise UnknownNameError(f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them.")
+
+
+def unlisted_templates() -> list[str]:
+    """Templates that no preset uses: rules of your own."""
+    used = {p.config.template for p in _PRESETS.values()}
+    return [entry.name for entry in templates if entry.name not in used]
+
+
+def _at_small(config: ModelConfig) -> ModelConfig:
+    """The same architecture at the small size; a separator beyond its vocabulary becomes another id."""
+    separator = None if config.document_separator is None else min(config.document_separator, 1)
+    return config.replace(**{**SIZES["small"], "document_separator": separator})
+
+
+def preset_of(config: ModelConfig) -> Preset | None:
+    """The preset that this architecture is, whatever its size; None if it has no name."""
+    at_small = _at_small(config)
+    return next((row for row in _PRESETS.values() if row.config.hash == at_small.hash), None)
+
+
+def closest_preset(config: ModelConfig) -> tuple[Preset | None, dict[str, Any]]:
+    """The preset with the same components from which a config differs least, and the settings that differ."""
+    mine = _at_small(config).to_dict()
+    found: list[tuple[Preset | None, dict[str, Any]]] = []
+    for row in _PRESETS.values():
+        if all(getattr(row.config, kind) == getattr(config, kind) for kind in REGISTRIES):
+            base = row.config.to_dict()
+            changed = {key for key in {*mine, *base} - NOT_THE_FUNCTION if mine.get(key) != base.get(key)}
+            found.append((row, {key: config.get(key) for key in changed}))
+    return min(found, key=lambda pair: len(pair[1]), default=(None, {}))
+
+
+def size_settings(name: str) -> dict[str, Any]:
+    """Config keys of a named size."""
+    if name not in SIZES:
+        raise UnknownNameError(f"Unknown size '{name}'.{suggestion(name, SIZES)} Known: {', '.join(SIZES)}.")
+    return SIZES[name]
+
+
+def model_config(name: str, /, *, size: str = "small", **overrides: Any) -> ModelConfig:
+    """The config of a preset at a size, with overrides: `model_config("yurii", size="tiny", n_layer=2)`."""
+    problems: list[str] = []
+    settings: dict[str, Any] = {}
+    unknown: set[str] = set()  # complaints about these would mislead
+    try:
+        settings.update(size_settings(size))
+    except UnknownNameError as error:
+        problems.append(str(error))
+        unknown |= SIZES["small"].keys() - overrides.keys()
+    try:
+        settings.update(preset(name).settings)
+    except UnknownNameError as error:
+        problems.append(str(error))
+        unknown |= REGISTRIES.keys()
+    try:
+        config = ModelConfig.from_dict(settings).replace(**overrides)
+    except ConfigError as error:
+        problems += independent(error.problems, unknown)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
+    """Read the `[model]` table of a TOML file, then apply `key=value` words (`model.key=value` works too).
+
+    `preset` and `size` choose the starting point (vanilla, small), all other keys override it.
+    """
+    document = read_toml(path)
+    problems = [
+        f"'{key}' in {path} stands outside a section: put it under [model]."
+        if not isinstance(value, dict)
+        else f"Unknown section '[{key}]' in {path}.{suggestion(key, ['model'])} Known: [model]."
+        for key, value in document.items()
+        if key not in ("model", *OTHER_SECTIONS) or not isinstance(value, dict)
+    ]
+    given = document.get("model")
+    if not problems and not (isinstance(given, dict) and given):
+        problems = [f"{path} has no [model] table, or an empty one; a line such as preset = 'yurii' belongs there."]
+    values = merge(given if isinstance(given, dict) else {}, overrides, "model", problems)
+    try:
+        config = model_config(str(values.pop("preset", "vanilla")), size=str(values.pop("size", "small")), **values)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def build(
+    what: str | Path | ModelConfig,
+    *,
+    size: str | None = None,
+    seed: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    **overrides: Any,
+) -> Model:
+    """Build an architecture from a name, a TOML file or a config.
+
+    >>> import stepformer as sf
+    >>> model = sf.build("yurii", size="tiny", n_layer=2)
+    >>> model.config.template
+    'nesterov'
+
+    `size` defaults to small for a name, and to what a file or config says. `overrides` are config keys and component
+    options. Equal `seed` gives equal initial weights to every parameter
+    that two architectures have in common, so that a comparison is paired from the first step.
+    """
+    from stepformer.model import Model
+
+    if isinstance(what, ModelConfig):
+        config = what.replace(**{**(size_settings(size) if size else {}), **overrides})
+    elif str(what).endswith(".toml"):
+        config = load_config(what, [f"size={size}"] if size else []).replace(**overrides)
+    else:
+        config = model_config(str(what), size=size or "small", **overrides)
+    return Model(config, seed=seed, device=device, dtype=dtype)
+
+
+def citations(config: ModelConfig) -> list[str]:
+    """Keys of every reference that a model uses: its paper if it is a preset, template, splitting, oracles, norm."""
+    row = preset_of(config)
+    keys = [row.cite] if row else []
+    for kind, registry in REGISTRIES.items():
+        keys += registry[getattr(config, kind)].cite
+    keys.append("ba2016layer" if config.norm == "layernorm" else "zhang2019root")
+    keys += ["su2024roformer"] if config.positions == "rotary" else []
+    keys += [key for part in chosen(config) for key in extras[part.name].cite]
+    keys += ["henry2020query"] if config.options.get("qk_norm", False) else []
+    return list(dict.fromkeys(keys))

@@ -16,11 +16,9 @@ except ImportError:
         "Sharing with Hugging Face needs the package transformers: pip install 'stepformer[hub]'."
     ) from None
 
-from stepformer.exchange.huggingface.caching import StepformerCache
 from stepformer.exchange.huggingface.configuration import StepformerConfig
-from stepformer.exchange.huggingface.export import export_run
-from stepformer.exchange.huggingface.modeling import StepformerForCausalLM
-from stepformer.exchange.huggingface.tokenizer import as_transformers_tokenizer
+from stepformer.exchange.huggingface.export import as_transformers_tokenizer, export_run
+from stepformer.exchange.huggingface.modeling import StepformerCache, StepformerForCausalLM
 
 AutoConfig.register(StepformerConfig.model_type, StepformerConfig, exist_ok=True)
 AutoModelForCausalLM.register(StepformerConfig, StepformerForCausalLM, exist_ok=True)

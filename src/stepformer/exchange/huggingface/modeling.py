@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Cache as TransformersCache
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs
 
 from stepformer.base import files
 from stepformer.base.errors import InputError
-from stepformer.exchange.huggingface.caching import StepformerCache
+from stepformer.decoding.cache import Cache
 from stepformer.exchange.huggingface.configuration import CODE, CODE_FILE, StepformerConfig
-from stepformer.exchange.huggingface.padding import packed
 from stepformer.model import IGNORE, Model
 from stepformer.ops.cross_entropy import wide
 
@@ -28,6 +28,70 @@ INSTEAD = {
     "output_attentions": "`model.model.observe(input_ids)` reports about its attention",
     "output_hidden_states": "`stepformer diagnose` follows its streams through the layers",
 }
+
+
+class StepformerCache(TransformersCache):
+    """What a model remembers of past tokens, whatever its attention; made at its first use.
+
+    `transformers` counts columns, padding included (`columns`); the cache inside counts each row's real tokens.
+    """
+
+    is_compileable = is_croppable = False
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__(layers=[])
+        self.capacity = capacity  # tokens a row; None: the model's context
+        self.columns = 0
+        self.inner: Cache | None = None
+
+    def open(self, model: Model, batch: int) -> Cache:
+        """The cache inside, made for so many rows if there is none yet."""
+        if self.inner is None:
+            self.inner = model.new_cache(batch, self.capacity)
+        return self.inner
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.columns
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        return -1 if self.inner is None else self.inner.capacity
+
+    get_max_length = get_max_cache_shape
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.inner is not None:
+            self.inner.select(beam_idx.to(self.inner.lengths.device).long())
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        self.columns, self.inner = 0, None
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise InputError(
+            "A stepformer cache cannot forget its last tokens, since some attentions keep sums of all of them: "
+            "assisted and speculative decoding need another model."
+        )
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise InputError("A stepformer cache is filled by the model's own forward pass, not by update().")
+
+    def __len__(self) -> int:
+        return 0 if self.inner is None else len(self.inner.slots)
+
+    def __repr__(self) -> str:
+        return f"StepformerCache(rows={self.batch_size}, columns={self.columns})"
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.inner is None else self.inner.batch
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.inner is not None
 
 
 class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
@@ -138,16 +202,16 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is not None:
             _check_cache(past_key_values)
             cache = past_key_values.open(self.model, input_ids.shape[0])
-        rows = packed(input_ids, attention_mask, cached=cache is not None)
-        logits = self.model(rows.tokens, cache=cache, lengths=rows.lengths, last_only=next_token).logits
+        tokens, lengths, real = packed(input_ids, attention_mask, cached=cache is not None)
+        logits = self.model(tokens, cache=cache, lengths=lengths, last_only=next_token).logits
         if past_key_values is not None:
             past_key_values.columns += input_ids.shape[1]
-        logits = self._only_real_ids(logits) if next_token else rows.unpacked(logits)
+        if next_token:
+            logits = self._only_real_ids(logits)
+        elif real is not None:
+            logits = unpacked(logits, real)
         loss = None if labels is None else causal_loss(logits, labels, num_items_in_batch)
-        if not isinstance(logits_to_keep, int):
-            logits = logits[:, logits_to_keep]
-        elif logits_to_keep:
-            logits = logits[:, -logits_to_keep:]
+        logits = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
         as_tuple = return_dict is False or (return_dict is None and not getattr(self.config, "return_dict", True))
         return output.to_tuple() if as_tuple else output
@@ -224,10 +288,8 @@ def causal_loss(logits: Tensor, labels: Tensor, count: int | Tensor | None = Non
     if labels.shape != logits.shape[:2]:
         raise InputError(f"Labels have shape {tuple(labels.shape)}, the logits are for {tuple(logits.shape[:2])}.")
     flat, targets = wide(logits)[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device).long()
-    if count is None:
-        return F.cross_entropy(flat, targets, ignore_index=IGNORE)
-    total = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="sum")
-    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+    total = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="mean" if count is None else "sum")
+    return total if count is None else total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
 
 def _check_cache(given: Any) -> None:
@@ -235,3 +297,44 @@ def _check_cache(given: Any) -> None:
         raise InputError(
             f"past_key_values should be the StepformerCache of an earlier call, not a {type(given).__name__}."
         )
+
+
+# Batches padded as `transformers` likes it, on the left, on the right or anywhere. Stepformer counts positions from a
+# row's first real token and pads on the right. So real tokens move to the front, in order, and their logits move back.
+
+
+def packed(
+    input_ids: Tensor, attention_mask: Tensor | None, *, cached: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The real tokens of every row at its beginning, the rows' lengths, and where they stood; None if all are real.
+
+    A mask that also covers a cache ends with the new tokens.
+    """
+    if attention_mask is None:
+        return input_ids, None, None
+    width = input_ids.shape[1]
+    fits = attention_mask.ndim == 2 and len(attention_mask) == len(input_ids)
+    if not fits or attention_mask.shape[1] < width or (attention_mask.shape[1] > width and not cached):
+        raise InputError(
+            f"attention_mask should have one column for each token, (batch, time); it has shape "
+            f"{tuple(attention_mask.shape)}, the tokens {tuple(input_ids.shape)}."
+        )
+    real = attention_mask[:, attention_mask.shape[1] - width :].to(input_ids.device) != 0
+    if bool(real.all()):
+        return input_ids, None, None
+    lengths = real.sum(dim=1)
+    if cached and bool((lengths == 0).any()):
+        raise InputError("A row of this batch is padding only: with a cache every row needs at least one real token.")
+    order = torch.argsort(real.logical_not().long(), dim=1, stable=True)[:, : max(1, int(lengths.max()))]
+    tokens = input_ids.gather(1, order).masked_fill(~real.gather(1, order), 0)  # a padding id need not exist
+    return tokens, lengths.clamp(min=1), real
+
+
+def unpacked(logits: Tensor, real: Tensor) -> Tensor:
+    """Logits (B, T, V) where the tokens stood, (B, columns, V); zero, so without any gradient, at padding.
+
+    A padded column must not keep what stands there after packing: that has seen the whole row.
+    """
+    places = (real.cumsum(dim=1) - 1).clamp(min=0)
+    rows = torch.arange(len(logits), device=logits.device)[:, None]
+    return logits[rows, places].masked_fill(~real[..., None], 0.0)

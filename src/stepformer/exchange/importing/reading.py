@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,8 @@ from torch import Tensor
 from stepformer.base import documents, files
 from stepformer.base.errors import InputError
 
-PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and of DistributedDataParallel
+PREFIXES = re.compile(r"^(?:_orig_mod\.|module\.)+")  # of torch.compile and of DistributedDataParallel
+RECORD = "stepformer.json"  # marks an exported folder, and says what run it is
 
 
 @dataclass
@@ -29,6 +32,11 @@ class Found:
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json
     facts: Mapping[str, Any] = field(default_factory=dict)  # stepformer.json
     files: dict[str, str] = field(default_factory=dict)  # name -> sha256
+
+    @property
+    def where(self) -> str:
+        """A folder by its path, a file by its name."""
+        return str(self.path) if self.config else self.path.name
 
 
 def open_source(path: Path) -> Found:
@@ -75,10 +83,7 @@ def _folder(path: Path) -> Found:
         checksums[part.name] = files.sha256(part)
         if part.name not in facts.get("files", checksums):
             raise InputError(f"'{part}' was not exported with the rest: '{path / RECORD}' does not list it.")
-    return Found(path, _without_prefix(tensors), config=config, facts=facts, files=checksums)
-
-
-RECORD = "stepformer.json"
+    return Found(path, tensors, config=config, facts=facts, files=checksums)
 
 
 def _vouched(path: Path) -> dict[str, Any]:
@@ -117,7 +122,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a dictionary
+            return {PREFIXES.sub("", name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
     except SafetensorError as error:
         raise InputError(f"'{path}' is damaged: {error}.") from None
 
@@ -125,16 +130,14 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 def read_torch(path: Path) -> Any:
     """A PyTorch zip archive of tensors and plain values; whatever would have to be executed is refused."""
     files.opened(path).close()  # a pipe would be waited for
-    if not zipfile.is_zipfile(path):
-        raise InputError(f"'{path}' is no PyTorch zip archive, or only the beginning of one.")
-    _refuse_packed(path)
-    damaged = _damaged_member(path)
-    if damaged is not None:
-        raise InputError(f"'{path}' is damaged: the checksum of '{damaged}' inside does not match.")
+    problem = _damage(path) if zipfile.is_zipfile(path) else "is no PyTorch zip archive, or only the beginning of one"
+    if problem is not None:
+        raise InputError(f"'{path}' {problem}.")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        what = _forbidden(str(error))
+        named = re.search(r"(?:GLOBAL|Unsupported class) (\S+)", str(error))
+        what = f"'{named[1].rstrip('.,:')}'" if named else "objects"
         raise InputError(
             f"'{path}' holds {what} besides tensors and plain values, and reading that would mean running code from "
             "the file: save its state_dict alone and import that."
@@ -143,43 +146,28 @@ def read_torch(path: Path) -> Any:
         raise InputError(f"'{path}' is damaged, or not written by torch.save.") from None
 
 
-def _forbidden(message: str) -> str:
-    """The name of what `torch.load` refused, from its message."""
-    for mark in ("GLOBAL ", "Unsupported global: GLOBAL ", "Unsupported class "):
-        if mark in message:
-            return f"'{message.split(mark, 1)[1].split()[0].rstrip('.,:')}'"
-    return "objects"
+def _damage(path: Path) -> str | None:
+    """What is wrong with an archive, as far as torch itself does not look.
 
-
-def _refuse_packed(path: Path) -> None:
-    """torch.save stores its parts as they are; packed ones would be read as if they were numbers, or be endless."""
+    torch.save stores its parts as they are; packed ones would be read as if they were numbers, or be endless.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
-        raise InputError(f"'{path}' is damaged: {error}.") from None
-    seen = set[str]()
-    for info in members:
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            raise InputError(
-                f"'{path}' was packed again ('{info.filename}' is compressed): torch.save does not do that."
-            )
-        if info.filename in seen:
-            raise InputError(f"'{path}' is damaged: it has '{info.filename}' twice.")
-        seen.add(info.filename)
-    if sum(info.file_size for info in members) > path.stat().st_size:
-        raise InputError(f"'{path}' is damaged: its parts are larger than it is.")
-
-
-def _damaged_member(path: Path) -> str | None:
-    """The first part of an archive whose bytes are not those that were written; torch itself does not look."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if not any(info.CRC for info in archive.infolist()):
-                return None  # written without checksums (torch.serialization.set_crc32_options)
-            return archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-        raise InputError(f"'{path}' is damaged: {error}.") from None
+            for info in members:
+                if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                    return f"was packed again ('{info.filename}' is compressed): torch.save does not do that"
+            twice = [name for name, count in Counter(info.filename for info in members).items() if count > 1]
+            if twice:
+                return f"is damaged: it has '{twice[0]}' twice"
+            if sum(info.file_size for info in members) > path.stat().st_size:
+                return "is damaged: its parts are larger than it is"
+            if any(info.CRC for info in members):  # none: torch.serialization.set_crc32_options
+                wrong = archive.testzip()
+                return wrong and f"is damaged: the checksum of '{wrong}' inside does not match"
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
+        return f"is damaged: {error}"
+    return None
 
 
 def _only_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
@@ -188,10 +176,13 @@ def _only_tensors(weights: Any, path: Path) -> dict[str, Tensor]:
     for name, value in weights.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise InputError(f"'{path}' holds no weights by name: '{name}' is a {type(value).__name__}.")
-    return _without_prefix(dict(weights))
+    return {PREFIXES.sub("", name): value for name, value in weights.items()}
 
 
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    for prefix in (*PREFIXES, *PREFIXES):  # one inside the other, in either order
-        tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
-    return tensors
+def number(value: Any) -> float | None:
+    """A loss or a step as files hold it: a number, or a tensor of one."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e9 else None  # nanoGPT begins at 1e9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,6 @@ from stepformer.base import files
 from stepformer.base.errors import InputError
 from stepformer.data.tokenizers import (
     END_OF_TEXT,
-    GPT2_RANKS,
     ByteTokenizer,
     Gpt2Tokenizer,
     Tokenizer,
@@ -20,7 +19,6 @@ from stepformer.data.tokenizers import (
     byte_of_letter,
     make_tokenizer,
     merges_of,
-    rank_lines,
 )
 
 GPT2_SIZES = (50_257, 50_304)  # GPT-2's own, and padded to a multiple of 64
@@ -30,7 +28,7 @@ def choose_tokenizer(given: str | None, source: Path, vocab_size: int, facts: Ma
     """The tokenizer that `given` names (gpt2, bytes or a folder), else that of the source."""
     if given is not None:
         folder = Path(given).expanduser()
-        tokenizer = from_folder(folder) if folder.is_dir() and has_foreign(folder) else make_tokenizer(given)
+        tokenizer = from_folder(folder, {}) if folder.is_dir() and has_foreign(folder) else make_tokenizer(given)
     elif source.is_dir() and has_foreign(source):
         tokenizer = from_folder(source, facts.get("tokenizer") or {})
     elif vocab_size in GPT2_SIZES:
@@ -56,7 +54,7 @@ def has_foreign(folder: Path) -> bool:
     return (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
 
 
-def from_folder(folder: Path, known: Mapping[str, Any] | None = None) -> Tokenizer:
+def from_folder(folder: Path, known: Mapping[str, Any]) -> Tokenizer:
     """A byte-level BPE in Hugging Face's form; `known` is what an export says about it."""
     where = f"The tokenizer in '{folder}'"
     path = folder / "tokenizer.json"
@@ -67,13 +65,13 @@ def from_folder(folder: Path, known: Mapping[str, Any] | None = None) -> Tokeniz
             vocab = files.read_json(folder / "vocab.json", "vocabulary", sealed=False)
             lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
             merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-        tokenizer = _byte_level(dict(vocab), merges, where, (known or {}).get("name"))
+        tokenizer = _byte_level(dict(vocab), merges, where, known.get("name"))
     except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{where} cannot be read: it is not a byte-level BPE.") from None
-    fingerprint = (known or {}).get("fingerprint")
-    if fingerprint is not None and tokenizer.fingerprint != fingerprint:
+    fingerprint = known.get("fingerprint")
+    if fingerprint not in (None, tokenizer.fingerprint):
         raise InputError(f"{where} is damaged: its fingerprint is {tokenizer.fingerprint}, not {fingerprint}.")
     return tokenizer
 
@@ -107,7 +105,7 @@ def _byte_level(vocab: dict[str, int], merges: list[tuple[str, ...]], where: str
     found = [tuple(bytes(letters[letter] for letter in part) for part in merge) for merge in merges]
     if found != merges_of(pieces):
         raise InputError(f"{where} joins its pieces in another order than that of their ids: it cannot be read.")
-    if hashlib.sha256(rank_lines(ranks).encode()).hexdigest() == GPT2_RANKS:
+    with contextlib.suppress(InputError):  # that it is another vocabulary
         return Gpt2Tokenizer(ranks, where)
     trained = json.dumps({"model": {"type": "BPE", "vocab": vocab, "merges": [list(merge) for merge in merges]}})
     return TrainedTokenizer(name or f"bpe:{len(pieces) + 1}", trained, where)

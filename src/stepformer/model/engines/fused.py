@@ -17,7 +17,6 @@ from stepformer.ops import kernels
 from stepformer.ops.sharding import is_managed, is_sharded
 from stepformer.oracles import Call
 from stepformer.rules import State
-from stepformer.rules.coefficients import CoefficientBank
 from stepformer.rules.hamiltonian import HamiltonianStep
 
 
@@ -63,7 +62,8 @@ def structural(model: Backbone) -> str | None:
 def run(model: Backbone, start: State, call: Call, cache: Cache | None) -> Tensor:
     """The normalised x after the last layer."""
     blocks = list(model.blocks)
-    s = Moving.begin(start, weights_of([b.template for b in blocks], [b.coefficients for b in blocks]))
+    weights = weights_of([b.template for b in blocks], [b.coefficients for b in blocks])
+    s = Moving(start.x, start.streams, start.memory, weights)
     for i, block in enumerate(blocks):
         own = block.own_call(call if cache is None else replace(call, slots=cache.slots[i]), s.memory)
         s = block.splitting.step(turns_of(block, own), s)  # type: ignore[arg-type, assignment]
@@ -73,7 +73,9 @@ def run(model: Backbone, start: State, call: Call, cache: Cache | None) -> Tenso
 
 def turns_of(block: Block, call: Call) -> dict[str, FusedSubstep]:
     """As `Block.turns`, deferring what they do to the streams."""
-    values = block.coefficients.values()
+    from stepformer.ops.common import Scalar
+
+    bank, values = block.coefficients, block.coefficients.values()
     parts: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
         "attn": (block.attn_norm, partial(block.attn, call=call)),
         "mlp": (block.mlp_norm, block.mlp),
@@ -82,16 +84,9 @@ def turns_of(block: Block, call: Call) -> dict[str, FusedSubstep]:
     for turn, oracles in block.splitting.oracles.items():
         norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else None
         assert norm is None or isinstance(norm, nn.LayerNorm)
-        raw = raw_values(block.coefficients, turn)
+        raw = {name: Scalar(getattr(bank, key), bank.specs[key].range) for name, key in bank.keys_of[turn].items()}
+        raw |= {name: Scalar(constant=number) for name, number in bank.constants.get(turn, {}).items()}
         turns[turn] = FusedSubstep(block.template, [parts[o] for o in oracles], values[turn], raw, norm)
     if isinstance(block.template, HamiltonianStep):
         turns["attn"] = FusedIntegrator(turns["attn"], partial(block.attn.fields, call=call), turns["mlp"])
     return turns
-
-
-def raw_values(bank: CoefficientBank, turn: str) -> dict[str, tuple[Tensor | None, str, float]]:
-    """What `bank.values` maps: (raw parameter, range, 1) of each coefficient, (None, "free", number) of a constant."""
-    raw: dict[str, tuple[Tensor | None, str, float]] = {
-        name: (getattr(bank, key), bank.specs[key].range, 1.0) for name, key in bank.keys_of[turn].items()
-    }
-    return raw | {name: (None, "free", number) for name, number in bank.constants.get(turn, {}).items()}

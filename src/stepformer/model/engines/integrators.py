@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from stepformer.ops.common import Scalar
 
 ORDER = ("f", "f_older", "y", "g", "g_older", "y_older")
+OLDER = ("older_velocity", "older_force", "older_y", "older_scale")  # of the layer before
 FIRST = ("new_y", "new_g")  # eight numbers a row with these: kernels like addresses that are multiples of 16 bytes
 
 Row = dict[str, Tensor]
@@ -160,7 +161,7 @@ class FusedIntegrator(FusedSubstep):
         """What the pass before this turn may ask for: how far it looks ahead along y, handed over as it is; or, of a
         velocity that only MLPs follow, what scales it for the next of them."""
         if name == "mu":
-            return super().scalar("mu_la")
+            return self.scalars.get("mu_la")
         return self.after.scalar(name) if self.own_velocity else None
 
     def take(self, s: Any, scale: float = 1.0) -> Any:
@@ -184,15 +185,11 @@ class FusedIntegrator(FusedSubstep):
 
     def _begin(self, s: Moving) -> tuple[Moving, list[Tensor]]:
         """Before the first layer: y is still a stream of the state."""
-        from stepformer.ops.velocity import velocity_pass
-
-        y, ahead = s.streams["y"], self.scalar("mu")
-        settings = norm_settings(s.x, [self.look])
-        x, _, u, _ = velocity_pass(None if ahead is None else y, x=s.x, drift=False, mu_next=ahead, **settings)
-        assert u is not None
+        y = s.streams["y"]
+        at, points = self._pass(s, None if self.scalar("mu") is None else y, self, 1.0, [self.look], drift=False)
         # a velocity of the MLP's own starts at zero, whatever scales it
-        streams = {"y": y, "v": s.streams["v"]} if self.own_velocity else {"v": y}
-        return Moving(x, streams, s.memory, s.weights), [u]
+        at.streams = {"y": y, "v": s.streams["v"]} if self.own_velocity else {"v": y}
+        return at, points
 
     def settle(
         self, s: Moving, after: FusedSubstep | None, scale_after: float, norms: Sequence[nn.Module]
@@ -203,19 +200,16 @@ class FusedIntegrator(FusedSubstep):
         assert self.layer_norm is not None
         velocity, force, factor = (*s.answers, None, None)[:3]
         assert velocity is not None
-        y, older = s.streams["y"], s.streams
-        along = older["v"] if self.own_velocity else None
+        y, along = s.streams["y"], s.streams["v"] if self.own_velocity else None
+        older: dict[str, Any] = {name: s.streams.get(name) for name in OLDER}
         x, new_y, u = integrator_pass(
             x=s.x,
             y=y,
             velocity=velocity,
             force=force,
             weights=s.weights[0][0],
-            older_velocity=older.get("older_velocity"),
-            older_force=older.get("older_force"),
-            older_y=older.get("older_y"),
             scale=factor,
-            older_scale=older.get("older_scale"),
+            **older,
             along=along,
             gain_y=self.layer_norm.weight,
             eps_y=self.layer_norm.eps,

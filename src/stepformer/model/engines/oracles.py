@@ -21,20 +21,17 @@ from stepformer.oracles.softmax import SoftmaxAttention
 
 CUDA_CHUNK = 1024  # a state of d x d for so many tokens costs less to move than to multiply
 LONGEST = 16_384  # tokens, as a kernel of Hamiltonian attention holds a whole row of scores
-ACTIVATIONS: dict[str, Callable[..., Any]] = {
-    "gelu": GeluMLP.activation,
-    "gelu-tanh": TanhGeluMLP.activation,
-    "swiglu": SwigluMLP.activation,
-}
+MLPS = (GeluMLP, TanhGeluMLP, SwigluMLP)  # kernels know their activations by these names
+ACTIVATIONS: dict[str, Callable[..., Any]] = {mlp.name: mlp.activation for mlp in MLPS}
 
 
-def unlike_training(call: Call, *tensors: Tensor) -> str | None:
-    """Why a call is not one of training: all tokens from the first on, all visible that came before."""
+def unlike_training(call: Call, *tensors: Tensor, watched: bool = False) -> str | None:
+    """Why a call is not one of training: all tokens from the first on, all visible before; nobody watches, or may."""
     if call.slots is not None:
         return "it continues a cache"
     if call.mask is not None:
         return "its tokens do not all see those before them"
-    if call.observe is not None:
+    if call.observe is not None and not watched:
         return "somebody watches it"
     if not kernels.usable(*tensors) or product_dtype(*tensors) not in kernels.DTYPES:
         return "kernels cannot take these tensors"
@@ -131,10 +128,7 @@ def per_token(attention: BilinearAttention, call: Call) -> Tensor:
 
 
 def _refuses_sums(attention: LinearAttention, u: Tensor, values: Tensor, call: Call) -> str | None:
-    # who only watches the energy has been told it before
-    if call.slots is None and call.mask is None and kernels.usable(u, values):
-        return None if product_dtype(u, values) in kernels.DTYPES else "kernels cannot take these tensors"
-    return unlike_training(call, u, values) or "it is watched"
+    return unlike_training(call, u, values, watched=True)  # who watches the energy has been told it before
 
 
 @faster(LinearAttention.attend, also=(BilinearAttention.gather,), unless=_refuses_sums)
@@ -147,11 +141,11 @@ def _linear(attention: LinearAttention, u: Tensor, values: Tensor, call: Call) -
     return scale_rows(total, h.float() * per_token(attention, call))
 
 
-def _refuses_linear_fields(attention: LinearHamiltonian, u: Tensor, y: Tensor, call: Call) -> str | None:
-    return unlike_training(call, u, y)
-
-
-@faster(LinearHamiltonian.fields, also=(BilinearAttention.gather,), unless=_refuses_linear_fields)
+@faster(
+    LinearHamiltonian.fields,
+    also=(BilinearAttention.gather,),
+    unless=lambda attention, u, y, call: unlike_training(call, u, y),
+)
 class FusedLinearFields:
     """The same F and G of plain causal tokens by kernels, products in the dtype of autocast.
 
@@ -160,6 +154,9 @@ class FusedLinearFields:
     """
 
     def __init__(self, attention: LinearHamiltonian, u: Tensor, y: Tensor, call: Call) -> None:
+        from stepformer.ops import linear_fields, linear_flow, token_rows
+
+        self.sums, self.flow, self.rows = linear_fields, linear_flow, token_rows
         self.attention, self.y = attention, y
         self.u, self.momenta = as_products(u, y)
         self.segment, self.nu = attention.chunk_of(u.shape[1], CUDA_CHUNK), per_token(attention, call)
@@ -179,13 +176,11 @@ class FusedLinearFields:
 
     def shared(self) -> tuple[Tensor, Tensor]:
         """F at the own y before the division by n_i, and G."""
-        from stepformer.ops.linear_fields import hamiltonian_sums, linear_fields
-
         if self.both is None and self.own_layers:
             kernel, value = self.attention.kernel.weight, self.attention.value.weight
-            self.both = linear_fields(self.u, self.momenta, kernel, value, self.nu, segment=self.segment)
+            self.both = self.sums.linear_fields(self.u, self.momenta, kernel, value, self.nu, segment=self.segment)
         if self.both is None:
-            total, gathered = hamiltonian_sums(self.lifted(), self.u, self.momenta, segment=self.segment)
+            total, gathered = self.sums.hamiltonian_sums(self.lifted(), self.u, self.momenta, segment=self.segment)
             self.both = total, self.force_from(gathered)
         return self.both
 
@@ -193,19 +188,14 @@ class FusedLinearFields:
         """F before the division by n_i."""
         if y is self.y and self.together:
             return self.shared()[0]
-        from stepformer.ops.linear_flow import causal_sum
-
-        return causal_sum(self.lifted(), self.u, y.to(self.u.dtype), segment=self.segment)
+        return self.flow.causal_sum(self.lifted(), self.u, y.to(self.u.dtype), segment=self.segment)
 
     def force_from(self, gathered: Tensor) -> Tensor:
         """G from its sum before the division by n_i."""
-        from stepformer.ops.linear_fields import sum_of_maps
-        from stepformer.ops.token_rows import scale_rows
-
         kernel, value = self.attention.kernel, self.attention.value
         if self.own_layers:
-            return sum_of_maps(self.u, value.weight, scale_rows(gathered, -self.nu), kernel.weight)
-        difference: Tensor = value(self.u) - kernel(scale_rows(gathered, self.nu))
+            return self.sums.sum_of_maps(self.u, value.weight, self.rows.scale_rows(gathered, -self.nu), kernel.weight)
+        difference: Tensor = value(self.u) - kernel(self.rows.scale_rows(gathered, self.nu))
         return difference
 
     def scaled_velocity(self) -> tuple[Tensor, Tensor]:
@@ -213,16 +203,12 @@ class FusedLinearFields:
         return self.total(self.y), self.nu.expand(self.y.shape[:-1])
 
     def velocity(self, y: Tensor) -> Tensor:
-        from stepformer.ops.token_rows import scale_rows
-
-        return scale_rows(self.total(y), self.nu, y.dtype)
+        return self.rows.scale_rows(self.total(y), self.nu, y.dtype)
 
     def force(self) -> Tensor:
         if self.together:
             return self.shared()[1]
-        from stepformer.ops.linear_flow import causal_sum
-
-        return self.force_from(causal_sum(self.momenta, self.momenta, self.u, segment=self.segment))
+        return self.force_from(self.flow.causal_sum(self.momenta, self.momenta, self.u, segment=self.segment))
 
 
 # softmax Hamiltonian attention
@@ -244,17 +230,17 @@ class FusedFields:
     """
 
     def __init__(self, attention: HamiltonianAttention, u: Tensor, y: Tensor, call: Call) -> None:
-        from stepformer.ops.hamiltonian import force_and_log_z
-        from stepformer.ops.token_rows import row_dot
+        from stepformer.ops import hamiltonian, token_rows
 
+        self.rows = token_rows
         self.attention, self.call, self.y, self.dtype = attention, call, y, y.dtype
         q, k = as_products(*attention.queries_and_keys(u, call))
         self.metric = attention.metric_matrix()
         self.by = self.lower(y)
-        a = row_dot(y, self.by, 1 / attention.d_model)
+        a = self.rows.row_dot(y, self.by, 1 / attention.d_model)
         row = attention.force == "row"
         kappa = attention.kappa_now() * torch.full((), 1.0 if row else 0.5, device=a.device)
-        self.total, self.log_z = force_and_log_z(
+        self.total, self.log_z = hamiltonian.force_and_log_z(
             q,
             k,
             a,
@@ -282,9 +268,7 @@ class FusedFields:
         return self.by, self.factor()
 
     def velocity(self, y: Tensor) -> Tensor:
-        from stepformer.ops.token_rows import scale_rows
-
-        return scale_rows(self.by if y is self.y else self.lower(y), self.factor(), self.dtype)
+        return self.rows.scale_rows(self.by if y is self.y else self.lower(y), self.factor(), self.dtype)
 
     def force(self) -> Tensor:
         return self.attention.from_keys(self.total, self.call, self.total.dtype)

@@ -7,28 +7,28 @@ until an oracle is asked; the first product of that oracle then does it (ops/row
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stepformer.decoding.cache import Cache
-from stepformer.decoding.sampling import Sampling
+from stepformer.decoding.sampling import Sampling, probabilities
 from stepformer.model.backbone import Backbone
-from stepformer.model.block import Block
+from stepformer.model.engines.oracles import MLPS
 from stepformer.model.engines.turns import defers
 from stepformer.ops import kernels
 from stepformer.ops.scores import rotate
 from stepformer.ops.slots import TokenSlot
-from stepformer.oracles.mlp import GeluMLP, SwigluMLP, TanhGeluMLP
 from stepformer.oracles.softmax import QK_NORM_EPS, SoftmaxAttention
 from stepformer.rules.coefficients import CoefficientBank
 from stepformer.rules.first_order import GradientDescent, HeavyBall, Nesterov, TripleMomentum
 
 MOST_ROWS = 4  # beyond, products of matrices are faster than rows of products with vectors
 WIDEST = 2048
-MLPS: dict[type[nn.Module], str] = {GeluMLP: "gelu", TanhGeluMLP: "gelu-tanh", SwigluMLP: "swiglu"}
+SHORT = 32  # prompts up to so many tokens are read by such steps: a pass of all of them at once has more launches
 TEMPLATES = (GradientDescent, HeavyBall, Nesterov, TripleMomentum)
 
 
@@ -59,23 +59,43 @@ def structural(model: Backbone) -> str | None:
     return None
 
 
-class Memory(Protocol):
-    """What a step works on: the tensors of a `steps.Decoder`."""
+class Memory:
+    """What a step works on, and how it draws the next tokens."""
 
-    batch: int
-    capacity: int
-    real_vocab: int | None
-    sampling: Sampling
-    cache: Cache
-    coefficients: dict[Any, Tensor]
-    tokens: Tensor
-    positions: Tensor
-    keys: Tensor
-    given: Tensor
-    lengths: Tensor
-    out: Tensor
+    out: Tensor  # where it writes them, and whether logits are finite
 
-    def choose(self, logits: Tensor) -> None: ...
+    def __init__(self, model: Backbone, batch: int, capacity: int, sampling: Sampling) -> None:
+        device = model.embed.tok_emb.weight.device
+        zeros = partial(torch.zeros, dtype=torch.long, device=device)
+        self.batch, self.capacity, self.sampling, self.real_vocab = batch, capacity, sampling, model.config.real_vocab
+        self.generator = torch.Generator(device)
+        self.cache = model.new_cache(batch, capacity)
+        self.tokens, self.positions, self.origins = zeros(batch, 1), zeros(batch, 1), zeros(batch)
+        self.keys = torch.arange(capacity, device=device)
+        self.given, self.lengths = zeros(batch, SHORT), zeros(batch)  # prompts that steps read
+        self.coefficients = {
+            (bank, key): bank.value(key).detach().clone()
+            for bank in model.modules()
+            if isinstance(bank, CoefficientBank)
+            for key in bank.specs
+        }
+
+    def choose(self, logits: Tensor) -> None:
+        """Draw the next tokens from logits (B, V), on the device and into the tensors of this memory."""
+        ids = draw(logits, self.real_vocab, self.sampling, self.generator)
+        self.tokens.copy_(ids[:, None])
+        self.out[:-1].copy_(ids)
+        # the largest of all sizes is finite only if all are
+        self.out[-1].copy_(torch.linalg.vector_norm(logits, math.inf).isfinite())
+
+
+def draw(logits: Tensor, real_vocab: int | None, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """One id per row, (B,): what `generation.sample` draws from the same generator, without asking the device."""
+    if sampling.temperature == 0:
+        return logits[:, :real_vocab].float().argmax(dim=-1)
+    p = probabilities(logits, real_vocab, *sampling)
+    # torch.multinomial draws one sample in this way, after looking at the values
+    return (p / torch.empty_like(p).exponential_(1, generator=generator)).argmax(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -90,7 +110,7 @@ class Number:
         return replace(self, factor=self.factor * factor)
 
 
-NONE, ONE = Number(0.0), Number(1.0)
+NONE = Number(0.0)
 Four = tuple[Number, Number, Number, Number]  # a, b, c, m of row_kernels.py
 
 
@@ -135,20 +155,22 @@ class Streams:
 
 
 class RowTurn:
-    """A turn as a splitting sees it (`rules.splittings.Substep`)."""
+    """A turn as a splitting sees it (`rules.splittings.Substep`); a `plain` one adds the answer to x."""
 
     def __init__(self, step: RowStep, layer: int, turn: str, plain: bool = False) -> None:
-        self.step, self.layer, self.turn, self.plain = step, layer, turn, plain
-        self.block: Block = step.model.blocks[layer]
+        self.step, self.layer, self.block = step, layer, step.model.blocks[layer]
+        bank, norms = self.block.coefficients, self.block.norm_keys
         self.oracles = (turn,) if plain else self.block.splitting.oracles[turn]
         self.velocity = not plain and self.block.template.has_velocity()
-        self.ahead = not plain and "mu" in self.block.coefficients.keys_of[turn]
+        self.keys = {} if plain else bank.keys_of[turn]
+        self.constants = {} if plain else bank.constants.get(turn, {})
+        self.norm: Any = None if plain or turn not in norms else self.block.aux_norms[norms[turn]]
 
     def number(self, name: str) -> Number:
-        bank = self.block.coefficients
-        if name in bank.keys_of[self.turn]:
-            return Number(1.0, bank, bank.keys_of[self.turn][name])
-        return Number(bank.constants.get(self.turn, {}).get(name, 1.0))
+        """A coefficient of this turn, a constant, or 1."""
+        if name in self.keys:
+            return Number(1.0, self.block.coefficients, self.keys[name])
+        return Number(self.constants.get(name, 1.0))
 
     def ask(self, s: Streams, scale: float = 1.0) -> Tensor | None:
         answers = [self.step.ask(self, oracle, s) for oracle in self.oracles]
@@ -157,40 +179,33 @@ class RowTurn:
 
     def kick(self, s: Streams, g: Tensor | None, scale: float = 1.0) -> Streams:
         self.step.settle(s)
-        if self.velocity:
-            waiting = Update(g, self.number("beta"), self.number("gamma").times(scale), True)
-        else:
-            waiting = Update(g, NONE, (ONE if self.plain else self.number("step")).times(scale), False)
-        return Streams(s.x, s.v, waiting)
+        kept, gain = (self.number("beta"), self.number("gamma")) if self.velocity else (NONE, self.number("step"))
+        return Streams(s.x, s.v, Update(g, kept, gain.times(scale), self.velocity))
 
     def normalise(self, s: Streams) -> Streams:
-        keys = self.block.norm_keys
-        if self.plain or self.turn not in keys:
-            return s
-        norm = self.block.aux_norms[keys[self.turn]]
-        assert s.waiting is not None
-        assert isinstance(norm, nn.LayerNorm)
-        return Streams(s.x, s.v, replace(s.waiting, norm=norm))
+        return self._waiting(s, norm=self.norm)
 
     def drift(self, s: Streams, scale: float = 1.0) -> Streams:
-        return self._moved(s, ONE if self.plain or not self.velocity else self.number("nu"))
+        return self.follow(s, "nu")
 
     def follow(self, s: Streams, name: str) -> Streams:
-        return self._moved(s, self.number(name))
+        return self._waiting(s, c=self.number(name))
 
-    def _moved(self, s: Streams, by: Number) -> Streams:
+    def _waiting(self, s: Streams, **more: Any) -> Streams:
         assert s.waiting is not None
-        return Streams(s.x, s.v, replace(s.waiting, c=by))
+        return Streams(s.x, s.v, replace(s.waiting, **more))
 
     def take(self, s: Streams, scale: float = 1.0) -> Streams:
         return self.drift(self.normalise(self.kick(s, self.ask(s, scale), scale)), scale)
 
 
 class RowStep:
-    """One token per row, from the tensors of a decoder back into them, as `steps.FixedStep`."""
+    """One token per row, from the tensors of a decoder back into them, as `steps.fixed_step`."""
 
     def __init__(self, model: Backbone, decoder: Memory) -> None:
-        self.model, self.decoder = model, decoder
+        from stepformer.ops import rows
+
+        self.model, self.decoder, self.fast = model, decoder, rows
         self.cap = next((part.cap for part in model.parts), None)
         device = decoder.positions.device
         attn = model.blocks[0].attn
@@ -218,25 +233,20 @@ class RowStep:
                 step: Any = block.splitting.step  # to it, these turns and streams are like any others
                 s = step(turns, s)
         u = self.settle(s, model.final_norm)
-        if self.numbers is None:
+        if u is None:  # the numbers were collected
             return
-        from stepformer.ops import rows
-
-        assert u is not None
-        found, best = rows.logits(u, model.embed.tok_emb.weight, self.cap, own.real_vocab)
+        found, best = self.fast.logits(u, model.embed.tok_emb.weight, self.cap, own.real_vocab)
         if own.sampling.temperature == 0:
-            rows.finish(best, own.tokens, own.positions, own.out)
+            self.fast.finish(best, own.tokens, own.positions, own.out)
         else:
             own.positions += 1
             own.choose(found)
 
     def start(self) -> Streams:
-        from stepformer.ops import rows
-
         def of(tables: Any) -> Tensor:
             position = None if tables.pos_emb is None else tables.pos_emb.weight
             own = self.decoder
-            return rows.embed(own.tokens, own.positions, own.given, own.lengths, tables.tok_emb.weight, position)
+            return self.fast.embed(own.tokens, own.positions, own.given, own.lengths, tables.tok_emb.weight, position)
 
         tables, weight, v = self.model.aux_embed, self.model.embed.tok_emb.weight, None
         if "v" in tables:
@@ -252,10 +262,8 @@ class RowStep:
             self.planned.append((waiting.a, waiting.b, waiting.c, ahead or NONE))
             s.waiting = None
             return None
-        from stepformer.ops.rows import Point
-
         assert s.x is not None
-        found = Point(s.x, self.numbers.values[self.points], norm, v=s.v, ahead=ahead is not None)
+        found = self.fast.Point(s.x, self.numbers.values[self.points], norm, v=s.v, ahead=ahead is not None)
         self.points += 1
         if s.waiting is not None:
             found.g, found.new_x = waiting.g, torch.empty_like(s.x)
@@ -270,31 +278,26 @@ class RowStep:
         if s.waiting is None and norm is None:
             return None
         found = self.point(s, norm)
-        if found is None:
-            return None
-        from stepformer.ops import rows
-
-        return rows.point(found)
+        return None if found is None else self.fast.point(found)
 
     def ask(self, turn: RowTurn, oracle: str, s: Streams) -> Tensor | None:
         """An oracle's answer at the point where a turn looks, (B, d)."""
         block = turn.block
         norm = block.attn_norm if oracle == "attn" else block.mlp_norm
-        found = self.point(s, norm, turn.number("mu") if turn.ahead else None)
+        found = self.point(s, norm, turn.number("mu") if "mu" in turn.keys else None)
         if found is None:
             return None
-        from stepformer.ops import rows
-
+        linear = self.fast.linear
         if oracle == "mlp":
             mlp = block.mlp
-            h = rows.linear(found, mlp.up.weight, mlp.up.bias, activation=MLPS[type(mlp)])
-            return rows.linear(h, mlp.down.weight, mlp.down.bias)
+            h = linear(found, mlp.up.weight, mlp.up.bias, activation=mlp.name)
+            return linear(h, mlp.down.weight, mlp.down.bias)
         attn, slot = block.attn, self.decoder.cache.slots[turn.layer][self.calls[turn.layer]]
         self.calls[turn.layer] += 1
         assert isinstance(slot, TokenSlot)
         assert isinstance(attn, SoftmaxAttention)
-        qkv = rows.linear(found, attn.qkv.weight, attn.qkv.bias)
-        seen = rows.attend(
+        qkv = linear(found, attn.qkv.weight, attn.qkv.bias)
+        seen = self.fast.attend(
             qkv,
             slot.stored["k"],
             slot.stored["v"],
@@ -302,4 +305,4 @@ class RowStep:
             self.angles,
             QK_NORM_EPS if attn.qk_norm else None,
         )
-        return rows.linear(seen, attn.out.weight, attn.out.bias)
+        return linear(seen, attn.out.weight, attn.out.bias)

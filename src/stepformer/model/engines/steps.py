@@ -11,10 +11,10 @@ token is dropped. The tokens are those of ordinary decoding: the same sums (anot
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,21 +23,20 @@ from torch import Tensor, nn
 
 from stepformer.base.errors import StepformerError
 from stepformer.decoding.cache import Cache
-from stepformer.decoding.sampling import NOT_FINITE, Sampling, probabilities
+from stepformer.decoding.sampling import NOT_FINITE, Sampling
 from stepformer.model.backbone import Backbone
 from stepformer.model.engines import rows as row_steps
-from stepformer.model.engines.rows import Numbers
+from stepformer.model.engines.rows import SHORT, Memory, Numbers
 from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.graphs import capture
 from stepformer.ops.slots import StateSlot, TokenSlot
 from stepformer.oracles.caches import Call
-from stepformer.rules.coefficients import Coefficient, CoefficientBank
+from stepformer.rules.coefficients import Coefficient
 
 FEWEST = 16  # new tokens that repay a recording
 BEHIND = 4  # steps that the device may be ahead of the reader, where they are recorded one by one
 SEVERAL = 8  # short steps that are recorded as one: launching and reading them one by one would take longer
-SHORT = 32  # prompts up to so many tokens are read by such steps: a pass of all of them at once has more launches
 WIDTH = 64  # capacities are multiples of it
 
 
@@ -92,7 +91,7 @@ def capacity_for(longest: int, max_new_tokens: int, context: int) -> int:
     return min(context, WIDTH * -(-(longest + max_new_tokens) // WIDTH))
 
 
-class Decoder:
+class Decoder(Memory):
     """A model's decoding step at one batch size and capacity, with the memory that it works on.
 
     `stretch` decodes from a cache that holds the prompts. The model itself is not kept: only its weights' memory is,
@@ -100,41 +99,18 @@ class Decoder:
     operations; None if it is one of those in `row_steps`.
     """
 
-    def __init__(
-        self,
-        model: Backbone,
-        batch: int,
-        capacity: int,
-        sampling: Sampling,
-        *,
-        record: bool = True,
-        compiled: bool = False,
-    ) -> None:
-        device = model.embed.tok_emb.weight.device
-        self.batch, self.capacity, self.sampling, self.real_vocab = batch, capacity, sampling, model.config.real_vocab
-        self.generator = torch.Generator(device)
-        self.cache = model.new_cache(batch, capacity)
-        self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.positions = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.origins = torch.zeros(batch, dtype=torch.long, device=device)
-        self.keys = torch.arange(capacity, device=device)
-        self.given = torch.zeros(batch, SHORT, dtype=torch.long, device=device)  # prompts that steps read
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+    def __init__(self, model: Backbone, batch: int, capacity: int, sampling: Sampling, *, record: bool = True) -> None:
+        super().__init__(model, batch, capacity, sampling)
+        device = self.tokens.device
         self.busy = False  # decoding for somebody
         self.weights = [*model.parameters(), *model.buffers()]
         self.held: list[Tensor] = []  # while it is busy, their memory, wherever the model may go meanwhile
         self.fingerprint = fingerprint(model)
-        self.coefficients = {
-            (bank, key): bank.value(key).detach().clone()
-            for bank in model.modules()
-            if isinstance(bank, CoefficientBank)
-            for key in bank.specs
-        }
         record = record and device.type == "cuda"
         # a recording knows addresses only, so what a step looks up is kept here
         self.numbers: Numbers | None = None
         self.angles: tuple[Tensor, Tensor] | None = None
-        self.unfused = "it is compiled" if compiled else row_steps.refusal(model, batch)
+        self.unfused = row_steps.refusal(model, batch)
         self.several = SEVERAL if self.unfused is None or not record else 1
         self.behind = 0 if not record else BEHIND if self.several == 1 else 2 * self.several
         # of each of so many steps the tokens and whether logits are finite, in rows of whole 16 bytes as kernels like
@@ -143,13 +119,10 @@ class Decoder:
         self.out = self.outs[0, : batch + 1]
         self.host = torch.zeros(self.behind + 1, *self.outs.shape, dtype=torch.long, pin_memory=record)
         self.read = [torch.cuda.Event() for _ in self.host] if record else []
-        step: Any = FixedStep(model, self)
+        step: Any = partial(fixed_step, model, self)
         if self.unfused is None:
             step = row_steps.RowStep(model, self)
             self.numbers, self.angles = step.numbers, step.angles
-        elif compiled:
-            kernels.prepare_compiler()
-            step = torch.compile(step.__call__, fullgraph=True, dynamic=False)
 
         def steps() -> None:
             for row in self.outs:
@@ -208,29 +181,19 @@ class Decoder:
 
     def _follow(self) -> None:
         """Take the learned coefficients as they are now, all of a range at once: there are many, of one number each."""
-        alike: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        specs: dict[str, Coefficient] = {}
+        alike: dict[str, list[tuple[Coefficient, Tensor, Tensor]]] = {}
         for (bank, key), value in self.coefficients.items():
-            pinned = bank.pinned.get(key)
-            raw = bank.get_parameter(key).detach() if pinned is None else pinned
-            kind: str = bank.specs[key].range if pinned is None else "pinned"
-            specs[kind] = bank.specs[key]
-            alike.setdefault(kind, []).append((value, raw))
-        for kind, pairs in alike.items():
-            raws = torch.cat([raw.reshape(-1) for _, raw in pairs])
-            mapped = raws if kind == "pinned" else specs[kind].value(raws)
-            found = mapped.split([raw.numel() for _, raw in pairs])
-            torch._foreach_copy_([v for v, _ in pairs], [f.view_as(v) for f, (v, _) in zip(found, pairs, strict=True)])
+            if key in bank.pinned:
+                value.copy_(bank.pinned[key])
+            else:
+                spec = bank.specs[key]
+                alike.setdefault(spec.range, []).append((spec, value, bank.get_parameter(key).detach()))
+        for group in alike.values():
+            specs, values, raws = zip(*group, strict=True)
+            mapped = specs[0].value(torch.cat([raw.reshape(-1) for raw in raws])).split([raw.numel() for raw in raws])
+            torch._foreach_copy_(values, [new.view_as(value) for new, value in zip(mapped, values, strict=True)])
         if self.numbers is not None:
             self.numbers.refresh()
-
-    def choose(self, logits: Tensor) -> None:
-        """Draw the next tokens from logits (B, V), on the device and into the tensors of this decoder."""
-        ids = draw(logits, self.real_vocab, self.sampling, self.generator)
-        self.tokens.copy_(ids[:, None])
-        self.out[:-1].copy_(ids)
-        # the largest of all sizes is finite only if all are
-        self.out[-1].copy_(torch.linalg.vector_norm(logits, math.inf).isfinite())
 
     def stretch(self, cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
         """`count` tokens of every row after the prompts in `cache`, whose last logits (B, 1, V) are given."""
@@ -275,17 +238,14 @@ class Decoder:
             if not chosen:
                 (self.advance if count == 1 else self.advance_several)()
             chosen = False
-            self._send(place, count)
+            self.host[place, :count].copy_(self.outs[:count], non_blocking=True)
+            if self.read:
+                self.read[place].record()
             waiting.append((place, count))
             place, ahead, left = (place + 1) % len(self.host), ahead + count, left - count
             while waiting and (ahead > self.behind or not left):
                 ahead -= waiting[0][1]
                 yield from self._received(*waiting.popleft())
-
-    def _send(self, place: int, count: int) -> None:
-        self.host[place, :count].copy_(self.outs[:count], non_blocking=True)
-        if self.read:
-            self.read[place].record()
 
     def _received(self, place: int, count: int) -> Iterator[list[int]]:
         if self.read:
@@ -296,38 +256,23 @@ class Decoder:
             yield found[: self.batch]
 
 
-class FixedStep:
+def fixed_step(model: Backbone, own: Memory) -> None:
     """One token per row through the model's own blocks, from the tensors of a decoder back into them."""
-
-    def __init__(self, model: Backbone, decoder: Decoder) -> None:
-        self.model, self.decoder = model, decoder
-
-    def __call__(self) -> None:
-        model, own = self.model, self.decoder
-        positions = own.positions.clamp(max=own.capacity - 1)  # a step too many writes over the last token
-        call = Call(positions, (own.keys <= positions[..., None])[:, None], 0, own.capacity, uniform=False)
-        call = model.confined(call, own.tokens, own.origins)
-        s = model.start(own.tokens, positions)
-        for i, block in enumerate(model.blocks):
-            slots = own.cache.slots[i]
-            before = [slot.tensors() for slot in slots]
-            s = block(s, replace(call, slots=slots), i in model.plain_layers)
-            for slot, tensors in zip(slots, before, strict=True):
-                if isinstance(slot, StateSlot):
-                    slot.keep(tensors)
-        if call.origins is not None:
-            own.origins.copy_(call.origins[:, -1])
-        own.positions += 1
-        own.choose(model.head(s.x)[:, -1])
-
-
-def draw(logits: Tensor, real_vocab: int | None, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """One id per row, (B,): what `generation.sample` draws from the same generator, without asking the device."""
-    if sampling.temperature == 0:
-        return logits[:, :real_vocab].float().argmax(dim=-1)
-    p = probabilities(logits, real_vocab, *sampling)
-    # torch.multinomial draws one sample in this way, after looking at the values
-    return (p / torch.empty_like(p).exponential_(1, generator=generator)).argmax(dim=-1)
+    positions = own.positions.clamp(max=own.capacity - 1)  # a step too many writes over the last token
+    call = Call(positions, (own.keys <= positions[..., None])[:, None], 0, own.capacity, uniform=False)
+    call = model.confined(call, own.tokens, own.origins)
+    s = model.start(own.tokens, positions)
+    for i, block in enumerate(model.blocks):
+        slots = own.cache.slots[i]
+        before = [slot.tensors() for slot in slots]
+        s = block(s, replace(call, slots=slots), i in model.plain_layers)
+        for slot, tensors in zip(slots, before, strict=True):
+            if isinstance(slot, StateSlot):
+                slot.keep(tensors)
+    if call.origins is not None:
+        own.origins.copy_(call.origins[:, -1])
+    own.positions += 1
+    own.choose(model.head(s.x)[:, -1])
 
 
 def fingerprint(model: Backbone) -> tuple[object, ...]:

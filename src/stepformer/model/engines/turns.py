@@ -95,10 +95,6 @@ class Moving:
     settled: Moving | None = None  # the same state with nothing waiting, once somebody has asked
     asker: FusedSubstep | None = None  # who that was: its coefficients scale V
 
-    @classmethod
-    def begin(cls, s: State, weights: tuple[tuple[Tensor, Tensor], ...] = ()) -> Moving:
-        return cls(s.x, dict(s.streams), s.memory, weights)
-
     def finish(self, norm: nn.Module) -> Tensor:
         """The final norm of x after the last turn."""
         if self.turn is None:
@@ -116,24 +112,17 @@ class FusedSubstep(Substep):
         template: Template,
         asks: Sequence[tuple[nn.Module, Callable[[Tensor], Tensor]]],
         c: Values,
-        scalars: Mapping[str, tuple[Tensor | None, str, float]],
+        scalars: Mapping[str, Scalar],
         norm: nn.LayerNorm | None,
     ) -> None:
+        """`scalars` are the coefficients as the kernels take them: raw, with the map that keeps each in its range."""
         self.template, self.asks, self.c, self.fields = template, asks, c, None
-        self.layer_norm = norm
+        self.layer_norm, self.scalars = norm, scalars
         self.family = FAMILIES.get(type(template), "velocity")  # an integrator's y is the velocity of its MLP
-        self.scalars = scalars
 
     def scalar(self, name: str) -> Scalar | None:
-        """A coefficient as the kernels take it: raw, with the map that keeps it in its range."""
-        from stepformer.ops.common import Scalar
-
-        return Scalar(*self.scalars[name]) if name in self.scalars else None  # type: ignore[arg-type]
-
-    def needed(self, name: str) -> Scalar:
-        found = self.scalar(name)
-        assert found is not None, name
-        return found
+        """What the pass before this turn may ask for."""
+        return self.scalars.get(name)
 
     # what splittings call
 
@@ -141,7 +130,9 @@ class FusedSubstep(Substep):
         """The oracles' answers at the point where the template looks."""
         norms = [norm for norm, _ in self.asks]
         if s.turn is None:
-            s.settled, inputs = self._start(s, scale, norms)
+            # before the first turn of the model nothing waits: only look ahead and normalise
+            velocity = s.streams["v"] if self.family == "velocity" else None
+            s.settled, inputs = self._pass(s, velocity, self, scale, norms, drift=False)
         else:
             s.settled, inputs = s.turn.settle(s, self, scale, norms)
             if s.start is not None and not s.moves and torch.is_grad_enabled():
@@ -166,87 +157,61 @@ class FusedSubstep(Substep):
 
     def drift(self, s: Any, scale: float = 1.0) -> Any:
         if self.family == "proposal":
-            return replace(s, moves=True, gain=self.needed("gamma").times(scale))
-        return replace(s, moves=True, gain=self.scalar("nu"))
+            return replace(s, moves=True, gain=self.scalars["gamma"].times(scale))
+        return self.follow(s, "nu")
 
     def follow(self, s: Any, name: str) -> Any:
-        return replace(s, moves=True, gain=self.scalar(name))
-
-    def take(self, s: Any, scale: float = 1.0) -> Any:
-        return self.drift(self.normalise(self.kick(s, self.ask(s, scale), scale)), scale)
+        return replace(s, moves=True, gain=self.scalars.get(name))
 
     # the passes
-
-    def _start(self, s: Moving, scale: float, norms: Sequence[nn.Module]) -> tuple[Moving, list[Tensor]]:
-        """Before the first turn of the model nothing waits: only look ahead and normalise."""
-        from stepformer.ops.velocity import velocity_pass
-
-        streams = dict(s.streams)
-        moving = self.family == "velocity"
-        x, v, *inputs = velocity_pass(
-            streams["v"] if moving else None,
-            x=s.x,
-            drift=False,
-            mu_next=self.scalar("mu"),
-            beta_next=self.scalar("beta") if moving else None,
-            gamma_next=self.scalar("gamma") if moving else None,
-            scale_next=scale,
-            **norm_settings(s.x, norms),
-        )
-        if v is not None and moving:
-            streams["v"] = v
-        return Moving(x, streams, s.memory, s.weights), [u for u in inputs if u is not None]
 
     def settle(
         self, s: Moving, after: FusedSubstep | None, scale_after: float, norms: Sequence[nn.Module]
     ) -> tuple[Moving, list[Tensor]]:
         """Do what waits in `s`, and give the normalised points at which the turn `after` looks."""
+        norm = self.layer_norm
         settings: dict[str, Any] = {
-            "x": s.x,
             "g2": s.answers[1] if len(s.answers) > 1 else None,
             # a proposal is normalised as it is: its step fraction is in the drift
             "scale": 1.0 if self.family == "proposal" else s.scale,
-            "gain_v": self.layer_norm.weight if s.normalises and self.layer_norm is not None else None,
-            "eps_v": self.layer_norm.eps if self.layer_norm is not None else 0.0,
-            **norm_settings(s.x, norms),
+            "gain_v": norm.weight if s.normalises and norm is not None else None,
+            "eps_v": norm.eps if norm is not None else 0.0,
         }
-        pass_ = self._adaptive if self.family == "adaptive" else self._velocity
-        x, streams, inputs = pass_(s, after, scale_after, settings)
-        return Moving(x, streams, s.memory, s.weights), inputs
+        if self.family == "adaptive":
+            return self._adaptive(s, norms, settings)
+        if self.family == "velocity":
+            settings |= {"V": s.streams["v"], "gamma": self.scalars["gamma"]}
+        elif self.family == "plain":  # x' = x + scale step g: the step is the kick's, the drift is by 1
+            settings["gamma"] = self.scalars["step"]
+        return self._pass(s, s.answers[0], after, scale_after, norms, nu=s.gain, drift=s.moves, **settings)
 
-    def _velocity(
-        self, s: Moving, after: FusedSubstep | None, scale_after: float, settings: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-        from stepformer.ops.common import Scalar
+    def _pass(
+        self,
+        s: Moving,
+        g: Tensor | None,
+        after: FusedSubstep | None,
+        scale_after: float,
+        norms: Sequence[nn.Module],
+        **settings: Any,
+    ) -> tuple[Moving, list[Tensor]]:
+        """From an answer, or the velocity with which the model begins, to where the turn `after` looks."""
         from stepformer.ops.velocity import velocity_pass
 
-        streams = dict(s.streams)
-        moving = self.family == "velocity"
-        if self.family == "plain":  # x' = x + scale step g: the step is the kick's, the drift is by 1
-            gamma = self.needed("step")
-        else:
-            gamma = self.needed("gamma") if moving else Scalar()
-        follows = after is not None and moving
+        kicks = after if self.family == "velocity" else None  # whose coefficients scale V
         x, v, *inputs = velocity_pass(
-            s.answers[0],
-            V=streams["v"] if moving else None,
-            gamma=gamma,
-            nu=s.gain,
-            lam=None,
-            drift=s.moves,
+            g,
+            x=s.x,
             mu_next=after.scalar("mu") if after is not None else None,
-            beta_next=after.scalar("beta") if after is not None and follows else None,
-            gamma_next=after.scalar("gamma") if after is not None and follows else None,
+            beta_next=kicks.scalar("beta") if kicks is not None else None,
+            gamma_next=kicks.scalar("gamma") if kicks is not None else None,
             scale_next=scale_after,
+            **norm_settings(s.x, norms),
             **settings,
         )
-        if v is not None and moving:
-            streams["v"] = v
-        return x, streams, [u for u in inputs if u is not None]
+        streams = s.streams if v is None else s.streams | {"v": v}
+        return Moving(x, streams, s.memory, s.weights), [u for u in inputs if u is not None]
 
-    def _adaptive(
-        self, s: Moving, after: FusedSubstep | None, scale_after: float, settings: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+    def _adaptive(self, s: Moving, norms: Sequence[nn.Module], settings: dict[str, Any]) -> tuple[Moving, list[Tensor]]:
         from stepformer.ops.adaptive import adaptive_pass
 
         if not s.moves:
@@ -254,18 +219,11 @@ class FusedSubstep(Substep):
                 f"Template '{self.template.name}' moves x with every answer, and this splitting does not: "
                 "it cannot be `deferrable` with it."
             )
-        x, m, second, *inputs = adaptive_pass(
-            s.answers[0],
-            m=s.streams.get("m"),
-            s=s.streams["s"],
-            beta1=self.scalar("beta1"),
-            beta2=self.needed("beta2"),
-            gamma=self.needed("gamma"),
-            lam=self.scalar("lam"),
-            **settings,
-        )
+        own = {name: self.scalars.get(name) for name in ("beta1", "beta2", "gamma", "lam")}
+        settings |= {"m": s.streams.get("m"), "s": s.streams["s"], **own, **norm_settings(s.x, norms)}
+        x, m, second, *inputs = adaptive_pass(s.answers[0], x=s.x, **settings)
         streams = {"s": second} if m is None else {"m": m, "s": second}
-        return x, streams, [u for u in inputs if u is not None]
+        return Moving(x, streams, s.memory, s.weights), [u for u in inputs if u is not None]
 
 
 def defers(splitting: Splitting) -> bool:
