@@ -89,10 +89,9 @@ def _refuses_constrained(
 ) -> str | None:
     if call.mask is not None or call.slots is not None or call.observe is not None or not kernels.usable(q, k, v):
         return "it is not plain causal attention that nobody watches"
-    from stepformer.ops import constrained, prior_attention
+    from stepformer.ops.constrained import takes
 
-    taken = constrained.takes(q, k, v) if attention.chunks() else prior_attention.takes(q, k, v)
-    return None if taken else "these heads do not fit the kernels"
+    return None if takes(q, k, v, chained=not attention.chunks()) else "these heads do not fit the kernels"
 
 
 @faster(
@@ -112,7 +111,7 @@ def _with_prior(attention: KLAttention, q: Tensor, k: Tensor, v: Tensor, radius:
         from stepformer.ops.constrained import constrained_attention
 
         return constrained_attention(q, k, v, radius, attention.ceiling)
-    from stepformer.ops.prior_attention import prior_attention
+    from stepformer.ops.constrained import prior_attention
 
     below = call.memory.get("log_prior")
     keep = None if below is None or attention.prior == "previous" else attention.coefficients.value("keep")
