@@ -178,7 +178,8 @@ class FusedLinearFields:
 
     def shared(self) -> tuple[Tensor, Tensor]:
         """F at the own y before the division by n_i, and G."""
-        from stepformer.ops.linear_fields import hamiltonian_sums, linear_fields
+        from stepformer.ops.linear_fields import linear_fields
+        from stepformer.ops.linear_flow import hamiltonian_sums
 
         if self.both is None and self.own_layers:
             kernel, value = self.attention.kernel.weight, self.attention.value.weight
@@ -198,12 +199,12 @@ class FusedLinearFields:
 
     def force_from(self, gathered: Tensor) -> Tensor:
         """G from its sum before the division by n_i."""
-        from stepformer.ops.linear_fields import sum_of_maps
+        from stepformer.ops.linear_fields import sum_of_linear_layers
         from stepformer.ops.token_rows import scale_rows
 
         kernel, value = self.attention.kernel, self.attention.value
         if self.own_layers:
-            return sum_of_maps(self.u, value.weight, scale_rows(gathered, -self.nu), kernel.weight)
+            return sum_of_linear_layers(self.u, value.weight, scale_rows(gathered, -self.nu), kernel.weight)
         difference: Tensor = value(self.u) - kernel(scale_rows(gathered, self.nu))
         return difference
 
