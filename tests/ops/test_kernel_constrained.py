@@ -105,13 +105,14 @@ def test_gradients_do_not_depend_on_the_saved_averages(monkeypatch: pytest.Monke
     """Short rows in bf16: O and W rounded cost what a second sum over the keys gives back, here for all five rows."""
     q, k, v, radius = inputs(2, 3, 5, 64, 0.9, torch.float32)
     expected = run(twin, [x.double() for x in (q, k, v, radius)], None)
-    out, tilt, rows = constrained._forward(q, k, v, radius, math.inf)
+    out, tilt, rows, _ = constrained._forward(q, k, v, radius, None, None, math.inf, None)
     weight = torch.randn(q.shape, generator=seeded(1)).to(q)
     rounded = [x.bfloat16().float() for x in (out, tilt)]
     errors = []
     for exact in (16, 0):
         monkeypatch.setattr(constrained, "EXACT", {torch.float32: exact})
-        grads = constrained._backward(weight.transpose(1, 2).contiguous(), q, k, v, *rounded, rows)
+        grad = weight.transpose(1, 2).contiguous()
+        grads = constrained._backward(grad, None, q, k, v, *rounded, rows, None, None, False, False)
         errors.append(max(distance(x.transpose(1, 2), y) for x, y in zip(grads[:3], expected[1:4], strict=True)))
     assert errors[0] < 2e-3  # saturated rows, fp32: 4e-4 is the worst of 40 draws
     assert errors[1] > 2e-3  # why the pass is there: at least 2.6e-2
@@ -125,7 +126,7 @@ def test_a_row_just_beyond_the_ceiling_is_held_there(monkeypatch: pytest.MonkeyP
     for row in (15, 30):
         for share, held in ((1 - 1e-4, True), (1 + 1e-4, False)):
             ceiling = share * beta[row].item()
-            found = constrained._forward(q, k, v, radius, ceiling)[2][:, 0, 0, row]
+            found = constrained._forward(q, k, v, radius, None, None, ceiling, None)[2][:, 0, 0, row]
             assert (found[4] == 0) == held
             assert found[0] * math.sqrt(32) == pytest.approx(min(ceiling, beta[row].item()), rel=2e-5)
 
@@ -160,7 +161,7 @@ def test_hard_scores(close: float, monkeypatch: pytest.MonkeyPatch) -> None:
     t = torch.arange(1, length + 1, device=DEVICE).float()
     shares = torch.tensor([0.01, 0.1, 0.5, 0.9], device=DEVICE).repeat(length // 4)
     radius = ((1 - shares) * t.log()).expand(q.shape[:3])
-    out, _, rows = constrained._forward(q, k, torch.randn_like(q), radius, math.inf)
+    out, _, rows, _ = constrained._forward(q, k, torch.randn_like(q), radius, None, None, math.inf, None)
     assert out.isfinite().all()
     logits = (q.double() * rows[0, ..., None].double()).masked_fill(t[None, :] > t[:, None], -math.inf)
     log_a = logits.log_softmax(dim=-1)
@@ -190,7 +191,8 @@ def special(scores: list[float], radius: float, ceiling: float | None = None) ->
     q.requires_grad_()
     r = torch.full((1, 1, 16), radius, device=DEVICE, requires_grad=True)
     last = len(scores) - 1
-    out, _, rows = constrained._forward(q, k, torch.eye(16, device=DEVICE).expand(1, 1, 16, 16), r, ceiling or math.inf)
+    v = torch.eye(16, device=DEVICE).expand(1, 1, 16, 16)
+    out, _, rows, _ = constrained._forward(q, k, v, r, None, None, ceiling or math.inf, None)
     weight = torch.arange(1.0, 17, device=DEVICE) ** 2
     grads = torch.autograd.grad((out[:, last] * weight).sum(), (q, r))
     return out[0, last, 0, : len(scores)].detach().cpu(), 4 * rows[0, 0, 0, last].cpu(), [g.cpu() for g in grads]
@@ -296,7 +298,7 @@ def test_the_twin_takes_what_kernels_do_not() -> None:
 def test_the_operator_is_well_formed() -> None:
     q, k, v, radius = inputs(1, 1, 9, 16, 0.5, torch.float32)
     torch.use_deterministic_algorithms(False)
-    arguments = (*(x.detach().requires_grad_() for x in (q, k, v, radius)), math.inf)
+    arguments = (*(x.detach().requires_grad_() for x in (q, k, v, radius)), None, None, math.inf, None)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(constrained._forward, arguments, test_utils=tests)
 

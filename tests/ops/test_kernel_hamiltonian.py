@@ -153,7 +153,8 @@ def test_the_operators_are_registered_properly() -> None:
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     arguments = (q, k, a, kappa, 0.5, 3.0, 0, 1.0, True, 16)
     torch.library.opcheck(torch.ops.stepformer.hamiltonian.default, (*arguments, True), test_utils=checks)
-    torch.library.opcheck(torch.ops.stepformer.causal_sum.default, (q[0], k[0], q[0], 5, 2, True), test_utils=checks)
+    alone = (q[0], k[0], q[0], 5, 2, True, False)
+    torch.library.opcheck(torch.ops.stepformer.causal_sums.default, alone, test_utils=checks)
 
 
 def test_later_tokens_leave_no_trace() -> None:

@@ -185,8 +185,8 @@ def test_models_take_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_operators_are_well_formed(packed: None) -> None:
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     g, m = numbers(1, 32), numbers(1, 32, seed=1)
-    torch.library.opcheck(ns._ortho, (g, 2, torch.float32, False), test_utils=checks)
-    torch.library.opcheck(ns._muon, (g, m, numbers(1), 1, 1.0, 2, torch.float32, False), test_utils=checks)
+    for mean in ((None, None, -2), (m, numbers(1), 1)):  # ortho, muon
+        torch.library.opcheck(ns._forward, (g, *mean, 1.0, 2, torch.float32, False), test_utils=checks)
 
 
 @in_interpreter

@@ -21,7 +21,7 @@ from stepformer.oracles.constrained import ConstrainedAttention
 if not kernels.has_triton():
     pytest.skip("needs Triton", allow_module_level=True)
 
-from stepformer.ops import constrained, prior_attention
+from stepformer.ops import constrained
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -63,7 +63,7 @@ def kernel_chain(packed: bool, detach: bool = False) -> Chain:
         outs: list[Tensor] = []
         below = None
         for layer in range(len(q)):
-            out, below = prior_attention.prior_attention(
+            out, below = constrained.prior_attention(
                 q[layer], k[layer], v[layer], radius[layer], below, keep[layer], packed=packed
             )
             below = below.detach() if detach else below
@@ -153,7 +153,7 @@ def special(
     eye = torch.eye(16, device=DEVICE).expand(s.shape)
     r = torch.full((1, problems, 16), radius, device=DEVICE, requires_grad=True)
     keep = torch.ones(problems, device=DEVICE)
-    out, log_a, _, rows = prior_attention._forward(q, eye, eye, r, p, keep, False)
+    out, _, rows, log_a = constrained._forward(q, eye, eye, r, p, keep, math.inf, torch.float32)
     weight = torch.arange(1.0, 17, device=DEVICE) ** 2
     grads = torch.autograd.grad((out[:, t - 1] * weight).sum(), (q, r, p))
     weights = out[0, t - 1, :, :t].detach().cpu()
@@ -200,7 +200,7 @@ def test_hard_priors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     With the tolerance of bf16. Rows that the twin calls capped are capped here.
     """
-    monkeypatch.setattr(prior_attention, "CLOSE", {torch.float32: prior_attention.CLOSE[torch.bfloat16]})
+    monkeypatch.setattr(constrained, "CHAINED_CLOSE", {torch.float32: constrained.CHAINED_CLOSE[torch.bfloat16]})
     monkeypatch.setattr(constrained, "INTERPRETED", constrained.Tiles(*4 * (constrained.Tile(64, 64),), 16))
     length = 64
     generator = seeded(0)
@@ -213,7 +213,7 @@ def test_hard_priors(monkeypatch: pytest.MonkeyPatch) -> None:
     below = below[None].log_softmax(dim=-1).to(DEVICE)
     t = torch.arange(1, length + 1, device=DEVICE).float()
     radius = (0.1 * t.log()).expand(q.shape[:3]).contiguous()
-    rows = prior_attention.solve(q, k, radius, below, torch.ones(6, device=DEVICE))
+    rows = constrained.solve_with_prior(q, k, radius, below, torch.ones(6, device=DEVICE))
     hidden = t[None, :] > t[:, None]
     log_q = below.double().masked_fill(hidden, -math.inf).log_softmax(dim=-1)
     log_a = (log_q + q.double() * rows[0, ..., None].double()).log_softmax(dim=-1)
@@ -234,14 +234,14 @@ def test_models_use_the_kernels(preset: str, monkeypatch: pytest.MonkeyPatch) ->
     model = shake(tiny(preset, dtype=torch.float32, n_head=1, d_model=32, n_layer=2, context=16), scale=0.1).to(DEVICE)
     ids = tokens(1, 16).to(DEVICE)
     asked = []
-    kept = prior_attention.prior_attention
+    kept = constrained.prior_attention
 
     def counted(*arguments: Any, packed: bool) -> tuple[Tensor, Tensor]:
         asked.append(arguments[4] is not None)
         assert not packed  # fp32 keeps its digits
         return kept(*arguments, packed=packed)
 
-    monkeypatch.setattr(prior_attention, "prior_attention", counted)
+    monkeypatch.setattr(constrained, "prior_attention", counted)
 
     def results() -> list[Tensor]:
         logits = model(ids).logits
@@ -269,7 +269,7 @@ def test_twin_and_kernels_read_each_other() -> None:
             outs, below = [], None
             for layer in range(2):
                 if (layer == 0) == first:
-                    out, below = prior_attention.prior_attention(
+                    out, below = constrained.prior_attention(
                         q[layer], k[layer], v[layer], radius[layer], below, keep[layer]
                     )
                 else:
@@ -293,7 +293,7 @@ def test_the_twin_takes_what_kernels_do_not() -> None:
     model = tiny("kl-previous", dtype=torch.float32, n_head=1, d_model=32, n_layer=1)
     attention = next(m for m in model.modules() if isinstance(m, ConstrainedAttention))
     q = torch.randn(2, 1, 8, 32)
-    long = torch.empty(1, 1, prior_attention.LONGEST + 1, 32)
+    long = torch.empty(1, 1, constrained.LONGEST + 1, 32)
     with kernels.interpreted():
         assert served(attention, q, q, q, fresh_call(tokens()))
         assert not served(attention, long, long, long, fresh_call(tokens()))
@@ -307,7 +307,8 @@ def test_the_operator_is_well_formed() -> None:
     below = torch.zeros(2, 1, 9, 9, device=DEVICE, requires_grad=True)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     for prior in ((None, None), (below, keep)):
-        torch.library.opcheck(prior_attention._forward, (q, k, v, radius, *prior, True), test_utils=tests)
+        arguments = (q, k, v, radius, *prior, math.inf, torch.bfloat16)
+        torch.library.opcheck(constrained._forward, arguments, test_utils=tests)
 
 
 @pytest.mark.slow

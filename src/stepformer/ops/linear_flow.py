@@ -11,17 +11,31 @@ Backward, with g = dL/do and D_s = sum_{s' > s} q_s'^T g_s':
 
     dS = tril(g v^T);  dq = dS k + g C^T;  dk = dS^T q + v D^T;  dv = S^T g + k D
 
+The linear Hamiltonian attention (q = A u, k = u, v = y) also needs sum_{j<=i} (v_i.v_j) k_j, whose state is C^T. Both
+together, with Q = tril(v v^T), h = dL/d(second) and D_s = sum_{s' > s} (q_s'^T g_s' + h_s'^T v_s') for both at once:
+
+    second = Q k + v C^T;   dQ = tril(h k^T)
+    dk = dS^T q + Q^T h + v D^T;   dv = dQ v + dQ^T v + S^T g + h C + k D
+
 All segments at once: no loop over them, and the sums over s are one small kernel. Key-side products (dS^T q, S^T g) run
 over stretches of keys and all later queries, so each gradient is written once. Operands are bf16 or fp32 as given,
 sums are fp32; S and C are rounded to the operands' dtype once (relative 2^-9 in bf16, before another sum).
 
 FLOPs per token, forward: 4 d (f L + d), f = (1 + chunk/L) / 2, and 4 d f T without segments; backward twice that.
-Bytes per token for the states: 12 d^2 / L forward. With d = 768 one segment is best up to about 2 d tokens.
+Bytes per token for the states: 12 d^2 / L forward. With d = 768 one segment is best up to about 2 d tokens. Two sums
+of their own and both together, with r = f of the squares computed:
+
+    forward     8 d r L + 8 d^2       8 d r L + 6 d^2
+    backward   16 d r L + 16 d^2     16 d r L + 12 d^2
+
+and without segments 24 d r T either way. d = 768, L = 1024, chunk = 256: 26.0 and 22.4 MFLOP. In bf16 the scans move
+10 d^2 bytes a segment forward and 18 d^2 backward instead of 20 and 20.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -168,53 +182,88 @@ def running(
     return out
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def unwritten_sums(
+    q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool, both: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, n = q.shape[0], q.shape[1] // segment
-    scores = q.new_empty(1, batch * n, segment, padded(segment)) if keep else q.new_empty(0)
+    scores = q.new_empty(1 + both, batch * n, segment, padded(segment)) if keep else q.new_empty(0)
     states = q.new_empty(batch * n, k.shape[-1], v.shape[-1]) if n > 1 else q.new_empty(0)
-    return unwritten(v), scores, states
+    return unwritten(v), unwritten(k, both), scores, states
 
 
-@operator("causal_sum", fake=_outputs)
-def _forward(q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The sums, the scores (empty unless they are to be kept) and the states (empty for one segment)."""
-    shape, n = v.shape, q.shape[1] // segment
+def sums(
+    q: Tensor, k: Tensor, v: Tensor, segment: int, chunk: int, keep: bool, both: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum, the second one, scores (1 or 2, B, L, L) and states.
+
+    The second is empty unless `both` are wanted, the scores unless they are to be kept, the states for one segment.
+    """
+    shapes, n = (v.shape, k.shape), q.shape[1] // segment
     q, k, v = (t.reshape(-1, segment, t.shape[-1]) for t in (q, k, v))
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    pairs, values = [(q, k), (v, v)][: 1 + both], [v, k][: 1 + both]
+    outs = [unwritten(t) for t in values]
     states = q.new_empty(0)
     if n > 1:
         states = running(fp32_product(k.mT, v), n, q.dtype)
-        torch.bmm(q, states, out=out)
-    scores = weighted_sums([(q, k)], [v], [out], chunk, keep, fresh=n == 1)
-    return out.view(shape), scores, states
+        torch.bmm(q, states, out=outs[0])
+        if both:
+            torch.bmm(v, states.mT, out=outs[1])
+    scores = weighted_sums(pairs, values, outs, chunk, keep, fresh=n == 1)
+    return outs[0].view(shapes[0]), outs[1].view(shapes[1]) if both else k.new_empty(0), scores, states
 
 
-@operator("causal_sum_backward", fake=shaped_as(1, 2, 3))
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scores: Tensor, states: Tensor, segment: int, chunk: int
+def scores_again(pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor, chunk: int) -> Tensor:
+    scores = torch.empty_like(like)
+    masked_scores(pairs, scores, chunk)
+    return scores
+
+
+def sums_backward(
+    g: Tensor,
+    h: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Tensor,
+    states: Tensor,
+    segment: int,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv; without h where there is no second sum, or nobody reads it (the momentum after the last layer)."""
     shapes, n = (q.shape, k.shape, v.shape), q.shape[1] // segment
-    grad, q, k, v = (t.reshape(-1, segment, t.shape[-1]) for t in (grad, q, k, v))
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    g, q, k, v = (t.reshape(-1, segment, t.shape[-1]) for t in (g, q, k, v))
+    dq, dk, dv = unwritten(q), unwritten(k), unwritten(v)
+    pairs, slopes_of, values, outs = [(q, k)], [(g, v)], [k], [dq]
+    if h is not None:
+        h = h.reshape(k.shape)
+        pairs, slopes_of, values, outs = [*pairs, (v, v)], [*slopes_of, (h, k)], [k, v], [dq, dv]
     if n > 1:
-        later = running(fp32_product(q.mT, grad), n, q.dtype, reverse=True)
-        torch.bmm(grad, states.mT, out=dq)
+        more = None if h is None else fp32_product(h.mT, v)
+        later = running(fp32_product(q.mT, g), n, q.dtype, reverse=True, more=more)
+        torch.bmm(g, states.mT, out=dq)
         torch.bmm(v, later.mT, out=dk)
         torch.bmm(k, later, out=dv)
-    slopes = weighted_sums([(grad, v)], [k], [dq], chunk, keep=True, fresh=n == 1)
-    if scores.numel() == 0:
-        scores = torch.empty_like(slopes)
-        masked_scores([(q, k)], scores, chunk)
+        if h is not None:
+            dv.baddbmm_(h, states)
+    slopes = weighted_sums(slopes_of, values, outs, chunk, keep=True, fresh=n == 1)
+    scores = scores if scores.numel() else scores_again(pairs, slopes, chunk)
     from_later(slopes[0], q, dk, chunk, fresh=n == 1)
-    from_later(scores[0], grad, dv, chunk, fresh=n == 1)
+    if h is not None:
+        from_later(scores[1], h, dk, chunk, fresh=False)
+        from_later(slopes[1], v, dv, chunk, fresh=False)
+    from_later(scores[0], g, dv, chunk, fresh=n == 1 and h is None)
     return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2])
 
 
-differentiable(
-    _forward,
-    keep=lambda inputs, outputs: ((*inputs[:3], *outputs[1:]), inputs[3:5]),
-    gradients=lambda needs, kept, constants, grad, *_: _backward(grad, *kept, *constants),
-)
+_sums = operator("causal_sums", unwritten_sums)(sums)
+_sums_backward = operator("causal_sums_backward", shaped_as(2, 3, 4))(sums_backward)
+
+
+def _gradients(needs: Any, kept: Any, constants: Any, g: Tensor | None, h: Tensor | None, *_: Any) -> Any:
+    return _sums_backward(torch.zeros_like(kept[2]) if g is None else g, h, *kept, *constants)
+
+
+differentiable(_sums, lambda inputs, outputs: ((*inputs[:3], *outputs[2:]), inputs[3:5]), _gradients, unused=True)
 
 
 def segmented(segment: int, *tokens: Tensor) -> tuple[int, int, list[Tensor]]:
@@ -225,10 +274,24 @@ def segmented(segment: int, *tokens: Tensor) -> tuple[int, int, list[Tensor]]:
     return segment, missing, [F.pad(t, (0, 0, 0, missing)) if missing else t for t in tokens]
 
 
+def keeps(tokens: Tensor, segment: int, both: bool) -> bool:
+    """Whether the scores are kept for a backward pass."""
+    return torch.is_grad_enabled() and (1 + both) * tokens.shape[0] * tokens.shape[1] * segment <= KEPT
+
+
+def _found(both: bool, segment: int, chunk: int, *tokens: Tensor) -> list[Tensor]:
+    length = tokens[0].shape[1]
+    segment, missing, (q, k, v) = segmented(segment, *tokens)
+    found = _sums(q, k, v, segment, chunk, keeps(q, segment, both), both)[: 1 + both]
+    return [t[:, :length] if missing else t for t in found]
+
+
 def causal_sum(q: Tensor, k: Tensor, v: Tensor, *, segment: int = 0, chunk: int = CHUNK) -> Tensor:
     """sum_{j<=i} (q_i.k_j) v_j for tokens (B, T, d) of one dtype; `segment` = 0: all tokens in one."""
-    length = q.shape[1]
-    segment, missing, (q, k, v) = segmented(segment, q, k, v)
-    keep = torch.is_grad_enabled() and q.shape[0] * q.shape[1] * segment <= KEPT
-    out: Tensor = _forward(q, k, v, segment, chunk, keep)[0]
-    return out[:, :length] if missing else out
+    return _found(False, segment, chunk, q, k, v)[0]
+
+
+def hamiltonian_sums(p: Tensor, u: Tensor, y: Tensor, *, segment: int = 0, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """sum_{j<=i} (p_i.u_j) y_j and sum_{j<=i} (y_i.y_j) u_j for tokens (B, T, d) of one dtype."""
+    first, second = _found(True, segment, chunk, p, u, y)
+    return first, second

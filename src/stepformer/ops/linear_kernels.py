@@ -1,11 +1,11 @@
-"""Linear maps of bf16 tokens by fp32 weights, and the second map of an MLP together with the activation before it.
+"""Linear layers of bf16 tokens with fp32 weights, and the second one of an MLP with the activation before it.
 
 Tokens x (N, in), weight W (out, in) in fp32, W16 its rounded copy, bias b:
 
     y = x W16^T + b,    dx = dy W16,   dW = dy^T x,   db = sum_N dy
 
 Plain autograd under autocast rounds dW to bf16 and casts it back. Here the product's fp32 sums are written as they are:
-no rounding, and one pass over dW less. For the second map of an MLP, with h (N, hidden) what the first one gives,
+no rounding, and one pass over dW less. For the second layer of an MLP, with h (N, hidden) what the first one gives,
 
     a = act(h),   y = a W16^T + b
     da = dy W16,  dh = da act'(h),   dW = dy^T a,   db = sum_N dy
@@ -156,8 +156,8 @@ def activate(h: Tensor, kind: str) -> Tensor:
     return a
 
 
-def activate_backward(h: Tensor, da: Tensor, kind: str, again: bool) -> tuple[Tensor, Tensor | None]:
-    """dh from contiguous h and da, whose memory it may take, and act(h) once more if `again`."""
+def activate_backward(h: Tensor, da: Tensor, kind: str, again: bool) -> tuple[Tensor, Any]:
+    """dh from contiguous h and da, whose memory it may take, and act(h) once more if `again`, else None."""
     dh = torch.empty_like(h) if kind == "swiglu" else da
     a = torch.empty_like(da) if again else None
     programs, arguments = _launch(da, kind, BACKWARD)
@@ -175,17 +175,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a.to(dtype), b.to(dtype))  # the CPU has no such product
 
 
-def _shared_gradients(
-    dy: Tensor, x: Tensor | None, dtype: torch.dtype, for_weight: bool, for_bias: bool
-) -> tuple[Tensor, Tensor]:
-    """dW and db of y = x W^T + b; where one is not asked for, an empty tensor, as operators return tensors only."""
-    empty = dy.new_empty(0, dtype=dtype)
-    dw = product(dy.t(), x, dtype) if for_weight and x is not None else empty
-    db = dy.sum(0, dtype=torch.float32).to(dtype) if for_bias else torch.empty_like(empty)
-    return dw, db
-
-
-def mapped_rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+def unwritten_rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     """Unwritten memory for y."""
     return x.new_empty(x.shape[0], weight.shape[0])
 
@@ -197,54 +187,38 @@ def _unwritten_gradients(dy: Tensor, x: Tensor, rounded: Tensor, dtype: torch.dt
     return dy.new_empty(x.shape if for_x else 0), dw, dy.new_empty(dy.shape[1] if for_bias else 0, dtype=dtype)
 
 
-@operator("linear", fake=mapped_rows)
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor) -> Tensor:
-    """`rounded` is the weight in the dtype of x; the weight itself is there for its gradient."""
+def _layer(x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, kind: str | None) -> Tensor:
+    """act(x) W^T + b, x itself without a `kind`; `rounded` is the weight, which is there for its gradient, as x is."""
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))
+        a = activate(x.contiguous(), kind) if kind else x
+        return F.linear(a, rounded, None if bias is None else bias.to(x.dtype))
 
 
 @operator("linear_backward", fake=_unwritten_gradients)
-def _linear_backward(
-    dy: Tensor, x: Tensor, rounded: Tensor, dtype: torch.dtype, for_x: bool, for_weight: bool, for_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    dy: Tensor, x: Tensor, rounded: Tensor, dtype: torch.dtype, kind: str | None,
+    for_x: bool, for_weight: bool, for_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx, dW and db; where one is not asked for, an empty tensor, as operators return tensors only."""
     dy = dy.contiguous()
     with torch.autocast(dy.device.type, enabled=False):
-        dx = torch.mm(dy, rounded) if for_x else dy.new_empty(0)
-        return dx, *_shared_gradients(dy, x, dtype, for_weight, for_bias)
+        dx, a = torch.mm(dy, rounded) if for_x else dy.new_empty(0), x
+        if kind and for_x:
+            dx, a = activate_backward(x.contiguous(), dx, kind, for_weight)
+        elif kind and for_weight:
+            a = activate(x.contiguous(), kind)
+        dw = product(dy.t(), a, dtype) if for_weight else dy.new_empty(0, dtype=dtype)
+        db = dy.sum(0, dtype=torch.float32).to(dtype) if for_bias else dy.new_empty(0, dtype=dtype)
+        return dx, dw, db
 
 
-@operator("activated_linear", fake=mapped_rows)
-def _activated(h: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, kind: str) -> Tensor:
-    with torch.autocast(h.device.type, enabled=False):
-        return F.linear(activate(h.contiguous(), kind), rounded, None if bias is None else bias.to(h.dtype))
-
-
-@operator("activated_linear_backward", fake=_unwritten_gradients)
-def _activated_backward(
-    dy: Tensor, h: Tensor, rounded: Tensor, dtype: torch.dtype, kind: str, for_h: bool, for_weight: bool, for_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dy, h = dy.contiguous(), h.contiguous()
-    with torch.autocast(dy.device.type, enabled=False):
-        dh, a = dy.new_empty(0), None
-        if for_h:
-            dh, a = activate_backward(h, torch.mm(dy, rounded), kind, for_weight)
-        elif for_weight:
-            a = activate(h, kind)
-        return dh, *_shared_gradients(dy, a, dtype, for_weight, for_bias)
-
-
-def _differentiate(forward: Any, backward: Any) -> None:
-    """Inputs are x, W, b, the rounded weight, and an activation perhaps."""
+_linear, _activated = (operator(name, unwritten_rows)(_layer) for name in ("linear", "activated_linear"))
+for _forward in (_linear, _activated):
     differentiable(
-        forward,
-        keep=lambda inputs, _: ((inputs[0], inputs[3]), (inputs[1].dtype, *inputs[4:])),
-        gradients=lambda needs, kept, constants, dy: backward(dy, *kept, *constants, *needs[:3]),
+        _forward,
+        keep=lambda inputs, _: ((inputs[0], inputs[3]), (inputs[1].dtype, inputs[4])),
+        gradients=lambda needs, kept, constants, dy: _backward(dy, *kept, *constants, *needs[:3]),
     )
-
-
-_differentiate(_linear, _linear_backward)
-_differentiate(_activated, _activated_backward)
 
 
 # Rounded copies made beforehand, by the identity of the weight, with what tells whether it has changed since; one
@@ -255,7 +229,7 @@ _COPIES: ContextVar[_Copies | None] = ContextVar("stepformer_rounded_weights", d
 
 @contextlib.contextmanager
 def rounded_together(weights: list[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Round weights in a few launches, for all maps inside; a map that is used twice also has one copy, not two."""
+    """Round weights in a few launches, for all layers inside; one that is used twice also has one copy, not two."""
     with torch.no_grad():
         copies = [torch.empty_like(w, dtype=dtype) for w in weights]
         if copies:
@@ -279,13 +253,11 @@ def rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b for tokens (..., in) in their dtype; the gradients of W and b keep the digits that W's dtype has."""
-    rounded = rounded_weight(weight, x.dtype)
-    y: Tensor = _linear(x.flatten(0, -2), weight, bias, rounded)
+    y: Tensor = _linear(x.flatten(0, -2), weight, bias, rounded_weight(weight, x.dtype), None)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def activated_linear(h: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """act(h) W^T + b for h (..., hidden), with `kind` a key of CODES; keeps h for the backward, not act(h)."""
-    rounded = rounded_weight(weight, h.dtype)
-    y: Tensor = _activated(h.flatten(0, -2), weight, bias, rounded, kind)
+    y: Tensor = _activated(h.flatten(0, -2), weight, bias, rounded_weight(weight, h.dtype), kind)
     return y.view(*h.shape[:-1], weight.shape[0])

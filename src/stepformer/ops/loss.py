@@ -163,66 +163,46 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total += torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _in_chunks(
-    h: Tensor, table: Tensor, targets: Tensor, cap: float | None, dh: Tensor | None, dtable: Tensor | None
-) -> Tensor:
-    """The loss; writes dh and dtable (whose rows may go beyond the vocabulary) where they are given."""
+def _outputs(
+    h: Tensor, table: Tensor, targets: Tensor, cap: float | None, train: bool, train_table: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtable = table.new_empty(table.shape if train_table else (0, table.shape[1]))
+    return h.new_empty((), dtype=torch.float32), unwritten(h, train), dtable
+
+
+@operator("linear_cross_entropy", fake=_outputs)
+def _loss(
+    h: Tensor, table: Tensor, targets: Tensor, cap: float | None, train: bool, train_table: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, dh if they are to `train`, and dW if that is."""
     (n, d), vocabulary = h.shape, table.shape[0]
     lanes = 16 // h.element_size()
     width = triton.cdiv(vocabulary, lanes) * lanes  # unaligned rows would be slow to load, and to multiply
-    weight = table.to(h.dtype)
-    if width > vocabulary:
-        weight = torch.cat([weight, weight.new_zeros(width - vocabulary, d)])
-    h, targets = h.contiguous(), targets.contiguous()
-    count = (targets != IGNORE.value).sum().float()
-    losses = torch.empty(n, dtype=torch.float32, device=h.device)
-    rows = chunk_rows(n, width, h.element_size(), CHUNK_BYTES)
-    buffer = torch.empty(rows, width, dtype=h.dtype, device=h.device)
-    settings: dict[str, Any] = row_settings(vocabulary, h.element_size())
-    for begin in range(0, n, rows):
-        part = slice(begin, begin + rows)
-        logits = buffer[: h[part].shape[0]]
-        torch.mm(h[part], weight.t(), out=logits)
-        _rows[(logits.shape[0],)](
-            logits, targets[part], count, losses[part], cap or 1.0,
-            V=vocabulary, WIDTH=width, CAPPED=cap is not None, GRADIENT=dh is not None, **settings,
-        )  # fmt: skip
-        if dh is not None:
-            torch.mm(logits, weight, out=dh[part])
-        if dtable is not None:
-            _add_product(dtable, logits.t(), h[part], first=begin == 0)
-    return losses.sum() / count
-
-
-@operator("linear_cross_entropy", fake=lambda h, *_: h.new_empty((), dtype=torch.float32))
-def _loss(h: Tensor, table: Tensor, targets: Tensor, cap: float | None) -> Tensor:
+    dh = h.new_empty(h.shape if train else 0)
+    dtable = torch.empty(width if train_table else 0, d, dtype=torch.float32, device=h.device)
     with torch.autocast(h.device.type, enabled=False):
-        return _in_chunks(h, table, targets, cap, None, None)
-
-
-def _outputs(
-    h: Tensor, table: Tensor, targets: Tensor, cap: float | None, train_table: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtable = table.new_empty(table.shape if train_table else (0, table.shape[1]))
-    return h.new_empty((), dtype=torch.float32), unwritten(h), dtable
-
-
-@operator("linear_cross_entropy_and_gradients", fake=_outputs)
-def _loss_and_gradients(
-    h: Tensor, table: Tensor, targets: Tensor, cap: float | None, train_table: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    lanes = 16 // h.element_size()
-    vocabulary, d = table.shape
-    dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
-    dtable = None
-    if train_table:
-        rows = triton.cdiv(vocabulary, lanes) * lanes
-        dtable = torch.empty(rows, d, dtype=torch.float32, device=h.device)
-    with torch.autocast(h.device.type, enabled=False):
-        loss = _in_chunks(h, table, targets, cap, dh, dtable)
-    if dtable is None:
-        return loss, dh, table.new_empty(0, d)
-    return loss, dh, dtable[:vocabulary].to(table.dtype)
+        weight = table.to(h.dtype)
+        if width > vocabulary:
+            weight = torch.cat([weight, weight.new_zeros(width - vocabulary, d)])
+        h, targets = h.contiguous(), targets.contiguous()
+        count = (targets != IGNORE.value).sum().float()
+        losses = torch.empty(n, dtype=torch.float32, device=h.device)
+        rows = chunk_rows(n, width, h.element_size(), CHUNK_BYTES)
+        buffer = torch.empty(rows, width, dtype=h.dtype, device=h.device)
+        settings: dict[str, Any] = row_settings(vocabulary, h.element_size())
+        for begin in range(0, n, rows):
+            part = slice(begin, begin + rows)
+            logits = buffer[: h[part].shape[0]]
+            torch.mm(h[part], weight.t(), out=logits)
+            _rows[(logits.shape[0],)](
+                logits, targets[part], count, losses[part], cap or 1.0,
+                V=vocabulary, WIDTH=width, CAPPED=cap is not None, GRADIENT=train, **settings,
+            )  # fmt: skip
+            if train:
+                torch.mm(logits, weight, out=dh[part])
+            if train_table:
+                _add_product(dtable, logits.t(), h[part], first=begin == 0)
+        return losses.sum() / count, dh, dtable[:vocabulary].to(table.dtype)
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -244,7 +224,7 @@ def _multiply(
     return _scaled(dh, factor), _scaled(dtable, factor) if needs[1] else None
 
 
-differentiable(_loss_and_gradients, lambda inputs, outputs: (outputs[1:], ()), _multiply, unused=True)
+differentiable(_loss, lambda inputs, outputs: (outputs[1:], ()), _multiply, unused=True)
 
 
 def linear_cross_entropy(h: Tensor, table: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
@@ -253,8 +233,8 @@ def linear_cross_entropy(h: Tensor, table: Tensor, targets: Tensor, cap: float |
     The products run in the dtype of h. Target -100 is ignored; without any other target the loss is nan, as that of
     F.cross_entropy. Another target outside the vocabulary makes it nan too.
     """
-    if torch.is_grad_enabled() and (h.requires_grad or table.requires_grad):
-        loss: Tensor = _loss_and_gradients(h, table, targets.long(), cap, table.requires_grad)[0]
-        return loss
-    alone: Tensor = _loss(h.detach(), table.detach(), targets.long(), cap)
-    return alone
+    train = torch.is_grad_enabled() and (h.requires_grad or table.requires_grad)
+    if not train:
+        h, table = h.detach(), table.detach()
+    loss: Tensor = _loss(h, table, targets.long(), cap, train, table.requires_grad)[0]
+    return loss

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepformer.ops.common import Scalar, code, mapped, slope
+from stepformer.ops.common import Scalar, code, dense, mapped, slope
 from stepformer.ops.matrix_functions import NEWTON_SCHULZ
 from stepformer.ops.operators import differentiable, operator, unwritten
 
@@ -100,27 +100,6 @@ def _apply(q, y, total, ACCURATE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _polynomial(G, one, ACCURATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    return one * A + G * B + _times(G, G, tl.zeros_like(G), ACCURATE) * C
-
-
-@triton.jit
-def _steps(G, one, STEPS: tl.constexpr, ACCURATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The product of the polynomials of STEPS steps from G.
-
-    (M G^T) M^T, in this order, keeps what rounding adds to G symmetric; in others it grows to five times the error.
-    """
-    zero = tl.zeros_like(G)
-    M = _polynomial(G, one, ACCURATE)
-    Q = M
-    for _ in tl.static_range(STEPS - 1):
-        G = _times(_times(M, G, zero, ACCURATE), M, zero, ACCURATE)
-        M = _polynomial(G, one, ACCURATE)
-        Q = _times(M, Q, zero, ACCURATE)
-    return Q
-
-
-@triton.jit
 def _times_pair(X, dX, Y, dY, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr):  # type: ignore[no-untyped-def]
     """X Y and its derivative."""
     zero = tl.zeros_like(X)
@@ -137,7 +116,10 @@ def _polynomial_pair(G, dG, one, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr
 def _steps_pair(  # type: ignore[no-untyped-def]
     G, dG, one, STEPS: tl.constexpr, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr
 ):
-    """`_steps` and its derivative along dG."""
+    """The product of the polynomials of STEPS steps from G, and its derivative along dG.
+
+    (M G^T) M^T, in this order, keeps what rounding adds to G symmetric; in others it grows to five times the error.
+    """
     M, dM = _polynomial_pair(G, dG, one, VALUES, DERIVATIVES)
     Q, dQ = M, dM
     for _ in tl.static_range(STEPS - 1):
@@ -146,6 +128,13 @@ def _steps_pair(  # type: ignore[no-untyped-def]
         M, dM = _polynomial_pair(G, dG, one, VALUES, DERIVATIVES)
         Q, dQ = _times_pair(M, dM, Q, dQ, VALUES, DERIVATIVES)
     return Q, dQ
+
+
+@triton.jit
+def _steps(G, one, STEPS: tl.constexpr, ACCURATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The product alone: what nobody reads is not compiled."""
+    Q, _ = _steps_pair(G, G, one, STEPS, ACCURATE, False)
+    return Q
 
 
 @triton.jit
@@ -307,104 +296,74 @@ def _shape(h: int, k: int, t: Tile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _forward(
-    g: Tensor,
-    m: Tensor | None,
-    raw: Tensor | None,
-    kind: int,
-    constant: float,
-    heads: int,
-    dtype: torch.dtype,
+def _outputs(
+    g: Tensor, m: Tensor | None, raw: Tensor | None, kind: int, constant: float, heads: int, dtype: torch.dtype,
     fast: bool,
-) -> tuple[Tensor | None, Tensor]:
-    """m' and o of contiguous vectors (..., d)."""
-    h, k = heads, g.shape[-1] // heads
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Unwritten memory for m', empty without an m, and o."""
+    return g.new_empty(0) if m is None else unwritten(m), unwritten(g, dtype=dtype)
+
+
+@operator("newton_schulz", fake=_outputs)
+def _forward(
+    g: Tensor, m: Tensor | None, raw: Tensor | None, kind: int, constant: float, heads: int, dtype: torch.dtype,
+    fast: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    k = g.shape[-1] // heads
     n = g.numel() // g.shape[-1]
-    m_out, o = None if m is None else torch.empty_like(m), torch.empty_like(g, dtype=dtype)
-    t = tile(h, k, backward=False)
+    m_out, o = _outputs(g, m, raw, kind, constant, heads, dtype, fast)
+    t = tile(heads, k, backward=False)
     if n:
         _newton_schulz_forward_kernel[(triton.cdiv(n, t.tokens),)](
-            g, m, raw, constant, m_out, o, n, KIND=kind, ACCURATE=not fast, **_shape(h, k, t)
-        )
+            g.contiguous(), dense(m), raw, constant, None if m is None else m_out, o, n,
+            KIND=kind, ACCURATE=not fast, **_shape(heads, k, t),
+        )  # fmt: skip
     return m_out, o
 
 
+def _gradients(g: Tensor, *learned: Tensor | None) -> tuple[Tensor, ...]:
+    """Unwritten memory for dg and, empty where there is none, dm and the gradient of the raw parameter."""
+    return unwritten(g), *(g.new_empty(0) if t is None else unwritten(t) for t in learned)
+
+
+@operator("newton_schulz_backward", fake=lambda g, m, raw, *_: _gradients(g, m, raw))
 def _backward(
-    g: Tensor, m: Tensor | None, raw: Tensor | None, kind: int, constant: float, heads: int, fast: bool,
-    do: Tensor, dm_out: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of g, m and the raw parameter."""
-    h, k = heads, g.shape[-1] // heads
+    g: Tensor, m: Tensor | None, raw: Tensor | None, do: Tensor, dm_out: Tensor | None,
+    kind: int, constant: float, heads: int, fast: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    k = g.shape[-1] // heads
     n = g.numel() // g.shape[-1]
-    t = tile(h, k, backward=True)
+    t = tile(heads, k, backward=True)
     programs = triton.cdiv(n, t.tokens)
-    dg, dm = torch.empty_like(g), None if m is None else torch.empty_like(m)
+    dg, dm, draw = _gradients(g, m, raw)
     partial = None if raw is None else torch.empty(programs, dtype=torch.float32, device=g.device)
     if n:
         _newton_schulz_backward_kernel[(programs,)](
-            g, m, raw, constant, do, dm_out, dg, dm, partial, n, KIND=kind,
-            VALUES=not fast, DERIVATIVES=not fast and do.dtype != torch.bfloat16, **_shape(h, k, t),
+            g.contiguous(), dense(m), raw, constant, do.contiguous(), dense(dm_out), dg, None if m is None else dm,
+            partial, n, KIND=kind, VALUES=not fast, DERIVATIVES=not fast and do.dtype != torch.bfloat16,
+            **_shape(heads, k, t),
         )  # fmt: skip
-    return dg, dm, None if raw is None or partial is None else partial.sum().to(raw.dtype).expand_as(raw)
+    return dg, dm, draw if raw is None or partial is None else partial.sum().to(raw.dtype).expand_as(raw).clone()
 
 
-@operator("newton_schulz", fake=lambda g, heads, dtype, fast: unwritten(g, dtype=dtype))
-def _ortho(g: Tensor, heads: int, dtype: torch.dtype, fast: bool) -> Tensor:
-    return _forward(g.contiguous(), None, None, -2, 1.0, heads, dtype, fast)[1]
-
-
-@operator("newton_schulz_backward", fake=lambda g, *_: unwritten(g))
-def _ortho_backward(g: Tensor, do: Tensor, heads: int, fast: bool) -> Tensor:
-    return _backward(g.contiguous(), None, None, -2, 1.0, heads, fast, do.contiguous(), None)[0]
-
-
-differentiable(
-    _ortho,
-    keep=lambda inputs, _: (inputs[:1], (inputs[1], inputs[3])),
-    gradients=lambda needs, kept, constants, do: (_ortho_backward(*kept, do, *constants),),
-)
-
-
-@operator("muon", fake=lambda g, m, *others: (unwritten(m), unwritten(g, dtype=others[-2])))
-def _muon(
-    g: Tensor, m: Tensor, raw: Tensor | None, kind: int, constant: float, heads: int, dtype: torch.dtype, fast: bool
-) -> tuple[Tensor, Tensor]:
-    m_out, o = _forward(g.contiguous(), m.contiguous(), raw, kind, constant, heads, dtype, fast)
-    assert m_out is not None
-    return m_out, o
-
-
-@operator(
-    "muon_backward",
-    fake=lambda g, m, raw, *_: (unwritten(g), unwritten(m), g.new_empty(0) if raw is None else unwritten(raw)),
-)
-def _muon_backward(
-    g: Tensor, m: Tensor, raw: Tensor | None, do: Tensor, dm_out: Tensor | None,
-    kind: int, constant: float, heads: int, fast: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dm_out = None if dm_out is None else dm_out.contiguous()
-    dg, dm, draw = _backward(g.contiguous(), m.contiguous(), raw, kind, constant, heads, fast, do.contiguous(), dm_out)
-    assert dm is not None
-    return dg, dm, g.new_empty(0) if draw is None else draw.clone()
-
-
-def _muon_gradients(needs: Any, kept: Any, constants: Any, dm_out: Tensor | None, do: Tensor | None) -> Any:
+def _differentiate(needs: Any, kept: Any, constants: Any, dm_out: Tensor | None, do: Tensor | None) -> Any:
     (g, m, raw), (kind, constant, heads, dtype, fast) = kept, constants
     do = g.new_zeros(g.shape, dtype=dtype) if do is None else do
-    return _muon_backward(g, m, raw, do, dm_out, kind, constant, heads, fast)
+    return _backward(g, m, raw, do, dm_out, kind, constant, heads, fast)
 
 
 # the mean after the last turn has no gradient
-differentiable(_muon, lambda inputs, _: (inputs[:3], inputs[3:]), _muon_gradients, unused=True)
+differentiable(_forward, lambda inputs, _: (inputs[:3], inputs[3:]), _differentiate, unused=True)
 
 
 def newton_schulz(g: Tensor, heads: int, dtype: torch.dtype | None = None, fast: bool = False) -> Tensor:
     """Newton-Schulz of the `heads` rows of every vector of g (..., d), in `dtype` (as g without one)."""
-    return _ortho(g, heads, g.dtype if dtype is None else dtype, fast)
+    o: Tensor = _forward(g, None, None, code(None), 1.0, heads, g.dtype if dtype is None else dtype, fast)[1]
+    return o
 
 
 def muon_pass(
     g: Tensor, m: Tensor, beta: Scalar, heads: int, dtype: torch.dtype | None = None, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The mean m' = beta m + (1 - beta) g, in the dtype of m, and Newton-Schulz of it, in `dtype` (that of g)."""
-    return _muon(g, m, beta.raw, code(beta), beta.constant, heads, g.dtype if dtype is None else dtype, fast)
+    return _forward(g, m, beta.raw, code(beta), beta.constant, heads, g.dtype if dtype is None else dtype, fast)

@@ -142,23 +142,20 @@ def _matrices(r: Tensor) -> tuple[Tensor, int]:
     return r.contiguous(), k * k
 
 
-def _gradients(g: Tensor, m: Tensor | None, r: Tensor, needs_dr: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Unwritten memory for dg, dm and dr."""
-    return unwritten(g), g.new_empty(0) if m is None else unwritten(m), unwritten(r, needs_dr)
-
-
-def _all_gradients(
+def _gradients(
     du: Tensor, dr_new: Tensor | None, dm_new: Tensor | None, g: Tensor, m: Tensor | None, r: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    return *_gradients(g, m, r, needs_dr=others[-1]), g.new_empty(2, dtype=torch.float32)
+    """Unwritten memory for dg, dm, dr, if that is needed (the last argument), and the gradients of both betas."""
+    dm = g.new_empty(0) if m is None else unwritten(m)
+    return unwritten(g), dm, unwritten(r, others[-1]), g.new_empty(2, dtype=torch.float32)
 
 
-@operator("whiten_backward", fake=_all_gradients)
+@operator("whiten_backward", fake=_gradients)
 def _whiten_backward(
     du: Tensor, dr_new: Tensor | None, dm_new: Tensor | None, g: Tensor, m: Tensor | None, r: Tensor, r_new: Tensor,
     beta_r: Tensor, beta1: Tensor | None, n_head: int, exact: int, needs_dr: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dg, dm, dr = _gradients(g, m, r, needs_dr)
+    dg, dm, dr, _ = _gradients(du, dr_new, dm_new, g, m, r, needs_dr)
     r, stride = _matrices(r)
     k = r.shape[-1]
     tokens = g.numel() // (n_head * k)

@@ -86,10 +86,9 @@ def _refuses_constrained(
 ) -> str | None:
     if call.mask is not None or call.slots is not None or call.observe is not None or not kernels.usable(q, k, v):
         return "it is not plain causal attention that nobody watches"
-    from stepformer.ops import constrained, prior_attention
+    from stepformer.ops.constrained import takes
 
-    taken = constrained.takes(q, k, v) if attention.chunks() else prior_attention.takes(q, k, v)
-    return None if taken else "these heads do not fit the kernels"
+    return None if takes(q, k, v, chained=not attention.chunks()) else "these heads do not fit the kernels"
 
 
 @faster(
@@ -109,7 +108,7 @@ def _with_prior(attention: KLAttention, q: Tensor, k: Tensor, v: Tensor, radius:
         from stepformer.ops.constrained import constrained_attention
 
         return constrained_attention(q, k, v, radius, attention.ceiling)
-    from stepformer.ops.prior_attention import prior_attention
+    from stepformer.ops.constrained import prior_attention
 
     below = call.memory.get("log_prior")
     keep = None if below is None or attention.prior == "previous" else attention.coefficients.value("keep")
@@ -180,7 +179,7 @@ class FusedLinearFields:
             kernel, value = self.attention.kernel.weight, self.attention.value.weight
             self.both = self.sums.linear_fields(self.u, self.momenta, kernel, value, self.nu, segment=self.segment)
         if self.both is None:
-            total, gathered = self.sums.hamiltonian_sums(self.lifted(), self.u, self.momenta, segment=self.segment)
+            total, gathered = self.flow.hamiltonian_sums(self.lifted(), self.u, self.momenta, segment=self.segment)
             self.both = total, self.force_from(gathered)
         return self.both
 
@@ -194,7 +193,9 @@ class FusedLinearFields:
         """G from its sum before the division by n_i."""
         kernel, value = self.attention.kernel, self.attention.value
         if self.own_layers:
-            return self.sums.sum_of_maps(self.u, value.weight, self.rows.scale_rows(gathered, -self.nu), kernel.weight)
+            return self.sums.sum_of_linear_layers(
+                self.u, value.weight, self.rows.scale_rows(gathered, -self.nu), kernel.weight
+            )
         difference: Tensor = value(self.u) - kernel(self.rows.scale_rows(gathered, self.nu))
         return difference
 

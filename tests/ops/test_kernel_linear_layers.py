@@ -1,4 +1,4 @@
-"""Linear maps with fp32 weight gradients and the MLP's fused activation, against plain PyTorch in fp64."""
+"""Linear layers with fp32 weight gradients and the MLP's fused activation, against plain PyTorch in fp64."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from draws import seeded, shifted
 from helpers import tiny, tokens
 from stepformer.model.engines.oracles import ACTIVATIONS
 from stepformer.ops import Linear, kernels
-from stepformer.ops import linear as linear_map
+from stepformer.ops import linear as linear_layer
 from stepformer.oracles.mlp import MLP, GeluMLP, mlps
 
 pytest.importorskip("triton")
-maps = pytest.importorskip("stepformer.ops.linear_kernels")
+layers = pytest.importorskip("stepformer.ops.linear_kernels")
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 in_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU in this process")
@@ -39,7 +39,7 @@ KINDS = list(PLAIN)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 entries, so that tiny inputs have several."""
     for name in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(maps, name, {"BLOCK": 16, "num_warps": 4})
+        monkeypatch.setattr(layers, name, {"BLOCK": 16, "num_warps": 4})
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
@@ -85,7 +85,7 @@ def compare(found: list[Tensor], expected: list[Tensor], limit: float) -> None:
 def test_linear(shape: tuple[int, ...], bias: bool, poisoned: None) -> None:
     for dtype, limit in ((torch.float32, SINGLE), (torch.bfloat16, HALF)):
         x, weight, b = inputs(shape, 6, bias, dtype=dtype)
-        found = gradients(maps.linear(x, weight, b), x, weight, b)
+        found = gradients(layers.linear(x, weight, b), x, weight, b)
         assert [t.dtype for t in found[:3]] == [dtype, dtype, torch.float32]
         compare(found, twin(x, weight, b, None), limit)
 
@@ -94,7 +94,7 @@ def test_linear(shape: tuple[int, ...], bias: bool, poisoned: None) -> None:
 def test_weight_gradient_is_not_rounded() -> None:
     """What the operator is for: dW of bf16 factors to fp32 digits, where plain autograd leaves 8 bits."""
     x, weight, _ = inputs((4, 8, 16), 6, False, dtype=torch.bfloat16)
-    found = gradients(maps.linear(x, weight), weight)[1]
+    found = gradients(layers.linear(x, weight), weight)[1]
     assert apart(found, twin(x, weight, None, None)[2]) < SINGLE
     with torch.autocast("cpu", torch.bfloat16):
         plain = gradients(F.linear(x, weight), weight)[1]
@@ -107,10 +107,10 @@ def test_strided_tokens_and_weight() -> None:
     wide, weight, _ = inputs((3, 2, 12), 5, False, dtype=torch.float32)
     square = weight.detach()[:, :5].clone().requires_grad_()
     x = wide[..., 3:8]
-    found = gradients(maps.linear(x, square.mT), x, square)
+    found = gradients(layers.linear(x, square.mT), x, square)
     expected = twin(x, square.mT, None, None)
     compare(found, [*expected[:2], expected[2].mT], SINGLE)
-    found = gradients(maps.activated_linear(x, square, None, "gelu"), x, square)
+    found = gradients(layers.activated_linear(x, square, None, "gelu"), x, square)
     compare(found, twin(x, square, None, F.gelu), SINGLE)
 
 
@@ -121,7 +121,7 @@ def test_strided_tokens_and_weight() -> None:
 def test_activated(shape: tuple[int, ...], kind: str, bias: bool, small_blocks: None, poisoned: None) -> None:
     """One entry, rests, whole blocks, several blocks in a row."""
     h, weight, b = inputs(shape, 6, bias, branches=2 if kind == "swiglu" else 1)
-    found = gradients(maps.activated_linear(h, weight, b, kind), h, weight, b)
+    found = gradients(layers.activated_linear(h, weight, b, kind), h, weight, b)
     compare(found, twin(h, weight, b, PLAIN[kind]), SINGLE)
 
 
@@ -129,9 +129,9 @@ def test_activated(shape: tuple[int, ...], kind: str, bias: bool, small_blocks: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_own_blocks(kind: str, poisoned: None) -> None:
     """The settings that are launched, with more entries than a block."""
-    hidden = maps.FORWARD["BLOCK"] + 3
+    hidden = layers.FORWARD["BLOCK"] + 3
     h, weight, _ = inputs((2, hidden * (2 if kind == "swiglu" else 1)), 2, False, branches=2 if kind == "swiglu" else 1)
-    found = gradients(maps.activated_linear(h, weight, None, kind), h, weight)
+    found = gradients(layers.activated_linear(h, weight, None, kind), h, weight)
     compare(found, twin(h, weight, None, PLAIN[kind]), SINGLE)
 
 
@@ -144,11 +144,11 @@ def test_bf16_entries(kind: str) -> None:
     every = bits.view(torch.bfloat16).to(device)
     every = every[(every.abs() <= 5) & (every.abs() > 2**-20)]
     h = torch.stack([every, every.flip(0)]) if kind != "swiglu" else torch.cat([every, every.flip(0)])[None]
-    a = maps.activate(h, kind)
+    a = layers.activate(h, kind)
     wide = h.double().requires_grad_()
     expected = PLAIN[kind](wide)
     (slope,) = torch.autograd.grad(expected.sum(), wide)
-    dh, again = maps.activate_backward(h, torch.ones_like(a), kind, True)
+    dh, again = layers.activate_backward(h, torch.ones_like(a), kind, True)
     assert a.dtype == dh.dtype == torch.bfloat16
     assert torch.equal(a, again)  # dW sees the activation that the forward pass used
     assert ((a.double() - expected).abs() <= limit * expected.abs()).all()
@@ -166,11 +166,11 @@ def test_far_entries(kind: str) -> None:
         entries = far[1:3] if kind == "gelu-tanh" else far
         row = entries.to(dtype)
         h = torch.cat([row, torch.ones_like(row)])[None] if kind == "swiglu" else row[None]
-        a = maps.activate(h, kind)[0].float()
-        dh = maps.activate_backward(h, torch.ones_like(row)[None], kind, False)[0][0, : len(row)].float()
+        a = layers.activate(h, kind)[0].float()
+        dh = layers.activate_backward(h, torch.ones_like(row)[None], kind, False)[0][0, : len(row)].float()
         assert torch.equal(a, row.float().clamp_min(0))
         assert torch.equal(dh, (row > 0).float())
-    assert maps.activate(torch.full((1, 8), torch.nan), kind).isnan().all()
+    assert layers.activate(torch.full((1, 8), torch.nan), kind).isnan().all()
 
 
 @in_interpreter
@@ -179,13 +179,13 @@ def test_only_what_is_asked_for(small_blocks: None) -> None:
     assert bias is not None
     for asked in ((h,), (weight,), (bias,), (h, bias)):
         fixed = [t if any(t is a for a in asked) else t.detach() for t in (h, weight, bias)]
-        for operator, act in ((maps.linear, None), (maps.activated_linear, F.gelu)):
+        for operator, act in ((layers.linear, None), (layers.activated_linear, F.gelu)):
             more = () if act is None else ("gelu",)
             found = gradients(operator(*fixed, *more), *asked)
             all_of_them = dict(zip((id(h), id(weight), id(bias)), twin(h, weight, bias, act)[1:], strict=True))
             compare(found[1:], [all_of_them[id(t)] for t in asked], SINGLE)
-    assert maps.linear(h[:0], weight, bias).shape == (0, 6)
-    assert maps.activated_linear(h[:0], weight, bias, "gelu").shape == (0, 6)
+    assert layers.linear(h[:0], weight, bias).shape == (0, 6)
+    assert layers.activated_linear(h[:0], weight, bias, "gelu").shape == (0, 6)
 
 
 @in_interpreter
@@ -193,7 +193,7 @@ def test_gradient_is_handed_over_and_adds_up() -> None:
     """The parameter's gradient is the product's own memory, no copy; a second backward adds to it."""
     x, weight, _ = inputs((4, 8), 6, False)
     made: list[int] = []
-    real = maps.product
+    real = layers.product
 
     def watched(*args: Any) -> Tensor:
         result: Tensor = real(*args)
@@ -201,19 +201,19 @@ def test_gradient_is_handed_over_and_adds_up() -> None:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maps, "product", watched)
-        maps.linear(x, weight).sum().backward()
+        patch.setattr(layers, "product", watched)
+        layers.linear(x, weight).sum().backward()
     assert weight.grad is not None
     assert made == [weight.grad.data_ptr()]
     once = weight.grad.clone()
-    maps.linear(x, weight).sum().backward()
+    layers.linear(x, weight).sum().backward()
     assert torch.equal(weight.grad, 2 * once)
 
 
 @in_interpreter
 def test_no_second_derivative() -> None:
     x, weight, _ = inputs((4, 8), 6, False)
-    (dx,) = torch.autograd.grad(maps.linear(x, weight).square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(layers.linear(x, weight).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="linear_backward"):
         dx.square().sum().backward()
 
@@ -225,15 +225,11 @@ def test_operators_are_well_formed(kind: str | None, small_blocks: None) -> None
     rounded = weight.detach().clone()
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     dy = torch.randn(3, 6)
-    if kind is None:
-        torch.library.opcheck(maps._linear, (x, weight, bias, rounded), test_utils=checks)
-        arguments = (dy, x.detach(), rounded, torch.float32, True, True, True)
-        torch.library.opcheck(maps._linear_backward, arguments, test_utils=checks[:2])
-    else:
-        torch.library.opcheck(maps._activated, (x, weight, bias, rounded, kind), test_utils=checks)
-        for needs in ((True, True, True), (True, False, False), (False, True, False)):
-            more = (dy, x.detach(), rounded, torch.float32, kind, *needs)
-            torch.library.opcheck(maps._activated_backward, more, test_utils=checks[:2])
+    forward = layers._activated if kind else layers._linear
+    torch.library.opcheck(forward, (x, weight, bias, rounded, kind), test_utils=checks)
+    for needs in ((True, True, True), (True, False, False), (False, True, False)):
+        more = (dy, x.detach(), rounded, torch.float32, kind, *needs)
+        torch.library.opcheck(layers._backward, more, test_utils=checks[:2])
 
 
 def mlp_of(name: str, bias: bool) -> tuple[MLP, Tensor]:
@@ -286,7 +282,7 @@ class Operators(torch.utils._python_dispatch.TorchDispatchMode):
 
 @in_interpreter
 def test_another_activation_stays_plain() -> None:
-    """A class that inherits from a known MLP may have its own activation, and a map may have been replaced."""
+    """A class that inherits from a known MLP may have its own activation, and a layer may have been replaced."""
 
     class Squared(GeluMLP):
         def activation(self, h: Tensor) -> Tensor:
@@ -299,7 +295,7 @@ def test_another_activation_stays_plain() -> None:
         expected = module(u)
         with kernels.interpreted():
             assert torch.equal(module(u), expected)
-    assert set(ACTIVATIONS) == set(maps.CODES)
+    assert set(ACTIVATIONS) == set(layers.CODES)
 
 
 @in_interpreter
@@ -315,12 +311,12 @@ def test_map_takes_the_operator_only_where_it_gains() -> None:
             (weight.detach().bfloat16().requires_grad_(), torch.bfloat16, False),
         ):
             with Operators() as seen, torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-                y = linear_map(x, w)
+                y = linear_layer(x, w)
             assert ("stepformer.linear.default" in seen.names) is expected
             assert y.dtype == (dtype or torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(linear_map(x, weight), F.linear(x, weight))
-            torch.func.grad(lambda t: linear_map(t, weight).sum())(x)
+            assert torch.equal(linear_layer(x, weight), F.linear(x, weight))
+            torch.func.grad(lambda t: linear_layer(t, weight).sum())(x)
 
 
 @pytest.mark.parametrize("name", ["vanilla", "yurii"])
@@ -342,7 +338,7 @@ def test_on_the_cpu_nothing_changes(name: str) -> None:
 @in_interpreter
 @pytest.mark.parametrize("name", ["vanilla", "symp-presymp-euler", "linear-symp-presymp-euler"])
 def test_every_map_of_a_block(name: str) -> None:
-    """The maps of all kinds of attention go through the operator, each with the gradient it has without."""
+    """The linear layers of all kinds of attention go through the operator, each with the gradient it has without."""
     block = tiny(name, dtype=torch.float32, n_layer=2).blocks[1]
     linear = [m for m in block.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     assert len(linear) >= 3
@@ -363,7 +359,7 @@ def test_weights_are_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("verlet-ama", dtype=torch.float32, n_layer=1)  # two calls of the attention a layer
     ids, targets = tokens(1, 3), tokens(1, 3, seed=1)
     asked: list[int] = []
-    rounded = maps.rounded_weight
+    rounded = layers.rounded_weight
 
     def counted(weight: Tensor, dtype: torch.dtype) -> Tensor:
         copy: Tensor = rounded(weight, dtype)
@@ -377,11 +373,11 @@ def test_weights_are_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert loss is not None
         return [loss.detach(), *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
 
-    monkeypatch.setattr(maps, "rounded_weight", counted)
+    monkeypatch.setattr(layers, "rounded_weight", counted)
     together = results()
     assert len(asked) == 6
     assert len(set(asked)) == 4
-    assert maps._COPIES.get() is None
+    assert layers._COPIES.get() is None
     monkeypatch.setattr("stepformer.model.model.rounded_weights", lambda root: contextlib.nullcontext())
     for found, expected in zip(together, results(), strict=True):
         assert torch.equal(found, expected)
@@ -430,7 +426,7 @@ class TestOnTheGpu:
     @pytest.mark.parametrize(("n", "d", "width"), [(1, 64, 32), (777, 96, 40), (4096, 768, 2304), (1001, 768, 768)])
     def test_linear(self, n: int, d: int, width: int, bias: bool, dtype: torch.dtype) -> None:
         x, weight, b = inputs((n, d), width, bias, device="cuda", dtype=dtype)
-        found = gradients(maps.linear(x, weight, b), x, weight, b)
+        found = gradients(layers.linear(x, weight, b), x, weight, b)
         assert found[2].dtype == torch.float32
         compare(found, twin(x, weight, b, None), SINGLE if dtype == torch.float32 else HALF)
 
@@ -441,9 +437,9 @@ class TestOnTheGpu:
         h, weight, b = inputs((n, branches * hidden), d, bias, branches=branches, device="cuda", dtype=dtype)
         held = [torch.full((1 << size,), torch.nan, device="cuda") for size in range(10, 25) for _ in range(2)]
         del held  # torch.empty hands out nan next
-        found = gradients(maps.activated_linear(h, weight, b, kind), h, weight, b)
+        found = gradients(layers.activated_linear(h, weight, b, kind), h, weight, b)
         compare(found, twin(h, weight, b, PLAIN[kind]), SINGLE if dtype == torch.float32 else HALF)
-        again = gradients(maps.activated_linear(h, weight, b, kind), h, weight, b)
+        again = gradients(layers.activated_linear(h, weight, b, kind), h, weight, b)
         for a, e in zip(found, again, strict=True):
             assert torch.equal(a, e)
 
