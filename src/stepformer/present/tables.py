@@ -200,7 +200,7 @@ def signed(value: float, digits: str = ".4f") -> str:
 
 def text(value: object, *, marked: bool = False, code: bool = False, style: str = "") -> Cell:
     shown = str(value)
-    return Cell(shown or NOTHING, shown, marked, code, style)
+    return Cell(shown or NOTHING, shown, marked, code and shown != "", style)
 
 
 def of_texts(
@@ -211,15 +211,29 @@ def of_texts(
     return Table(titles, [[Cell(cell, cell) for cell in row] for row in rows], notes=list(notes))
 
 
-def tabulated(
-    entries: Iterable[Any],
-    fields: Sequence[tuple[Column, Callable[[Any], Cell]]],
-    caption: str = "",
-    notes: Sequence[str] = (),
-) -> Table:
-    """A row for each entry, a column for each field: its heading, and what makes a cell of an entry."""
+Field = tuple[Column, Callable[[Any], Cell]]
+"""A column, and what makes its cell of an entry."""
+
+
+def tabulated(entries: Iterable[Any], fields: Sequence[Field], caption: str = "", notes: Sequence[str] = ()) -> Table:
+    """A row for each entry, a column for each field."""
     rows = [[made(entry) for _, made in fields] for entry in entries]
     return Table([column for column, _ in fields], rows, caption, list(notes))
+
+
+def words(title: str, made: Callable[[Any], object], hint: str = "", *, code: bool = False) -> Field:
+    return Column(title, hint=hint), lambda entry: text(made(entry), code=code)
+
+
+def numbers(title: str, path: str, digits: str = ".4f", hint: str = "", suffix: str = "") -> Field:
+    """Numbers at a path of attributes, `loss.mean` say; a dash where there is none."""
+
+    def made(entry: Any) -> Cell:
+        for name in path.split("."):
+            entry = getattr(entry, name, None)
+        return number(entry, digits, suffix)
+
+    return Column(title, True, hint), made
 
 
 def columns(*titles: str | Column) -> list[Column]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from stepformer.base.errors import StepformerError
 from stepformer.catalogue import closest_preset, preset
 from stepformer.catalogue.recipes import Recipe, load_recipe
 from stepformer.pages.reports.collect import RunData
-from stepformer.pages.reports.parts import mean_of
 from stepformer.pages.reports.values import inside, real, records, values
-from stepformer.present.tables import Cell, Column, Table, columns, number, text
+from stepformer.present.tables import Cell, Column, Field, Table, number, numbers, tabulated, text, words
+from stepformer.study import summarise
 from stepformer.training import RunConfig, run_config
 
 # What changes a result by rounding at most, or only what is kept and shown.
@@ -37,6 +38,11 @@ QUANTITIES = {
     "ood": ("mean perplexity of the three", "1,638,400 tokens each, random windows"),
 }
 PER_TOKEN = {"forgetting", "plasticity", "wikitext", "lambada", "c4", "ood"}  # as many numbers as there are tokenizers
+CURVATURE: dict[str, tuple[str | int, ...]] = {  # where it is among what was measured
+    "trace_per_parameter": ("trace_per_parameter",),
+    "largest_eigenvalue": ("eigenvalues", 0, "value"),
+    "curve_range": ("curve", "range"),
+}
 TASKS = {"hellaswag": "hellaswag@10", "arc_easy": "arc_easy@25"}
 PERSISTENT = 64  # which singular value the published persistence is about
 
@@ -70,60 +76,54 @@ def _for_each(said: dict[str, list[str]]) -> list[str]:
 
 
 def _table(recipe: Recipe, runs: Sequence[RunData]) -> Table:
-    fields = (
-        (Column("architecture"), lambda label, mine, facts: text(label)),
-        (
-            Column("published best", True),
-            lambda label, mine, facts: number(
-                facts.get("published"), ".4g" if facts.get("published", 0) < 1 else ".4f"
-            ),
-        ),
-        (Column("ours best", True), lambda label, mine, facts: number(mean_of(mine, "best_val_loss"))),
-        (Column("published final", True), lambda label, mine, facts: number(facts.get("published_final"))),
-        (Column("ours final", True), lambda label, mine, facts: number(mean_of(mine, "val_loss"))),
-        (Column("our runs", True), lambda label, mine, facts: number(sum(bool(run.record) for run in mine), "d")),
-        (Column("remark"), lambda label, mine, facts: text(facts.get("note", ""))),
-    )
-    rows: list[list[Cell]] = []
+    def mean(entry: Any, name: str) -> Cell:
+        values = [float(getattr(run.record, name)) for run in entry.mine if run.record]
+        return number(summarise(values).mean if values else None)
+
+    fields: list[Field] = [
+        words("architecture", lambda entry: entry.label),
+        (Column("published best", True), lambda e: number(e.best, ".4f" if e.best is None or e.best >= 1 else ".4g")),
+        (Column("ours best", True), lambda entry: mean(entry, "best_val_loss")),
+        numbers("published final", "final"),
+        (Column("ours final", True), lambda entry: mean(entry, "val_loss")),
+        (Column("our runs", True), lambda entry: number(sum(bool(run.record) for run in entry.mine), "d")),
+        words("remark", lambda entry: entry.note),
+    ]
+    entries = []
     caveats: dict[str, list[str]] = {}
     for label, key, mine in _architectures(recipe, runs):
-        rows.append([made(label, mine, recipe.runs[key]) for _, made in fields])
+        best, final, note = (recipe.runs[key].get(name) for name in ("published", "published_final", "note"))
+        entries.append(SimpleNamespace(label=label, mine=mine, best=best, final=final, note=note or ""))
         caveats.setdefault(_caveat(recipe, key, mine), []).append(label)
     about = recipe.about
     notes = [f"Published: {about.get('published_what', '')} ({about.get('paper', '')}, {about.get('figure', '')})."]
-    return Table([column for column, _ in fields], rows, f"Recipe {recipe.name}", notes + _for_each(caveats))
+    return tabulated(entries, fields, f"Recipe {recipe.name}", notes + _for_each(caveats))
 
 
 def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]) -> Table:
     """What was published about the trained models beside what was measured of ours, where that is the same quantity."""
-    titles = columns(
-        Column("architecture"),
-        Column("quantity"),
-        Column("published", True),
-        Column("ours", True, "mean over our runs"),
-        Column("our runs", True),
-        Column("published on"),
-        Column("ours on"),
-    )
+    titles = ("architecture", "quantity", "published", "ours", "our runs", "published on", "ours on")
     rows: list[list[Cell]] = []
     scales: dict[str, list[str]] = {}
     for label, key, mine in _architectures(recipe, runs):
         published, before = recipe.measured.get(key, {}), len(rows)
-        for name, (title, on) in QUANTITIES.items():
+        for name in (name for name in QUANTITIES if name in published):
+            title, on = QUANTITIES[name]
             found: dict[str, list[float]] = {}
-            for run in mine if name in published else ():
+            for run in mine:
                 if not (name in PER_TOKEN and _other_tokenizer(recipe, run)):
                     for where, value in _ours(run, name, forgetting):
                         if (known := real(value)) is not None:
                             found.setdefault(where, []).append(known)
-            for where, all_ours in found.items():
-                ours = number(math.fsum(all_ours) / len(all_ours), ".4g")
-                words = (text(label), text(title), number(published[name], ".4g"), ours)
-                rows.append([*words, number(len(all_ours), "d"), text(on), text(where)])
+            for where, ours in found.items():
+                both = (number(value, ".4g") for value in (published[name], math.fsum(ours) / len(ours)))
+                rows.append([text(label), text(title), *both, number(len(ours), "d"), text(on), text(where)])
         if len(rows) > before:
             scales.setdefault(_scale(recipe, key, mine), []).append(label)
+    hints = {"published": "", "ours": "mean over our runs", "our runs": ""}
+    columns = [Column(title, title in hints, hints.get(title, "")) for title in titles]
     notes = [f"Published: {recipe.about.get('paper', '')}, from the authors' public results."]
-    return Table(titles, rows, f"Recipe {recipe.name}: what else was measured", notes + _for_each(scales))
+    return Table(columns, rows, f"Recipe {recipe.name}: what else was measured", notes + _for_each(scales))
 
 
 def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -133,16 +133,11 @@ def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[
         items, whole = real(found, "items"), real(found, "of")
         of = f" of {whole:,.0f}" if whole is not None and whole != items else ""
         yield "" if items is None else f"{items:,.0f}{of} items", inside(found, "acc_norm")
-    elif name in ("trace_per_parameter", "largest_eigenvalue", "curve_range"):
+    elif name in CURVATURE:
         found = run.result("hessian")
         tokens = real(found, "tokens")
-        where = "" if tokens is None else f"{tokens:,.0f} tokens"
-        if name == "trace_per_parameter":
-            yield where, found.get(name)
-        elif name == "largest_eigenvalue":
-            yield where, inside(found, "eigenvalues", 0, "value")
-        elif _published_curve(found.get("curve")):
-            yield where, inside(found, "curve", "range")
+        if name != "curve_range" or _published_curve(found.get("curve")):
+            yield "" if tokens is None else f"{tokens:,.0f} tokens", inside(found, *CURVATURE[name])
     elif name == "persistence":
         kept = [inside(layer, "block", "k") for layer in run.layers("jacobian")]
         if set(kept) == {PERSISTENT}:
@@ -150,9 +145,9 @@ def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[
     elif name in ("forgetting", "plasticity"):
         yield from _forgotten(run, name, forgetting)
     elif name == "ood":
-        found = run.result("perplexity")
-        if str(found.get("protocol", "")).startswith("mean over wikitext, lambada, c4;"):
-            yield str(found["protocol"]).partition("; ")[2], found.get("mean_perplexity")
+        over, _, how = str(run.result("perplexity").get("protocol", "")).partition("; ")
+        if over == "mean over wikitext, lambada, c4":
+            yield how, run.result("perplexity").get("mean_perplexity")
     else:
         for entry in records(run.result("perplexity"), "texts"):
             if entry.get("name") == name:
