@@ -56,24 +56,21 @@ def facts_of(run: RunData, kind: str) -> dict[str, list[Facts]]:
     found = run.result(kind)
     if kind in SETTINGS:
         return {"": [_diagnosed(run, kind)]} if found else {}
+    told = [(name, {what: real(entry, what) for what in ("shots", "items")}) for name, entry in tasks_of(run)]
+    if kind == "perplexity":
+        read = ("mode", "stride", "tokens", "hash")
+        texts = records(found, "texts")
+        told = [(str(entry.get("name", "")), {what: entry.get(what) for what in read}) for entry in texts]
     facts: dict[str, list[Facts]] = {}
-    if kind == "tasks":
-        for name, entry in tasks_of(run):
-            facts.setdefault(name, []).append({what: real(entry, what) for what in ("shots", "items")})
-    for entry in records(found, "texts") if kind == "perplexity" else ():
-        told = {what: entry.get(what) for what in ("mode", "stride", "tokens", "hash")}
-        facts.setdefault(str(entry.get("name", "")), []).append(told)
+    for name, known in told:
+        facts.setdefault(name, []).append(known)
     return facts
 
 
 def tasks_of(run: RunData) -> list[tuple[str, dict[str, Any]]]:
     """The downstream tasks that a run was asked, each with what came out."""
-    tasks = record(run.result("tasks"), "tasks")
-    return [
-        (str(entry.get("task") or key.partition("@")[0]), entry)
-        for key, entry in tasks.items()
-        if isinstance(entry, dict)
-    ]
+    tasks = ((key, entry) for key, entry in record(run.result("tasks"), "tasks").items() if isinstance(entry, dict))
+    return [(str(entry.get("task") or key.partition("@")[0]), entry) for key, entry in tasks]
 
 
 def _diagnosed(run: RunData, kind: str) -> Facts:
@@ -98,11 +95,10 @@ def _apart(measured: Sequence[tuple[str, list[Facts]]]) -> list[tuple[list[str],
         else:
             group.append(name)
     found = []
-    for place, (names, facts) in enumerate(groups):
-        if place:
-            differing = [what for _, known in groups[:place] for what in _differing(known, facts)]
-            others = [name for before, _ in groups[:place] for name in before]
-            found.append((names, others, list(dict.fromkeys(differing))))
+    for place, (names, facts) in enumerate(groups[1:], start=1):
+        differing = [what for _, known in groups[:place] for what in _differing(known, facts)]
+        others = [name for before, _ in groups[:place] for name in before]
+        found.append((names, others, list(dict.fromkeys(differing))))
     return found
 
 

@@ -76,11 +76,6 @@ def _line(run: RunData, points: Iterable[tuple[Any, Any]], choice: str = "", on:
     return Line(run.label, run.seed, [x for x, _ in whole], [y for _, y in whole], choice, on) if whole else None
 
 
-def _ranked(run: RunData, found: Sequence[float], on: str, choice: str = "") -> Line | None:
-    """A line through numbers that are counted from 1 on."""
-    return _line(run, enumerate(found, start=1), choice, on)
-
-
 def _by_layer(run: RunData, kind: str, path: tuple[str, ...], choice: str = "", read: Reader = real) -> Line | None:
     """A line over the layers of a measurement, beginning with its start, layer -1, where that has the value."""
     start = run.result(kind).get("start")
@@ -116,18 +111,20 @@ def with_means(lines: Sequence[Line]) -> list[Line]:
 
 def coefficient_charts(runs: Sequence[RunData]) -> Charts:
     """One chart for each learned coefficient; of those that every head has one of, the mean."""
-    found: dict[str, dict[int, list[float]]] = {}
+    found: dict[str, list[Line]] = {}
     heads: dict[str, int] = {}
-    for number, run in enumerate(runs):
+    for run in runs:
+        values: dict[str, list[float]] = {}
         for coefficients in coefficients_of(run):
             for name, members in by_head(coefficients).items():
                 heads[name] = max(heads.get(name, 1), len(members))
-                found.setdefault(name, {}).setdefault(number, []).append(math.fsum(members) / len(members))
-    charts = []
-    for name, by_run in sorted(found.items()):
-        title = f"{name}, mean of {heads[name]}" if heads[name] > 1 else name
-        lines = [Line(runs[n].label, runs[n].seed, [float(i) for i in range(len(ys))], ys) for n, ys in by_run.items()]
-        charts.append(Chart(title, "layer", "", with_means(lines)))
+                values.setdefault(name, []).append(math.fsum(members) / len(members))
+        for name, ys in values.items():
+            found.setdefault(name, []).append(Line(run.label, run.seed, list(map(float, range(len(ys)))), ys))
+    charts = [
+        Chart(f"{name}, mean of {heads[name]}" if heads[name] > 1 else name, "layer", "", with_means(lines))
+        for name, lines in sorted(found.items())
+    ]
     charts += history_charts(runs, "coefficients", "{} during training")
     return Charts([*charts, *history_charts(runs, "gains", "Gain of {} during training")])
 
@@ -178,10 +175,10 @@ def depth_charts(runs: Sequence[RunData]) -> Charts:
         (("energy",), "Energy of attention", ""),
         (("capped_rows",), "Attention rows out of reach", "share of rows"),
         (("bounded_scores",), "Scores beyond their bound", "share of scores"),
+        (("entropy",), "Entropy of attention, mean over heads", "nats"),
     ):
-        charts += _chart(title, unit, [_by_layer(run, "depth", path) for run in measured])
-    entropies = [_by_layer(run, "depth", ("entropy",), read=_mean) for run in measured]
-    charts += _chart("Entropy of attention, mean over heads", "nats", entropies)
+        read = _mean if path == ("entropy",) else real
+        charts += _chart(title, unit, [_by_layer(run, "depth", path, read=read) for run in measured])
     return Charts([*charts, *history_charts(runs, "norms", "Norm of {} during training")])
 
 
@@ -197,14 +194,14 @@ PARTS = {"block": "whole block", "oracle": "oracle alone", "joint": "all streams
 def jacobian_charts(runs: Sequence[RunData]) -> Charts:
     """Singular values of each layer's Jacobian, and what sums them up."""
     measured = [run for run in runs if run.layers("jacobian")]
-    charts: list[Chart] = []
     spectra: list[Line | None] = []
     for run in measured:
         for place, layer in enumerate(run.layers("jacobian")):
             number = real(layer, "layer")
             name = f"layer {place if number is None else number:g}"
-            spectra.append(_ranked(run, reals(layer, "block", "singular_values"), run.windows("jacobian"), name))
-    charts += _chart("Spectrum of a block", "singular value", spectra, x="index", log=True)
+            ranked = enumerate(reals(layer, "block", "singular_values"), start=1)
+            spectra.append(_line(run, ranked, name, run.windows("jacobian")))
+    charts = _chart("Spectrum of a block", "singular value", spectra, x="index", log=True)
     for key, title, unit in (
         ("sigma_max", "Largest singular value", ""),
         ("spread", "Spread of the spectrum", "first over last singular value"),
@@ -226,10 +223,10 @@ def hessian_charts(runs: Sequence[RunData]) -> Charts:
     surfaces = []
     for run in runs:
         found, on = run.result("hessian"), run.windows("hessian")
-        eigenvalues.append(_ranked(run, reals([inside(e, "value") for e in values(found, "eigenvalues")]), on))
-        along.append(
-            _line(run, zip(values(found, "curve", "alpha"), values(found, "curve", "loss"), strict=False), on=on)
-        )
+        ranked = enumerate(reals([inside(e, "value") for e in values(found, "eigenvalues")]), start=1)
+        eigenvalues.append(_line(run, ranked, on=on))
+        curve = zip(values(found, "curve", "alpha"), values(found, "curve", "loss"), strict=False)
+        along.append(_line(run, curve, on=on))
         if surface := surface_of(run, found.get("surface")):
             surfaces.append(surface)
     charts = _chart("Largest eigenvalues of the Hessian", "", eigenvalues, x="index")
@@ -249,14 +246,15 @@ def surface_of(run: RunData, found: Any) -> Surface | None:
 
 def forgetting_charts(runs: Sequence[RunData], tables: Sequence[Any]) -> Charts:
     """The loss on the old corpus and on the new one while the new one is learned."""
-    lines: dict[str, list[Line | None]] = {"source_loss": [], "target_loss": []}
-    for entry in (entry for found in tables for entry in records(found, "runs")):
-        run = _run_of(entry.get("folder"), runs)
-        for key, drawn in lines.items():
-            points = zip(values(entry, "steps"), values(entry, key), strict=False)
-            drawn.append(_line(run, points, str(entry.get("direction") or "")) if run else None)
-    charts = _chart("Loss on the first corpus", "nats per token", lines["source_loss"], x="step of fine-tuning")
-    charts += _chart("Loss on the second corpus", "nats per token", lines["target_loss"], x="step of fine-tuning")
+    charts = []
+    for key, corpus in (("source_loss", "first"), ("target_loss", "second")):
+        lines = [
+            _line(run, zip(values(entry, "steps"), values(entry, key), strict=False), str(entry.get("direction") or ""))
+            for found in tables
+            for entry in records(found, "runs")
+            if (run := _run_of(entry.get("folder"), runs))
+        ]
+        charts += _chart(f"Loss on the {corpus} corpus", "nats per token", lines, x="step of fine-tuning")
     return Charts(charts)
 
 

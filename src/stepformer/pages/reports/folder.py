@@ -64,10 +64,8 @@ def _signed(out: Path, name: str) -> bool:
 
 
 def _listed(out: Path) -> list[str] | None:
-    if not (out / LIST).is_file():
-        return None
     try:
         found = read_json(out / LIST, "list of files")
-    except InputError:
+    except InputError:  # there is none, or it is damaged
         return None
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else None

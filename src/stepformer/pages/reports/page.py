@@ -18,7 +18,6 @@ from markupsafe import Markup
 
 from stepformer.base.version import __version__
 from stepformer.pages.reports.charts import Charts, Line, Surface
-from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
 from stepformer.present.style import look_of
 from stepformer.present.tables import signed
@@ -86,14 +85,13 @@ def _asset(name: str) -> str:
 
 
 def _facts(report: Report) -> list[str]:
-    finished = sum(run.record is not None for run in report.runs)
-    runs = f"{len(report.runs)} run{'s' if len(report.runs) > 1 else ''}"
-    if finished < len(report.runs):
-        runs += f", {finished} finished"
-    facts = [f"Trained {report.dates}", f"{len(report.labels)} architectures" if len(report.labels) > 1 else "", runs]
-    if report.comparison:
-        facts.append(f"{report.comparison.tokens:,} training tokens each")
-    return [fact for fact in facts if fact]
+    finished, count = sum(run.record is not None for run in report.runs), len(report.runs)
+    return [
+        f"Trained {report.dates}",
+        *([f"{len(report.labels)} architectures"] if len(report.labels) > 1 else []),
+        f"{count} run{'s' if count > 1 else ''}{f', {finished} finished' if finished < count else ''}",
+        *([f"{report.comparison.tokens:,} training tokens each"] if report.comparison else []),
+    ]
 
 
 def _looks(index: int) -> str:
@@ -160,21 +158,18 @@ def _data(report: Report) -> dict[str, Any]:
 
 def _curves(report: Report, kind: str) -> list[dict[str, Any]]:
     """Each run's curve, and after them the mean of those architectures that have several."""
-    found = []
-    for group, (curves, mean) in enumerate(report.curves(kind)):
-        found += [{"group": group, "seed": run.seed, **_columns(curve)} for run, curve in curves]
-        if mean:
-            found.append({"group": group, "seed": None, **_columns(mean)})
-    return found
-
-
-def _columns(curve: Curve) -> dict[str, list[Any]]:
-    return {
-        "step": curve.step,
-        "tokens": curve.tokens,
-        "seconds": [round(value, 2) if math.isfinite(value) else None for value in curve.seconds],
-        "loss": [round(value, 5) for value in curve.loss],
-    }
+    return [
+        {
+            "group": group,
+            "seed": seed,
+            "step": curve.step,
+            "tokens": curve.tokens,
+            "seconds": [round(value, 2) for value in curve.seconds],  # one that is unknown is null in JSON
+            "loss": [round(value, 5) for value in curve.loss],
+        }
+        for group, (curves, mean) in enumerate(report.curves(kind))
+        for seed, curve in [*((run.seed, curve) for run, curve in curves), *([(None, mean)] if mean else [])]
+    ]
 
 
 def _charts(found: Charts, labels: Sequence[str]) -> dict[str, Any]:
