@@ -17,8 +17,7 @@ from stepformer.decoding.sampling import Generation, stream
 from stepformer.pages.serving.inspect import Reading, prediction_view, predictions, read, token_view
 from stepformer.pages.serving.watching import Tail, progress
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.parallel import World
-from stepformer.training.run import LoadedRun, corpus_of, load_run
+from stepformer.training.run import ALONE, LoadedRun, corpus_of, load_run
 from stepformer.training.runs import RunFolder
 from stepformer.training.text import prompt_ids, readable
 
@@ -48,7 +47,7 @@ class ServedRun:
 
     def newest(self) -> tuple[str, int] | None:
         """Kind ("best" or "last") and step of the checkpoint that `load` would take now."""
-        kept = Checkpoints(self.folder.checkpoints, World(0, 1, torch.device("cpu")))
+        kept = Checkpoints(self.folder.checkpoints, ALONE)
         for which in ("best", "last") if self.which == "best" else ("last",):  # before the first best, the last
             if names := kept.names("best" if which == "best" else "step"):
                 return which, int(names[-1].partition("-")[2])
@@ -72,16 +71,18 @@ class ServedRun:
 
     def facts(self) -> dict[str, Any]:
         """What the page says about the run."""
-        run, loaded, newest = self.run, self.loaded, self.newest()
+        loaded, newest = (
+            found and dict(zip(("kind", "step"), found, strict=True)) for found in (self.loaded, self.newest())
+        )
         return {
             "name": self.name,
             "title": self.config.title,
             "which": self.which,
-            "loaded": None if loaded is None else {"kind": loaded[0], "step": loaded[1]},
-            "newer": None if newest is None or newest == loaded else {"kind": newest[0], "step": newest[1]},
+            "loaded": loaded,
+            "newer": None if newest == loaded else newest,
             "context": self.context,
             "tokenizer": self.tokenizer.name,
-            "parameters": None if run is None else run.model.num_parameters(),
+            "parameters": self.run and self.run.model.num_parameters(),
         }
 
     def progress(self) -> dict[str, Any]:
@@ -109,17 +110,11 @@ class ServedRun:
         """Each new token with what the model thought of it, then why the text ended; settings as in `stream`."""
         run = self.ready()
         ids = prompt_ids(run, prompt)
-        made, seen = Generation([], []), [torch.empty(0)]
-
-        def look(logits: Tensor) -> None:
-            seen[0] = logits
-
-        steps = stream(
-            run.model, [ids], stop=run.tokenizer.eot, on_context_end="slide", result=made, look=look, **settings
-        )
-        for (token,) in steps:
+        made, seen = Generation([], []), list[Tensor]()
+        settings |= {"stop": run.tokenizer.eot, "on_context_end": "slide", "result": made, "look": seen.append}
+        for (token,) in stream(run.model, [ids], **settings):
             drawn = torch.tensor([token], device=run.device)
-            (found,) = predictions(seen[0], drawn, run.config.model.real_vocab)
+            (found,) = predictions(seen.pop(), drawn, run.config.model.real_vocab)
             side = prediction_view(run.tokenizer, found)
             yield {"token": {**token_view(run.tokenizer, int(drawn)), "side": side}}
         yield {"end": made.finish[0], "text": readable(run, made.tokens[0])}
@@ -161,4 +156,4 @@ def document(split: TokenSplit, tokenizer: Any, number: int, room: int) -> str:
         text = str(tokenizer.decode(ids)).rstrip("\N{REPLACEMENT CHARACTER}")
         if len(tokenizer.encode(text)) <= room:  # cut inside a word, the rest may need more tokens than before
             return text
-        ids = ids[:-1]
+        ids.pop()

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stepformer.training.checkpoints import MANIFEST, Checkpoints
 from stepformer.training.config import RunConfig
-from stepformer.training.parallel import World
+from stepformer.training.run import ALONE
 from stepformer.training.runs import RunFolder
 
 MOST_POINTS = 600  # of a curve on the page
@@ -117,17 +115,24 @@ def pace(train: Sequence[Point]) -> tuple[float, float] | None:
 
 def checkpoints(folder: RunFolder, evals: Sequence[Point]) -> list[dict[str, Any]]:
     """The checkpoints that a folder holds now, newest first, with the loss where it was evaluated."""
-    kept = Checkpoints(folder.checkpoints, World(0, 1, torch.device("cpu")))
+    kept = Checkpoints(folder.checkpoints, ALONE)
     losses = {point.step: point.loss for point in evals}
     found = []
-    for kind in ("best", "step"):
-        for name in kept.names(kind):
-            with contextlib.suppress(OSError):  # superseded and deleted meanwhile
-                made = (folder.checkpoints / name / MANIFEST).stat().st_mtime
-                step = int(name.partition("-")[2])
-                entry = {"name": name, "kind": kind, "step": step, "loss": losses.get(step)}
-                found.append({**entry, "age": max(0.0, time.time() - made)})
+    for name in (*kept.names("best"), *kept.names("step")):
+        age = _age(folder.checkpoints / name / MANIFEST)
+        kind, _, digits = name.partition("-")
+        if age is not None:  # else superseded and deleted meanwhile
+            loss = losses.get(int(digits))
+            found.append({"name": name, "kind": kind, "step": int(digits), "loss": loss, "age": age})
     return sorted(found, key=lambda entry: (-entry["step"], entry["kind"]))
+
+
+def _age(path: Path) -> float | None:
+    """Seconds since a file was written; None if there is none."""
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return None
 
 
 def progress(folder: RunFolder, config: RunConfig, tail: Tail) -> dict[str, Any]:
@@ -135,10 +140,7 @@ def progress(folder: RunFolder, config: RunConfig, tail: Tail) -> dict[str, Any]
     train, evals = tail.update()
     step = max([p.step for p in (*train[-1:], *evals[-1:])], default=0)
     steps, now = config.train.steps, pace(train)
-    try:
-        age = max(0.0, time.time() - folder.metrics.stat().st_mtime)
-    except OSError:
-        age = None
+    age = _age(folder.metrics)
     status, sentence = _status(folder, age, now, step >= steps)
     best = min(evals[1:] if evals and evals[0].step == 0 else evals, key=lambda p: p.loss, default=None)
     return {
