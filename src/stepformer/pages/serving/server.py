@@ -24,7 +24,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
@@ -32,10 +32,8 @@ from urllib.parse import parse_qs
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.data.tokenizers import valid
-from stepformer.pages.serving.asked import MOST_TOKENS as MOST_TOKENS
-from stepformer.pages.serving.asked import Hurried, number_of, settings_of, text_of
 from stepformer.pages.serving.inspect import comparison
-from stepformer.pages.serving.runs import ServedRun, why_apart
+from stepformer.pages.serving.runs import ServedRun, number_of, settings_of, text_of, why_apart
 
 HOST = "127.0.0.1"
 OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)  # any port: a tunnel has its own
@@ -75,6 +73,23 @@ class RefusedError(Exception):
     def __init__(self, status: int, sentence: str) -> None:
         self.status = status
         super().__init__(sentence)
+
+
+class Hurried(io.RawIOBase):
+    """What a client sends, within a time for all of it: a byte now and then does not keep a connection."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._until = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
 
 
 class PageServer(ThreadingHTTPServer):
@@ -191,16 +206,10 @@ class Handler(BaseHTTPRequestHandler):
         self.left = READING
 
     def do_GET(self) -> None:
-        self._answer(self._get)
-
-    def do_POST(self) -> None:
-        self._answer(self._post)
-
-    def _answer(self, answer: Callable[[str], None]) -> None:
         """Every failure is a sentence."""
         path, _, self.query = self.path.partition("?")
         try:
-            answer(path)
+            (self._post if self.command == "POST" else self._get)(path)
         except (GoneError, OSError):  # nobody reads what would be said
             self.close_connection = True
         except (RefusedError, StepformerError) as error:
@@ -208,6 +217,8 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:
             print(f"stepformer: {path} failed: {type(error).__name__}: {error}", file=sys.stderr)
             self._fail(500, f"The server could not do this: {type(error).__name__}: {error}")
+
+    do_POST = do_GET  # noqa: N815
 
     def _fail(self, status: int, sentence: str) -> None:
         with contextlib.suppress(OSError):
@@ -296,14 +307,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _generate(self, body: dict[str, Any]) -> None:
         """Tokens as they are made, one JSON object a line; the work ends when the client hangs up."""
-        asked = settings_of(body)
-        run = self._run(body)
+        asked, run = settings_of(body), self._run(body)
         with self._turn(run), contextlib.closing(run.generate(text_of(body, "prompt"), **asked)) as events:
             for event in events:
                 if not self.begun:  # bad settings have shown by now, and are answered with a status
                     self._start(200, "application/x-ndjson; charset=utf-8")
-                if self._gone():
-                    raise GoneError
+                self._stay()
                 self._line(event)
 
     def _compare(self, body: dict[str, Any]) -> None:
@@ -317,8 +326,7 @@ class Handler(BaseHTTPRequestHandler):
             with self._turn(run):
                 readings.append(run.read(ids))
                 steps.append(run.ready().step)
-        size = len(valid(text).encode())
-        self._json({**comparison(runs[0].tokenizer, ids, readings, size), "steps": steps})
+        self._json({**comparison(runs[0].tokenizer, ids, readings, len(valid(text).encode())), "steps": steps})
 
     def _sample(self, body: dict[str, Any]) -> None:
         room = min(run.context for run in self.server.runs)
@@ -337,25 +345,19 @@ class Handler(BaseHTTPRequestHandler):
     def _turn(self, run: ServedRun) -> Iterator[None]:
         """Hold a run's model; whoever hangs up while waiting loses the turn."""
         while not run.lock.acquire(timeout=0.1):
-            if self._gone():
-                raise GoneError
+            self._stay()
         try:
-            if self._gone():
-                raise GoneError
+            self._stay()
             yield
         finally:
             run.lock.release()
 
-    def _gone(self) -> bool:
-        """Has the client hung up, or is the server to stop?"""
-        if self.server.stopping.is_set():
-            return True
+    def _stay(self) -> None:
+        """Go on only while the client is there and the server is not to stop."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
-        try:
-            return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
-        except OSError:
-            return True
+        if self.server.stopping.is_set() or (poll.poll(0) and self.connection.recv(1, socket.MSG_PEEK) == b""):
+            raise GoneError
 
     def _json(self, value: Any, status: int = 200) -> None:
         self._send(status, "application/json; charset=utf-8", json.dumps(value, allow_nan=False).encode())
