@@ -1,15 +1,22 @@
-"""A report for a paper: Markdown, pictures, CSV and a LaTeX table."""
+"""The files of a report for a paper: Markdown, pictures, CSV and a LaTeX table.
+
+Only files of an earlier report are written over. The page and report.md say themselves whose they are. The others, a
+comparison.csv say, are known by a list in the report's cache; a report without the list, an older one, is taken to own
+them.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.files import write_text
+from stepformer.base.errors import InputError
+from stepformer.base.files import clear_left, read_json, write_json, write_text
 from stepformer.base.version import __version__
 from stepformer.data.tokenizers import valid
 from stepformer.pages.reports.charts import Chart, Charts, Line
@@ -23,6 +30,9 @@ from stepformer.study import plot_differences
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
+SIGNS = {"index.html": '<meta name="generator" content="stepformer ', "report.md": FIRST_LINE}
+HEAD = 2000  # bytes of a file in which its sign is
+LIST = Path(".cache") / "files.json"
 DASHES = ((5, 1.5), (1.5, 1), (5, 1.2, 1.2, 1.2))  # on and off, in widths of the line
 LATEX_COLUMNS = (0, 1, 2, 3, 4, 5, 6, 8, 9)  # of the comparison: what fits on a page
 COLUMNS = 3  # of small charts
@@ -52,6 +62,55 @@ def files_of(report: Report) -> list[str]:
     """The names of all files of a report, the page among them."""
     compared = ["comparison.csv", "comparison.tex"] if report.comparison else []
     return ["index.html", "report.md", "runs.csv", *compared, *(f"{name}.png" for name in _pictures(report))]
+
+
+def refuse_foreign(out: Path, names: Sequence[str]) -> None:
+    """Stop if a file that a report would write is there and is not a report's."""
+    for name in names:
+        if os.path.lexists(out / name) and not _ours(out, name):
+            raise InputError(
+                f"'{out / name}' was not made by a report and would be written over: name another folder with --out."
+            )
+
+
+def hold(out: Path) -> None:
+    """Make the folder, or say that it cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"The folder --out '{out}' cannot be made: {error.strerror or error}.") from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise InputError(f"The folder --out '{out}' may not be written.")
+
+
+def claim(out: Path, names: Sequence[str]) -> None:
+    """Note the files that will be written, before they are: a report that is interrupted knows its own. What a killed
+    one left half-written is cleared away.
+    """
+    refuse_foreign(out, names)
+    for name in (*names, str(LIST), str(LIST.with_name("models.jsonl"))):
+        clear_left(out / name)
+    write_json(out / LIST, sorted({*names, *(_listed(out) or [])}))
+
+
+def _ours(out: Path, name: str) -> bool:
+    listed = _listed(out)
+    if name not in SIGNS and listed is not None:
+        return name in listed
+    signed = name if name in SIGNS else "index.html"
+    try:
+        with (out / signed).open("rb") as file:
+            return SIGNS[signed].encode() in file.read(HEAD)
+    except OSError:
+        return False
+
+
+def _listed(out: Path) -> list[str] | None:
+    try:
+        found = read_json(out / LIST, "list of files")
+    except InputError:  # there is none, or it is damaged
+        return None
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else None
 
 
 def no_pictures() -> str:
