@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepformer.pages.reports.collect import RunData
-from stepformer.pages.reports.values import inside, real, record, records
+from stepformer.pages.reports.values import grouped, inside, real, record, records
 from stepformer.present.tables import listed
 
 Facts = dict[str, Any]
@@ -30,24 +30,16 @@ DIAGNOSED = ("measured on other windows or with other settings", "these rows and
 
 def cautions(runs: Sequence[RunData]) -> dict[str, list[str]]:
     """For each kind of measurement, sentences on which runs are not to be compared with which."""
-    return {kind: found for kind in (*SETTINGS, *SENTENCES) if (found := _cautions(runs, kind))}
-
-
-def _cautions(runs: Sequence[RunData], kind: str) -> list[str]:
-    by_subject: dict[str, list[tuple[str, list[Facts]]]] = {}
-    for run in runs:
-        for subject, facts in facts_of(run, kind).items():
-            by_subject.setdefault(subject, []).append((run.name, facts))
-    how, what = SENTENCES.get(kind, DIAGNOSED)
-    found = []
-    for subject, measured in by_subject.items():
-        for names, others, differing in _apart(measured):
-            about = f"{subject}: " if subject else ""
-            were = "was" if len(names) == 1 else "were"
-            found.append(
-                f"{about}{listed(names, len(names))} {were} {how} ({', '.join(differing)}) than "
-                f"{listed(others, len(others))}: do not compare {what}."
-            )
+    found: dict[str, list[str]] = {}
+    for kind in (*SETTINGS, *SENTENCES):
+        told = ((subject, (run.name, facts)) for run in runs for subject, facts in facts_of(run, kind).items())
+        how, what = SENTENCES.get(kind, DIAGNOSED)
+        for subject, measured in grouped(told).items():
+            for names, others, differing in _apart(measured):
+                who = f"{subject}: " * bool(subject) + listed(names, len(names))
+                were, than = "was" if len(names) == 1 else "were", listed(others, len(others))
+                sentence = f"{who} {were} {how} ({', '.join(differing)}) than {than}: do not compare {what}."
+                found.setdefault(kind, []).append(sentence)
     return found
 
 
@@ -61,10 +53,7 @@ def facts_of(run: RunData, kind: str) -> dict[str, list[Facts]]:
         read = ("mode", "stride", "tokens", "hash")
         texts = records(found, "texts")
         told = [(str(entry.get("name", "")), {what: entry.get(what) for what in read}) for entry in texts]
-    facts: dict[str, list[Facts]] = {}
-    for name, known in told:
-        facts.setdefault(name, []).append(known)
-    return facts
+    return grouped(told)
 
 
 def tasks_of(run: RunData) -> list[tuple[str, dict[str, Any]]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.pages.reports.collect import RunData
-from stepformer.pages.reports.values import inside, real, reals, record, records, values
+from stepformer.pages.reports.values import grouped, inside, real, reals, record, records, values
 
 RMS = "root mean square"
 Reader = Callable[..., float | None]
@@ -97,11 +97,8 @@ def with_means(lines: Sequence[Line]) -> list[Line]:
 
     Of runs that were measured on different windows there is no mean.
     """
-    groups: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line.choice, line.label), []).append(line)
     found: list[Line] = []
-    for (choice, label), members in groups.items():
+    for (choice, label), members in grouped(((line.choice, line.label), line) for line in lines).items():
         found += members
         if len(members) > 1 and all((line.x, line.on) == (members[0].x, members[0].on) for line in members):
             columns = zip(*(member.y for member in members), strict=True)
@@ -111,19 +108,17 @@ def with_means(lines: Sequence[Line]) -> list[Line]:
 
 def coefficient_charts(runs: Sequence[RunData]) -> Charts:
     """One chart for each learned coefficient; of those that every head has one of, the mean."""
-    found: dict[str, list[Line]] = {}
+    found: list[tuple[str, Line]] = []
     heads: dict[str, int] = {}
     for run in runs:
-        values: dict[str, list[float]] = {}
-        for coefficients in coefficients_of(run):
-            for name, members in by_head(coefficients).items():
-                heads[name] = max(heads.get(name, 1), len(members))
-                values.setdefault(name, []).append(math.fsum(members) / len(members))
-        for name, ys in values.items():
-            found.setdefault(name, []).append(Line(run.label, run.seed, list(map(float, range(len(ys)))), ys))
+        layers = [item for coefficients in coefficients_of(run) for item in by_head(coefficients).items()]
+        for name, by_layer in grouped(layers).items():
+            heads[name] = max(heads.get(name, 1), *map(len, by_layer))
+            y = [math.fsum(members) / len(members) for members in by_layer]
+            found.append((name, Line(run.label, run.seed, list(map(float, range(len(y)))), y)))
     charts = [
         Chart(f"{name}, mean of {heads[name]}" if heads[name] > 1 else name, "layer", "", with_means(lines))
-        for name, lines in sorted(found.items())
+        for name, lines in sorted(grouped(found).items())
     ]
     charts += history_charts(runs, "coefficients", "{} during training")
     return Charts([*charts, *history_charts(runs, "gains", "Gain of {} during training")])
@@ -131,29 +126,28 @@ def coefficient_charts(runs: Sequence[RunData]) -> Charts:
 
 def history_charts(runs: Sequence[RunData], what: str, title: str) -> list[Chart]:
     """What layers had at each evaluation: a chart for each name, of one layer at a time; of several heads the mean."""
-    lines: dict[str, list[Line]] = {}
+    lines: list[tuple[str, Line]] = []
     for run in runs:
-        points: dict[tuple[str, int], dict[int, float]] = {}
-        for tokens, layers in run.history.get(what, []):
-            for layer, known in enumerate(layers):
-                for name, members in by_head(known).items():
-                    points.setdefault((name, layer), {})[tokens] = math.fsum(members) / len(members)
-        for (name, layer), by_tokens in points.items():
+        points = grouped(
+            ((name, layer), (tokens, math.fsum(members) / len(members)))
+            for tokens, layers in run.history.get(what, [])
+            for layer, known in enumerate(layers)
+            for name, members in by_head(known).items()
+        )
+        for (name, layer), pairs in points.items():
+            by_tokens = dict(pairs)
             x, y = list(map(float, by_tokens)), list(by_tokens.values())
-            lines.setdefault(name, []).append(Line(run.label, run.seed, x, y, f"layer {layer}"))
+            lines.append((name, Line(run.label, run.seed, x, y, f"layer {layer}")))
     return [
         Chart(title.format(name), "training tokens", "", with_means(found), whole_x=False)
-        for name, found in sorted(lines.items())
+        for name, found in sorted(grouped(lines).items())
     ]
 
 
 def by_head(coefficients: dict[str, Any]) -> dict[str, list[float]]:
     """The numbers of each coefficient, one or as many as there are heads: r[0] and r[1] are r."""
-    grouped: dict[str, list[float]] = {}
-    for key, value in coefficients.items():
-        if (known := real(value)) is not None:
-            grouped.setdefault(re.sub(r"\[\d+\]$", "", key), []).append(known)
-    return grouped
+    known = ((re.sub(r"\[\d+\]$", "", key), real(value)) for key, value in coefficients.items())
+    return grouped((name, value) for name, value in known if value is not None)
 
 
 def coefficients_of(run: RunData) -> list[dict[str, Any]]:

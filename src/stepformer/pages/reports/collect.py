@@ -23,7 +23,7 @@ from stepformer.base import documents
 from stepformer.base.errors import ChangedRuleError, InputError, StepformerError
 from stepformer.data.tokenizers import valid
 from stepformer.measure import measured
-from stepformer.pages.reports.values import inside, record, records, values
+from stepformer.pages.reports.values import grouped, inside, record, records, values
 from stepformer.study import Facts, RunRecord
 from stepformer.training import RunConfig
 from stepformer.training.loggers import BY_LAYER
@@ -155,9 +155,7 @@ def gather(paths: Sequence[str | Path]) -> Gathered:
 
 def _tell_apart(runs: Sequence[RunData]) -> None:
     """Give runs of one label and one seed, of two studies say, labels that name what they are from."""
-    clashes: dict[tuple[str, int], list[RunData]] = {}
-    for run in runs:
-        clashes.setdefault((run.label, run.seed), []).append(run)
+    clashes = grouped(((run.label, run.seed), run) for run in runs)
     names: tuple[Callable[[Path], str], ...] = (lambda f: f.parent.name, lambda f: str(f.parent), lambda f: f.name, str)
     for label in {label for (label, _), several in clashes.items() if len(several) > 1}:
         groups = [several for (known, _), several in clashes.items() if known == label]
@@ -334,7 +332,8 @@ def _few(history: History) -> History:
 
 
 def _curve(rows: dict[int, tuple[int, float, float]]) -> Curve:
-    return Curve(*(list(column) for column in zip(*((step, *rows[step]) for step in sorted(rows)), strict=True)))
+    columns: Any = map(list, zip(*((step, *rows[step]) for step in sorted(rows)), strict=True))
+    return Curve(*columns)
 
 
 def smoothed(curve: Curve, points: int) -> Curve:
@@ -348,8 +347,7 @@ def smoothed(curve: Curve, points: int) -> Curve:
         before = min(half, i)
         after = min(before, n - 1 - i)
         means.append((sums[i + after + 1] - sums[i - before]) / (before + after + 1))
-    whole = Curve(curve.step, curve.tokens, curve.seconds, means, 2 * half + 1)
-    return thinned(whole, points)
+    return thinned(dataclasses.replace(curve, loss=means, window=2 * half + 1), points)
 
 
 def thinned(curve: Curve, points: int) -> Curve:
@@ -360,8 +358,8 @@ def thinned(curve: Curve, points: int) -> Curve:
     places = {round(i * (n - 1) / (points - 2)) for i in range(points - 1)}
     places.add(min(range(n), key=curve.loss.__getitem__))
     kept = sorted(places)
-    columns: list[list[Any]] = [curve.step, curve.tokens, curve.seconds, curve.loss]
-    return Curve(*([column[i] for i in kept] for column in columns), curve.window)
+    chosen: Any = {name: [getattr(curve, name)[i] for i in kept] for name in ("step", "tokens", "seconds", "loss")}
+    return dataclasses.replace(curve, **chosen)
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:

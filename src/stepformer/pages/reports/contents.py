@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from stepformer.pages.reports.agreement import cautions
 from stepformer.pages.reports.collect import Curve, Gathered, RunData, mean_curve
 from stepformer.pages.reports.published import published_tables
 from stepformer.pages.reports.samples import Samples, first_of_each
-from stepformer.pages.reports.values import inside, real, records
+from stepformer.pages.reports.values import grouped, inside, real, records
 from stepformer.present.tables import NAMED, Table, listed, signed
 from stepformer.study import Comparison, Facts, Row, compare
 from stepformer.study.statistics import PairedDifference
@@ -41,7 +40,6 @@ class Report:
     title: str
     verdict: str
     dates: str
-    made: datetime
     runs: list[RunData]
     labels: list[str]
     comparison: Comparison | None
@@ -95,25 +93,25 @@ def build(
         "jacobian": parts.jacobian_table(runs),
         "perplexity": parts.perplexity_table(runs),
         "tasks": parts.tasks_table(runs),
-        "differing": differing if differing.rows else None,
+        "differing": differing,
         "common": common,
         "environment": parts.environment_table(runs),
     }
     forgetting = [parts.forgetting_table(found, folder) for folder, found in gathered.forgetting]
     forgotten = [found for _, found in gathered.forgetting]
+    begun, ended = min(run.begun for run in runs), max(run.ended for run in runs)
     return Report(
         title=title or _title(labels, runs),
         verdict=" ".join([*([verdict(comparison)] if comparison else []), *forgetting_words(forgotten)])
         or incomparable,
-        dates=_dates(runs),
-        made=datetime.now(),
+        dates=" to ".join(dict.fromkeys(f"{day.day} {day:%B %Y}" for day in (begun, ended))),
         runs=runs,
         labels=labels,
         comparison=comparison,
         incomparable=incomparable,
-        tables={name: table for name, table in tables.items() if table is not None},
+        tables={name: table for name, table in tables.items() if table and table.rows},
         published=published_tables(runs, forgotten),
-        forgetting=[table for table in forgetting if table is not None],
+        forgetting=[table for table in forgetting if table.rows],
         charts={
             "coefficients": charts.coefficient_charts(runs),
             "depth": charts.depth_charts(runs),
@@ -132,10 +130,7 @@ def build(
 
 def _notes(runs: Sequence[RunData]) -> list[str]:
     """Sentences about single runs; one that is true of several is said once."""
-    about: dict[str, list[str]] = {}
-    for run in runs:
-        for note in dict.fromkeys([*([run.state] if run.state else []), *run.notes]):
-            about.setdefault(note, []).append(run.name)
+    about = grouped((note, run.name) for run in runs for note in dict.fromkeys(filter(None, (run.state, *run.notes))))
     return [f"{listed(names)}: {note}" for note, names in about.items()]
 
 
@@ -261,12 +256,6 @@ def _title(labels: Sequence[str], runs: Sequence[RunData]) -> str:
     folders = filter(None, (inside(run.facts, "corpus", "folder") for run in runs))
     corpora = sorted({Path(str(folder)).name for folder in folders})
     return f"{listed(labels)} on {listed(corpora)}" if corpora else listed(labels)
-
-
-def _dates(runs: Sequence[RunData]) -> str:
-    first, last = min(run.begun for run in runs), max(run.ended for run in runs)
-    begin, end = (f"{day.day} {day:%B %Y}" for day in (first, last))
-    return begin if begin == end else f"{begin} to {end}"
 
 
 def _again(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:

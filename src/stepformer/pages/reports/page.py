@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from datetime import datetime
 from importlib import resources
 from typing import Any
 
@@ -46,7 +47,7 @@ PARTS = {
 def page_html(report: Report) -> str:
     """The whole page."""
     script = _asset("chart.js") + _asset("page.js")
-    labels = report.labels
+    labels, today = report.labels, datetime.now()
     return template(__package__, "assets/page.html").render(
         report=report,
         facts=_facts(report),
@@ -57,7 +58,7 @@ def page_html(report: Report) -> str:
         mark=lambda name: _swatch(labels.index(name)) if name in labels else "",
         swatch=_swatch,
         looks=_looks,
-        made=f"{report.made.day} {report.made:%B %Y}",
+        made=f"{today.day} {today:%B %Y}",
         version=__version__,
         style=Markup(_asset("page.css")),
         script=Markup(script),
@@ -144,13 +145,11 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def _data(report: Report) -> dict[str, Any]:
     """What the script draws."""
-    comparison = report.comparison
     entropies = {run.record.unigram_entropy for run in report.runs if run.record}
-    windows = [run.training.window for run in report.runs if len(run.training)]
     return {
         "labels": report.labels,
-        "entropy": entropies.pop() if comparison and len(entropies) == 1 else None,
-        "window": max(windows, default=1),
+        "entropy": entropies.pop() if report.comparison and len(entropies) == 1 else None,
+        "window": max((run.training.window for run in report.runs if len(run.training)), default=1),
         "curves": {kind: _curves(report, kind) for kind in ("training", "evaluation")},
         "parts": {name: _charts(charts, report.labels) for name, charts in report.charts.items()},
     }

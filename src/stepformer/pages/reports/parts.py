@@ -10,7 +10,7 @@ from typing import Any
 from stepformer.base.units import hours_and_minutes
 from stepformer.pages.reports.agreement import tasks_of
 from stepformer.pages.reports.collect import RunData
-from stepformer.pages.reports.values import inside, measured, real, records
+from stepformer.pages.reports.values import grouped, inside, measured, real, records
 from stepformer.present.tables import (
     NOTHING,
     TIMES,
@@ -18,7 +18,6 @@ from stepformer.present.tables import (
     Column,
     Field,
     Table,
-    columns,
     listed,
     number,
     numbers,
@@ -75,6 +74,10 @@ def _bounds(found: Any, prefix: str = "") -> Cell:
 def runs_table(runs: Sequence[RunData]) -> Table:
     """Every run by itself: what was measured, where it lies."""
 
+    def state(run: RunData) -> Cell:
+        known = run.state.split(":")[0].lower() if run.state.startswith(("Unfinished", "Failed")) else "damaged"
+        return text("finished" if run.record else known, marked=run.record is None)
+
     def time(run: RunData) -> Cell:
         spent = run.known.train_seconds
         return Cell(NOTHING) if spent is None or math.isnan(spent) else Cell(hours_and_minutes(spent), spent)
@@ -83,7 +86,7 @@ def runs_table(runs: Sequence[RunData]) -> Table:
     fields: list[Field] = [
         words("run", lambda run: run.label),
         numbers("seed", "seed", "d"),
-        (Column("state"), lambda run: text(short_state(run), marked=run.record is None)),
+        (Column("state"), state),
         numbers("final loss", "known.val_loss", hint="of a run that is not finished: its latest evaluation"),
         numbers("best loss", "known.best_val_loss"),
         numbers("at step", "known.best_step", ",d", "of the best loss"),
@@ -99,12 +102,6 @@ def runs_table(runs: Sequence[RunData]) -> Table:
     return tabulated(runs, fields, "All runs")
 
 
-def short_state(run: RunData) -> str:
-    if run.record:
-        return "finished"
-    return run.state.split(":")[0].lower() if run.state.startswith(("Unfinished", "Failed")) else "damaged"
-
-
 # What was measured of a run: an entry is the whole file, and the run's name beside it.
 
 RUN = words("run", lambda entry: entry["run"])
@@ -114,17 +111,17 @@ ON = (
     words("windows", lambda entry: str(inside(entry, "result", "windows_hash") or "")[:8], WINDOWS, code=True),
 )
 EIGENVALUE = ("result", "eigenvalues", 0)
-SUMMARY = {
-    "persistence": ("persistence", "sum over layers of the logarithm of the last singular value kept"),
-    "mean_spread": ("mean spread", "first singular value over the last one kept"),
-    "max_spread": ("largest spread", ""),
-    "mean_stable_rank": ("mean stable rank", ""),
-    "mean_sigma_max": ("mean largest singular value", ""),
-    "sum_log_rms_gain": ("sum of log gains", "of the root mean square gain, over layers"),
-}
+SUMMARY = (
+    ("persistence", "persistence", "sum over layers of the logarithm of the last singular value kept"),
+    ("mean spread", "mean_spread", "first singular value over the last one kept"),
+    ("largest spread", "max_spread", ""),
+    ("mean stable rank", "mean_stable_rank", ""),
+    ("mean largest singular value", "mean_sigma_max", ""),
+    ("sum of log gains", "sum_log_rms_gain", "of the root mean square gain, over layers"),
+)
 
 
-def hessian_table(runs: Sequence[RunData]) -> Table | None:
+def hessian_table(runs: Sequence[RunData]) -> Table:
     fields = [
         RUN,
         measured("loss", "result", "loss", hint="on the tokens of the measurement"),
@@ -140,10 +137,10 @@ def hessian_table(runs: Sequence[RunData]) -> Table | None:
     shown = [{**run.measured["hessian"], "run": run.name} for run in runs if run.result("hessian")]
     unsure = [e["run"] for e in shown if any(v.get("converged") is False for v in records(e, *EIGENVALUE[:2]))]
     notes = [f"Some eigenvalues had not converged: {', '.join(unsure)}."] if unsure else []
-    return tabulated(shown, fields, "Curvature of the loss", notes) if shown else None
+    return tabulated(shown, fields, "Curvature of the loss", notes)
 
 
-def jacobian_table(runs: Sequence[RunData]) -> Table | None:
+def jacobian_table(runs: Sequence[RunData]) -> Table:
     def blocks(entry: Any, key: str) -> list[Any]:
         return [inside(layer, "block", key) for layer in records(entry, "result", "layers")]
 
@@ -154,17 +151,17 @@ def jacobian_table(runs: Sequence[RunData]) -> Table | None:
     fields = [
         RUN,
         words("k", kept, "singular values kept of each layer: only numbers that agree in it may be compared"),
-        *(measured(title, *summary, key, digits=".4g", hint=hint) for key, (title, hint) in SUMMARY.items()),
+        *(measured(title, *summary, key, digits=".4g", hint=hint) for title, key, hint in SUMMARY),
         *ON,
     ]
     entries = [{**run.measured["jacobian"], "run": run.name} for run in runs if "jacobian" in run.measured]
     shown = [entry for entry in entries if isinstance(inside(entry, *summary), dict)]
     unsure = [entry["run"] for entry in shown if False in blocks(entry, "converged")]
     notes = [f"Some singular values had not settled and may be too low: {', '.join(unsure)}."] if unsure else []
-    return tabulated(shown, fields, "Jacobians of the blocks, over all layers", notes) if shown else None
+    return tabulated(shown, fields, "Jacobians of the blocks, over all layers", notes)
 
 
-def perplexity_table(runs: Sequence[RunData]) -> Table | None:
+def perplexity_table(runs: Sequence[RunData]) -> Table:
     def reading(entry: Mapping[str, Any]) -> str:
         stride = real(entry, "stride")
         return f"{entry.get('mode', '')}{'' if stride is None else f', {stride:.0f}'}"
@@ -187,13 +184,11 @@ def perplexity_table(runs: Sequence[RunData]) -> Table | None:
         if (mean := real(found, "mean_perplexity")) is not None:
             over, _, mode = str(found.get("protocol") or "mean").partition("; ")
             entries.append({"run": run.name, "name": over, "mode": mode, "perplexity": mean})
-    return tabulated(entries, fields, "Perplexity on other texts") if entries else None
+    return tabulated(entries, fields, "Perplexity on other texts")
 
 
-def tasks_table(runs: Sequence[RunData]) -> Table | None:
+def tasks_table(runs: Sequence[RunData]) -> Table:
     entries = [(run.name, task, found) for run in runs for task, found in tasks_of(run)]
-    if not entries:
-        return None
     normed = "with scores divided by the length of the answer; ± is the standard error"
     fields: list[Field] = [
         words("run", lambda entry: entry[0]),
@@ -207,10 +202,7 @@ def tasks_table(runs: Sequence[RunData]) -> Table | None:
         fields.append((Column("chance %", True, "of guessing"), lambda entry: number(CHANCE.get(entry[1]), ".0f")))
     if any(_others(found) for _, _, found in entries):
         fields.append(words("other", lambda entry: _others(entry[2])))
-    remarks: dict[str, list[str]] = {}
-    for name, task, found in entries:
-        for remark in _remarks(task, found):
-            remarks.setdefault(remark, []).append(name)
+    remarks = grouped((remark, name) for name, task, found in entries for remark in _remarks(task, found))
     notes = [f"{remark} ({listed(names)})." for remark, names in remarks.items()]
     return tabulated(entries, fields, "Downstream tasks", notes)
 
@@ -266,7 +258,7 @@ LEARNED = (
 )
 
 
-def forgetting_table(found: Any, folder: object) -> Table | None:
+def forgetting_table(found: Any, folder: object) -> Table:
     """Forgetting and plasticity with their paired differences; other records in columns as they come."""
     own = ", with the runs' own optimizers" if inside(found, "settings", "native") is True else ""
     caption = f"Forgetting in {folder}{own}"
@@ -298,15 +290,13 @@ def forgetting_table(found: Any, folder: object) -> Table | None:
 FIRST = ("architecture", "label", "direction", "baseline", "seed", "n")  # columns that say what a row is about
 
 
-def generic_table(found: Any, caption: str) -> Table | None:
+def generic_table(found: Any, caption: str) -> Table:
     """Any list of records under `rows`: a column for every key."""
     rows = records(found, "rows")
     keys = list(dict.fromkeys(key for row in rows for key in row))
     keys.sort(key=lambda key: FIRST.index(key) if key in FIRST else len(FIRST))  # stable: the others stay in order
-    if not keys:
-        return None
     numeric = {key: all(isinstance(row.get(key), int | float | None) for row in rows) for key in keys}
-    shown = [[_any(row.get(key)) for key in keys] for row in rows]
+    shown = [[_any(row.get(key)) for key in keys] for row in rows if keys]
     return Table([Column(key.replace("_", " "), numeric[key]) for key in keys], shown, caption)
 
 
@@ -322,17 +312,13 @@ def _any(value: Any) -> Cell:
 
 def environment_table(runs: Sequence[RunData]) -> Table:
     """One row for every environment that runs were trained in."""
-    places: dict[tuple[str, ...], list[str]] = {}
-    for run in runs:
-        places.setdefault(_environment(run), []).append(run.name)
-    titles = columns(
-        "runs", "stepformer", "source", "Python", "PyTorch", "device", Column("threads", True), "precision", "platform"
-    )
-    rows = []
-    for facts, names in places.items():
-        shown = "all" if len(places) == 1 else ", ".join(names)
-        rows.append([text(shown), *(text(fact, code=place == 1) for place, fact in enumerate(facts))])
-    return Table(titles, rows, "Where the runs were trained")
+    places = grouped((_environment(run), run.name) for run in runs)
+    titles = ("runs", "stepformer", "source", "Python", "PyTorch", "device", "threads", "precision", "platform")
+    rows = [
+        [text("all" if len(places) == 1 else ", ".join(names)), *(text(f, code=f == facts[1]) for f in facts)]
+        for facts, names in places.items()
+    ]
+    return Table([Column(title, title == "threads") for title in titles], rows, "Where the runs were trained")
 
 
 def _environment(run: RunData) -> tuple[str, ...]:
@@ -363,20 +349,17 @@ def config_tables(runs: Sequence[RunData]) -> tuple[Table, Table]:
     keys = list(dict.fromkeys(key for settings, _ in groups for key in settings))
     differing, common = [], []
     for key in keys:
-        values = [_setting(settings, key) for settings, _ in groups]
+        values = [_setting(settings.get(key, "default")) for settings, _ in groups]
         if len(set(values)) > 1:
             differing.append([text(key, code=True), *(text(v, marked=v != values[0]) for v in values)])
         else:
             common.append([text(key, code=True), text(values[0])])
-    titles = columns("setting", *(", ".join(names) for _, names in groups))
+    titles = ["setting", *(", ".join(names) for _, names in groups)]
     return (
-        Table(titles, differing, "Settings that differ"),
-        Table(columns("setting", "value"), common, "Settings that all runs have in common"),
+        Table([Column(title) for title in titles], differing, "Settings that differ"),
+        Table([Column("setting"), Column("value")], common, "Settings that all runs have in common"),
     )
 
 
-def _setting(settings: dict[str, Any], key: str) -> str:
-    if key not in settings:
-        return "default"
-    value = settings[key]
+def _setting(value: Any) -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -54,12 +54,6 @@ def first_of_each(runs: Iterable[RunData]) -> list[RunData]:
     return [found.setdefault(run.label, run) for run in runs if run.label not in found]
 
 
-def checkpoint_name(run: RunData) -> str | None:
-    """The checkpoint that the run is asked through: the best, else the last."""
-    kept = Checkpoints(run.folder / "checkpoints", ALONE)
-    return next((names[-1] for kind in ("best", "step") if (names := kept.names(kind))), None)
-
-
 def default_prompts(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
     """The first words of some validation documents of the first run's corpus, and notes.
 
@@ -108,7 +102,8 @@ def ask_models(
 
 
 def _ask(run: RunData, samples: Samples | None, journal: Journal, device: str) -> None:
-    name = checkpoint_name(run)
+    kept = Checkpoints(run.folder / "checkpoints", ALONE)
+    name = next((names[-1] for kind in ("best", "step") if (names := kept.names(kind))), None)
     if name is None:
         raise InputError("the run has no checkpoint.")
     key = [str(run.facts.get("id") or run.folder.resolve()), name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from stepformer.present.tables import Column, Field, number
@@ -47,6 +48,14 @@ def reals(value: Any, *path: str | int) -> list[float]:
     """A list of finite numbers, or nothing if one of them is not."""
     found = [real(entry) for entry in values(value, *path)]
     return [entry for entry in found if entry is not None] if None not in found else []
+
+
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """All values of each key, in order."""
+    found: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def measured(title: str, *path: str | int, digits: str = ".4f", hint: str = "") -> Field:
