@@ -16,7 +16,7 @@ from runs import make_corpus, small_run
 from stepformer.base import files
 from stepformer.base.errors import StepformerError
 from stepformer.cli import main
-from stepformer.pages.reports.folder import claim
+from stepformer.pages.reports.paper import claim
 from stepformer.training import train
 
 

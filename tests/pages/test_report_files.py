@@ -22,9 +22,8 @@ from stepformer.measure import measured
 from stepformer.pages.reports import samples as sampling
 from stepformer.pages.reports.collect import gather
 from stepformer.pages.reports.contents import Report, build
-from stepformer.pages.reports.folder import refuse_foreign
 from stepformer.pages.reports.page import _looks, page_html, script_json
-from stepformer.pages.reports.paper import files_of, look, write_paper
+from stepformer.pages.reports.paper import files_of, look, refuse_foreign, write_paper
 from stepformer.pages.reports.samples import Drawing, Samples
 from stepformer.present.tables import Cell, Table, columns
 from stepformer.study import compare, load_records

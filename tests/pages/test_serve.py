@@ -33,8 +33,8 @@ from stepformer.decoding.sampling import Generation, stream
 from stepformer.pages.serving import PageServer, ServedRun
 from stepformer.pages.serving import inspect as inspected
 from stepformer.pages.serving import server as serving_module
-from stepformer.pages.serving.runs import document, place
-from stepformer.pages.serving.server import LARGEST_BODY, MOST_TOKENS
+from stepformer.pages.serving.runs import MOST_TOKENS, document, place
+from stepformer.pages.serving.server import LARGEST_BODY
 from stepformer.pages.serving.watching import Point, Tail, pace, thinned
 from stepformer.rules import templates
 from stepformer.training.metrics import Metrics

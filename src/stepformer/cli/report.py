@@ -9,15 +9,14 @@ from pathlib import Path
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_text
 from stepformer.base.progress import counting
-from stepformer.cli.options import CONFIDENCE, QUIET, check, command, option
+from stepformer.cli.options import CONFIDENCE, QUIET, check, command, given, option
 
 
 def run_report(args: argparse.Namespace) -> int:
     from stepformer.pages.reports.collect import gather
     from stepformer.pages.reports.contents import build
-    from stepformer.pages.reports.folder import claim, hold, refuse_foreign
     from stepformer.pages.reports.page import page_html
-    from stepformer.pages.reports.paper import files_of, no_pictures, write_paper
+    from stepformer.pages.reports.paper import claim, files_of, hold, no_pictures, refuse_foreign, write_paper
     from stepformer.pages.reports.samples import Drawing, Samples, ask_models, default_prompts
 
     _check(args)
@@ -31,14 +30,12 @@ def run_report(args: argparse.Namespace) -> int:
         prompts, notes = (args.prompt, []) if args.prompt else default_prompts(gathered.runs)
         drawing = Drawing(args.tokens, args.temperature, args.seed)
         samples = Samples(list(dict.fromkeys(prompts)), drawing, notes=notes)
-    first = build(gathered, baseline=args.baseline, confidence=args.confidence)  # what is wrong is told before the work
-    refuse_foreign(out, files_of(first))
+    settings = given(args, "baseline", "confidence")
+    refuse_foreign(out, files_of(build(gathered, **settings)))  # what is wrong is told before the work
     hold(out)
     with counting("asking the models", len(gathered.runs), quiet=args.quiet) as count:
         ask_models(gathered.runs, samples, out / ".cache", device=args.device, progress=count)
-    report = build(
-        gathered, baseline=args.baseline, confidence=args.confidence, samples=samples, title=args.title or None
-    )
+    report = build(gathered, **settings, samples=samples, title=args.title or None)
     names = files_of(report)
     claim(out, names)
     with counting("writing", 1 + sum(name.endswith(".png") for name in names), quiet=args.quiet) as count:

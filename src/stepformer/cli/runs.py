@@ -20,8 +20,8 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.beams is not None:
         if args.samples > 1:
             raise InputError(f"Beam search has one result: --samples {args.samples} does not go with --beams.")
-        asked = given(args, "temperature", "top_k", "top_p", "seed", "length_penalty")
-        asked = {name: value for name, value in asked.items() if value is not None}
+        named = given(args, "temperature", "top_k", "top_p", "seed", "length_penalty")
+        asked = {name: value for name, value in named.items() if value is not None}
         ids, stop = prompt_ids(run, args.prompt), run.tokenizer.eot
         made = run.model.generate([ids], beams=args.beams, max_new_tokens=args.tokens, stop=stop, **asked)
         print(args.prompt + readable(run, made.tokens[0]))

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import webbrowser
-from typing import Any
 
 from stepformer.base.errors import InputError
 from stepformer.cli.options import DEVICE, command, option
@@ -24,11 +23,16 @@ def run_serve(args: argparse.Namespace) -> int:
     server = PageServer(runs, args.port, token)  # before the weights are read: a taken port shows at once
     with server:
         for run in runs:
-            _load(run)
+            if run.newest() is None:
+                print(f"{run.folder.path}: no checkpoint yet; the page shows its training and takes the first one then")
+                continue
+            kind, step = run.load()
+            print(f"{run.folder.path}: {run.config.title}, {kind} weights, step {step:,}")
         if server.apart:
             print(f"note: {server.apart}", file=sys.stderr)
         print(f"{server.url}  (for this machine alone; Ctrl-C ends it)", flush=True)
-        if not args.no_browser and _has_screen():
+        screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+        if screen and not args.no_browser:  # without one the browser that would open is one inside this terminal
             threading.Thread(target=webbrowser.open, args=(server.url_for_one_visit(),), daemon=True).start()
         try:
             server.serve_forever(poll_interval=0.2)
@@ -38,20 +42,6 @@ def run_serve(args: argparse.Namespace) -> int:
             if not ended:
                 os._exit(0)  # a thread that still answers would take the interpreter down less quietly
     return 0
-
-
-def _load(run: Any) -> None:
-    """Weights, if there are any; a run that has just begun can be watched until it has."""
-    if run.newest() is None:
-        print(f"{run.folder.path}: no checkpoint yet; the page shows its training and takes the first one then")
-        return
-    run.load()
-    print(f"{run.folder.path}: {run.config.title}, {run.loaded[0]} weights, step {run.loaded[1]:,}")
-
-
-def _has_screen() -> bool:
-    """Without a screen the browser that would open is one inside this terminal."""
-    return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 add_serve = command(

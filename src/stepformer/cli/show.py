@@ -12,20 +12,9 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from stepformer import catalogue
 from stepformer.base.errors import InputError
 from stepformer.base.words import merge
-from stepformer.catalogue import (
-    SIZES,
-    Preset,
-    citations,
-    layer_equation,
-    load_config,
-    model_config,
-    preset,
-    preset_of,
-    presets,
-    unlisted_templates,
-)
 from stepformer.catalogue.references import BIBTEX
 from stepformer.cli.options import JSON, command, group, option, pairs
 from stepformer.extras import chosen
@@ -50,26 +39,31 @@ def resolve(name: str, overrides: list[str], size: str | None = None) -> ModelCo
     if size and values.get("size", size) != size:
         raise InputError(f"Two sizes were given: --size {size} and size={values['size']}.")
     if name.endswith(".toml"):
-        return load_config(name, [*([f"size={size}"] if size else []), *overrides])
+        return catalogue.load_config(name, _sized(overrides, size))
     if "preset" in values:
         raise InputError("`preset` is the NAME itself: write `stepformer show NAME key=value ...`.")
-    return model_config(name, **({"size": size} if size else {}), **values)
+    return catalogue.model_config(name, **merge({}, _sized(overrides, size), "model"))
+
+
+def _sized(overrides: list[str], size: str | None) -> list[str]:
+    return [*([f"size={size}"] if size else []), *overrides]
 
 
 def title_of(config: ModelConfig) -> str:
     """A preset's name and aliases, or the combination it is: `nesterov x strang, order=mam`."""
-    row = preset_of(config)
-    if row:
+    if row := catalogue.preset_of(config):
         return ", ".join((row.name, *row.aliases))
-    settings = {k: v for k, v in config.to_dict().items() if k not in ("template", "splitting", *SIZES["small"])}
-    settings = {k: v for k, v in settings.items() if (k, v) not in (("attention", "softmax"), ("mlp", "gelu"))}
-    extra = "".join(f", {key}={value}" for key, value in settings.items())
+    settings = {
+        k: v for k, v in config.to_dict().items() if k not in ("template", "splitting", *catalogue.SIZES["small"])
+    }
+    plain = (("attention", "softmax"), ("mlp", "gelu"))
+    extra = "".join(f", {key}={value}" for key, value in settings.items() if (key, value) not in plain)
     return f"{config.template} x {config.splitting}{extra}"
 
 
 def run_list(args: argparse.Namespace) -> int:
-    rows = [preset(name) for name in presets(args.pattern)]
-    rows += [preset(name) for name in unlisted_templates() if args.pattern.strip("*") in name]
+    rows = [catalogue.preset(name) for name in catalogue.presets(args.pattern)]
+    rows += [catalogue.preset(name) for name in catalogue.unlisted_templates() if args.pattern.strip("*") in name]
     if args.json:
         print(json.dumps([_row(row) for row in rows], indent=2))
         return 0
@@ -80,15 +74,14 @@ def run_list(args: argparse.Namespace) -> int:
     width = max(map(len, names))
     for row, name in zip(rows, names, strict=True):
         calls = _calls(row.config)
-        parts = [row.config.template, row.config.splitting]
-        parts += [row.config.attention] if row.config.attention != "softmax" else []
-        what = f"{' x '.join(parts)}, {calls['attn']}+{calls['mlp']} oracle calls"
+        attention = f" x {row.config.attention}" if row.config.attention != "softmax" else ""
+        what = f"{row.config.template} x {row.config.splitting}{attention}, {calls['attn']}+{calls['mlp']} oracle calls"
         out.print(f"[bold]{name:<{width}}[/bold]  {what}", soft_wrap=True)
         out.print(f"    {row.equation}", soft_wrap=True, markup=False)
     return 0
 
 
-def _row(row: Preset) -> dict[str, Any]:
+def _row(row: catalogue.Preset) -> dict[str, Any]:
     return {
         "name": row.name,
         "aliases": list(row.aliases),
@@ -111,11 +104,12 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     """Everything `show` prints, as plain data."""
     model = Model(config, device="meta")
     block = model.blocks[0]
-    row = preset_of(config)
-    coefficients = []
-    for key, spec in (item for bank in block.banks() for item in bank.specs.items()):
-        name = key if spec.size == 1 else f"{key} (per head)"
-        coefficients.append({"name": name, "range": spec.interval, "start": spec.start, "kind": spec.kind})
+    row = catalogue.preset_of(config)
+    coefficients = [
+        {"name": name + " (per head)" * (c.size != 1), "range": c.interval, "start": c.start, "kind": c.kind}
+        for bank in block.banks()
+        for name, c in bank.specs.items()
+    ]
     streams = {
         name: {"start": _start(config, stream.start), "meaning": stream.meaning}
         for name, stream in block.template.streams.items()
@@ -124,13 +118,13 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         name: {"value": config.option(name), "of": kind, "values": option.values, "help": option.help}
         for name, (kind, option) in declared_options(config).items()
     }
-    small = all(getattr(config, key) == value for key, value in SIZES["small"].items())
+    small = all(getattr(config, key) == value for key, value in catalogue.SIZES["small"].items())
     return {
         "title": title_of(config),
         "name": row.name if row else "",
         "aliases": list(row.aliases) if row else [],
         "equations": {
-            "layer": row.equation if row else layer_equation(config),
+            "layer": row.equation if row else catalogue.layer_equation(config),
             "template": templates[config.template].equation,
             "splitting": block.splitting.describe(),
             "attention": attentions[config.attention].equation,
@@ -149,7 +143,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "unused_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
         "training": _training(config),
         "published": row.published if row and small else "",
-        "cite": citations(config),
+        "cite": catalogue.citations(config),
     }
 
 
@@ -174,8 +168,7 @@ def run_show(args: argparse.Namespace) -> int:
     config = resolve(args.name, args.overrides, args.size)
     facts = describe(config)
     if args.name.endswith(".toml"):
-        words = [*([f"size={args.size}"] if args.size else []), *args.overrides]
-        facts["training"] = _training(config, args.name, words)
+        facts["training"] = _training(config, args.name, _sized(args.overrides, args.size))
     if args.cite:
         print("\n\n".join(BIBTEX.get(key, f"% {key}: no entry among the references") for key in facts["cite"]))
         return 0
@@ -193,34 +186,27 @@ def run_show(args: argparse.Namespace) -> int:
 
 def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> None:
     out.print(f"[bold]{facts['title']}[/bold]   config {facts['hash']}")
-    table = pairs([])
-    equations = facts["equations"]
-    if equations["layer"]:
-        table.add_row("layer", escape(equations["layer"]))
+    equations, calls, norms = facts["equations"], facts["calls"], facts["aux_norms_per_layer"]
     recombined = splittings[config.splitting].component.needs_velocity
     own = "  (its step alone; this splitting recombines it)" if recombined else ""
-    table.add_row(f"template {config.template}", escape(f"{equations['template']}{own}"))
-    table.add_row(f"splitting {config.splitting}", escape(equations["splitting"]))
-    norm = "LN" if config.norm == "layernorm" else "RMSNorm"
-    table.add_row(f"attention {config.attention}", escape(f"{equations['attention']};  u = {norm}(point)"))
-    table.add_row(f"MLP {config.mlp}", escape(f"{equations['mlp']};  u = {norm}(point)"))
-    calls = facts["calls"]
-    table.add_row("oracle calls", f"{calls['attn']} attention + {calls['mlp']} MLP per layer")
-    for name, stream in facts["streams"].items():
-        table.add_row(f"stream {name}", f"{stream['meaning']}; starts from {stream['start']}")
-    if not facts["streams"]:
-        table.add_row("streams", "x alone")
-    norms = facts["aux_norms_per_layer"]
-    if norms:
-        which = "shared by both oracles" if norms == ["both"] else f"one each for {', '.join(norms)}"
-        table.add_row("auxiliary norms", f"{len(norms)} per layer, {which}; initial gain {config.aux_norm_gain:g}")
-    for name, equation in facts["extras"].items():
-        table.add_row(f"extra {name}", escape(equation))
-    for name, known in facts["options"].items():
-        table.add_row(f"option {name}", f"{known['value']}  ({known['values']}: {known['help']})")
-    for work, how in facts["engines"].items():
-        table.add_row(f"{work} on a GPU", escape(how))
-    out.print(table)
+    point = f";  u = {'LN' if config.norm == 'layernorm' else 'RMSNorm'}(point)"
+    which = "shared by both oracles" if norms == ["both"] else f"one each for {', '.join(norms)}"
+    auxiliary = f"{len(norms)} per layer, {which}; initial gain {config.aux_norm_gain:g}"
+    rows = [
+        *([("layer", equations["layer"])] if equations["layer"] else []),
+        (f"template {config.template}", f"{equations['template']}{own}"),
+        (f"splitting {config.splitting}", equations["splitting"]),
+        (f"attention {config.attention}", f"{equations['attention']}{point}"),
+        (f"MLP {config.mlp}", f"{equations['mlp']}{point}"),
+        ("oracle calls", f"{calls['attn']} attention + {calls['mlp']} MLP per layer"),
+        *((f"stream {name}", f"{s['meaning']}; starts from {s['start']}") for name, s in facts["streams"].items()),
+        *([] if facts["streams"] else [("streams", "x alone")]),
+        *([("auxiliary norms", auxiliary)] if norms else []),
+        *((f"extra {name}", equation) for name, equation in facts["extras"].items()),
+        *((f"option {name}", f"{o['value']}  ({o['values']}: {o['help']})") for name, o in facts["options"].items()),
+        *((f"{work} on a GPU", how) for work, how in facts["engines"].items()),
+    ]
+    out.print(pairs((word, escape(meaning)) for word, meaning in rows))
     if facts["coefficients_per_layer"]:
         out.print()
         titles = ("coefficient (one per layer)", "range", "starts at", "kind")
@@ -249,7 +235,7 @@ add_show = command(
     run_show,
     option("name NAME", "preset, template or config.toml"),
     option("overrides key=value", "config keys and options to change", nargs="*"),
-    option("--size", "named size (default: small)", choices=list(SIZES)),
+    option("--size", "named size (default: small)", choices=list(catalogue.SIZES)),
     option("--batch N", "estimate the memory of training on N sequences (bf16)", type=int),
     group("", option("--cite", "print BibTeX for everything this architecture uses"), JSON),
 )

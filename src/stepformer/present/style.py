@@ -34,10 +34,8 @@ def save_figure(figure: Any, path: str | Path, below: str = "") -> None:
 
 def looks(index: int) -> dict[str, Any]:
     """Colour and dashes of the architecture at this place; 0 is the baseline."""
-    if index == 0:
-        return {"color": COLOURS[0], "linestyle": DASHES[0]}
-    cycle, position = divmod(index - 1, len(COLOURS) - 1)
-    return {"color": COLOURS[1 + position], "linestyle": DASHES[cycle % len(DASHES)]}
+    cycle = max(index - 1, 0) // (len(COLOURS) - 1)
+    return {"color": COLOURS[look_of(index)[0]], "linestyle": DASHES[cycle % len(DASHES)]}
 
 
 def look_of(index: int) -> tuple[int, int]:

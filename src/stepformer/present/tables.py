@@ -83,11 +83,10 @@ class Table:
         )
         spacious = sum(shown.widths()) + GAP * (len(shown.columns) - 1) <= width
         for place, column in enumerate(shown.columns):
-            lines = [column.title] if spacious else _heading(column, [row[place].text for row in shown.rows])
-            title = "\n".join(lines)
+            title = [column.title] if spacious else _heading(column, [row[place].text for row in shown.rows])
             justify: Literal["left", "right"] = "right" if column.numeric else "left"
             whole = column.numeric or (place == 0 and shown.widths()[0] <= width // 3)
-            table.add_column(escape(title), justify=justify, no_wrap=whole, overflow="fold", vertical="top")
+            table.add_column(escape("\n".join(title)), justify=justify, no_wrap=whole, overflow="fold", vertical="top")
         for row in shown.rows:
             style = next((cell.style for cell in row if cell.style), None)
             table.add_row(*(escape(cell.text) for cell in row), style=style)
@@ -166,15 +165,14 @@ class Table:
 
     def latex(self, shown: Sequence[int] | None = None) -> str:
         """A tabular with the rules of the booktabs package; `shown` are the columns that fit on paper."""
-        chosen = range(len(self.columns)) if shown is None else shown
-        layout = "".join("r" if self.columns[c].numeric else "l" for c in chosen)
-        head = " & ".join(latex_text(self.columns[c].title) for c in chosen)
-        rows = [" & ".join(latex_text(row[c].text) for c in chosen) + r" \\" for row in self.rows]
+        kept = self if shown is None else self.without(set(range(len(self.columns))) - set(shown))
+        layout = "".join("r" if column.numeric else "l" for column in kept.columns)
+        head, *rows = (" & ".join(map(latex_text, line)) + r" \\" for line in kept._lines())
         # there LaTeX would take a bracket or an asterisk for an option of the line above
         rows = ["{}" * row.startswith(("[", "(", "*")) + row for row in rows]
         notes = [f"% {on_one_line(note)}" for note in self.notes]
         top = ["% needs \\usepackage{booktabs}", *notes, rf"\begin{{tabular}}{{{layout}}}", r"\toprule"]
-        body = [head + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
+        body = [head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
         return "\n".join([*top, *body]) + "\n"
 
     def to_frame(self) -> Any:
@@ -200,7 +198,7 @@ def signed(value: float, digits: str = ".4f") -> str:
 
 def text(value: object, *, marked: bool = False, code: bool = False, style: str = "") -> Cell:
     shown = str(value)
-    return Cell(shown or NOTHING, shown, marked, code, style)
+    return Cell(shown or NOTHING, shown, marked, code and shown != "", style)
 
 
 def of_texts(
@@ -211,15 +209,29 @@ def of_texts(
     return Table(titles, [[Cell(cell, cell) for cell in row] for row in rows], notes=list(notes))
 
 
-def tabulated(
-    entries: Iterable[Any],
-    fields: Sequence[tuple[Column, Callable[[Any], Cell]]],
-    caption: str = "",
-    notes: Sequence[str] = (),
-) -> Table:
-    """A row for each entry, a column for each field: its heading, and what makes a cell of an entry."""
+Field = tuple[Column, Callable[[Any], Cell]]
+"""A column, and what makes its cell of an entry."""
+
+
+def tabulated(entries: Iterable[Any], fields: Sequence[Field], caption: str = "", notes: Sequence[str] = ()) -> Table:
+    """A row for each entry, a column for each field."""
     rows = [[made(entry) for _, made in fields] for entry in entries]
     return Table([column for column, _ in fields], rows, caption, list(notes))
+
+
+def words(title: str, made: Callable[[Any], object], hint: str = "", *, code: bool = False) -> Field:
+    return Column(title, hint=hint), lambda entry: text(made(entry), code=code)
+
+
+def numbers(title: str, path: str, digits: str = ".4f", hint: str = "", suffix: str = "") -> Field:
+    """Numbers at a path of attributes, `loss.mean` say; a dash where there is none."""
+
+    def made(entry: Any) -> Cell:
+        for name in path.split("."):
+            entry = getattr(entry, name, None)
+        return number(entry, digits, suffix)
+
+    return Column(title, True, hint), made
 
 
 def columns(*titles: str | Column) -> list[Column]:

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
-def html_text(words: object) -> str:
-    """Words for HTML, in text and in attributes; characters that no page may hold are left out."""
-    return html.escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]", "", str(words)), quote=True)
+FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")  # characters that no page may hold
 
 
 @functools.cache
@@ -30,7 +28,7 @@ def template(package: str, name: str) -> Template:
         return "".join(map(str.strip, text.splitlines())) if "parts/" in name else text
 
     def escaped(value: Any) -> Any:
-        return value if isinstance(value, Markup) else Markup(html_text(value))
+        return value if isinstance(value, Markup) else Markup(html.escape(FORBIDDEN.sub("", str(value))))
 
     return Environment(
         loader=FunctionLoader(load),

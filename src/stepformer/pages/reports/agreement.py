@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepformer.pages.reports.collect import RunData
-from stepformer.pages.reports.values import inside, real, record, records
+from stepformer.pages.reports.values import grouped, inside, real, record, records
 from stepformer.present.tables import listed
 
 Facts = dict[str, Any]
@@ -30,24 +30,16 @@ DIAGNOSED = ("measured on other windows or with other settings", "these rows and
 
 def cautions(runs: Sequence[RunData]) -> dict[str, list[str]]:
     """For each kind of measurement, sentences on which runs are not to be compared with which."""
-    return {kind: found for kind in (*SETTINGS, *SENTENCES) if (found := _cautions(runs, kind))}
-
-
-def _cautions(runs: Sequence[RunData], kind: str) -> list[str]:
-    by_subject: dict[str, list[tuple[str, list[Facts]]]] = {}
-    for run in runs:
-        for subject, facts in facts_of(run, kind).items():
-            by_subject.setdefault(subject, []).append((run.name, facts))
-    how, what = SENTENCES.get(kind, DIAGNOSED)
-    found = []
-    for subject, measured in by_subject.items():
-        for names, others, differing in _apart(measured):
-            about = f"{subject}: " if subject else ""
-            were = "was" if len(names) == 1 else "were"
-            found.append(
-                f"{about}{listed(names, len(names))} {were} {how} ({', '.join(differing)}) than "
-                f"{listed(others, len(others))}: do not compare {what}."
-            )
+    found: dict[str, list[str]] = {}
+    for kind in (*SETTINGS, *SENTENCES):
+        told = ((subject, (run.name, facts)) for run in runs for subject, facts in facts_of(run, kind).items())
+        how, what = SENTENCES.get(kind, DIAGNOSED)
+        for subject, measured in grouped(told).items():
+            for names, others, differing in _apart(measured):
+                who = f"{subject}: " * bool(subject) + listed(names, len(names))
+                were, than = "was" if len(names) == 1 else "were", listed(others, len(others))
+                sentence = f"{who} {were} {how} ({', '.join(differing)}) than {than}: do not compare {what}."
+                found.setdefault(kind, []).append(sentence)
     return found
 
 
@@ -56,24 +48,18 @@ def facts_of(run: RunData, kind: str) -> dict[str, list[Facts]]:
     found = run.result(kind)
     if kind in SETTINGS:
         return {"": [_diagnosed(run, kind)]} if found else {}
-    facts: dict[str, list[Facts]] = {}
-    if kind == "tasks":
-        for name, entry in tasks_of(run):
-            facts.setdefault(name, []).append({what: real(entry, what) for what in ("shots", "items")})
-    for entry in records(found, "texts") if kind == "perplexity" else ():
-        told = {what: entry.get(what) for what in ("mode", "stride", "tokens", "hash")}
-        facts.setdefault(str(entry.get("name", "")), []).append(told)
-    return facts
+    told = [(name, {what: real(entry, what) for what in ("shots", "items")}) for name, entry in tasks_of(run)]
+    if kind == "perplexity":
+        read = ("mode", "stride", "tokens", "hash")
+        texts = records(found, "texts")
+        told = [(str(entry.get("name", "")), {what: entry.get(what) for what in read}) for entry in texts]
+    return grouped(told)
 
 
 def tasks_of(run: RunData) -> list[tuple[str, dict[str, Any]]]:
     """The downstream tasks that a run was asked, each with what came out."""
-    tasks = record(run.result("tasks"), "tasks")
-    return [
-        (str(entry.get("task") or key.partition("@")[0]), entry)
-        for key, entry in tasks.items()
-        if isinstance(entry, dict)
-    ]
+    tasks = ((key, entry) for key, entry in record(run.result("tasks"), "tasks").items() if isinstance(entry, dict))
+    return [(str(entry.get("task") or key.partition("@")[0]), entry) for key, entry in tasks]
 
 
 def _diagnosed(run: RunData, kind: str) -> Facts:
@@ -98,11 +84,10 @@ def _apart(measured: Sequence[tuple[str, list[Facts]]]) -> list[tuple[list[str],
         else:
             group.append(name)
     found = []
-    for place, (names, facts) in enumerate(groups):
-        if place:
-            differing = [what for _, known in groups[:place] for what in _differing(known, facts)]
-            others = [name for before, _ in groups[:place] for name in before]
-            found.append((names, others, list(dict.fromkeys(differing))))
+    for place, (names, facts) in enumerate(groups[1:], start=1):
+        differing = [what for _, known in groups[:place] for what in _differing(known, facts)]
+        others = [name for before, _ in groups[:place] for name in before]
+        found.append((names, others, list(dict.fromkeys(differing))))
     return found
 
 

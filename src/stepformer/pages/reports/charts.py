@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.pages.reports.collect import RunData
-from stepformer.pages.reports.values import inside, real, reals, record, records, values
+from stepformer.pages.reports.values import grouped, inside, real, reals, record, records, values
 
 RMS = "root mean square"
 Reader = Callable[..., float | None]
@@ -76,11 +76,6 @@ def _line(run: RunData, points: Iterable[tuple[Any, Any]], choice: str = "", on:
     return Line(run.label, run.seed, [x for x, _ in whole], [y for _, y in whole], choice, on) if whole else None
 
 
-def _ranked(run: RunData, found: Sequence[float], on: str, choice: str = "") -> Line | None:
-    """A line through numbers that are counted from 1 on."""
-    return _line(run, enumerate(found, start=1), choice, on)
-
-
 def _by_layer(run: RunData, kind: str, path: tuple[str, ...], choice: str = "", read: Reader = real) -> Line | None:
     """A line over the layers of a measurement, beginning with its start, layer -1, where that has the value."""
     start = run.result(kind).get("start")
@@ -102,11 +97,8 @@ def with_means(lines: Sequence[Line]) -> list[Line]:
 
     Of runs that were measured on different windows there is no mean.
     """
-    groups: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line.choice, line.label), []).append(line)
     found: list[Line] = []
-    for (choice, label), members in groups.items():
+    for (choice, label), members in grouped(((line.choice, line.label), line) for line in lines).items():
         found += members
         if len(members) > 1 and all((line.x, line.on) == (members[0].x, members[0].on) for line in members):
             columns = zip(*(member.y for member in members), strict=True)
@@ -116,47 +108,46 @@ def with_means(lines: Sequence[Line]) -> list[Line]:
 
 def coefficient_charts(runs: Sequence[RunData]) -> Charts:
     """One chart for each learned coefficient; of those that every head has one of, the mean."""
-    found: dict[str, dict[int, list[float]]] = {}
+    found: list[tuple[str, Line]] = []
     heads: dict[str, int] = {}
-    for number, run in enumerate(runs):
-        for coefficients in coefficients_of(run):
-            for name, members in by_head(coefficients).items():
-                heads[name] = max(heads.get(name, 1), len(members))
-                found.setdefault(name, {}).setdefault(number, []).append(math.fsum(members) / len(members))
-    charts = []
-    for name, by_run in sorted(found.items()):
-        title = f"{name}, mean of {heads[name]}" if heads[name] > 1 else name
-        lines = [Line(runs[n].label, runs[n].seed, [float(i) for i in range(len(ys))], ys) for n, ys in by_run.items()]
-        charts.append(Chart(title, "layer", "", with_means(lines)))
+    for run in runs:
+        layers = [item for coefficients in coefficients_of(run) for item in by_head(coefficients).items()]
+        for name, by_layer in grouped(layers).items():
+            heads[name] = max(heads.get(name, 1), *map(len, by_layer))
+            y = [math.fsum(members) / len(members) for members in by_layer]
+            found.append((name, Line(run.label, run.seed, list(map(float, range(len(y)))), y)))
+    charts = [
+        Chart(f"{name}, mean of {heads[name]}" if heads[name] > 1 else name, "layer", "", with_means(lines))
+        for name, lines in sorted(grouped(found).items())
+    ]
     charts += history_charts(runs, "coefficients", "{} during training")
     return Charts([*charts, *history_charts(runs, "gains", "Gain of {} during training")])
 
 
 def history_charts(runs: Sequence[RunData], what: str, title: str) -> list[Chart]:
     """What layers had at each evaluation: a chart for each name, of one layer at a time; of several heads the mean."""
-    lines: dict[str, list[Line]] = {}
+    lines: list[tuple[str, Line]] = []
     for run in runs:
-        points: dict[tuple[str, int], dict[int, float]] = {}
-        for tokens, layers in run.history.get(what, []):
-            for layer, known in enumerate(layers):
-                for name, members in by_head(known).items():
-                    points.setdefault((name, layer), {})[tokens] = math.fsum(members) / len(members)
-        for (name, layer), by_tokens in points.items():
+        points = grouped(
+            ((name, layer), (tokens, math.fsum(members) / len(members)))
+            for tokens, layers in run.history.get(what, [])
+            for layer, known in enumerate(layers)
+            for name, members in by_head(known).items()
+        )
+        for (name, layer), pairs in points.items():
+            by_tokens = dict(pairs)
             x, y = list(map(float, by_tokens)), list(by_tokens.values())
-            lines.setdefault(name, []).append(Line(run.label, run.seed, x, y, f"layer {layer}"))
+            lines.append((name, Line(run.label, run.seed, x, y, f"layer {layer}")))
     return [
         Chart(title.format(name), "training tokens", "", with_means(found), whole_x=False)
-        for name, found in sorted(lines.items())
+        for name, found in sorted(grouped(lines).items())
     ]
 
 
 def by_head(coefficients: dict[str, Any]) -> dict[str, list[float]]:
     """The numbers of each coefficient, one or as many as there are heads: r[0] and r[1] are r."""
-    grouped: dict[str, list[float]] = {}
-    for key, value in coefficients.items():
-        if (known := real(value)) is not None:
-            grouped.setdefault(re.sub(r"\[\d+\]$", "", key), []).append(known)
-    return grouped
+    known = ((re.sub(r"\[\d+\]$", "", key), real(value)) for key, value in coefficients.items())
+    return grouped((name, value) for name, value in known if value is not None)
 
 
 def coefficients_of(run: RunData) -> list[dict[str, Any]]:
@@ -178,10 +169,10 @@ def depth_charts(runs: Sequence[RunData]) -> Charts:
         (("energy",), "Energy of attention", ""),
         (("capped_rows",), "Attention rows out of reach", "share of rows"),
         (("bounded_scores",), "Scores beyond their bound", "share of scores"),
+        (("entropy",), "Entropy of attention, mean over heads", "nats"),
     ):
-        charts += _chart(title, unit, [_by_layer(run, "depth", path) for run in measured])
-    entropies = [_by_layer(run, "depth", ("entropy",), read=_mean) for run in measured]
-    charts += _chart("Entropy of attention, mean over heads", "nats", entropies)
+        read = _mean if path == ("entropy",) else real
+        charts += _chart(title, unit, [_by_layer(run, "depth", path, read=read) for run in measured])
     return Charts([*charts, *history_charts(runs, "norms", "Norm of {} during training")])
 
 
@@ -197,14 +188,14 @@ PARTS = {"block": "whole block", "oracle": "oracle alone", "joint": "all streams
 def jacobian_charts(runs: Sequence[RunData]) -> Charts:
     """Singular values of each layer's Jacobian, and what sums them up."""
     measured = [run for run in runs if run.layers("jacobian")]
-    charts: list[Chart] = []
     spectra: list[Line | None] = []
     for run in measured:
         for place, layer in enumerate(run.layers("jacobian")):
             number = real(layer, "layer")
             name = f"layer {place if number is None else number:g}"
-            spectra.append(_ranked(run, reals(layer, "block", "singular_values"), run.windows("jacobian"), name))
-    charts += _chart("Spectrum of a block", "singular value", spectra, x="index", log=True)
+            ranked = enumerate(reals(layer, "block", "singular_values"), start=1)
+            spectra.append(_line(run, ranked, name, run.windows("jacobian")))
+    charts = _chart("Spectrum of a block", "singular value", spectra, x="index", log=True)
     for key, title, unit in (
         ("sigma_max", "Largest singular value", ""),
         ("spread", "Spread of the spectrum", "first over last singular value"),
@@ -226,10 +217,10 @@ def hessian_charts(runs: Sequence[RunData]) -> Charts:
     surfaces = []
     for run in runs:
         found, on = run.result("hessian"), run.windows("hessian")
-        eigenvalues.append(_ranked(run, reals([inside(e, "value") for e in values(found, "eigenvalues")]), on))
-        along.append(
-            _line(run, zip(values(found, "curve", "alpha"), values(found, "curve", "loss"), strict=False), on=on)
-        )
+        ranked = enumerate(reals([inside(e, "value") for e in values(found, "eigenvalues")]), start=1)
+        eigenvalues.append(_line(run, ranked, on=on))
+        curve = zip(values(found, "curve", "alpha"), values(found, "curve", "loss"), strict=False)
+        along.append(_line(run, curve, on=on))
         if surface := surface_of(run, found.get("surface")):
             surfaces.append(surface)
     charts = _chart("Largest eigenvalues of the Hessian", "", eigenvalues, x="index")
@@ -249,14 +240,15 @@ def surface_of(run: RunData, found: Any) -> Surface | None:
 
 def forgetting_charts(runs: Sequence[RunData], tables: Sequence[Any]) -> Charts:
     """The loss on the old corpus and on the new one while the new one is learned."""
-    lines: dict[str, list[Line | None]] = {"source_loss": [], "target_loss": []}
-    for entry in (entry for found in tables for entry in records(found, "runs")):
-        run = _run_of(entry.get("folder"), runs)
-        for key, drawn in lines.items():
-            points = zip(values(entry, "steps"), values(entry, key), strict=False)
-            drawn.append(_line(run, points, str(entry.get("direction") or "")) if run else None)
-    charts = _chart("Loss on the first corpus", "nats per token", lines["source_loss"], x="step of fine-tuning")
-    charts += _chart("Loss on the second corpus", "nats per token", lines["target_loss"], x="step of fine-tuning")
+    charts = []
+    for key, corpus in (("source_loss", "first"), ("target_loss", "second")):
+        lines = [
+            _line(run, zip(values(entry, "steps"), values(entry, key), strict=False), str(entry.get("direction") or ""))
+            for found in tables
+            for entry in records(found, "runs")
+            if (run := _run_of(entry.get("folder"), runs))
+        ]
+        charts += _chart(f"Loss on the {corpus} corpus", "nats per token", lines, x="step of fine-tuning")
     return Charts(charts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from stepformer.base import documents
 from stepformer.base.errors import ChangedRuleError, InputError, StepformerError
 from stepformer.data.tokenizers import valid
 from stepformer.measure import measured
-from stepformer.pages.reports.values import inside, record, records, values
+from stepformer.pages.reports.values import grouped, inside, record, records, values
 from stepformer.study import Facts, RunRecord
 from stepformer.training import RunConfig
 from stepformer.training.metrics import BY_LAYER, Lines, read_lines
@@ -81,8 +82,10 @@ class RunData:
         return f"{self.label} s{self.seed}"
 
     @property
-    def so_far(self) -> SimpleNamespace:
-        """What the curves say of a run that is not finished, by the names of its record; None where they are empty."""
+    def known(self) -> RunRecord | SimpleNamespace:
+        """Its record, or what the curves of an unfinished run say under the same names; None where they are empty."""
+        if self.record:
+            return self.record
         curves = [curve for curve in (self.training, self.evaluation) if len(curve)]
         best = min(zip(self.evaluation.loss, self.evaluation.step, strict=True), default=(None, None))
         return SimpleNamespace(
@@ -115,38 +118,34 @@ class RunData:
     def command(self) -> list[str]:
         """The words that started the run, without the folder that the program lies in."""
         words = [str(word) for word in values(self.environment, "command")]
-        if not words:
-            return []
-        name = Path(words[0]).name
-        return ["stepformer" if name == "__main__.py" else name, *words[1:]]
+        names = ["stepformer" if Path(word).name == "__main__.py" else Path(word).name for word in words[:1]]
+        return [*names, *words[1:]]
 
 
 @dataclass
 class Gathered:
     """All runs of a report in order, what is known about their studies, and sentences about what is missing."""
 
-    runs: list[RunData]
-    baseline: str | None
-    facts: Facts
-    forgetting: list[tuple[Path, Any]]
-    notes: list[str]
+    runs: list[RunData] = field(default_factory=list)
+    baseline: str | None = None
+    facts: Facts = field(default_factory=Facts)
+    forgetting: list[tuple[Path, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     studies: list[Facts] = field(default_factory=list)
 
 
 def gather(paths: Sequence[str | Path]) -> Gathered:
     """Read runs and studies."""
     folders: list[Path] = []
-    found = Gathered([], None, Facts(), [], [])
+    found = Gathered()
     for path in map(Path, paths):
         new = _folders(path, found)
         folders += [folder for folder in new if folder.resolve() not in {known.resolve() for known in folders}]
     if not folders:
-        named = ", ".join(f"'{path}'" for path in paths)
-        raise InputError(f"No run has been started in {named}.")
-    if len(facts := found.studies) == 1:
-        found.facts = facts[0]
-    elif facts:  # what one study says does not hold for the others
-        found.facts = Facts(remarks=tuple(remark for study in facts for remark in study.remarks))
+        raise InputError("No run has been started in " + ", ".join(f"'{path}'" for path in paths) + ".")
+    # what one study says does not hold for the others
+    together = Facts(remarks=tuple(remark for study in found.studies for remark in study.remarks))
+    found.facts = found.studies[0] if len(found.studies) == 1 else together
     points = max(40, min(MOST_POINTS, ALL_POINTS // (2 * len(folders))))
     found.runs = [read_run(folder, points) for folder in folders]
     _tell_apart(found.runs)
@@ -155,9 +154,7 @@ def gather(paths: Sequence[str | Path]) -> Gathered:
 
 def _tell_apart(runs: Sequence[RunData]) -> None:
     """Give runs of one label and one seed, of two studies say, labels that name what they are from."""
-    clashes: dict[tuple[str, int], list[RunData]] = {}
-    for run in runs:
-        clashes.setdefault((run.label, run.seed), []).append(run)
+    clashes = grouped(((run.label, run.seed), run) for run in runs)
     names: tuple[Callable[[Path], str], ...] = (lambda f: f.parent.name, lambda f: str(f.parent), lambda f: f.name, str)
     for label in {label for (label, _), several in clashes.items() if len(several) > 1}:
         groups = [several for (known, _), several in clashes.items() if known == label]
@@ -180,24 +177,21 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
     if study.is_file():
         plan = documents.read(study, documents.STUDY)
         found.studies.append(Facts.of_study(plan))
-        found.baseline = found.baseline or found.studies[-1].baseline or None
-        found.baseline = found.baseline or _baseline(path)  # of older studies
+        found.baseline = found.baseline or found.studies[-1].baseline or _baseline(path)  # the last of older studies
         names = [f"{run['label']}-s{run['seed']}" for run in plan["runs"]]
         planned = [path / name for name in names if name == Path(name).name]
         begun = [folder for folder in planned if RunFolder(folder).exists]
-        missing = [folder.name for folder in planned if folder not in begun]
-        if missing:
-            found.notes.append(f"Planned in '{path}' and not begun: {', '.join(missing)}.")
+        if missing := ", ".join(folder.name for folder in planned if folder not in begun):
+            found.notes.append(f"Planned in '{path}' and not begun: {missing}.")
         return begun
     studies = sorted(part for part in path.iterdir() if (part / STUDY).is_file())
     runs = sorted(folder for folder in path.iterdir() if RunFolder(folder).exists)
     if forgetting:  # of fine-tuning in both directions: studies beside each other
         parts = [part for part in studies if (part / FORGETTING).is_file()]
-        within = [folder for part in parts for folder in _folders(part, Gathered([], None, Facts(), [], found.notes))]
-        before = [f"'{part}'" for part in studies if part not in parts]
-        if before:
+        within = [folder for part in parts for folder in _folders(part, Gathered(notes=found.notes))]
+        if before := " and ".join(f"'{part}'" for part in studies if part not in parts):
             found.notes.append(
-                f"The runs before their fine-tuning lie in {' and '.join(before)}: name these folders too to see them."
+                f"The runs before their fine-tuning lie in {before}: name these folders too to see them."
             )
         return [*within, *runs]
     holds = ("runs", runs) if runs else ("studies", studies)
@@ -216,7 +210,7 @@ def _baseline(study: Path) -> str | None:
 
 def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
     """One run folder; `points` is how many points of each curve are kept."""
-    folder = RunFolder(path)
+    folder, told = RunFolder(path), path / "environment.json"
     facts = folder.read()
     notes: list[str] = []
     config = _config(folder, notes)
@@ -235,7 +229,7 @@ def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
         record=finished,
         facts=facts,
         config=config,
-        environment=_optional(path / "environment.json", documents.ENVIRONMENT, notes) or {},
+        environment=_noted(lambda: documents.read(told, documents.ENVIRONMENT) if told.is_file() else {}, notes) or {},
         training=smoothed(training, points),
         evaluation=thinned(evaluation, points),
         measured=_measurements(path, finished, notes),
@@ -281,27 +275,17 @@ def _record(folder: RunFolder, facts: dict[str, Any], *curves: Curve) -> tuple[R
 
 def _measurements(path: Path, finished: RunRecord | None, notes: list[str]) -> dict[str, dict[str, Any]]:
     """What was measured; a note if it was while the run was not finished."""
-    found = {}
-    for kind in KINDS:
-        try:
-            whole = measured.load(path, kind)
-        except InputError as error:
-            notes.append(str(error))
-            continue
-        if whole is None:
-            continue
-        found[kind] = whole
-        step = whole.get("step")
+    found = {kind: _noted(functools.partial(measured.load, path, kind), notes) for kind in KINDS}
+    for kind, step in ((kind, inside(whole, "step")) for kind, whole in found.items()):
         if finished is not None and isinstance(step, int) and step not in (finished.best_step, finished.steps):
             notes.append(f"Its {kind} was measured after step {step:,}, before it was finished: measure it again.")
-    return found
+    return {kind: whole for kind, whole in found.items() if whole is not None}
 
 
-def _optional(path: Path, kind: documents.Kind, notes: list[str]) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
+def _noted(read: Callable[[], Any], notes: list[str]) -> Any:
+    """What is read; None where it cannot be, and a note says why."""
     try:
-        return documents.read(path, kind)
+        return read()
     except InputError as error:
         notes.append(str(error))
         return None
@@ -319,10 +303,7 @@ def read_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, dict[str, H
     except InputError as error:
         notes.append(f"There are no curves: {error}")
         lines = Lines()
-    for entry in lines.entries:
-        kind = entry["kind"]
-        if kind not in rows:
-            continue
+    for entry, kind in ((entry, entry["kind"]) for entry in lines.entries if entry["kind"] in rows):
         try:
             loss = float(entry["loss" if kind == "train" else "val_loss"])
             if math.isfinite(loss):
@@ -339,21 +320,19 @@ def read_curves(path: Path, notes: list[str]) -> tuple[Curve, Curve, dict[str, H
         notes.append("Lines of its metrics.jsonl have no checks, as in version 0.5.0.")
     if damaged:
         notes.append(f"{damaged:,} damaged lines of its metrics.jsonl are left out.")
-    history = {name: [found[step] for step in sorted(found)] for name, found in layers.items() if found}
-    return _curve(rows["train"]), _curve(rows["eval"]), {name: _few(found) for name, found in history.items()}
+    history = {name: _few([found[step] for step in sorted(found)]) for name, found in layers.items() if found}
+    return _curve(rows["train"]), _curve(rows["eval"]), history
 
 
 def _few(history: History) -> History:
     """At most as many evaluations as a small chart can show, the first and the last among them."""
-    n = len(history)
-    most = min(n, MOST_EVALUATIONS)
-    return [history[round(i * (n - 1) / max(1, most - 1))] for i in range(most)]
+    most = min(len(history), MOST_EVALUATIONS)
+    return [history[round(i * (len(history) - 1) / max(1, most - 1))] for i in range(most)]
 
 
 def _curve(rows: dict[int, tuple[int, float, float]]) -> Curve:
-    steps = sorted(rows)
-    tokens, seconds, losses = zip(*(rows[step] for step in steps), strict=True) if rows else ((), (), ())
-    return Curve(steps, list(tokens), list(seconds), list(losses))
+    columns: Any = map(list, zip(*((step, *rows[step]) for step in sorted(rows)), strict=True))
+    return Curve(*columns)
 
 
 def smoothed(curve: Curve, points: int) -> Curve:
@@ -367,8 +346,7 @@ def smoothed(curve: Curve, points: int) -> Curve:
         before = min(half, i)
         after = min(before, n - 1 - i)
         means.append((sums[i + after + 1] - sums[i - before]) / (before + after + 1))
-    whole = Curve(curve.step, curve.tokens, curve.seconds, means, 2 * half + 1)
-    return thinned(whole, points)
+    return thinned(dataclasses.replace(curve, loss=means, window=2 * half + 1), points)
 
 
 def thinned(curve: Curve, points: int) -> Curve:
@@ -379,16 +357,13 @@ def thinned(curve: Curve, points: int) -> Curve:
     places = {round(i * (n - 1) / (points - 2)) for i in range(points - 1)}
     places.add(min(range(n), key=curve.loss.__getitem__))
     kept = sorted(places)
-    columns: list[list[Any]] = [curve.step, curve.tokens, curve.seconds, curve.loss]
-    step, tokens, seconds, loss = ([column[i] for i in kept] for column in columns)
-    return Curve(step, tokens, seconds, loss, curve.window)
+    chosen: Any = {name: [getattr(curve, name)[i] for i in kept] for name in ("step", "tokens", "seconds", "loss")}
+    return dataclasses.replace(curve, **chosen)
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
     """The mean over several runs at the steps that all of them have."""
     rows = [dict(zip(c.step, zip(c.tokens, c.seconds, c.loss, strict=True), strict=True)) for c in curves]
     steps = sorted(set(rows[0]).intersection(*rows[1:]))
-    n = len(rows)
-    seconds = [math.fsum(row[step][1] for row in rows) / n for step in steps]
-    loss = [math.fsum(row[step][2] for row in rows) / n for step in steps]
+    seconds, loss = ([math.fsum(row[step][i] for row in rows) / len(rows) for step in steps] for i in (1, 2))
     return Curve(steps, [rows[0][step][0] for step in steps], seconds, loss)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
-from stepformer.pages.reports import charts, evaluated, parts
+from stepformer.pages.reports import charts, parts
 from stepformer.pages.reports.agreement import cautions
 from stepformer.pages.reports.collect import Curve, Gathered, RunData, mean_curve
 from stepformer.pages.reports.published import published_tables
 from stepformer.pages.reports.samples import Samples, first_of_each
-from stepformer.pages.reports.values import inside, real, records
+from stepformer.pages.reports.values import grouped, inside, real, records
 from stepformer.present.tables import NAMED, Table, listed, signed
 from stepformer.study import Comparison, Facts, Row, compare
 from stepformer.study.statistics import PairedDifference
@@ -41,7 +40,6 @@ class Report:
     title: str
     verdict: str
     dates: str
-    made: datetime
     runs: list[RunData]
     labels: list[str]
     comparison: Comparison | None
@@ -93,27 +91,27 @@ def build(
         "runs": parts.runs_table(runs),
         "hessian": parts.hessian_table(runs),
         "jacobian": parts.jacobian_table(runs),
-        "perplexity": evaluated.perplexity_table(runs),
-        "tasks": evaluated.tasks_table(runs),
-        "differing": differing if differing.rows else None,
+        "perplexity": parts.perplexity_table(runs),
+        "tasks": parts.tasks_table(runs),
+        "differing": differing,
         "common": common,
         "environment": parts.environment_table(runs),
     }
     forgetting = [parts.forgetting_table(found, folder) for folder, found in gathered.forgetting]
     forgotten = [found for _, found in gathered.forgetting]
+    begun, ended = min(run.begun for run in runs), max(run.ended for run in runs)
     return Report(
         title=title or _title(labels, runs),
         verdict=" ".join([*([verdict(comparison)] if comparison else []), *forgetting_words(forgotten)])
         or incomparable,
-        dates=_dates(runs),
-        made=datetime.now(),
+        dates=" to ".join(dict.fromkeys(f"{day.day} {day:%B %Y}" for day in (begun, ended))),
         runs=runs,
         labels=labels,
         comparison=comparison,
         incomparable=incomparable,
-        tables={name: table for name, table in tables.items() if table is not None},
+        tables={name: table for name, table in tables.items() if table and table.rows},
         published=published_tables(runs, forgotten),
-        forgetting=[table for table in forgetting if table is not None],
+        forgetting=[table for table in forgetting if table.rows],
         charts={
             "coefficients": charts.coefficient_charts(runs),
             "depth": charts.depth_charts(runs),
@@ -132,10 +130,7 @@ def build(
 
 def _notes(runs: Sequence[RunData]) -> list[str]:
     """Sentences about single runs; one that is true of several is said once."""
-    about: dict[str, list[str]] = {}
-    for run in runs:
-        for note in dict.fromkeys([*([run.state] if run.state else []), *run.notes]):
-            about.setdefault(note, []).append(run.name)
+    about = grouped((note, run.name) for run in runs for note in dict.fromkeys(filter(None, (run.state, *run.notes))))
     return [f"{listed(names)}: {note}" for note, names in about.items()]
 
 
@@ -174,41 +169,44 @@ def verdict(comparison: Comparison) -> str:
     base = comparison.baseline
     if not others:
         return f"Only {base} was trained: there is nothing to compare it with."
-    same = [row for row in others if row.identical]
-    firm = [row for row in others if not row.provisional and not row.identical]
-    better = sorted((row for row in firm if _word(row) == "better"), key=_mean)
-    worse = sorted((row for row in firm if _word(row) == "worse"), key=_mean)
-    words = []
+    firm = [row for row in others if row.difference and not row.provisional and not row.identical]
+    better, worse, undecided = (
+        [row for row in firm if _known(row).verdict == word] for word in ("better", "worse", "no difference shown")
+    )
+    better, worse = (sorted(rows, key=lambda row: _known(row).mean) for rows in (better, worse))
+    sentences = []
+
+    def say(rows: Sequence[Row], one: str, several: str, rest: str) -> None:
+        if rows:
+            sentences.append(f"{listed([row.label for row in rows])} {one if len(rows) == 1 else several} {rest}.")
+
     if better:
-        best = better[0]
-        words.append(f"{best.label} ends at a lower loss than {base}: {_interval(best, comparison)}.")
-        if len(better) > 1:
-            words.append(f"So {'does' if len(better) == 2 else 'do'} {_names(better[1:])}.")
-    if worse:
-        detail = f": {_interval(worse[0], comparison)}" if len(worse) == 1 else ""
-        words.append(f"{_names(worse)} {'ends' if len(worse) == 1 else 'end'} at a higher loss than {base}{detail}.")
-    undecided = [row for row in firm if _word(row) == "no difference shown"]
+        sentences.append(f"{better[0].label} ends at a lower loss than {base}: {_interval(better[0], comparison)}.")
+    if len(better) > 1:
+        names = listed([row.label for row in better[1:]])
+        sentences.append(f"So {'does' if len(better) == 2 else 'do'} {names}.")
+    detail = f": {_interval(worse[0], comparison)}" if len(worse) == 1 else ""
+    say(worse, "ends", "end", f"at a higher loss than {base}{detail}")
     if undecided:
-        words.append(f"For {_names(undecided)} no difference to {base} is shown ({_reached(undecided)}).")
-    small = [row for row in others if row.provisional]
-    if small:
-        words.append(f"{_names(small)} {'differs' if len(small) == 1 else 'differ'} by too little to be claimed yet.")
-    single = sorted((row for row in firm if row.difference and row.difference.low is None), key=_mean)
+        names = listed([row.label for row in undecided])
+        sentences.append(f"For {names} no difference to {base} is shown ({_reached(undecided)}).")
+    say([row for row in others if row.provisional], "differs", "differ", "by too little to be claimed yet")
+    single = sorted((row for row in firm if _known(row).low is None), key=lambda row: _known(row).mean)
     if single:
-        ends = ", ".join(f"{row.label} {signed(_mean(row))}" for row in single[:NAMED])
-        words.append(f"One paired seed has no interval and shows nothing yet: {ends} nats per token to {base}.")
+        ends = ", ".join(f"{row.label} {signed(_known(row).mean)}" for row in single[:NAMED])
+        sentences.append(f"One paired seed has no interval and shows nothing yet: {ends} nats per token to {base}.")
     alone = [row for row in others if row.difference is None and row.paired]
-    if alone:
-        words.append(f"{_names(alone)} {'has' if len(alone) == 1 else 'have'} no seed in common with {base}.")
-    if same:
-        words.append(f"{_names(same)} {'is' if len(same) == 1 else 'are'} {base}, weight for weight.")
+    say(alone, "has", "have", f"no seed in common with {base}")
+    say([row for row in others if row.identical], "is", "are", f"{base}, weight for weight")
     if not comparison.paired:
-        words.append("The rows differ in their batches or their budget: there are losses and no paired differences.")
+        sentences.append(
+            "The rows differ in their batches or their budget: there are losses and no paired differences."
+        )
     for row in others:
         if row.matched is not None and row.matched[1] != base:
             what, other, found = row.matched
-            words.append(f"At equal {what}, {row.label} against {other}: {found.verdict} ({found}).")
-    return " ".join(words)
+            sentences.append(f"At equal {what}, {row.label} against {other}: {found.verdict} ({found}).")
+    return " ".join(sentences)
 
 
 def forgetting_words(tables: Sequence[Any]) -> list[str]:
@@ -232,57 +230,32 @@ def forgetting_words(tables: Sequence[Any]) -> list[str]:
     ]
 
 
-def _word(row: Row) -> str:
-    """The verdict at equal tokens."""
-    return row.difference.verdict if row.difference else ""
-
-
-def _mean(row: Row) -> float:
-    return row.difference.mean if row.difference else 0.0
+def _known(row: Row) -> PairedDifference:
+    assert row.difference is not None
+    return row.difference
 
 
 def _interval(row: Row, comparison: Comparison) -> str:
-    found, low, high = _known(row)
-    return (
-        f"{signed(found.mean)} nats per token, {percent(comparison.confidence)} confidence interval "
-        f"[{low}, {high}], {found.n} paired seeds"
-    )
-
-
-def _known(row: Row) -> tuple[PairedDifference, str, str]:
-    """The difference of a row that has an interval, and the ends of that."""
-    found = row.difference
-    assert found is not None
-    assert found.low is not None
-    assert found.high is not None
-    return found, signed(found.low), signed(found.high)
+    found, level = _known(row), percent(comparison.confidence)
+    mean, low, high = (signed(value or 0.0) for value in (found.mean, found.low, found.high))
+    return f"{mean} nats per token, {level} confidence interval [{low}, {high}], {found.n} paired seeds"
 
 
 def _reached(rows: Sequence[Row]) -> str:
     """How many seeds the rows have and how far their intervals reach: what is not shown may still be there."""
     found = []
     for row in rows[:NAMED]:
-        known, low, high = _known(row)
-        wide = "is wide and reaches" if known.n <= FEW else "reaches"
+        low, high = (signed(value or 0.0) for value in (_known(row).low, _known(row).high))
+        wide = "is wide and reaches" if _known(row).n <= FEW else "reaches"
         about = f"{row.label}, " if len(rows) > 1 else ""
-        found.append(f"{about}{known.n} seeds: the interval {wide} from {low} to {high}")
+        found.append(f"{about}{_known(row).n} seeds: the interval {wide} from {low} to {high}")
     return "; ".join(found)
-
-
-def _names(rows: Sequence[Row]) -> str:
-    return listed([row.label for row in rows])
 
 
 def _title(labels: Sequence[str], runs: Sequence[RunData]) -> str:
     folders = filter(None, (inside(run.facts, "corpus", "folder") for run in runs))
     corpora = sorted({Path(str(folder)).name for folder in folders})
     return f"{listed(labels)} on {listed(corpora)}" if corpora else listed(labels)
-
-
-def _dates(runs: Sequence[RunData]) -> str:
-    first, last = min(run.begun for run in runs), max(run.ended for run in runs)
-    begin, end = (f"{day.day} {day:%B %Y}" for day in (first, last))
-    return begin if begin == end else f"{begin} to {end}"
 
 
 def _again(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:

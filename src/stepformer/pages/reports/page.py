@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from datetime import datetime
 from importlib import resources
 from typing import Any
 
@@ -18,7 +19,6 @@ from markupsafe import Markup
 
 from stepformer.base.version import __version__
 from stepformer.pages.reports.charts import Charts, Line, Surface
-from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
 from stepformer.present.style import look_of
 from stepformer.present.tables import signed
@@ -47,7 +47,7 @@ PARTS = {
 def page_html(report: Report) -> str:
     """The whole page."""
     script = _asset("chart.js") + _asset("page.js")
-    labels = report.labels
+    labels, today = report.labels, datetime.now()
     return template(__package__, "assets/page.html").render(
         report=report,
         facts=_facts(report),
@@ -58,7 +58,7 @@ def page_html(report: Report) -> str:
         mark=lambda name: _swatch(labels.index(name)) if name in labels else "",
         swatch=_swatch,
         looks=_looks,
-        made=f"{report.made.day} {report.made:%B %Y}",
+        made=f"{today.day} {today:%B %Y}",
         version=__version__,
         style=Markup(_asset("page.css")),
         script=Markup(script),
@@ -86,14 +86,13 @@ def _asset(name: str) -> str:
 
 
 def _facts(report: Report) -> list[str]:
-    finished = sum(run.record is not None for run in report.runs)
-    runs = f"{len(report.runs)} run{'s' if len(report.runs) > 1 else ''}"
-    if finished < len(report.runs):
-        runs += f", {finished} finished"
-    facts = [f"Trained {report.dates}", f"{len(report.labels)} architectures" if len(report.labels) > 1 else "", runs]
-    if report.comparison:
-        facts.append(f"{report.comparison.tokens:,} training tokens each")
-    return [fact for fact in facts if fact]
+    finished, count = sum(run.record is not None for run in report.runs), len(report.runs)
+    return [
+        f"Trained {report.dates}",
+        *([f"{len(report.labels)} architectures"] if len(report.labels) > 1 else []),
+        f"{count} run{'s' if count > 1 else ''}{f', {finished} finished' if finished < count else ''}",
+        *([f"{report.comparison.tokens:,} training tokens each"] if report.comparison else []),
+    ]
 
 
 def _looks(index: int) -> str:
@@ -146,13 +145,11 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def _data(report: Report) -> dict[str, Any]:
     """What the script draws."""
-    comparison = report.comparison
     entropies = {run.record.unigram_entropy for run in report.runs if run.record}
-    windows = [run.training.window for run in report.runs if len(run.training)]
     return {
         "labels": report.labels,
-        "entropy": entropies.pop() if comparison and len(entropies) == 1 else None,
-        "window": max(windows, default=1),
+        "entropy": entropies.pop() if report.comparison and len(entropies) == 1 else None,
+        "window": max((run.training.window for run in report.runs if len(run.training)), default=1),
         "curves": {kind: _curves(report, kind) for kind in ("training", "evaluation")},
         "parts": {name: _charts(charts, report.labels) for name, charts in report.charts.items()},
     }
@@ -160,21 +157,18 @@ def _data(report: Report) -> dict[str, Any]:
 
 def _curves(report: Report, kind: str) -> list[dict[str, Any]]:
     """Each run's curve, and after them the mean of those architectures that have several."""
-    found = []
-    for group, (curves, mean) in enumerate(report.curves(kind)):
-        found += [{"group": group, "seed": run.seed, **_columns(curve)} for run, curve in curves]
-        if mean:
-            found.append({"group": group, "seed": None, **_columns(mean)})
-    return found
-
-
-def _columns(curve: Curve) -> dict[str, list[Any]]:
-    return {
-        "step": curve.step,
-        "tokens": curve.tokens,
-        "seconds": [round(value, 2) if math.isfinite(value) else None for value in curve.seconds],
-        "loss": [round(value, 5) for value in curve.loss],
-    }
+    return [
+        {
+            "group": group,
+            "seed": seed,
+            "step": curve.step,
+            "tokens": curve.tokens,
+            "seconds": [round(value, 2) for value in curve.seconds],  # one that is unknown is null in JSON
+            "loss": [round(value, 5) for value in curve.loss],
+        }
+        for group, (curves, mean) in enumerate(report.curves(kind))
+        for seed, curve in [*((run.seed, curve) for run, curve in curves), *([(None, mean)] if mean else [])]
+    ]
 
 
 def _charts(found: Charts, labels: Sequence[str]) -> dict[str, Any]:

@@ -1,14 +1,22 @@
-"""A report for a paper: Markdown, pictures, CSV and a LaTeX table."""
+"""The files of a report for a paper: Markdown, pictures, CSV and a LaTeX table.
+
+Only files of an earlier report are written over. The page and report.md say themselves whose they are. The others, a
+comparison.csv say, are known by a list in the report's cache; a report without the list, an older one, is taken to own
+them.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.files import write_text
+from stepformer.base.errors import InputError
+from stepformer.base.files import clear_left, read_json, write_json, write_text
 from stepformer.base.version import __version__
 from stepformer.data.tokenizers import valid
 from stepformer.pages.reports.charts import Chart, Charts, Line
@@ -16,12 +24,15 @@ from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
 from stepformer.pages.reports.page import PARTS
 from stepformer.pages.reports.samples import Samples
-from stepformer.present.style import COLOURS, look_of, new_figure, save_figure, short_number
+from stepformer.present.style import COLOURS, as_written, clean, look_of, new_figure, save_figure, short_number
 from stepformer.present.tables import Table, markdown_block, markdown_text
 from stepformer.study import plot_differences
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
+SIGNS = {"index.html": '<meta name="generator" content="stepformer ', "report.md": FIRST_LINE}
+HEAD = 2000  # bytes of a file in which its sign is
+LIST = Path(".cache") / "files.json"
 DASHES = ((5, 1.5), (1.5, 1), (5, 1.2, 1.2, 1.2))  # on and off, in widths of the line
 LATEX_COLUMNS = (0, 1, 2, 3, 4, 5, 6, 8, 9)  # of the comparison: what fits on a page
 COLUMNS = 3  # of small charts
@@ -33,28 +44,73 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
 
     Without matplotlib there are no pictures, and the report says so.
     """
-    pictures: dict[str, tuple[str, Path]] = {}
-    problem = no_pictures()
-    for name, title, draw in _pictures(report):
-        if not problem:
-            draw(out / f"{name}.png")
-            pictures[name] = (title, out / f"{name}.png")
-            progress(1)
-    written = [path for _, path in pictures.values()]
+    pictures = _pictures(report)
+    for name, draw in pictures.items():
+        draw(out / f"{name}.png")
+        progress(1)
+    texts = {"runs.csv": report.tables["runs"].csv(), "report.md": markdown_report(report, pictures, no_pictures())}
     if report.comparison:
-        write_text(out / "comparison.csv", valid(report.comparison.details.csv()))
-        write_text(out / "comparison.tex", valid(report.tables["comparison"].latex(LATEX_COLUMNS)))
-        written += [out / "comparison.csv", out / "comparison.tex"]
-    write_text(out / "runs.csv", valid(report.tables["runs"].csv()))
-    write_text(out / "report.md", valid(markdown_report(report, pictures, [problem] if problem else [])))
-    return [out / "report.md", out / "runs.csv", *written]
+        texts["comparison.csv"] = report.comparison.details.csv()
+        texts["comparison.tex"] = report.tables["comparison"].latex(LATEX_COLUMNS)
+    for name, text in texts.items():
+        write_text(out / name, valid(text))
+    compared = [name for name in texts if name.startswith("comparison")]
+    return [out / name for name in ("report.md", "runs.csv", *(f"{name}.png" for name in pictures), *compared)]
 
 
 def files_of(report: Report) -> list[str]:
     """The names of all files of a report, the page among them."""
     compared = ["comparison.csv", "comparison.tex"] if report.comparison else []
-    pictures = [] if no_pictures() else [f"{name}.png" for name, _, _ in _pictures(report)]
-    return ["index.html", "report.md", "runs.csv", *compared, *pictures]
+    return ["index.html", "report.md", "runs.csv", *compared, *(f"{name}.png" for name in _pictures(report))]
+
+
+def refuse_foreign(out: Path, names: Sequence[str]) -> None:
+    """Stop if a file that a report would write is there and is not a report's."""
+    for name in names:
+        if os.path.lexists(out / name) and not _ours(out, name):
+            raise InputError(
+                f"'{out / name}' was not made by a report and would be written over: name another folder with --out."
+            )
+
+
+def hold(out: Path) -> None:
+    """Make the folder, or say that it cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"The folder --out '{out}' cannot be made: {error.strerror or error}.") from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise InputError(f"The folder --out '{out}' may not be written.")
+
+
+def claim(out: Path, names: Sequence[str]) -> None:
+    """Note the files that will be written, before they are: a report that is interrupted knows its own. What a killed
+    one left half-written is cleared away.
+    """
+    refuse_foreign(out, names)
+    for name in (*names, str(LIST), str(LIST.with_name("models.jsonl"))):
+        clear_left(out / name)
+    write_json(out / LIST, sorted({*names, *(_listed(out) or [])}))
+
+
+def _ours(out: Path, name: str) -> bool:
+    listed = _listed(out)
+    if name not in SIGNS and listed is not None:
+        return name in listed
+    signed = name if name in SIGNS else "index.html"
+    try:
+        with (out / signed).open("rb") as file:
+            return SIGNS[signed].encode() in file.read(HEAD)
+    except OSError:
+        return False
+
+
+def _listed(out: Path) -> list[str] | None:
+    try:
+        found = read_json(out / LIST, "list of files")
+    except InputError:  # there is none, or it is damaged
+        return None
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else None
 
 
 def no_pictures() -> str:
@@ -66,74 +122,65 @@ def no_pictures() -> str:
     return ""
 
 
-def _pictures(report: Report) -> list[tuple[str, str, Callable[[Path], None]]]:
-    """Name, title and drawing of each picture there is something for."""
-    found: list[tuple[str, str, Callable[[Path], None]]] = []
+def _pictures(report: Report) -> dict[str, Callable[[Path], None]]:
+    """What draws each picture there is something for, by its name."""
+    found: dict[str, Callable[[Path], None]] = {}
+    if no_pictures():
+        return found
     if any(len(run.training) or len(run.evaluation) for run in report.runs):
-        found.append(("curves", TITLES["curves"], lambda path: plot_curves(report, path)))
-    comparison = report.comparison
-    if comparison and any(row.difference for row in comparison.rows):
-        found.append(("differences", TITLES["differences"], lambda path: plot_differences(comparison, path)))
-    for name, charts in report.charts.items():
-        if charts:
-            found.append((name, TITLES[name], functools.partial(plot_charts, charts, report.labels)))
-    return found
+        found["curves"] = functools.partial(plot_curves, report)
+    if report.comparison and any(row.difference for row in report.comparison.rows):
+        found["differences"] = functools.partial(plot_differences, report.comparison)
+    drawn = {name: functools.partial(plot_charts, c, report.labels) for name, c in report.charts.items() if c}
+    return found | drawn
 
 
-def markdown_report(report: Report, pictures: dict[str, tuple[str, Path]], notes: Sequence[str] = ()) -> str:
+def markdown_report(report: Report, pictures: Container[str], note: str = "") -> str:
     """The report as Markdown; pictures lie beside it."""
-    words = markdown_text
+    shown = report.tables
     out = [
         FIRST_LINE,
-        f"# {words(report.title)}",
-        words(report.verdict),
+        f"# {markdown_text(report.title)}",
+        markdown_text(report.verdict),
         f"Trained {report.dates}; made with stepformer {__version__}.",
     ]
-    if report.comparison:
-        out += ["## Comparison", report.comparison.table.markdown().rstrip()]
-    shown = report.tables
-    for name in ("curves", "differences", *PARTS):
-        picture = [f"![{words(pictures[name][0])}]({pictures[name][1].name})"] if name in pictures else []
-        table = [shown[name].markdown()] if name in PARTS and name in shown else []
-        table += map(Table.markdown, report.forgetting) if name == "forgetting" else []
-        if picture or table:
-            out += [f"## {words(TITLES[name])}", *_cautions(report, name), *picture, *table]
-    evaluated = [name for name in ("perplexity", "tasks") if name in shown]
-    if evaluated:
-        out.append("## Other texts and tasks")
-    for name in evaluated:
-        out += [*_cautions(report, name), shown[name].markdown()]
-    out += _tables("Published figures", report.published)
-    if report.samples:
-        out += _samples(report.samples, report.labels)
-    out += _tables("All runs", [shown["runs"]])
-    if "differing" in shown:
-        out += _tables("Settings that differ", [shown["differing"]])
-    out += _tables("Environment", [shown["environment"]])
+
+    def section(title: str, *parts: str | Table) -> None:
+        if parts:
+            out.append(f"## {title}")
+            out.extend(part.markdown() if isinstance(part, Table) else part for part in parts)
+
+    def measured(name: str, tables: Sequence[Table]) -> list[str | Table]:
+        """Cautions, the picture and tables of a part, if there are any but the cautions."""
+        cautions = [f"**{markdown_text(caution)}**" for caution in report.cautions.get(name, [])]
+        picture = [f"![{TITLES[name]}]({name}.png)"] if name in pictures else []
+        return [*cautions, *picture, *tables] if picture or tables else []
+
+    section("Comparison", *([report.comparison.table] if report.comparison else []))
+    for name, title in TITLES.items():
+        one = [shown[name]] if name in shown else []
+        section(title, *measured(name, report.forgetting if name == "forgetting" else one))
+    evaluated = [measured(name, [shown[name]]) for name in ("perplexity", "tasks") if name in shown]
+    section("Other texts and tasks", *itertools.chain(*evaluated))
+    section("Published figures", *report.published)
+    section("Text side by side", *(_samples(report.samples, report.labels) if report.samples else []))
+    section("All runs", shown["runs"])
+    section("Settings that differ", *([shown["differing"]] if "differing" in shown else []))
+    section("Environment", shown["environment"])
     commands = [*report.commands, *(command for _, command, _ in report.again)]
-    out += ["## Commands", markdown_block("\n".join(commands))]
-    remarks = [*report.notes, *notes, *(f"{what} (`{command}`)." for what, command in report.missing)]
-    if remarks:
-        out += ["## Notes", "\n".join(f"- {words(remark)}" for remark in remarks)]
+    section("Commands", markdown_block("\n".join(commands)))
+    missing = [f"{what} (`{command}`)." for what, command in report.missing]
+    remarks = [f"- {markdown_text(remark)}" for remark in (*report.notes, *filter(None, [note]), *missing)]
+    section("Notes", *filter(None, ["\n".join(remarks)]))
     return "\n\n".join(part.rstrip() for part in out) + "\n"
 
 
-def _cautions(report: Report, name: str) -> list[str]:
-    return [f"**{markdown_text(caution)}**" for caution in report.cautions.get(name, [])]
-
-
-def _tables(title: str, found: Sequence[Table]) -> list[str]:
-    return [f"## {markdown_text(title)}", *map(Table.markdown, found)] if found else []
-
-
 def _samples(samples: Samples, labels: Sequence[str]) -> list[str]:
-    out = ["## Text side by side"]
+    out = []
     for prompt in samples.prompts:
         out.append(f"### {markdown_text(prompt) if prompt else 'A new document'}")
-        for label in labels:
-            found = samples.texts.get(prompt, {}).get(label)
-            if found is not None:
-                out += [f"{markdown_text(label)}:", markdown_block(prompt + found)]
+        for label, text in ((label, samples.texts.get(prompt, {}).get(label)) for label in labels):
+            out += [] if text is None else [f"{markdown_text(label)}:", markdown_block(prompt + text)]
     return out
 
 
@@ -150,13 +197,11 @@ def _legend(figure: Any, labels: Sequence[str], chosen: Sequence[int]) -> None:
     if not chosen:
         return
     handles = [Line2D([], [], linewidth=2, **look(index)) for index in chosen]
-    names = [labels[index] for index in chosen]
-    shown = [name if len(name) <= 40 else f"{name[:39]}…" for name in names]
+    shown = [name if len(name) <= 40 else f"{name[:39]}…" for name in (labels[index] for index in chosen)]
     width = figure.get_size_inches()[0]
     columns = max(1, min(len(shown), int(width / (0.7 + 0.085 * max(map(len, shown))))))
     legend = figure.legend(handles, shown, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a label with dollar signs is a label
+    as_written(legend.get_texts())
 
 
 def plot_curves(report: Report, path: Path) -> None:
@@ -194,9 +239,7 @@ def _label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9, parse_math=False)
     axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
+    clean(axes)
 
 
 def plot_charts(charts: Charts, labels: Sequence[str], path: Path) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from stepformer.base.errors import StepformerError
 from stepformer.catalogue import closest_preset, preset
 from stepformer.catalogue.recipes import Recipe, load_recipe
 from stepformer.pages.reports.collect import RunData
-from stepformer.pages.reports.parts import mean_of
-from stepformer.pages.reports.values import inside, real, records, values
-from stepformer.present.tables import Cell, Column, Table, columns, number, text
+from stepformer.pages.reports.values import grouped, inside, real, records, values
+from stepformer.present.tables import Cell, Column, Field, Table, number, numbers, tabulated, text, words
+from stepformer.study import summarise
 from stepformer.training import RunConfig, run_config
 
 # What changes a result by rounding at most, or only what is kept and shown.
@@ -37,93 +38,86 @@ QUANTITIES = {
     "ood": ("mean perplexity of the three", "1,638,400 tokens each, random windows"),
 }
 PER_TOKEN = {"forgetting", "plasticity", "wikitext", "lambada", "c4", "ood"}  # as many numbers as there are tokenizers
+CURVATURE: dict[str, tuple[str | int, ...]] = {  # where it is among what was measured
+    "trace_per_parameter": ("trace_per_parameter",),
+    "largest_eigenvalue": ("eigenvalues", 0, "value"),
+    "curve_range": ("curve", "range"),
+}
 TASKS = {"hellaswag": "hellaswag@10", "arc_easy": "arc_easy@25"}
 PERSISTENT = 64  # which singular value the published persistence is about
 
 
 def published_tables(runs: Sequence[RunData], forgetting: Sequence[Any] = ()) -> list[Table]:
     """Tables for every recipe that runs were trained by and that has figures or remarks for them: losses, and more."""
-    recipes = list(dict.fromkeys(run.config.recipe for run in runs if run.config and run.config.recipe))
     tables = []
-    for name in recipes:
+    for name, mine in grouped((run.config.recipe, run) for run in runs if run.config and run.config.recipe).items():
         try:
             recipe = load_recipe(name)
         except StepformerError:
             continue  # a recipe of another version
-        mine = [run for run in runs if run.config and run.config.recipe == name]
         tables += [table for table in (_table(recipe, mine), _measured(recipe, mine, forgetting)) if table.rows]
     return tables
 
 
 def _architectures(recipe: Recipe, runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[RunData]]]:
     """For each label that is an architecture of the recipe: itself, the recipe's name for it, and its runs."""
-    for label in dict.fromkeys(run.label for run in runs):
-        mine = [run for run in runs if run.label == label]
-        key = _key(recipe, mine[0].config) if mine[0].config else None
+    for label, mine in grouped((run.label, run) for run in runs).items():
+        row = closest_preset(mine[0].config.model)[0] if mine[0].config else None
+        key = next((key for key in recipe.runs if row is not None and preset(key).name == row.name), None)
         if key is not None:
             yield label, key, mine
 
 
-def _for_each(said: dict[str, list[str]]) -> list[str]:
+def _for_each(pairs: Iterable[tuple[str, str]]) -> list[str]:
     """Sentences, with the labels that they are about unless it is one for all."""
+    said = grouped(pairs)
     return [words if len(said) == 1 else f"{', '.join(labels)}: {words}" for words, labels in said.items()]
 
 
 def _table(recipe: Recipe, runs: Sequence[RunData]) -> Table:
-    fields = (
-        (Column("architecture"), lambda label, mine, facts: text(label)),
-        (
-            Column("published best", True),
-            lambda label, mine, facts: number(
-                facts.get("published"), ".4g" if facts.get("published", 0) < 1 else ".4f"
-            ),
-        ),
-        (Column("ours best", True), lambda label, mine, facts: number(mean_of(mine, "best_val_loss"))),
-        (Column("published final", True), lambda label, mine, facts: number(facts.get("published_final"))),
-        (Column("ours final", True), lambda label, mine, facts: number(mean_of(mine, "val_loss"))),
-        (Column("our runs", True), lambda label, mine, facts: number(sum(bool(run.record) for run in mine), "d")),
-        (Column("remark"), lambda label, mine, facts: text(facts.get("note", ""))),
-    )
-    rows: list[list[Cell]] = []
-    caveats: dict[str, list[str]] = {}
+    def mean(entry: Any, name: str) -> Cell:
+        values = [float(getattr(run.record, name)) for run in entry.mine if run.record]
+        return number(summarise(values).mean if values else None)
+
+    fields: list[Field] = [
+        words("architecture", lambda entry: entry.label),
+        (Column("published best", True), lambda e: number(e.best, ".4f" if e.best is None or e.best >= 1 else ".4g")),
+        (Column("ours best", True), lambda entry: mean(entry, "best_val_loss")),
+        numbers("published final", "final"),
+        (Column("ours final", True), lambda entry: mean(entry, "val_loss")),
+        (Column("our runs", True), lambda entry: number(sum(bool(run.record) for run in entry.mine), "d")),
+        words("remark", lambda entry: entry.note),
+    ]
+    entries, caveats = [], []
     for label, key, mine in _architectures(recipe, runs):
-        rows.append([made(label, mine, recipe.runs[key]) for _, made in fields])
-        caveats.setdefault(_caveat(recipe, key, mine), []).append(label)
+        best, final, note = (recipe.runs[key].get(name) for name in ("published", "published_final", "note"))
+        entries.append(SimpleNamespace(label=label, mine=mine, best=best, final=final, note=note or ""))
+        caveats.append((_caveat(recipe, key, mine), label))
     about = recipe.about
     notes = [f"Published: {about.get('published_what', '')} ({about.get('paper', '')}, {about.get('figure', '')})."]
-    return Table([column for column, _ in fields], rows, f"Recipe {recipe.name}", notes + _for_each(caveats))
+    return tabulated(entries, fields, f"Recipe {recipe.name}", notes + _for_each(caveats))
 
 
 def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]) -> Table:
     """What was published about the trained models beside what was measured of ours, where that is the same quantity."""
-    titles = columns(
-        Column("architecture"),
-        Column("quantity"),
-        Column("published", True),
-        Column("ours", True, "mean over our runs"),
-        Column("our runs", True),
-        Column("published on"),
-        Column("ours on"),
-    )
+    titles = ("architecture", "quantity", "published", "ours", "our runs", "published on", "ours on")
     rows: list[list[Cell]] = []
-    scales: dict[str, list[str]] = {}
+    scales: list[tuple[str, str]] = []
     for label, key, mine in _architectures(recipe, runs):
         published, before = recipe.measured.get(key, {}), len(rows)
-        for name, (title, on) in QUANTITIES.items():
-            found: dict[str, list[float]] = {}
-            for run in mine if name in published else ():
-                if not (name in PER_TOKEN and _other_tokenizer(recipe, run)):
-                    for where, value in _ours(run, name, forgetting):
-                        if (known := real(value)) is not None:
-                            found.setdefault(where, []).append(known)
-            for where, all_ours in found.items():
-                ours = number(math.fsum(all_ours) / len(all_ours), ".4g")
-                words = (text(label), text(title), number(published[name], ".4g"), ours)
-                rows.append([*words, number(len(all_ours), "d"), text(on), text(where)])
+        for name in (name for name in QUANTITIES if name in published):
+            title, on = QUANTITIES[name]
+            alike = [run for run in mine if not (name in PER_TOKEN and _other_tokenizer(recipe, run))]
+            found = ((where, real(value)) for run in alike for where, value in _ours(run, name, forgetting))
+            for where, ours in grouped(pair for pair in found if pair[1] is not None).items():
+                both = (number(value, ".4g") for value in (published[name], math.fsum(ours) / len(ours)))
+                rows.append([text(label), text(title), *both, number(len(ours), "d"), text(on), text(where)])
         if len(rows) > before:
-            scales.setdefault(_scale(recipe, key, mine), []).append(label)
+            scales.append((_scale(recipe, key, mine), label))
+    hints = {"published": "", "ours": "mean over our runs", "our runs": ""}
+    columns = [Column(title, title in hints, hints.get(title, "")) for title in titles]
     notes = [f"Published: {recipe.about.get('paper', '')}, from the authors' public results."]
-    return Table(titles, rows, f"Recipe {recipe.name}: what else was measured", notes + _for_each(scales))
+    return Table(columns, rows, f"Recipe {recipe.name}: what else was measured", notes + _for_each(scales))
 
 
 def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -133,50 +127,35 @@ def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[
         items, whole = real(found, "items"), real(found, "of")
         of = f" of {whole:,.0f}" if whole is not None and whole != items else ""
         yield "" if items is None else f"{items:,.0f}{of} items", inside(found, "acc_norm")
-    elif name in ("trace_per_parameter", "largest_eigenvalue", "curve_range"):
+    elif name in CURVATURE:
         found = run.result("hessian")
         tokens = real(found, "tokens")
-        where = "" if tokens is None else f"{tokens:,.0f} tokens"
-        if name == "trace_per_parameter":
-            yield where, found.get(name)
-        elif name == "largest_eigenvalue":
-            yield where, inside(found, "eigenvalues", 0, "value")
-        elif _published_curve(found.get("curve")):
-            yield where, inside(found, "curve", "range")
+        # a curve goes as far as the published ones, along a direction that is scaled alike
+        ends = [real(found, "curve", "alpha", place) for place in (0, -1)]
+        alike = ends == [-0.5, 0.5] and inside(found, "curve", "normalise") == "tensor"
+        if name != "curve_range" or alike:
+            yield "" if tokens is None else f"{tokens:,.0f} tokens", inside(found, *CURVATURE[name])
     elif name == "persistence":
         kept = [inside(layer, "block", "k") for layer in run.layers("jacobian")]
         if set(kept) == {PERSISTENT}:
             yield f"{len(kept)} layers", inside(run.result("jacobian"), "summary", "block", "persistence")
     elif name in ("forgetting", "plasticity"):
-        yield from _forgotten(run, name, forgetting)
+        # in the fine-tunings that began with the run, those by one AdamW for all
+        mine, shared = run.facts.get("id"), [f for f in forgetting if inside(f, "settings", "native") is not True]
+        for entry in (entry for found in shared for entry in records(found, "runs")):
+            if mine is not None and inside(entry, "init", "id") == mine and values(entry, "steps"):
+                steps = real(entry, "steps", -1) or 0
+                yield f"{steps:,.0f} steps, {entry.get('direction') or ''}", entry.get(name)
     elif name == "ood":
-        found = run.result("perplexity")
-        if str(found.get("protocol", "")).startswith("mean over wikitext, lambada, c4;"):
-            yield str(found["protocol"]).partition("; ")[2], found.get("mean_perplexity")
+        over, _, how = str(run.result("perplexity").get("protocol", "")).partition("; ")
+        if over == "mean over wikitext, lambada, c4":
+            yield how, run.result("perplexity").get("mean_perplexity")
     else:
         for entry in records(run.result("perplexity"), "texts"):
             if entry.get("name") == name:
                 stride = real(entry, "stride")
                 how = f"{entry.get('mode') or ''}{'' if stride is None else f' {stride:.0f}'}"
                 yield f"{real(entry, 'tokens') or 0:,.0f} tokens, {how}", entry.get("perplexity")
-
-
-def _published_curve(curve: Any) -> bool:
-    """Whether a loss curve goes as far as the published ones, along a direction that is scaled alike."""
-    ends = [real(curve, "alpha", place) for place in (0, -1)]
-    return ends == [-0.5, 0.5] and inside(curve, "normalise") == "tensor"
-
-
-def _forgotten(run: RunData, name: str, tables: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """What a run forgot, or learned, in the fine-tunings that began with it, those by one AdamW for all."""
-    mine = run.facts.get("id")
-    for found in tables:
-        if mine is None or inside(found, "settings", "native") is True:
-            continue
-        for entry in records(found, "runs"):
-            if inside(entry, "init", "id") == mine and values(entry, "steps"):
-                steps = real(entry, "steps", -1) or 0
-                yield f"{steps:,.0f} steps, {entry.get('direction') or ''}", entry.get(name)
 
 
 def _scale(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
@@ -202,12 +181,6 @@ def _other_tokenizer(recipe: Recipe, run: RunData) -> str:
     return "" if name in (None, run_config(recipe.name).data.tokenizer) else str(name)
 
 
-def _key(recipe: Recipe, config: RunConfig) -> str | None:
-    """The architecture of the recipe that a run is; None if it is none of them."""
-    row, _ = closest_preset(config.model)
-    return next((key for key in recipe.runs if row is not None and preset(key).name == row.name), None)
-
-
 def _caveat(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
     """What keeps our number from being a reproduction, in a sentence."""
     config, facts = runs[0].config, recipe.runs[key]
@@ -221,8 +194,7 @@ def _caveat(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
         named = [f"{k} {here} instead of {there}" for k, here, there in pairs]
         more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
         sentences.append(f"Not the published setting, so not a reproduction: {', '.join(named)}{more}.")
-    other = _other_tokenizer(recipe, runs[0])
-    if other:
+    if other := _other_tokenizer(recipe, runs[0]):
         sentences.append(
             f"Ours has the tokenizer '{other}', the published one '{run_config(recipe.name).data.tokenizer}': "
             "losses per token of different tokenizers cannot be compared."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from stepformer.measure.measured import Journal
 from stepformer.pages.reports.collect import RunData
 from stepformer.training import load_run
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.run import LoadedRun
+from stepformer.training.run import LoadedRun, readable
 
 PROMPTS = 3
 PROMPT_WORDS = 5
@@ -49,15 +50,7 @@ class Samples:
 def first_of_each(runs: Iterable[RunData]) -> list[RunData]:
     """One run for every label, the first: text from every seed would fill the page and say little more."""
     found: dict[str, RunData] = {}
-    for run in runs:
-        found.setdefault(run.label, run)
-    return list(found.values())
-
-
-def checkpoint_name(run: RunData) -> str | None:
-    """The checkpoint that the run is asked through: the best, else the last."""
-    kept = Checkpoints(run.folder / "checkpoints")
-    return next((names[-1] for kind in ("best", "step") if (names := kept.names(kind))), None)
+    return [found.setdefault(run.label, run) for run in runs if run.label not in found]
 
 
 def default_prompts(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
@@ -65,8 +58,6 @@ def default_prompts(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
 
     They leave most of the smallest context for the text; without the corpus a new document is the only prompt.
     """
-    if not runs:
-        return [], []
     context = min((run.config.model.context for run in runs if run.config), default=16)
     try:
         corpus = Corpus(Path(str(runs[0].facts["corpus"]["folder"])))
@@ -75,19 +66,14 @@ def default_prompts(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
     except (StepformerError, KeyError, TypeError, OSError):
         return [""], ["The corpus is not where the run found it: text begins with a new document."]
     found: list[str] = []
-    begin = 0
-    while begin < len(tokens) and len(found) < PROMPTS:
-        try:
-            end = tokens.index(tokenizer.eot, begin)
-        except ValueError:
-            end = len(tokens)
-        words = tokenizer.decode(tokens[begin : min(end, begin + 200)]).split()[:PROMPT_WORDS]
+    for ended, document in itertools.groupby(tokens, lambda token: token == tokenizer.eot):
+        words = [] if ended else tokenizer.decode(list(itertools.islice(document, 200))).split()[:PROMPT_WORDS]
         while words and len(tokenizer.encode(" ".join(words))) > max(1, context // 3):
             words.pop()
-        prompt = " ".join(words)
-        if prompt and prompt not in found:
-            found.append(prompt)
-        begin = end + 1
+        if words and " ".join(words) not in found:
+            found.append(" ".join(words))
+        if len(found) == PROMPTS:
+            break
     return found or [""], []
 
 
@@ -101,21 +87,22 @@ def ask_models(
 ) -> None:
     """Fill in coefficients of every run, and texts of the first of each label, from the cache or the checkpoints."""
     journal = Journal(cache / "models.jsonl", {"what": "coefficients and texts of runs"})
-    writers = {id(run) for run in first_of_each(runs)} if samples else set()
+    writers = {id(run) for run in first_of_each(runs)}
     for run in runs:
-        prompts = samples.prompts if samples and id(run) in writers else []
+        asked = samples if id(run) in writers else None
         try:
-            _ask(run, prompts, samples, journal, device)
+            _ask(run, asked, journal, device)
         except (StepformerError, SafetensorError, OSError) as error:  # a damaged file, or one that is gone by now
             problem = str(error).splitlines()[0]
             run.notes.append(f"Its model could not be asked: {problem}")
-            if samples and id(run) in writers:
-                samples.problems[run.label] = problem
+            if asked:
+                asked.problems[run.label] = problem
         progress(1)
 
 
-def _ask(run: RunData, prompts: Sequence[str], samples: Samples | None, journal: Journal, device: str) -> None:
-    name = checkpoint_name(run)
+def _ask(run: RunData, samples: Samples | None, journal: Journal, device: str) -> None:
+    kept = Checkpoints(run.folder / "checkpoints")
+    name = next((names[-1] for kind in ("best", "step") if (names := kept.names(kind))), None)
     if name is None:
         raise InputError("the run has no checkpoint.")
     key = [str(run.facts.get("id") or run.folder.resolve()), name]
@@ -129,10 +116,9 @@ def _ask(run: RunData, prompts: Sequence[str], samples: Samples | None, journal:
     run.coefficients = journal.get(json.dumps([*key, "coefficients"]), lambda: model().model.coefficients())
     if samples is None:
         return
-    drawing = samples.drawing
-    for prompt in prompts:
-        settings = [prompt, *dataclasses.astuple(drawing)]
-        text = journal.get(json.dumps([*key, *settings]), functools.partial(_text, model, prompt, drawing))
+    for prompt in samples.prompts:
+        settings = [prompt, *dataclasses.astuple(samples.drawing)]
+        text = journal.get(json.dumps([*key, *settings]), functools.partial(_text, model, prompt, samples.drawing))
         samples.texts.setdefault(prompt, {})[run.label] = text
 
 
@@ -142,11 +128,6 @@ def _text(load: Callable[[], LoadedRun], prompt: str, drawing: Drawing) -> str:
     ids = [run.tokenizer.eot, *map(int, run.tokenizer.encode(prompt))]
     if len(ids) > run.config.model.context:
         raise InputError(f"the prompt has {len(ids)} tokens, the context is {run.config.model.context}.")
-    settings: dict[str, Any] = {
-        "max_new_tokens": drawing.tokens,
-        "temperature": drawing.temperature,
-        "seed": drawing.seed,
-    }
-    made = run.model.generate([ids], stop=run.tokenizer.eot, on_context_end="slide", **settings)
-    text = run.tokenizer.decode([token for token in made.tokens[0] if token != run.tokenizer.eot])
-    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+    settings: dict[str, Any] = {"temperature": drawing.temperature, "seed": drawing.seed}
+    settings |= {"max_new_tokens": drawing.tokens, "stop": run.tokenizer.eot, "on_context_end": "slide"}
+    return readable(run, run.model.generate([ids], **settings).tokens[0])

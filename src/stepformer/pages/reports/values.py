@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
-from stepformer.present.tables import Cell, number
+from stepformer.present.tables import Column, Field, number
 
 
 def inside(value: Any, *path: str | int) -> Any:
@@ -49,6 +50,14 @@ def reals(value: Any, *path: str | int) -> list[float]:
     return [entry for entry in found if entry is not None] if None not in found else []
 
 
-def cell(value: Any, *path: str | int, digits: str = ".4f") -> Cell:
-    """A finite number as it stands in a table; a dash for anything else."""
-    return number(real(value, *path), digits)
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """All values of each key, in order."""
+    found: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def measured(title: str, *path: str | int, digits: str = ".4f", hint: str = "") -> Field:
+    """A column of the finite numbers under nested keys; a dash for anything else."""
+    return Column(title, True, hint), lambda entry: number(real(entry, *path), digits)

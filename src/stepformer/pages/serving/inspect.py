@@ -79,17 +79,13 @@ def read(model: Model, tokens: Sequence[int]) -> Reading:
 
 def attention_entropy(model: Model, tokens: Tensor) -> tuple[tuple[float, ...] | None, ...]:
     """The attention's entropy at each position of one row (1, T), by layer: the mean over its calls and heads."""
-    layers: list[tuple[float, ...] | None] = []
-    for seen in model.observe(tokens):
-        calls = seen.get("entropy")
-        layers.append(tuple(torch.stack(calls).double().mean(dim=(0, 1, 2)).tolist()) if calls else None)
-    return tuple(layers)
+    layers = (seen.get("entropy") for seen in model.observe(tokens))
+    return tuple(tuple(torch.stack(c).double().mean(dim=(0, 1, 2)).tolist()) if c else None for c in layers)
 
 
 def differences(first: Reading, second: Reading) -> list[float]:
     """By how many nats the first is more certain of each token than the second."""
-    pairs = zip(first.predictions, second.predictions, strict=True)
-    return [one.logprob - other.logprob for one, other in pairs]
+    return [a.logprob - b.logprob for a, b in zip(first.predictions, second.predictions, strict=True)]
 
 
 def summary(readings: Sequence[Reading], size: int) -> dict[str, Any]:
@@ -115,15 +111,11 @@ def token_view(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
         return {"id": token, "text": "", "special": f"token {token}"}
     piece = tokenizer.piece(token)
     text = piece.decode("utf-8", "backslashreplace")
-    text = "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
+    # an ASCII character that cannot be seen is written as the byte that it is
+    signs = {c: c.encode("ascii", "backslashreplace").decode() if c > "\x7f" else f"\\x{ord(c):02x}" for c in text}
+    text = "".join(c if c.isprintable() or c in "\n\t" else signs[c] for c in text)
     view = {"id": token, "text": text}
     return view if text.encode() == piece else {**view, "escaped": True}
-
-
-def _escaped(character: str) -> str:
-    return (
-        character.encode("ascii", "backslashreplace").decode() if ord(character) > 127 else f"\\x{ord(character):02x}"
-    )
 
 
 def prediction_view(tokenizer: Tokenizer, prediction: Prediction) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The runs behind the page: their weights, one caller at a time, and newer ones once there are any."""
+"""The runs behind the page: their weights, one caller at a time, newer ones once there are any, and what may be asked
+of them.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,15 @@ from stepformer.training.run import LoadedRun, corpus_of, load_run, prompt_ids, 
 from stepformer.training.runs import RunFolder
 
 WHICH = ("best", "last")
+MOST_TOKENS = 4096  # in one request
+LIMITS: dict[str, tuple[type | tuple[type, ...], float, float]] = {  # kind, least and most of each number
+    "tokens": (int, 1, MOST_TOKENS),
+    "temperature": ((int, float), 0, 100),
+    "top_k": (int, 1, 1 << 30),
+    "top_p": ((int, float), 0, 1),
+    "seed": (int, -(2**63), 2**63 - 1),
+    "number": (int, 0, 1 << 40),
+}
 
 
 class ServedRun:
@@ -52,8 +63,8 @@ class ServedRun:
                 return which, int(names[-1].partition("-")[2])
         return None
 
-    def load(self) -> None:
-        """Take the newest weights."""
+    def load(self) -> tuple[str, int]:
+        """Take the newest weights; returns their kind and step."""
         newest = self.newest()
         if newest is None:
             raise InputError(f"The run '{self.folder.path}' has no checkpoint yet.")
@@ -62,6 +73,7 @@ class ServedRun:
         except (OSError, SafetensorError) as error:
             raise StepformerError(f"The checkpoint of '{self.folder.path}' cannot be read: {error}.") from None
         self.loaded = (newest[0], self.run.step)
+        return self.loaded
 
     def ready(self) -> LoadedRun:
         if self.run is None:
@@ -70,16 +82,18 @@ class ServedRun:
 
     def facts(self) -> dict[str, Any]:
         """What the page says about the run."""
-        run, loaded, newest = self.run, self.loaded, self.newest()
+        loaded, newest = (
+            found and dict(zip(("kind", "step"), found, strict=True)) for found in (self.loaded, self.newest())
+        )
         return {
             "name": self.name,
             "title": self.config.title,
             "which": self.which,
-            "loaded": None if loaded is None else {"kind": loaded[0], "step": loaded[1]},
-            "newer": None if newest is None or newest == loaded else {"kind": newest[0], "step": newest[1]},
+            "loaded": loaded,
+            "newer": None if newest == loaded else newest,
             "context": self.context,
             "tokenizer": self.tokenizer.name,
-            "parameters": None if run is None else run.model.num_parameters(),
+            "parameters": self.run and self.run.model.num_parameters(),
         }
 
     def progress(self) -> dict[str, Any]:
@@ -106,18 +120,11 @@ class ServedRun:
     def generate(self, prompt: str, **settings: Any) -> Generator[dict[str, Any], None, None]:
         """Each new token with what the model thought of it, then why the text ended; settings as in `stream`."""
         run = self.ready()
-        ids = prompt_ids(run, prompt)
-        made, seen = Generation([], []), [torch.empty(0)]
-
-        def look(logits: Tensor) -> None:
-            seen[0] = logits
-
-        steps = stream(
-            run.model, [ids], stop=run.tokenizer.eot, on_context_end="slide", result=made, look=look, **settings
-        )
-        for (token,) in steps:
+        made, seen = Generation([], []), list[Tensor]()
+        settings |= {"stop": run.tokenizer.eot, "on_context_end": "slide", "result": made, "look": seen.append}
+        for (token,) in stream(run.model, [prompt_ids(run, prompt)], **settings):
             drawn = torch.tensor([token], device=run.device)
-            (found,) = predictions(seen[0], drawn, run.config.model.real_vocab)
+            (found,) = predictions(seen.pop(), drawn, run.config.model.real_vocab)
             side = prediction_view(run.tokenizer, found)
             yield {"token": {**token_view(run.tokenizer, int(drawn)), "side": side}}
         yield {"end": made.finish[0], "text": readable(run, made.tokens[0])}
@@ -159,4 +166,38 @@ def document(split: TokenSplit, tokenizer: Any, number: int, room: int) -> str:
         text = str(tokenizer.decode(ids)).rstrip("\N{REPLACEMENT CHARACTER}")
         if len(tokenizer.encode(text)) <= room:  # cut inside a word, the rest may need more tokens than before
             return text
-        ids = ids[:-1]
+        ids.pop()
+
+
+def text_of(body: dict[str, Any], name: str) -> str:
+    value = body.get(name, "")
+    if not isinstance(value, str):
+        raise InputError(f"'{name}' should be text.")
+    return value
+
+
+def number_of(body: dict[str, Any], name: str, most: float | None = None) -> Any:
+    """A number of the request, in its limits or from 0 to `most`; None when it is left out."""
+    value = body.get(name)
+    if value is None:
+        return None
+    limits: tuple[Any, float, float] = LIMITS[name] if most is None else (int, 0, most)
+    kind, least, highest = limits
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise InputError(f"'{name}' should be a {'whole ' if kind is int else ''}number.")
+    if not least <= value <= highest:
+        raise InputError(f"'{name}' should lie between {least:g} and {highest:g}.")
+    return value
+
+
+def settings_of(body: dict[str, Any]) -> dict[str, Any]:
+    """The settings of `generation.stream` that a request asks for."""
+    known = {"side", "prompt", "tokens", "temperature", "top_k", "top_p", "seed"}
+    if unknown := sorted(body.keys() - known):
+        raise InputError(f"There is no setting '{unknown[0]}': there are {', '.join(sorted(known))}.")
+    temperature = number_of(body, "temperature")
+    return {
+        "temperature": 0.8 if temperature is None else temperature,
+        "max_new_tokens": number_of(body, "tokens") or 200,
+        **{name: number_of(body, name) for name in ("top_k", "top_p", "seed")},
+    }

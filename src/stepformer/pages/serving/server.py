@@ -24,7 +24,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
@@ -32,10 +32,8 @@ from urllib.parse import parse_qs
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.data.tokenizers import valid
-from stepformer.pages.serving.asked import MOST_TOKENS as MOST_TOKENS
-from stepformer.pages.serving.asked import Hurried, number_of, settings_of, text_of
 from stepformer.pages.serving.inspect import comparison
-from stepformer.pages.serving.runs import ServedRun, why_apart
+from stepformer.pages.serving.runs import ServedRun, number_of, settings_of, text_of, why_apart
 
 HOST = "127.0.0.1"
 OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)  # any port: a tunnel has its own
@@ -44,6 +42,7 @@ PATIENCE = 1.0  # seconds that a stop waits for a running call of a model
 MOST_CLIENTS = 64  # answered at once: a page of two runs asks for less than ten
 SENDING = 30.0  # seconds that a client has to send its whole request
 READING = 30.0  # seconds that an answer waits for a client that does not read, all its pieces together
+NOTHING_THERE = "There is nothing at this address."
 TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # what addresses, headers and cookies hold as it is
 
 SCRIPTS = ("page", "dom", "tokens", "generate", "compare", "watch")
@@ -76,6 +75,23 @@ class RefusedError(Exception):
         super().__init__(sentence)
 
 
+class Hurried(io.RawIOBase):
+    """What a client sends, within a time for all of it: a byte now and then does not keep a connection."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection, self._until = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
 class PageServer(ThreadingHTTPServer):
     """The server of one or two runs; `serve_forever` answers until `stop`.
 
@@ -90,8 +106,7 @@ class PageServer(ThreadingHTTPServer):
             raise InputError("The token should have 16 characters or more, of letters, digits, '.', '_', '~' and '-'.")
         self.token = secrets.token_urlsafe(24) if token is None else token
         self.once: list[str] = []  # tokens that are good for one visit
-        self.runs = runs
-        self.apart = why_apart(runs)
+        self.runs, self.apart = runs, why_apart(runs)
         self.stopping = threading.Event()
         self.answering: list[threading.Thread] = []
         if not 0 <= port < 1 << 16:
@@ -191,25 +206,19 @@ class Handler(BaseHTTPRequestHandler):
         self.left = READING
 
     def do_GET(self) -> None:
-        self._answer(self._get)
-
-    def do_POST(self) -> None:
-        self._answer(self._post)
-
-    def _answer(self, answer: Callable[[str], None]) -> None:
         """Every failure is a sentence."""
         path, _, self.query = self.path.partition("?")
         try:
-            answer(path)
+            (self._post if self.command == "POST" else self._get)(path)
         except (GoneError, OSError):  # nobody reads what would be said
             self.close_connection = True
-        except RefusedError as error:
-            self._fail(error.status, str(error))
-        except StepformerError as error:
-            self._fail(400, str(error))
+        except (RefusedError, StepformerError) as error:
+            self._fail(getattr(error, "status", 400), str(error))
         except Exception as error:
             print(f"stepformer: {path} failed: {type(error).__name__}: {error}", file=sys.stderr)
             self._fail(500, f"The server could not do this: {type(error).__name__}: {error}")
+
+    do_POST = do_GET  # noqa: N815
 
     def _fail(self, status: int, sentence: str) -> None:
         with contextlib.suppress(OSError):
@@ -228,35 +237,27 @@ class Handler(BaseHTTPRequestHandler):
 
     # who asks, and what
 
-    def _check_host(self) -> None:
-        if not OWN_NAME.fullmatch(self.headers.get("Host", "")):
-            raise RefusedError(403, f"This page is served to this machine alone: ask for {self.server.address}.")
-
     @property
     def _cookie(self) -> str:
         """The name of our cookie. Cookies are a host's, whatever the port: servers side by side must not share one."""
         return f"stepformer-{self.headers.get('Host', '').partition(':')[2] or '80'}"
 
-    def _check_token(self) -> None:
-        """The token in one of the places where it may be."""
-        if not self.server.token:
-            return
+    def _check(self, *, own_page: bool = True) -> None:
+        """Refuse who asks for another machine, has no token or, where that matters, is another page."""
+        if not OWN_NAME.fullmatch(self.headers.get("Host", "")):
+            raise RefusedError(403, f"This page is served to this machine alone: ask for {self.server.address}.")
         scheme, _, word = self.headers.get("Authorization", "").partition(" ")
         cookies = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
         given = [word.strip()] if scheme.lower() == "bearer" else []
         given += [value for name, _, value in cookies if name == self._cookie]
-        if any(map(self.server.admits, given)):
-            return
-        self.by_address = any(map(self.server.admits, parse_qs(self.query).get("token", [])))
-        if not self.by_address:
-            raise RefusedError(
-                401, "This needs the token of the server: open the link that `stepformer serve` printed."
-            )
-
-    def _check_origin(self) -> None:
-        origin = self.headers.get("Origin")
-        foreign = origin is not None and origin != f"http://{self.headers['Host']}"
-        if foreign or self.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
+        if self.server.token and not any(map(self.server.admits, given)):
+            self.by_address = any(map(self.server.admits, parse_qs(self.query).get("token", [])))
+            if not self.by_address:
+                where = "open the link that `stepformer serve` printed."
+                raise RefusedError(401, f"This needs the token of the server: {where}")
+        foreign = self.headers.get("Origin", own := f"http://{self.headers['Host']}") != own
+        site = self.headers.get("Sec-Fetch-Site", "same-origin")
+        if own_page and (foreign or site not in ("same-origin", "none")):
             raise RefusedError(403, "Another page may not ask this server.")
 
     def _body(self) -> dict[str, Any]:
@@ -269,9 +270,7 @@ class Handler(BaseHTTPRequestHandler):
         left = min(length - len(content), 16 * LARGEST_BODY)
         while left > 0 and (ignored := self.rfile.read(min(left, LARGEST_BODY))):
             left -= len(ignored)
-        self._check_host()
-        self._check_token()
-        self._check_origin()
+        self._check()
         if self.headers.get_content_type() != "application/json":
             raise RefusedError(415, "The request should be JSON, with Content-Type: application/json.")
         if length > LARGEST_BODY:
@@ -287,39 +286,33 @@ class Handler(BaseHTTPRequestHandler):
     # answers
 
     def _get(self, path: str) -> None:
-        self._check_host()
-        self._check_token()
+        self._check(own_page=path not in FILES)
         if path in FILES:
             name, kind = FILES[path]
             content = resources.files(__package__).joinpath("page", name).read_bytes()
             self._send(200, f"{kind}; charset=utf-8", content)
-            return
-        self._check_origin()
-        if path == "/api/state":
+        elif path == "/api/state":
             self._json({"runs": [run.facts() for run in self.server.runs], "apart": self.server.apart})
-        elif path == "/api/watch":
-            self._json({"runs": [run.progress() for run in _distinct(self.server.runs)]})
+        elif path == "/api/watch":  # best and last of one run are one training
+            runs = {run.folder.path.resolve(): run for run in self.server.runs}
+            self._json({"runs": [run.progress() for run in runs.values()]})
         else:
-            raise RefusedError(404, "There is nothing at this address.")
+            raise RefusedError(404, NOTHING_THERE)
 
     def _post(self, path: str) -> None:
-        actions = {"generate": self._generate, "compare": self._compare, "sample": self._sample, "load": self._load}
-        action = actions.get(path.removeprefix("/api/")) if path.startswith("/api/") else None
         body = self._body()
-        if action is None:
-            raise RefusedError(404, "There is nothing at this address.")
-        action(body)
+        if path not in ("/api/generate", "/api/compare", "/api/sample", "/api/load"):
+            raise RefusedError(404, NOTHING_THERE)
+        getattr(self, path.replace("/api/", "_"))(body)
 
     def _generate(self, body: dict[str, Any]) -> None:
         """Tokens as they are made, one JSON object a line; the work ends when the client hangs up."""
-        asked = settings_of(body)
-        run = self._run(body)
+        asked, run = settings_of(body), self._run(body)
         with self._turn(run), contextlib.closing(run.generate(text_of(body, "prompt"), **asked)) as events:
             for event in events:
                 if not self.begun:  # bad settings have shown by now, and are answered with a status
                     self._start(200, "application/x-ndjson; charset=utf-8")
-                if self._gone():
-                    raise GoneError
+                self._stay()
                 self._line(event)
 
     def _compare(self, body: dict[str, Any]) -> None:
@@ -333,13 +326,11 @@ class Handler(BaseHTTPRequestHandler):
             with self._turn(run):
                 readings.append(run.read(ids))
                 steps.append(run.ready().step)
-        size = len(valid(text).encode())
-        self._json({**comparison(runs[0].tokenizer, ids, readings, size), "steps": steps})
+        self._json({**comparison(runs[0].tokenizer, ids, readings, len(valid(text).encode())), "steps": steps})
 
     def _sample(self, body: dict[str, Any]) -> None:
-        number = number_of(body, "number") or 0
-        runs = self.server.runs
-        self._json({"text": runs[0].sample(number, min(run.context for run in runs))})
+        room = min(run.context for run in self.server.runs)
+        self._json({"text": self.server.runs[0].sample(number_of(body, "number") or 0, room)})
 
     def _load(self, body: dict[str, Any]) -> None:
         run = self._run(body)
@@ -354,25 +345,19 @@ class Handler(BaseHTTPRequestHandler):
     def _turn(self, run: ServedRun) -> Iterator[None]:
         """Hold a run's model; whoever hangs up while waiting loses the turn."""
         while not run.lock.acquire(timeout=0.1):
-            if self._gone():
-                raise GoneError
+            self._stay()
         try:
-            if self._gone():
-                raise GoneError
+            self._stay()
             yield
         finally:
             run.lock.release()
 
-    def _gone(self) -> bool:
-        """Has the client hung up, or is the server to stop?"""
-        if self.server.stopping.is_set():
-            return True
+    def _stay(self) -> None:
+        """Go on only while the client is there and the server is not to stop."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
-        try:
-            return bool(poll.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
-        except OSError:
-            return True
+        if self.server.stopping.is_set() or (poll.poll(0) and self.connection.recv(1, socket.MSG_PEEK) == b""):
+            raise GoneError
 
     def _json(self, value: Any, status: int = 200) -> None:
         self._send(status, "application/json; charset=utf-8", json.dumps(value, allow_nan=False).encode())
@@ -404,8 +389,3 @@ class Handler(BaseHTTPRequestHandler):
         if length is not None:
             self.send_header("Content-Length", str(length))
         self.end_headers()
-
-
-def _distinct(runs: list[ServedRun]) -> list[ServedRun]:
-    """Best and last of one run are one training."""
-    return list({run.folder.path.resolve(): run for run in runs}.values())

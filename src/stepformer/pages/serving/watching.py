@@ -117,14 +117,21 @@ def checkpoints(folder: RunFolder, evals: Sequence[Point]) -> list[dict[str, Any
     kept = Checkpoints(folder.checkpoints)
     losses = {point.step: point.loss for point in evals}
     found = []
-    for kind in ("best", "step"):
-        for name in kept.names(kind):
-            with contextlib.suppress(OSError):  # superseded and deleted meanwhile
-                made = (folder.checkpoints / name / MANIFEST).stat().st_mtime
-                step = int(name.partition("-")[2])
-                entry = {"name": name, "kind": kind, "step": step, "loss": losses.get(step)}
-                found.append({**entry, "age": max(0.0, time.time() - made)})
+    for name in (*kept.names("best"), *kept.names("step")):
+        age = _age(folder.checkpoints / name / MANIFEST)
+        kind, _, digits = name.partition("-")
+        if age is not None:  # else superseded and deleted meanwhile
+            loss = losses.get(int(digits))
+            found.append({"name": name, "kind": kind, "step": int(digits), "loss": loss, "age": age})
     return sorted(found, key=lambda entry: (-entry["step"], entry["kind"]))
+
+
+def _age(path: Path) -> float | None:
+    """Seconds since a file was written; None if there is none."""
+    try:
+        return max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return None
 
 
 def progress(folder: RunFolder, config: RunConfig, tail: Tail) -> dict[str, Any]:
@@ -132,10 +139,7 @@ def progress(folder: RunFolder, config: RunConfig, tail: Tail) -> dict[str, Any]
     train, evals = tail.update()
     step = max([p.step for p in (*train[-1:], *evals[-1:])], default=0)
     steps, now = config.train.steps, pace(train)
-    try:
-        age = max(0.0, time.time() - folder.metrics.stat().st_mtime)
-    except OSError:
-        age = None
+    age = _age(folder.metrics)
     status, sentence = _status(folder, age, now, step >= steps)
     best = min(evals[1:] if evals and evals[0].step == 0 else evals, key=lambda p: p.loss, default=None)
     return {
