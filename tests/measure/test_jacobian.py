@@ -21,10 +21,10 @@ from runs import make_corpus, small_run
 from stepformer.base.errors import ConfigError, InputError
 from stepformer.measure import measured
 from stepformer.measure.diagnostics import jacobian, layer_maps
+from stepformer.measure.diagnostics.common import fixed_windows
 from stepformer.measure.diagnostics.jacobian import JacobianSettings
 from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised, twice_differentiable
 from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
-from stepformer.measure.diagnostics.windows import fixed_windows
 from stepformer.oracles import fresh_call
 from stepformer.rules import State
 from stepformer.training import load_run, train

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
-from stepformer.measure.diagnostics.twins import twin
+from stepformer.measure.diagnostics.common import twin
 from stepformer.model import Model, Passage
 from stepformer.model.block import Block
 from stepformer.ops import kernels
