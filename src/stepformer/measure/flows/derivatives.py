@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepformer.measure.flows.integrators import BEGIN, SCHEMES, Friction, Phase, accelerated, damped, rk4
+from stepformer.measure.flows.integrators import SCHEMES, Friction, Phase, accelerated, damped, rk4
 from stepformer.measure.flows.results import Result, Row, Tell, far, generator
 from stepformer.measure.flows.systems import Flow, LinearFlow, SoftmaxFlow, definite, gaussian
 
@@ -19,13 +19,8 @@ DRIFT_H, DRIFT_STEPS = 0.05, 200
 
 def central(f: Callable[[Tensor], Tensor], x: Tensor, width: float) -> Tensor:
     """df/dx by (f(x + e) - f(x - e)) / 2e in every entry."""
-    slopes = torch.empty_like(x)
-    for index in range(x.numel()):
-        e = torch.zeros_like(x).flatten()
-        e[index] = width
-        e = e.view_as(x)
-        slopes.view(-1)[index] = (f(x + e) - f(x - e)) / (2 * width)
-    return slopes
+    units = torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
+    return torch.stack([(f(x + e) - f(x - e)) / (2 * width) for e in width * units]).view_as(x)
 
 
 def differences(flow: Flow, x: Tensor, y: Tensor, symbol: str) -> Callable[[float], Tensor]:
@@ -98,7 +93,7 @@ def drifts(seed: int, particles: int, d: int = 3) -> dict[str, Any]:
     x = gaussian(particles, d, 0.8, g)
     none = Friction(0.0, 0.0)
     begin = flow.hamiltonian(x, torch.zeros_like(x)).item()
-    exact = rk4(damped(flow, none), Phase.at_rest(x), BEGIN + DRIFT_H * DRIFT_STEPS, DRIFT_STEPS)
+    exact = rk4(damped(flow, none), Phase.at_rest(x), DRIFT_H * DRIFT_STEPS, DRIFT_STEPS)
     paths = {"rk4": [flow.hamiltonian(u.x, u.y).item() / begin - 1 for u in exact]}
     for scheme in SCHEMES:
         if scheme.template in ("plain-euler", "exp-euler", "etd-ab2"):

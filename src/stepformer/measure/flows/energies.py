@@ -79,7 +79,7 @@ def energy(seed: int, particles: int, tell: Tell) -> Result:
     always wins, so that all share one step size and a finite horizon.
     """
     friction = Friction()
-    settings = {"friction": [friction.c_log, friction.c_lin], "grid": GRID, "tail": TAIL, "draws": DRAWS, "d": 4}
+    settings = {"friction": list(friction), "grid": GRID, "tail": TAIL, "draws": DRAWS, "d": 4}
     result = Result("How fast does the interaction energy U fall, per step (one evaluation of the fields)?", settings)
     ratios: dict[tuple[str, str], list[float]] = {}
     for draw in range(DRAWS):
