@@ -41,6 +41,14 @@ def windows_of(run: LoadedRun, settings: Any) -> tuple[Tensor, dict[str, Any]]:
     return windows, same
 
 
+def generator_of(*names: object) -> torch.Generator:
+    """Its own random numbers for everything that has a name, so that a continued measurement draws what a whole one
+    would, and two architectures draw alike for what they share.
+    """
+    digest = hashlib.sha256("/".join(map(str, names)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
 def kept(run: LoadedRun, settings: Any, result: dict[str, Any]) -> dict[str, Any]:
     """Keep a result beside its run, and only then let its journal go, which nothing else shares; returns the result."""
     path = measured.save(run.folder.path, settings.section, step=run.step, settings=settings.to_dict(), result=result)

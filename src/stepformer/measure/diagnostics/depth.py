@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,25 +156,20 @@ def _added(sums: Sequence[Sum]) -> Sum:
     return [math.fsum(total for total, _ in sums), sum(int(count) for _, count in sums)]
 
 
-def _mean(found: Sequence[Sum | None]) -> float | None:
-    """The mean over batches; None if nothing was counted or it is not finite (a step size before the first step)."""
+def _mean(found: Sequence[Sum | None], of: Callable[[float], float] = float) -> float | None:
+    """The mean over batches or its root; None if nothing was counted or it is infinite (a step size at the start)."""
     known = [one for one in found if one is not None]
     if not known or not all(math.isfinite(total) for total, _ in known):
         return None
     total, count = _added(known)
-    return total / count if count else None
-
-
-def _root(found: Sequence[Sum | None]) -> float | None:
-    mean = _mean(found)
-    return None if mean is None else math.sqrt(mean)
+    return of(total / count) if count else None
 
 
 def _together(model: Model, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The result from what the batches found."""
 
     def norms(parts: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-        return {name: _root([part["norms"][name] for part in parts]) for name in parts[0]["norms"]}
+        return {name: _mean([part["norms"][name] for part in parts], math.sqrt) for name in parts[0]["norms"]}
 
     starts = [batch["start"] for batch in batches]
     rows = []
@@ -186,7 +181,7 @@ def _together(model: Model, batches: Sequence[dict[str, Any]]) -> dict[str, Any]
                 "layer": layer,
                 "coefficients": coefficients,
                 "norms": norms(parts),
-                "update_norm": _root([part["update_norm"] for part in parts]),
+                "update_norm": _mean([part["update_norm"] for part in parts], math.sqrt),
                 "entropy": heads and [_mean([part["entropy"][h] for part in parts]) for h in range(len(heads))],
                 **{
                     key: _mean([part[key] for part in parts])

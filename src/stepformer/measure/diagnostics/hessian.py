@@ -11,7 +11,6 @@ through the weights, scaled so that models of different size can be compared.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError, StepformerError
-from stepformer.measure.diagnostics.common import twin
+from stepformer.measure.diagnostics.common import generator_of, twin
 from stepformer.measure.diagnostics.lanczos import dot, norm
 from stepformer.model import IGNORE, Model
 from stepformer.ops import kernels
@@ -122,8 +121,7 @@ class HessianOperator:
         """
         parts = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            digest = hashlib.sha256(f"{seed}/{purpose}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            generator = generator_of(seed, purpose, name)
             if kind == "normal":
                 part = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             else:

@@ -14,11 +14,10 @@ Every statistic is computed for each batch of windows and then averaged over the
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -32,7 +31,7 @@ from stepformer.base.errors import InputError
 from stepformer.base.progress import counting
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
-from stepformer.measure.diagnostics.common import digits, kept, measured_on, windows_of
+from stepformer.measure.diagnostics.common import digits, generator_of, kept, measured_on, windows_of
 from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised, why_no_oracle
 from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
 from stepformer.model import Model
@@ -125,7 +124,7 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
                 for kind in kinds:
                     found = journal.get(f"layer {layer} {kind} batch {number}", partial(batch.find, layer, kind))
                     if found is not None:
-                        pieces.setdefault((layer, kind), []).append(Spectrum.from_dict(found))
+                        pieces.setdefault((layer, kind), []).append(Spectrum(**found))
                     step(1)
     rows: list[dict[str, Any]] = [
         {"layer": layer, **{kind: over_batches(pieces.get((layer, kind), [])) for kind in KINDS}} for layer in layers
@@ -163,8 +162,8 @@ class _Batch:
         if (layer, kind) not in self.done:
             jacobian, s = self.maps.jacobian(layer, kind), self.settings
             sizes = {name: getattr(s, name) for name in ("rank", "oversampling", "iterations", "tolerance", "probes")}
-            generator = _generator(s.seed, layer, kind, self.number)
-            found = None if jacobian is None else spectrum(jacobian, **sizes, generator=generator).to_dict()
+            generator = generator_of(s.seed, layer, kind, self.number)
+            found = None if jacobian is None else asdict(spectrum(jacobian, **sizes, generator=generator))
             self.done[layer, kind] = found
         return self.done[layer, kind]
 
@@ -191,25 +190,25 @@ def over_batches(found: Sequence[Spectrum]) -> dict[str, Any] | None:
     if not found:
         return None
     values = [statistics.fmean(column) for column in zip(*(one.values for one in found), strict=True)]
-    errors = [one.frobenius_error for one in found]
-    settled = [one.settled for one in found]
+
+    def over(how: Callable[[Any], Any], key: str) -> Any:
+        return _over(how, [getattr(one, key) for one in found])
+
     row: dict[str, Any] = {
         "singular_values": values,
         "sigma_max": values[0],
         "sigma_k": values[-1],
         "k": len(values),
-        **{key: _mean([getattr(one, key) for one in found]) for key in MEANS},
+        **{key: over(statistics.fmean, key) for key in MEANS},
         # of the mean over batches, from the probes alone
-        "frobenius_standard_error": None
-        if None in errors
-        else math.sqrt(math.fsum(error**2 for error in errors if error is not None)) / len(errors),
-        "converged": None if None in settled else all(settled),
-        **{key: _largest([getattr(one, key) for one in found]) for key in LARGEST},
+        "frobenius_standard_error": over(lambda e: math.sqrt(math.fsum(x**2 for x in e)) / len(e), "frobenius_error"),
+        "converged": over(all, "settled"),
+        **{key: over(max, key) for key in LARGEST},
         "dimension": found[0].dimension,
     }
     if len(values) >= LEGACY:
         spreads = [one.values[0] / one.values[LEGACY - 1] if one.values[LEGACY - 1] > 0 else None for one in found]
-        row["legacy"] = {f"sigma_{LEGACY}": values[LEGACY - 1], "spread": _mean(spreads)}
+        row["legacy"] = {f"sigma_{LEGACY}": values[LEGACY - 1], "spread": _over(statistics.fmean, spreads)}
     return row
 
 
@@ -221,39 +220,27 @@ def over_layers(rows: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     of = {key: [row[key] for row in known] for key in known[0] if key != "legacy"}
     summary: dict[str, Any] = {
         "persistence": _sum_of_logs(of["sigma_k"]),
-        "mean_spread": _mean(of["spread"]),
-        "max_spread": _largest(of["spread"]),
-        **{f"mean_{key}": _mean(of[key]) for key in ("stable_rank", "sigma_max", "sigma_k")},
+        "mean_spread": _over(statistics.fmean, of["spread"]),
+        "max_spread": _over(max, of["spread"]),
+        **{f"mean_{key}": _over(statistics.fmean, of[key]) for key in ("stable_rank", "sigma_max", "sigma_k")},
         "sum_log_rms_gain": _sum_of_logs(of["rms_gain"]),
         "layers": len(known),
     }
     if all("legacy" in row for row in known):
         summary["legacy"] = {
             "persistence": _sum_of_logs([row["legacy"][f"sigma_{LEGACY}"] for row in known]),
-            "mean_spread": _mean([row["legacy"]["spread"] for row in known]),
+            "mean_spread": _over(statistics.fmean, [row["legacy"]["spread"] for row in known]),
         }
     return summary
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean; None if one is missing, as a mean over the others would be about something else."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else None
-
-
-def _largest(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if len(known) == len(values) else None
+def _over(how: Callable[[Any], Any], values: Sequence[Any]) -> Any:
+    """A mean, say; None if a value is missing, as one over the others would be about something else."""
+    return None if None in values else how(values)
 
 
 def _sum_of_logs(values: Sequence[float]) -> float | None:
     return math.fsum(map(math.log, values)) if min(values) > 0 else None
-
-
-def _generator(seed: int, layer: int, kind: str, batch: int) -> torch.Generator:
-    """Its own random numbers for every piece, so that a continued measurement draws what a whole one would."""
-    digest = hashlib.sha256(f"{seed}/{layer}/{kind}/{batch}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def text(result: dict[str, Any]) -> RenderableType:
