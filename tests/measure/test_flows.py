@@ -25,7 +25,7 @@ from stepformer.measure.flows import (
     energies,
 )
 from stepformer.measure.flows.convergence import ellipse, moment_rate, order, token_rate
-from stepformer.measure.flows.derivatives import central, gradients
+from stepformer.measure.flows.energies import central, gradients
 from stepformer.measure.flows.filters import contraction, gain, tuned, worst_rates
 from stepformer.measure.flows.integrators import Phase, damped, rk4
 from stepformer.measure.flows.plots import draw

@@ -16,6 +16,8 @@ from stepformer.model import Model
 from stepformer.training.evaluation import EvaluatedSplit
 from stepformer.training.run import LoadedRun, corpus_of
 
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
 
 def fixed_windows(split: EvaluatedSplit, count: int, context: int, seed: int = 0) -> Tensor:
     """`count` windows of context + 1 tokens at random places, (count, context + 1): inputs and targets overlap.

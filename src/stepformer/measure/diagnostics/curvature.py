@@ -29,7 +29,7 @@ from stepformer.base.errors import InputError, StepformerError
 from stepformer.base.progress import counting
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
-from stepformer.measure.diagnostics.common import kept, measured_on, windows_of
+from stepformer.measure.diagnostics.common import DTYPES, kept, measured_on, windows_of
 from stepformer.measure.diagnostics.hessian import Batch, HessianOperator, batches_of, direction, grid, loss_at
 from stepformer.measure.diagnostics.lanczos import Eigenpair, dot, lanczos, power
 from stepformer.present.style import COLOURS, GREY, new_figure, save_figure, titled
@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 METHODS = {"lanczos": lanczos, "power": power}
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 LONGEST = 1 << 62
@@ -254,14 +253,14 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     save_figure(figure, path, f"loss {result['loss']:.4f} on {measured_on(result)}")
 
 
-def _draw_curve(figure: Any, axes: Any, curve: dict[str, Any]) -> None:
+def _draw_curve(figure: Any, axes: Any, curve: Any) -> None:
     losses = [math.nan if loss is None else loss for loss in curve["loss"]]
     axes.plot(curve["alpha"], losses, "o-", color=COLOURS[0], markersize=4)
     spread = "not finite" if curve["range"] is None else f"{curve['range']:.3g}"
     titled(axes, f"Loss at theta + alpha d, range {spread}", "alpha", "loss (nats per token)")
 
 
-def _draw_eigenvalues(figure: Any, axes: Any, eigenvalues: list[dict[str, Any]]) -> None:
+def _draw_eigenvalues(figure: Any, axes: Any, eigenvalues: Any) -> None:
     axes.axhline(0, color=GREY, linewidth=0.8)
     for i, found in enumerate(eigenvalues, start=1):
         colour = COLOURS[1] if found["value"] >= 0 else COLOURS[2]
@@ -273,7 +272,7 @@ def _draw_eigenvalues(figure: Any, axes: Any, eigenvalues: list[dict[str, Any]])
     titled(axes, f"Eigenvalues ± residual{hollow}", "number, by magnitude")
 
 
-def _draw_trace(figure: Any, axes: Any, trace: dict[str, Any]) -> None:
+def _draw_trace(figure: Any, axes: Any, trace: Any) -> None:
     axes.plot(range(1, len(trace["probes"]) + 1), trace["probes"], "o", color=COLOURS[6], markersize=4)
     axes.axhline(trace["mean"], color=COLOURS[0], linewidth=1.5)
     if trace["standard_error"] is not None:
@@ -283,7 +282,7 @@ def _draw_trace(figure: Any, axes: Any, trace: dict[str, Any]) -> None:
     titled(axes, "tr(H): mean ± standard error, probes", "probe")
 
 
-def _draw_surface(figure: Any, axes: Any, surface: dict[str, Any]) -> None:
+def _draw_surface(figure: Any, axes: Any, surface: Any) -> None:
     losses = [[math.nan if loss is None else loss for loss in row] for row in surface["loss"]]
     # rows of the result go with the first direction, which is drawn to the right
     filled = axes.contourf(surface["alpha"], surface["alpha"], list(zip(*losses, strict=True)), levels=14)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,7 @@ def _look(model: Model, windows: Tensor) -> dict[str, Any]:
     windows = windows.to(model.embed.tok_emb.weight.device)
     inputs, targets = windows[:, :-1], windows[:, 1:]
     start: dict[str, Any] = {}
-    layers = []
+    layers: list[dict[str, Any]] = []
     step_before: Tensor | None = None
     for at in model.passages(inputs, rows=True):
         if at.layer == 0:
@@ -106,7 +106,7 @@ def _look(model: Model, windows: Tensor) -> dict[str, Any]:
                 "cosine": None if cosine is None else _sum(cosine),
                 "entropy": _entropies(at),
                 "readout_loss": _loss(model, at.after, targets),
-                "energy": _sums(at.seen.get("energy")),
+                "energy": _added([_sum(t.double()) for t in at.seen["energy"]]) if at.seen.get("energy") else None,
                 "capped_rows": _shares(at, "capped_rows"),
                 "bounded_scores": _shares(at, "bounded_scores"),
             }
@@ -117,11 +117,6 @@ def _look(model: Model, windows: Tensor) -> dict[str, Any]:
 
 def _sum(t: Tensor) -> Sum:
     return [t.sum().item(), t.numel()]
-
-
-def _sums(tensors: Iterable[Tensor] | None) -> Sum | None:
-    """Over all calls of the layer; None if there were none."""
-    return None if not tensors else _added([_sum(t.double()) for t in tensors])
 
 
 def _squares(s: State) -> dict[str, Sum]:

@@ -47,11 +47,10 @@ class HessianOperator:
 
     def __init__(self, model: Model, batches: Sequence[Batch], *, dtype: torch.dtype | None = None) -> None:
         self.model = twin(model, dtype or model.embed.tok_emb.weight.dtype)
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not named:
             raise InputError("No parameter of the model requires a gradient, so there is no Hessian.")
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
+        self.names, self.parameters = list(named), list(named.values())
         self.sizes = [p.numel() for p in self.parameters]
         self.size = sum(self.sizes)
         self.device, self.dtype = self.parameters[0].device, self.parameters[0].dtype
@@ -126,8 +125,8 @@ class HessianOperator:
                 part = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             else:
                 part = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8) * 2 - 1
-            parts.append(part.to(self.device, self.dtype).reshape(-1))
-        return torch.cat(parts)
+            parts.append(part.to(self.device, self.dtype))
+        return self.flat(parts)
 
     def start(self, number: int, seed: int = 0) -> Tensor:
         """Where a search for eigenvectors begins."""
@@ -152,9 +151,8 @@ class HessianOperator:
         difference D of gradients along d. symmetry: |u.H d - d.H u| / |H d| for normal u, whose products with H d are
         of the size of |H d|.
         """
-        drawn = self.split(self.draw("normal", seed, "check direction"))
-        sizes = [max(SMALLEST, float(p.detach().square().mean()) ** 0.5) for p in self.parameters]
-        d = self.flat([part * size for part, size in zip(drawn, sizes, strict=True)])
+        drawn = zip(self.split(self.draw("normal", seed, "check direction")), self.parameters, strict=True)
+        d = self.flat([part * max(SMALLEST, float(p.detach().square().mean()) ** 0.5) for part, p in drawn])
         u = self.draw("normal", seed, "check symmetry")
         hd, again, hu = self @ d, self @ d, self @ u
         size = norm(hd) or 1.0

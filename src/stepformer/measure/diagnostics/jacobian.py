@@ -14,15 +14,16 @@ Every statistic is computed for each batch of windows and then averaged over the
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor
@@ -31,7 +32,7 @@ from stepformer.base.errors import InputError
 from stepformer.base.progress import counting
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
-from stepformer.measure.diagnostics.common import digits, generator_of, kept, measured_on, windows_of
+from stepformer.measure.diagnostics.common import DTYPES, digits, generator_of, kept, measured_on, windows_of
 from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised, why_no_oracle
 from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
 from stepformer.model import Model
@@ -53,7 +54,6 @@ __all__ = [
     "text",
 ]
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 MEANS = ("spread", "stable_rank", "rms_gain", "frobenius")
 LARGEST = ("change", "change_of_largest", "error", "rounds")
 TITLES = {
@@ -113,25 +113,20 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
             "would be smaller, and Jacobians of different size have no common mean."
         )
     journal = measured.journal(run.folder.path, "jacobian", about, quiet=quiet)
-    pieces: dict[tuple[int, str], list[Spectrum]] = {}
-    notes: list[str] = []
+    pieces: defaultdict[tuple[int, str], list[Spectrum]] = defaultdict(list)
     layers, kinds = range(len(model.blocks)), settings.kinds()
     with counting("Jacobians", len(batches) * len(layers) * len(kinds), quiet=quiet) as step:
         for number, tokens in enumerate(batches):
             batch = _Batch(model, tokens, number, settings)
-            notes = notes or journal.get("notes", batch.notes)
-            for layer in layers:
-                for kind in kinds:
-                    found = journal.get(f"layer {layer} {kind} batch {number}", partial(batch.find, layer, kind))
-                    if found is not None:
-                        pieces.setdefault((layer, kind), []).append(Spectrum(**found))
-                    step(1)
-    rows: list[dict[str, Any]] = [
-        {"layer": layer, **{kind: over_batches(pieces.get((layer, kind), [])) for kind in KINDS}} for layer in layers
-    ]
-    result = {
-        "layers": rows,
-        "summary": {kind: over_layers([row[kind] for row in rows]) for kind in KINDS},
+            notes = journal.get("notes", batch.notes)
+            for layer, kind in itertools.product(layers, kinds):
+                found = journal.get(f"layer {layer} {kind} batch {number}", partial(batch.find, layer, kind))
+                pieces[layer, kind] += [] if found is None else [Spectrum(**found)]
+                step(1)
+    of = {kind: [over_batches(pieces[layer, kind]) for layer in layers] for kind in KINDS}
+    result: dict[str, Any] = {
+        "layers": [{"layer": layer, **{kind: of[kind][layer] for kind in KINDS}} for layer in layers],
+        "summary": {kind: over_layers(of[kind]) for kind in KINDS},
         "notes": notes,
         "tokens": windows[:, :-1].numel(),
         "batches": len(batches),

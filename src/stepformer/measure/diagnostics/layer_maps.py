@@ -110,20 +110,16 @@ class LayerMaps:
 
     def joint(self, layer: int) -> tuple[Map, list[Tensor]]:
         at = self.passages[layer]
-        streams, memory = per_token(at.before), list(at.before.memory)
+        before, streams = at.before, per_token(at.before)
 
         def map(point: Sequence[Tensor]) -> list[Tensor]:
             x, *rest = point
-            given = dict(zip(streams, rest[: len(streams)], strict=True))
-            kept = dict(zip(memory, rest[len(streams) :], strict=True))
-            new = self._step(at, State(x, {**at.before.streams, **given}, kept))
-            return [new.x, *(new.streams[name] for name in per_token(new)), *new.memory.values()]
+            given = dict(zip(streams, rest, strict=False))
+            kept = dict(zip(before.memory, rest[len(streams) :], strict=True))
+            new = self._step(at, State(x, {**before.streams, **given}, kept))
+            return [t for _, t in travelling(new)]
 
-        return map, [
-            at.before.x,
-            *(at.before.streams[name] for name in streams),
-            *(at.before.memory[name] for name in memory),
-        ]
+        return map, [t for _, t in travelling(before)]
 
     def oracle(self, layer: int) -> tuple[Map | None, list[Tensor]]:
         at, block = self.passages[layer], self.model.blocks[layer]
@@ -142,13 +138,12 @@ class LayerMaps:
 
     def parts(self) -> list[str]:
         """What the joint map is about: x, streams and memory, as layers receive them."""
-        names = [["x", *per_token(at.before), *at.before.memory] for at in self.passages]
-        return list(dict.fromkeys(name for some in names for name in some))
+        return list(dict.fromkeys(name for at in self.passages for name, _ in travelling(at.before)))
 
     def has_only_x(self, layer: int) -> bool:
         """Whether nothing but x reaches the next layer, so that the joint map is the block's."""
         at = self.passages[layer]
-        return not any((per_token(at.before), per_token(at.after), at.before.memory, at.after.memory))
+        return len(travelling(at.before)) == len(travelling(at.after)) == 1
 
     def left_out(self) -> list[str]:
         """Streams that are the same for all tokens, which no token's perturbation can reach."""
@@ -177,3 +172,8 @@ def why_no_oracle(block: Block, plain: bool = False) -> str | None:
 def per_token(s: State) -> list[str]:
     """The streams that belong to the tokens; the others, such as a clock, are the same for all."""
     return [name for name, stream in s.streams.items() if stream.shape[:2] == s.x.shape[:2]]
+
+
+def travelling(s: State) -> list[tuple[str, Tensor]]:
+    """Everything that belongs to tokens and reaches deeper layers: x, streams and memory."""
+    return [("x", s.x), *((name, s.streams[name]) for name in per_token(s)), *s.memory.items()]

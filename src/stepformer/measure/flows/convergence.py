@@ -84,11 +84,10 @@ def ellipse(seed: int, particles: int, tell: Tell) -> Result:
     tell("softmax: radii")
     softmax = SoftmaxFlow(flow.A, flow.A)
     bent = last(accelerated(softmax, SCHEMES[-1], x, SPANS["accelerated"] / COUNTS[-1], COUNTS[-1], friction))
-    settings["radii moved by softmax attention"] = moved(bent.x, x)
+    settings["radii moved by softmax attention"] = by_softmax = moved(bent.x, x)
     result.note = (
         "Error of m, S and (accelerated) P against their ODEs. The radii (x - m).S^-1 (x - m) say whether every token "
-        f"keeps its place in the ellipse; accelerated softmax attention moves them by {moved(bent.x, x):.2g} of the "
-        "largest."
+        f"keeps its place in the ellipse; accelerated softmax attention moves them by {by_softmax:.2g} of the largest."
     )
     return result
 
@@ -98,14 +97,15 @@ Way = Callable[[int], Iterator[Any]]
 
 def methods(flow: LinearFlow, x: Tensor, friction: Friction, fast: bool, span: float) -> dict[str, tuple[Any, Way]]:
     """Order and, for a number of steps, the way of the tokens, for RK4 and the templates."""
-    found: dict[str, tuple[Any, Way]] = {
-        "rk4": (4, lambda n: rk4(token_rate(flow, friction, fast), Phase.at_rest(x), span, n))
-    }
-    if not fast:
-        return {**found, "gd": (1, lambda n: standard(flow, x, span / n, n))}
-    for scheme in SCHEMES:
-        found[scheme.label] = scheme.order, lambda n, s=scheme: accelerated(flow, s, x, span / n, n, friction)
-    return found
+
+    def by(scheme: Any) -> Way:
+        return lambda n: accelerated(flow, scheme, x, span / n, n, friction)
+
+    rate = token_rate(flow, friction, fast)
+    found: dict[str, tuple[Any, Way]] = {"rk4": (4, lambda n: rk4(rate, Phase.at_rest(x), span, n))}
+    if fast:
+        return found | {scheme.label: (scheme.order, by(scheme)) for scheme in SCHEMES}
+    return found | {"gd": (1, lambda n: standard(flow, x, span / n, n))}
 
 
 def token_rate(flow: LinearFlow, friction: Friction, fast: bool) -> Callable[[float, Phase], Phase]:
