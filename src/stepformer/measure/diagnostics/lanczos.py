@@ -15,6 +15,7 @@ Draw = Callable[[int], Tensor]
 Progress = Callable[[int], None]
 
 PIECE = 1 << 22  # numbers summed in fp64 at a time
+ROUNDING = 10  # units in the last place
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,15 @@ def norm(a: Tensor) -> float:
 def by_magnitude(values: Sequence[float], dtype: torch.dtype) -> list[int]:
     """Which value comes first: the larger magnitude, and of +a and -a the positive one.
 
-    Magnitudes that differ by no more than rounding (ten units of `dtype` in the largest) count as equal; otherwise the
+    Magnitudes that differ by no more than `ROUNDING` (units of `dtype` in the largest) count as equal; otherwise the
     machine's way of summing would decide between opposite values.
     """
-    slack = _rounding(dtype) * max(map(abs, values))
+    slack = ROUNDING * torch.finfo(dtype).eps * max(map(abs, values))
     order = sorted(range(len(values)), key=lambda i: -abs(values[i]))
     group = dict.fromkeys(order[:1], 0)
     for before, i in pairwise(order):
         group[i] = group[before] + (abs(values[before]) - abs(values[i]) > slack)
     return sorted(order, key=lambda i: (group[i], values[i] < 0))
-
-
-def _rounding(dtype: torch.dtype) -> float:
-    return 10 * torch.finfo(dtype).eps
 
 
 def lanczos(
@@ -83,7 +80,7 @@ def lanczos(
         residuals = beta * vectors[-1, wanted].abs()
         if steps == most or (steps >= count and bool((residuals <= tolerance * values[wanted].abs()).all())):
             break
-        if beta <= _rounding(v.dtype) * float(values.abs().max()):
+        if beta <= ROUNDING * torch.finfo(v.dtype).eps * float(values.abs().max()):
             # the directions so far already hold the image of each of them: go on in a new one
             beta, w = 0.0, _orthogonal(draw(steps), known)
         basis[steps] = w / (beta or norm(w))

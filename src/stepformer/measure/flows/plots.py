@@ -90,12 +90,15 @@ def _order(figure: Any, result: Result) -> None:
 
 def _ellipse(figure: Any, result: Result) -> None:
     *clouds, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
+    angles = np.linspace(0, 2 * np.pi, 121)
+    circle = 2 * np.array([np.cos(angles), np.sin(angles)])
     for axes, (name, picture) in zip(clouds, result.curves["pictures"].items(), strict=True):
         for index, time in enumerate(picture["time"]):
             colour = COLOURS[(0, 6, 1, 2)[index % 4]]
             axes.scatter(*zip(*picture["tokens"][index], strict=True), s=7, color=colour, alpha=0.7, linewidths=0)
-            outline = _outline(picture["mean"][index], picture["covariance"][index])
-            axes.plot(*outline, color=colour, linewidth=1.4, label=f"t = {time:.2g}")
+            # (x - m).S^-1 (x - m) = 4, from the Cholesky factor of S
+            mean, factor = np.array(picture["mean"][index]), np.linalg.cholesky(picture["covariance"][index])
+            axes.plot(*(mean[:, None] + factor @ circle), color=colour, linewidth=1.4, label=f"t = {time:.2g}")
         axes.set_aspect("equal", adjustable="datalim")
         axes.legend(frameon=False, fontsize=8)
         _finish(axes, f"{name}: tokens, ODE's 2-sigma ellipse", "", "")
@@ -105,12 +108,6 @@ def _ellipse(figure: Any, result: Result) -> None:
     _powers(right, [1 / n for n in result.curves["steps"]])
     _finish(right, "moments of the tokens against their ODEs", "1 / steps", "largest relative error")
     _below(figure, right, 5)
-
-
-def _outline(mean: list[float], covariance: list[list[float]]) -> Any:
-    """Points of (x - m).S^-1 (x - m) = 4, from the Cholesky factor of S."""
-    angles = np.linspace(0, 2 * np.pi, 121)
-    return np.array(mean)[:, None] + 2 * np.linalg.cholesky(covariance) @ [np.cos(angles), np.sin(angles)]
 
 
 def _hamiltonian(figure: Any, result: Result) -> None:
