@@ -24,20 +24,20 @@ from runs import make_corpus, small_run
 from stepformer.base.errors import ConfigError, InputError, StepformerError
 from stepformer.measure import measured
 from stepformer.measure.diagnostics import curvature
+from stepformer.measure.diagnostics.common import fixed_windows
 from stepformer.measure.diagnostics.curvature import (
     HessianOperator,
     batches_of,
     direction,
     lanczos,
     loss_at,
+    plot,
     power,
     probe,
+    text,
 )
-from stepformer.measure.diagnostics.curvature_view import plot, text
-from stepformer.measure.diagnostics.hessian import LIMITS
+from stepformer.measure.diagnostics.hessian import LIMITS, grid
 from stepformer.measure.diagnostics.lanczos import by_magnitude
-from stepformer.measure.diagnostics.landscape import grid
-from stepformer.measure.diagnostics.windows import fixed_windows
 from stepformer.training import load_run, train
 from stepformer.training.run import LoadedRun, corpus_of
 

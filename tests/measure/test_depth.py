@@ -19,8 +19,8 @@ from runs import make_corpus, small_run
 from stepformer.base.errors import InputError
 from stepformer.measure import measured
 from stepformer.measure.diagnostics import depth
+from stepformer.measure.diagnostics.common import fixed_windows
 from stepformer.measure.diagnostics.depth import DepthSettings, inside
-from stepformer.measure.diagnostics.windows import fixed_windows
 from stepformer.measure.flows.systems import LinearFlow, SoftmaxFlow
 from stepformer.oracles import fresh_call
 from stepformer.training import load_run, train

@@ -25,11 +25,11 @@ from stepformer.measure.flows import (
     energies,
 )
 from stepformer.measure.flows.convergence import ellipse, moment_rate, order, token_rate
-from stepformer.measure.flows.derivatives import central, gradients
+from stepformer.measure.flows.energies import central, gradients
 from stepformer.measure.flows.filters import contraction, gain, tuned, worst_rates
-from stepformer.measure.flows.integrators import BEGIN, Phase, damped, last, rk4
+from stepformer.measure.flows.integrators import Phase, damped, rk4
 from stepformer.measure.flows.plots import draw
-from stepformer.measure.flows.results import far, generator
+from stepformer.measure.flows.results import far, generator, last
 from stepformer.measure.flows.systems import definite, gaussian, radii
 
 N, D = 6, 3
@@ -122,11 +122,11 @@ def test_standard_flow_is_attention() -> None:
 def test_energy_falls_with_friction_and_stays_without(name: str) -> None:
     x, _ = tokens()
     flow = LinearFlow(A, -(V @ V)) if name == "linear" else SoftmaxFlow(A, B, kappa=-1.0)
-    free = last(rk4(damped(flow, Friction(0.0, 0.0)), Phase.at_rest(x), BEGIN + 1.0, 200))
+    free = last(rk4(damped(flow, Friction(0.0, 0.0)), Phase.at_rest(x), 1.0, 200))
     begin = flow.potential(x).item()
     # RK4 of step 0.005: 0.005^4 = 6e-10, times derivatives of order one
     assert flow.hamiltonian(free.x, free.y).item() == pytest.approx(begin, rel=1e-8)
-    along = [flow.hamiltonian(u.x, u.y).item() for u in rk4(damped(flow, Friction()), Phase.at_rest(x), 2.0, 200)]
+    along = [flow.hamiltonian(u.x, u.y).item() for u in rk4(damped(flow, Friction()), Phase.at_rest(x), 1.0, 200)]
     assert all(after < before for before, after in itertools.pairwise(along))
     assert along[-1] < begin - 1e-3
     slope = -(flow.force(x, torch.zeros_like(x)) * flow.standard(x)).sum()
@@ -164,7 +164,7 @@ def test_the_reference_solution_is_exact_enough() -> None:
     g = generator(0)
     flow = SoftmaxFlow(0.4 * definite(4, 0.5, 1.5, g), definite(4, 0.5, 1.5, g))
     rest = Phase.at_rest(gaussian(16, 4, 0.7, g))
-    coarse, fine = (last(rk4(damped(flow, Friction(3.0, 0.1)), rest, 2.0, n)) for n in (500, 1000))
+    coarse, fine = (last(rk4(damped(flow, Friction(3.0, 0.1)), rest, 1.0, n)) for n in (500, 1000))
     assert max(far(coarse.x, fine.x), far(coarse.y, fine.y)) < 1e-9
 
 
@@ -196,8 +196,8 @@ def test_a_heavy_tailed_start_keeps_its_radii_and_its_moments() -> None:
     x = gaussian(40, D, 0.5, g) / gaussian(40, 1, 1.0, g).abs().clamp_min(0.3)
     x = x / x.square().sum(dim=1).mean().sqrt() + 0.2
     flow, friction = LinearFlow(A, V), Friction()
-    u = last(rk4(token_rate(flow, friction, True), Phase.at_rest(x), 2.0, 200))
-    exact = last(rk4(moment_rate(flow, friction, True), Moments.of(x), 2.0, 200))
+    u = last(rk4(token_rate(flow, friction, True), Phase.at_rest(x), 1.0, 200))
+    exact = last(rk4(moment_rate(flow, friction, True), Moments.of(x), 1.0, 200))
     torch.testing.assert_close(Moments.of(u.x).S, exact.S, rtol=1e-8, atol=1e-9)  # 0.005^4 = 6e-10
     torch.testing.assert_close(Moments.of(u.x).m, exact.m, rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(u.y, u.x @ exact.P, rtol=1e-8, atol=1e-9)  # y = P x, P symmetric

@@ -21,10 +21,10 @@ from runs import make_corpus, small_run
 from stepformer.base.errors import ConfigError, InputError
 from stepformer.measure import measured
 from stepformer.measure.diagnostics import jacobian, layer_maps
+from stepformer.measure.diagnostics.common import fixed_windows, generator_of
 from stepformer.measure.diagnostics.jacobian import JacobianSettings
 from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised, twice_differentiable
 from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
-from stepformer.measure.diagnostics.windows import fixed_windows
 from stepformer.oracles import fresh_call
 from stepformer.rules import State
 from stepformer.training import load_run, train
@@ -345,7 +345,7 @@ def test_a_run_is_measured(run: LoadedRun, tmp_path: Path) -> None:
     for batch in (0, 1):
         operator = LayerMaps(run.model, windows[2 * batch : 2 * batch + 2, :-1]).jacobian(1, "block")
         assert operator is not None
-        generator = jacobian._generator(0, 1, "block", batch)
+        generator = generator_of(0, 1, "block", batch)
         found.append(spectrum(operator, rank=12, oversampling=4, iterations=1, probes=3, generator=generator))
     means = [(a + b) / 2 for a, b in zip(found[0].values, found[1].values, strict=True)]
     assert result["layers"][1]["block"]["singular_values"] == pytest.approx(means, rel=1e-12)

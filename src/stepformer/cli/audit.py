@@ -87,11 +87,10 @@ def print_results(results: list[Audit], seconds: float, steps: int) -> None:
     for result in results:
         cells = [text(result.name, style="" if result.passed else "red")]
         for check in result.checks:
-            short = check.detail if check.passed else "FAIL"
-            if not check.passed or len(check.detail) > 26:
+            long = len(check.detail) > 26
+            if long or not check.passed:
                 remarks.append(f"{result.name}: {check.obligation} {OBLIGATIONS[check.obligation]}: {check.detail}")
-                short = short if not check.passed else "ok, see below"
-            cells.append(text(short))
+            cells.append(text("FAIL" if not check.passed else "ok, see below" if long else check.detail))
         table.rows.append(cells)
     out.print(table)
     for remark in remarks:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -94,23 +92,16 @@ def cell(column: str, value: str | int | float | None) -> str:
 
 
 def json_text(results: dict[str, Result], seed: int, particles: int) -> str:
-    """Everything that was computed, one row or list of numbers per line."""
-    experiments = {name: plain(dataclasses.asdict(result)) for name, result in results.items()}
+    """Everything that was computed, one row or list of numbers per line.
+
+    Six significant digits; null for what is no number any more.
+    """
+    exact = json.dumps({name: dataclasses.asdict(result) for name, result in results.items()})
+    experiments = json.loads(exact, parse_float=lambda x: float(f"{float(x):.6g}"), parse_constant=lambda x: None)
     record = {"stepformer": __version__, "seed": seed, "particles": particles, "experiments": experiments}
     text = json.dumps(record, indent=1, allow_nan=False)
     flat = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: re.sub(r"\s+", " ", found[0]), text)
     return flat + "\n"
-
-
-def plain(value: Any) -> Any:
-    """Six significant digits; null for what is no number any more."""
-    if isinstance(value, dict):
-        return {key: plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
 
 
 add_flow = command(

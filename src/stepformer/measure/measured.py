@@ -108,13 +108,6 @@ def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result
     return path
 
 
-def finish(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """Keep a result, and only then let its journal go, which nothing else shares; returns the result."""
-    save(run, kind, step=step, settings=settings, result=result)
-    (run / FOLDER / f"{kind}.jsonl").unlink(missing_ok=True)
-    return result
-
-
 def load(run: Path, kind: str, *, own: bool = True) -> dict[str, Any] | None:
     """A measurement of a run, whole, or None if it was never made; `own`: of this run and its weights, no others."""
     path = run / FOLDER / f"{kind}.json"

@@ -61,6 +61,12 @@ def clean(axes: Any, *, lines: str = "both", width: float = 0.8) -> None:
     axes.set_axisbelow(True)
 
 
+def titled(axes: Any, title: str, below: str = "", beside: str = "") -> None:
+    """A title at the left, as it is written, and what the two axes are."""
+    axes.set_title(title, loc="left", fontsize=10, parse_math=False)
+    axes.set(xlabel=below, ylabel=beside)
+
+
 def as_written(words: Any) -> None:
     """Labels and names of a picture as they are: one with dollar signs is no formula."""
     for text in words:

@@ -18,12 +18,10 @@ parameter that starts at zero or a norm that starts at one.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -88,20 +86,12 @@ def audit(
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Audit:
     """Audit an architecture at d = 32 with 8 heads, two layers, V = T = 16, whatever its own size."""
-    config = _small(config)
-    stages: tuple[Callable[[ModelConfig, int], tuple[bool, str]], ...] = (
-        partial(_builds, name=name),
-        _causal,
-        _cached,
-        partial(_random_tokens, steps=steps),
-        _gradients_reach,
-        partial(_equations, transcription=transcription),
-    )
+    audited = _Audited(_small(config), name, steps, seed, transcription)
     checks: list[Check] = []
-    for (obligation, title), run in zip(OBLIGATIONS.items(), stages, strict=True):
+    for obligation, title in OBLIGATIONS.items():
         progress(title)
         try:
-            passed, detail = run(config, seed)
+            passed, detail = True, getattr(audited, title)()
         except Exception as error:  # a user's rule may fail in any way; the audit reports it and goes on
             passed, detail = False, _explain(error)
         if not passed and any(detail == check.detail for check in checks):
@@ -136,78 +126,6 @@ def shaken(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -
     return model.eval()
 
 
-def _tokens(config: ModelConfig, seed: int, batch: int = 4) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randint(config.vocab_size, (batch, config.context), generator=generator)
-
-
-def _builds(config: ModelConfig, seed: int, name: str) -> tuple[bool, str]:
-    with contextlib.suppress(ConfigError):  # a combination may have a title that is not a name
-        if _small(model_config(name)) != config:
-            return False, f"the name '{name}' stands for another architecture"
-    again = ModelConfig.from_dict(config.to_dict())
-    if again != config:
-        return False, f"the config does not survive a round trip: {again.to_dict()} is not {config.to_dict()}"
-    if not templates[config.template].equation:
-        return False, f"template '{config.template}' states no equation"
-    model = shaken(config, seed)
-    tokens = _tokens(config, seed)
-    call = fresh_call(tokens)
-    s = model.start(tokens, call.positions)
-    block = model.blocks[0]
-    for turn, values in block.coefficients.values().items():
-        if block.template.integrates and turn == "attn":
-            continue  # the integrator takes this turn as a whole
-        g = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(seed), dtype=s.x.dtype)
-        inputs = {"x": s.x, **s.streams, "g": g}
-        before = {key: (t, t._version) for key, t in inputs.items()}
-        kicked = block.template.kick(s, values, g)
-        if kicked.x is not s.x:
-            return False, f"kick() moves x (turn '{turn}'); only drift() may"
-        norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else torch.nn.Identity()
-        block.template.drift(block.template.normalise(kicked, norm), values)
-        changed = [key for key, (t, version) in before.items() if t._version != version]
-        if changed:
-            return False, f"the rule changes {', '.join(changed)} in place; it must return new tensors"
-    after = block(s, call)
-    if set(after.streams) != set(s.streams):
-        odd = ", ".join(sorted(set(after.streams) ^ set(s.streams)))
-        return False, f"a layer should hand on the streams {sorted(s.streams)}; it adds or loses: {odd}"
-    row = preset_of(config)
-    cited = templates[config.template].cite or (row is not None and row.cite)
-    counts = [model.num_parameters(convention) for convention in ("total", "non-positional", "non-embedding")]
-    if not counts[0] > counts[1] >= counts[2] > 0 and config.positions == "learned":
-        return False, f"the three parameter counts are not in order: {counts}"
-    return True, f"{counts[0]:,}{'' if cited else ', uncited'}"
-
-
-@torch.no_grad()
-def _causal(config: ModelConfig, seed: int) -> tuple[bool, str]:
-    tokens = _tokens(config, seed)
-    cuts = range(1, config.context)
-    # All cuts in one pass. The unchanged rows stand at the same places of as large a batch, where kernels sum in the
-    # same order: to the bit.
-    same = tokens.repeat(len(cuts), 1, 1)
-    other = same.clone()
-    for i, cut in enumerate(cuts):
-        other[i, :, cut:] = (other[i, :, cut:] + 1) % config.vocab_size
-    for dtype in (torch.float32, torch.float64):
-        model = shaken(config, seed, dtype)
-        before, after = (model(rows.flatten(0, 1)).logits.unflatten(0, same.shape[:2]) for rows in (same, other))
-        for i, cut in enumerate(cuts):
-            changed = _difference(after[i, :, :cut], before[i, :, :cut])
-            if changed != 0:  # NaN counts as changed
-                return False, f"tokens from {cut} on change the logits before them by {changed:.1e}"
-    logits = model(tokens).logits
-    worst = _largest(_difference(model(tokens[:, :cut]).logits, logits[:, :cut]) for cut in cuts)
-    if not worst <= CACHE_TOLERANCE:
-        return False, f"extending the context changes earlier logits by {worst:.1e}"
-    alone = _difference(model(tokens[1:2]).logits, logits[1:2])
-    if not alone <= CACHE_TOLERANCE:
-        return False, f"a row's logits depend on the other rows of its batch, by {alone:.1e}"
-    return True, f"bit-equal, {worst:.0e}"
-
-
 def _difference(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference; NaN stays NaN and fails every comparison."""
     return (a - b).abs().max().item()
@@ -218,123 +136,199 @@ def _largest(values: Iterable[float]) -> float:
     return torch.tensor(list(values), dtype=torch.float64).max().item()
 
 
-@torch.no_grad()
-def _cached(config: ModelConfig, seed: int) -> tuple[bool, str]:
-    model = shaken(config, seed)
-    tokens = _tokens(config, seed, batch=3)
-    full = model(tokens).logits
-    time = config.context
-    differences = []
-    for chunks in ([1] * time, [time // 2] + [1] * (time - time // 2), [3, 4, time - 7]):
-        cache, at = model.new_cache(len(tokens)), 0
-        for width in chunks:
-            logits = model(tokens[:, at : at + width], cache=cache).logits
-            differences.append(_difference(logits, full[:, at : at + width]))
-            at += width
-    # prompts of different length, padded on the right with arbitrary tokens, then decoded together
-    lengths = torch.tensor([2, 7, 5])
-    cache = model.new_cache(len(tokens))
-    prompt = tokens[:, : int(lengths.max())].clone()
-    for b, n in enumerate(lengths.tolist()):
-        prompt[b, n:] = 0
-    logits = model(prompt, cache=cache, lengths=lengths, last_only=True).logits
-    rows = torch.arange(len(tokens))
-    differences.append(_difference(logits[:, 0], full[rows, lengths - 1]))
-    for step in range(time - int(lengths.max())):
-        at_row = lengths + step
-        logits = model(tokens[rows, at_row][:, None], cache=cache).logits
-        differences.append(_difference(logits[:, 0], full[rows, at_row]))
-    worst = _largest(differences)
-    passed = worst <= CACHE_TOLERANCE
-    return passed, f"{worst:.0e}" if passed else f"cached logits differ by {worst:.1e}"
-
-
-def _backward(model: Model, inputs: Tensor, targets: Tensor) -> float:
+def _backward(model: Model, tokens: Tensor) -> float:
     """Add the gradients of the loss, and return it."""
-    loss = model(inputs, targets).loss
+    loss = model(tokens[:, :-1], tokens[:, 1:]).loss
     assert loss is not None
     loss.backward()
     return loss.item()
 
 
-def _random_tokens(config: ModelConfig, seed: int, steps: int) -> tuple[bool, str]:
-    model = Model(config, seed=seed).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    generator = torch.Generator().manual_seed(seed + 2)
-    losses = []
-    for _ in range(steps):
-        tokens = torch.randint(config.vocab_size, (32, config.context + 1), generator=generator)
-        optimizer.zero_grad()
-        losses.append(_backward(model, tokens[:, :-1], tokens[:, 1:]))
-        optimizer.step()
-        if not math.isfinite(losses[-1]):
-            return False, f"the loss is not finite after {len(losses)} training steps"
-    chance = math.log(config.vocab_size)
-    tail = losses[-min(100, max(1, steps // 3)) :]
-    mean = sum(tail) / len(tail)
-    passed = mean >= chance - BELOW_CHANCE
-    return passed, f"{mean:.3f}" if passed else f"loss {mean:.3f} on unpredictable tokens, below ln V = {chance:.3f}"
+def _owed(kept: bool, otherwise: str) -> None:
+    if not kept:
+        raise StepformerError(otherwise)
 
 
-def _gradients_reach(config: ModelConfig, seed: int) -> tuple[bool, str]:
-    model = Model(config, seed=seed)
-    tokens = _tokens(config, seed)
-    _backward(model, tokens[:, :-1], tokens[:, 1:])
-    zeros = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            return False, f"{name} receives no gradient and is not declared unused"
-        if not bool(parameter.grad.isfinite().all()):
-            return False, f"the gradient of {name} is not finite"
-        if not bool(parameter.grad.any()):
-            zeros.append(name.replace("blocks.", "").replace("coefficients.", ""))
-    moved = shaken(_with(config, "all_active"), seed)
-    _backward(moved, tokens[:, :-1], tokens[:, 1:])
-    starved = [n for n, p in moved.named_parameters() if p.grad is not None and not bool(p.grad.any())]
-    # With zero streams the first look-ahead and memory multiply zero, whatever their value.
-    starved = [n for n in starved if moved.roles()[n] is not Role.COEFFICIENT]
-    if starved:
-        return False, f"the gradient is zero everywhere for {', '.join(starved[:4])}{' ...' if starved[4:] else ''}"
-    unused = len(model.unused_parameters())
-    notes = [f"{unused} unused"] if unused else []
-    notes += [f"zero: {', '.join(zeros)}"] if zeros else []
-    return True, "; ".join(notes) or "all"
+@dataclass(frozen=True)
+class _Audited:
+    """A small architecture. A method for each obligation: the number that shows it is kept, or an exception."""
 
+    config: ModelConfig
+    name: str
+    steps: int
+    seed: int
+    transcription: Transcription | None
 
-def _equations(config: ModelConfig, seed: int, transcription: Transcription | None) -> tuple[bool, str]:
-    tokens = _tokens(config, seed)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    exact, where = _with(config, "exact_gradient"), ""
-    worst = _against_differences(exact, seed, inputs, targets)
-    active = _with(exact, "all_active")
-    if not worst <= DIFFERENCE_TOLERANCE and active != exact:
-        # parts held constant on purpose, such as rows out of reach: compare where there are none, and say so
-        worst = _against_differences(active, seed, inputs, targets)
-        changed = {k: v for k, v in active.options.items() if exact.options.get(k) != v}
-        where = " at " + ", ".join(f"{key}={value}" for key, value in changed.items())
-    if not worst <= DIFFERENCE_TOLERANCE:
-        return False, f"gradients differ from finite differences by {worst:.1e} of the largest{where}"
+    @property
+    def tokens(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return torch.randint(self.config.vocab_size, (4, self.config.context), generator=generator)
 
-    model = shaken(config, seed)
-    independent = transcription(model, inputs) if transcription else None
-    if independent is None:
-        return True, f"fd {worst:.0e}{where}, not transcribed"
-    used, gradients, largest = _gradients(model, inputs, targets)
-    apart = [_difference(independent, model(inputs).logits) / independent.abs().max().item()]
-    other = torch.nn.functional.cross_entropy(independent.flatten(0, 1), targets.flatten())
-    theirs = torch.autograd.grad(other, list(used.values()), allow_unused=True)
-    for name, gradient in zip(used, theirs, strict=True):
-        if gradient is None:
-            if bool(gradients[name].any()):
-                return False, f"the transcription does not use {name}"
-            continue  # neither does the model, here: a floor that no row touches
-        apart.append(_difference(gradient, gradients[name]) / largest)
-    farthest = _largest(apart)
-    if not farthest <= TRANSCRIPTION_TOLERANCE:
-        return False, f"values or gradients differ from the transcribed equations by {farthest:.1e} of the largest"
-    return True, f"fd {worst:.0e}{where}, tr {farthest:.0e}"
+    def builds(self) -> str:
+        config, template = self.config, templates[self.config.template]
+        with contextlib.suppress(ConfigError):  # a combination may have a title that is not a name
+            same = _small(model_config(self.name)) == config
+            _owed(same, f"the name '{self.name}' stands for another architecture")
+        again = ModelConfig.from_dict(config.to_dict())
+        survives = f"the config does not survive a round trip: {again.to_dict()} is not {config.to_dict()}"
+        _owed(again == config, survives)
+        _owed(bool(template.equation), f"template '{config.template}' states no equation")
+        model, call = shaken(config, self.seed), fresh_call(self.tokens)
+        s, block = model.start(self.tokens, call.positions), model.blocks[0]
+        for turn, values in block.coefficients.values().items():
+            if block.template.integrates and turn == "attn":
+                continue  # the integrator takes this turn as a whole
+            g = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(self.seed), dtype=s.x.dtype)
+            before = {key: (t, t._version) for key, t in {"x": s.x, **s.streams, "g": g}.items()}
+            kicked = block.template.kick(s, values, g)
+            _owed(kicked.x is s.x, f"kick() moves x (turn '{turn}'); only drift() may")
+            norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else torch.nn.Identity()
+            block.template.drift(block.template.normalise(kicked, norm), values)
+            changed = ", ".join(key for key, (t, version) in before.items() if t._version != version)
+            _owed(not changed, f"the rule changes {changed} in place; it must return new tensors")
+        odd = ", ".join(sorted(set(block(s, call).streams) ^ set(s.streams)))
+        _owed(not odd, f"a layer should hand on the streams {sorted(s.streams)}; it adds or loses: {odd}")
+        counts = [model.num_parameters(convention) for convention in ("total", "non-positional", "non-embedding")]
+        in_order = counts[0] > counts[1] >= counts[2] > 0 or config.positions != "learned"
+        _owed(in_order, f"the three parameter counts are not in order: {counts}")
+        row = preset_of(config)
+        cited = template.cite or (row is not None and row.cite)
+        return f"{counts[0]:,}{'' if cited else ', uncited'}"
+
+    @torch.no_grad()
+    def causal(self) -> str:
+        tokens, cuts = self.tokens, range(1, self.config.context)
+        # All cuts in one pass. The unchanged rows stand at the same places of as large a batch, where kernels sum in
+        # the same order: to the bit.
+        same = tokens.repeat(len(cuts), 1, 1)
+        later = torch.arange(self.config.context) >= torch.tensor(cuts)[:, None, None]
+        other = torch.where(later, (same + 1) % self.config.vocab_size, same)
+        for dtype in (torch.float32, torch.float64):
+            model = shaken(self.config, self.seed, dtype)
+            before, after = (model(rows.flatten(0, 1)).logits.unflatten(0, same.shape[:2]) for rows in (same, other))
+            for i, cut in enumerate(cuts):
+                changed = _difference(after[i, :, :cut], before[i, :, :cut])
+                _owed(changed == 0, f"tokens from {cut} on change the logits before them by {changed:.1e}")
+        logits = model(tokens).logits
+        worst = _largest(_difference(model(tokens[:, :cut]).logits, logits[:, :cut]) for cut in cuts)
+        _owed(worst <= CACHE_TOLERANCE, f"extending the context changes earlier logits by {worst:.1e}")
+        alone = _difference(model(tokens[1:2]).logits, logits[1:2])
+        _owed(alone <= CACHE_TOLERANCE, f"a row's logits depend on the other rows of its batch, by {alone:.1e}")
+        return f"bit-equal, {worst:.0e}"
+
+    @torch.no_grad()
+    def decoding(self) -> str:
+        model, tokens, time = shaken(self.config, self.seed), self.tokens[:3], self.config.context
+        full = model(tokens).logits
+        differences = []
+        for chunks in ([1] * time, [time // 2] + [1] * (time - time // 2), [3, 4, time - 7]):
+            cache = model.new_cache(len(tokens))
+            parts = [model(part, cache=cache).logits for part in tokens.split(chunks, dim=1)]
+            differences.append(_difference(torch.cat(parts, dim=1), full))
+        # prompts of different length, padded on the right with arbitrary tokens, then decoded together
+        lengths, longest = torch.tensor([2, 7, 5]), 7
+        cache = model.new_cache(len(tokens))
+        prompt = tokens[:, :longest].masked_fill(torch.arange(longest) >= lengths[:, None], 0)
+        logits = model(prompt, cache=cache, lengths=lengths, last_only=True).logits
+        rows = torch.arange(len(tokens))
+        differences.append(_difference(logits[:, 0], full[rows, lengths - 1]))
+        for at in (lengths + step for step in range(time - longest)):
+            logits = model(tokens[rows, at][:, None], cache=cache).logits
+            differences.append(_difference(logits[:, 0], full[rows, at]))
+        worst = _largest(differences)
+        _owed(worst <= CACHE_TOLERANCE, f"cached logits differ by {worst:.1e}")
+        return f"{worst:.0e}"
+
+    def chance(self) -> str:
+        model = Model(self.config, seed=self.seed).train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        losses = []
+        for _ in range(self.steps):
+            optimizer.zero_grad()
+            tokens = torch.randint(self.config.vocab_size, (32, self.config.context + 1), generator=generator)
+            losses.append(_backward(model, tokens))
+            optimizer.step()
+            _owed(math.isfinite(losses[-1]), f"the loss is not finite after {len(losses)} training steps")
+        chance = math.log(self.config.vocab_size)
+        tail = losses[-min(100, max(1, self.steps // 3)) :]
+        mean = sum(tail) / len(tail)
+        below = f"loss {mean:.3f} on unpredictable tokens, below ln V = {chance:.3f}"
+        _owed(mean >= chance - BELOW_CHANCE, below)
+        return f"{mean:.3f}"
+
+    def gradients(self) -> str:
+        model = Model(self.config, seed=self.seed)
+        _backward(model, self.tokens)
+        zeros = []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                raise StepformerError(f"{name} receives no gradient and is not declared unused")
+            _owed(bool(parameter.grad.isfinite().all()), f"the gradient of {name} is not finite")
+            if not bool(parameter.grad.any()):
+                zeros.append(name.replace("blocks.", "").replace("coefficients.", ""))
+        moved = shaken(_with(self.config, "all_active"), self.seed)
+        _backward(moved, self.tokens)
+        starved = [n for n, p in moved.named_parameters() if p.grad is not None and not bool(p.grad.any())]
+        # With zero streams the first look-ahead and memory multiply zero, whatever their value.
+        starved = [n for n in starved if moved.roles()[n] is not Role.COEFFICIENT]
+        some = f"{', '.join(starved[:4])}{' ...' if starved[4:] else ''}"
+        _owed(not starved, f"the gradient is zero everywhere for {some}")
+        unused = len(model.unused_parameters())
+        notes = [f"{unused} unused"] if unused else []
+        notes += [f"zero: {', '.join(zeros)}"] if zeros else []
+        return "; ".join(notes) or "all"
+
+    def equations(self) -> str:
+        exact, where = _with(self.config, "exact_gradient"), ""
+        worst = self._against_differences(exact)
+        active = _with(exact, "all_active")
+        if not worst <= DIFFERENCE_TOLERANCE and active != exact:
+            # parts held constant on purpose, such as rows out of reach: compare where there are none, and say so
+            worst = self._against_differences(active)
+            changed = {k: v for k, v in active.options.items() if exact.options.get(k) != v}
+            where = " at " + ", ".join(f"{key}={value}" for key, value in changed.items())
+        apart = f"gradients differ from finite differences by {worst:.1e} of the largest{where}"
+        _owed(worst <= DIFFERENCE_TOLERANCE, apart)
+        model, inputs, targets = shaken(self.config, self.seed), self.tokens[:, :-1], self.tokens[:, 1:]
+        independent = self.transcription(model, inputs) if self.transcription else None
+        if independent is None:
+            return f"fd {worst:.0e}{where}, not transcribed"
+        ours, largest = _gradients(model, self.tokens)
+        errors = [_difference(independent, model(inputs).logits) / independent.abs().max().item()]
+        other = torch.nn.functional.cross_entropy(independent.flatten(0, 1), targets.flatten())
+        used = [p for p in model.parameters() if p.grad is not None]
+        theirs = torch.autograd.grad(other, used, allow_unused=True)
+        for (name, own), gradient in zip(ours.items(), theirs, strict=True):
+            # where neither uses it there is nothing to compare: a floor that no row touches
+            _owed(gradient is not None or not bool(own.any()), f"the transcription does not use {name}")
+            errors += [] if gradient is None else [_difference(gradient, own) / largest]
+        farthest = _largest(errors)
+        apart = f"values or gradients differ from the transcribed equations by {farthest:.1e} of the largest"
+        _owed(farthest <= TRANSCRIPTION_TOLERANCE, apart)
+        return f"fd {worst:.0e}{where}, tr {farthest:.0e}"
+
+    def _against_differences(self, config: ModelConfig) -> float:
+        """Largest disagreement of gradients with central differences along random directions, of the largest."""
+        model, tokens = shaken(config, self.seed), self.tokens
+        gradients, largest = _gradients(model, tokens)
+        generator = torch.Generator().manual_seed(self.seed + 3)
+        errors, step = [], 1e-5
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                parameter = model.get_parameter(name)
+                direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                direction /= direction.norm()
+                values = []
+                for sign in (1.0, -2.0):
+                    parameter.add_(direction, alpha=sign * step)
+                    values.append(model(tokens[:, :-1], tokens[:, 1:]).loss)
+                parameter.add_(direction, alpha=step)
+                measured = (values[0] - values[1]) / (2 * step)
+                errors.append(_difference(measured, (gradient * direction).sum()) / largest)
+        return _largest(errors)
 
 
 def _with(config: ModelConfig, which: Literal["exact_gradient", "all_active"]) -> ModelConfig:
@@ -343,38 +337,11 @@ def _with(config: ModelConfig, which: Literal["exact_gradient", "all_active"]) -
     return config.replace(**{k: v for entry in chosen for k, v in getattr(entry.component, which).items()})
 
 
-def _gradients(
-    model: Model, inputs: Tensor, targets: Tensor
-) -> tuple[dict[str, torch.nn.Parameter], dict[str, Tensor], float]:
-    """The parameters that receive gradients, the gradients, and the largest norm among them."""
-    _backward(model, inputs, targets)
-    used = {n: p for n, p in model.named_parameters() if p.grad is not None}
-    gradients = {n: p.grad for n, p in used.items() if p.grad is not None}
-    return used, gradients, max(g.norm().item() for g in gradients.values())
-
-
-def _against_differences(config: ModelConfig, seed: int, inputs: Tensor, targets: Tensor) -> float:
-    """Largest disagreement of gradients with central differences along random directions, relative to the largest."""
-    model = shaken(config, seed)
-    used, gradients, largest = _gradients(model, inputs, targets)
-    generator = torch.Generator().manual_seed(seed + 3)
-    errors, step = [], 1e-5
-    probe = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, parameter in probe.named_parameters():
-            if name not in used:
-                continue
-            direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-            direction /= direction.norm()
-            values = []
-            for sign in (1.0, -2.0):
-                parameter.add_(direction, alpha=sign * step)
-                values.append(probe(inputs, targets).loss)
-            parameter.add_(direction, alpha=step)
-            measured = (values[0] - values[1]) / (2 * step)
-            expected = (gradients[name] * direction).sum()
-            errors.append(_difference(measured, expected) / largest)
-    return _largest(errors)
+def _gradients(model: Model, tokens: Tensor) -> tuple[dict[str, Tensor], float]:
+    """The gradients by parameter, and the largest norm among them."""
+    _backward(model, tokens)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return gradients, max(g.norm().item() for g in gradients.values())
 
 
 def load_transcription(path: str | Path | None = None) -> Transcription | None:

@@ -17,25 +17,40 @@ Beside them stand the learned coefficients. `measure` looks at a run on fixed wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from rich.console import Group, RenderableType
 from torch import Tensor
 
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
-from stepformer.measure.diagnostics.depth_view import plot, text
-from stepformer.measure.diagnostics.windows import windows_of
+from stepformer.measure.diagnostics.common import digits, kept, measured_on, windows_of
 from stepformer.model import Model, Passage
+from stepformer.present.style import COLOURS, DASHES, as_written, clean, new_figure, save_figure, titled
+from stepformer.present.tables import of_texts
 from stepformer.rules import State
 from stepformer.training.run import LoadedRun
 
 __all__ = ["SETTINGS", "DepthSettings", "inside", "measure", "plot", "text"]
 
+COLUMNS = {
+    "readout_loss": "loss here",
+    "update_norm": "|update|",
+    "cosine": "cosine",
+    "entropy": "entropy",
+    "energy": "energy",
+    "capped_rows": "capped",
+    "bounded_scores": "bounded",
+}
+MOST_COEFFICIENTS = 9  # in one table; a wider one would be cut at the edge of the terminal
 Sum = list[float]
 """[sum, how many]: what batches add up to, in fp64, since over a hundred thousand tokens fp32 loses digits."""
 
@@ -63,7 +78,7 @@ def measure(run: LoadedRun, settings: DepthSettings, *, quiet: bool = False) -> 
     parts = {f"batch {number}": partial(_look, run.model, batch) for number, batch in batches}
     found = journal.each("inside the network", parts, quiet=quiet)
     result = {**_together(run.model, found), "windows_hash": about["windows_hash"], "settings": settings.to_dict()}
-    return measured.finish(run.folder.path, "depth", step=run.step, settings=settings.to_dict(), result=result)
+    return kept(run, settings, result)
 
 
 def inside(model: Model, windows: Tensor) -> dict[str, Any]:
@@ -77,7 +92,7 @@ def _look(model: Model, windows: Tensor) -> dict[str, Any]:
     windows = windows.to(model.embed.tok_emb.weight.device)
     inputs, targets = windows[:, :-1], windows[:, 1:]
     start: dict[str, Any] = {}
-    layers = []
+    layers: list[dict[str, Any]] = []
     step_before: Tensor | None = None
     for at in model.passages(inputs, rows=True):
         if at.layer == 0:
@@ -91,7 +106,7 @@ def _look(model: Model, windows: Tensor) -> dict[str, Any]:
                 "cosine": None if cosine is None else _sum(cosine),
                 "entropy": _entropies(at),
                 "readout_loss": _loss(model, at.after, targets),
-                "energy": _sums(at.seen.get("energy")),
+                "energy": _added([_sum(t.double()) for t in at.seen["energy"]]) if at.seen.get("energy") else None,
                 "capped_rows": _shares(at, "capped_rows"),
                 "bounded_scores": _shares(at, "bounded_scores"),
             }
@@ -102,11 +117,6 @@ def _look(model: Model, windows: Tensor) -> dict[str, Any]:
 
 def _sum(t: Tensor) -> Sum:
     return [t.sum().item(), t.numel()]
-
-
-def _sums(tensors: Iterable[Tensor] | None) -> Sum | None:
-    """Over all calls of the layer; None if there were none."""
-    return None if not tensors else _added([_sum(t.double()) for t in tensors])
 
 
 def _squares(s: State) -> dict[str, Sum]:
@@ -141,25 +151,20 @@ def _added(sums: Sequence[Sum]) -> Sum:
     return [math.fsum(total for total, _ in sums), sum(int(count) for _, count in sums)]
 
 
-def _mean(found: Sequence[Sum | None]) -> float | None:
-    """The mean over batches; None if nothing was counted or it is not finite (a step size before the first step)."""
+def _mean(found: Sequence[Sum | None], of: Callable[[float], float] = float) -> float | None:
+    """The mean over batches or its root; None if nothing was counted or it is infinite (a step size at the start)."""
     known = [one for one in found if one is not None]
     if not known or not all(math.isfinite(total) for total, _ in known):
         return None
     total, count = _added(known)
-    return total / count if count else None
-
-
-def _root(found: Sequence[Sum | None]) -> float | None:
-    mean = _mean(found)
-    return None if mean is None else math.sqrt(mean)
+    return of(total / count) if count else None
 
 
 def _together(model: Model, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The result from what the batches found."""
 
     def norms(parts: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-        return {name: _root([part["norms"][name] for part in parts]) for name in parts[0]["norms"]}
+        return {name: _mean([part["norms"][name] for part in parts], math.sqrt) for name in parts[0]["norms"]}
 
     starts = [batch["start"] for batch in batches]
     rows = []
@@ -171,7 +176,7 @@ def _together(model: Model, batches: Sequence[dict[str, Any]]) -> dict[str, Any]
                 "layer": layer,
                 "coefficients": coefficients,
                 "norms": norms(parts),
-                "update_norm": _root([part["update_norm"] for part in parts]),
+                "update_norm": _mean([part["update_norm"] for part in parts], math.sqrt),
                 "entropy": heads and [_mean([part["entropy"][h] for part in parts]) for h in range(len(heads))],
                 **{
                     key: _mean([part[key] for part in parts])
@@ -184,3 +189,87 @@ def _together(model: Model, batches: Sequence[dict[str, Any]]) -> dict[str, Any]
         "start": {"norms": norms(starts), "readout_loss": _mean([start["readout_loss"] for start in starts])},
         "tokens": sum(batch["tokens"] for batch in batches),
     }
+
+
+def text(result: dict[str, Any]) -> RenderableType:
+    """Tables of what the layers do, of the streams and of the learned coefficients, and what it was measured on."""
+    layers, start = result["layers"], result["start"]
+    shown = [key for key in COLUMNS if any(row[key] is not None for row in layers)]
+    streams, after = list(start["norms"]), [{"layer": "start", **start}, *layers]
+    doing = [[str(row["layer"]), *(_cell(row.get(key), key) for key in shown)] for row in after]
+    sizes = [[str(row["layer"]), *(digits(row["norms"].get(name)) for name in streams)] for row in after]
+    parts: list[RenderableType] = [
+        *(of_texts(["after layer", *(COLUMNS[key] for key in shown)], doing), ""),
+        *(of_texts(["after layer", *(f"|{name}|" for name in streams)], sizes), ""),
+    ]
+    names = list(dict.fromkeys(name for row in layers for name in row["coefficients"]))
+    for begin in range(0, len(names), MOST_COEFFICIENTS):
+        some = names[begin : begin + MOST_COEFFICIENTS]
+        rows = [[str(row["layer"]), *(digits(row["coefficients"].get(name)) for name in some)] for row in layers]
+        parts += [of_texts(["layer", *some], rows), ""]
+    parts.append(
+        f"{measured_on(result)}; norms are root mean squares, entropy is a mean over heads in nats\n"
+        "loss here: of the head, read out after this layer; cosine: of successive updates of x; energy: of attention "
+        "(docs/inside-the-network.md)"
+    )
+    return Group(*parts)
+
+
+def _cell(value: Any, key: str) -> str:
+    if isinstance(value, list):  # by head
+        known = [one for one in value if one is not None]
+        value = statistics.fmean(known) if known else None
+    return f"{value:.1%}" if value is not None and key in ("capped_rows", "bounded_scores") else digits(value)
+
+
+def plot(result: dict[str, Any], path: str | Path) -> None:
+    """Write a PNG: a panel for every kind of number, along depth."""
+    layers, start = result["layers"], result["start"]
+    of = {key: [row[key] for row in layers] for key in layers[0]}
+    norms = {name: [first, *(norm.get(name) for norm in of["norms"])] for name, first in start["norms"].items()}
+    heads = len(next((entropy for entropy in of["entropy"] if entropy), ()))
+    panels: list[tuple[str, str, dict[str, list[Any]]]] = [
+        ("Loss read out after each layer", "nats per token", {"": [start["readout_loss"], *of["readout_loss"]]}),
+        ("Streams", "root mean square", {**norms, "update of x": of["update_norm"]}),
+    ]
+    if heads:
+        each = {f"head {h}": [entropy and entropy[h] for entropy in of["entropy"]] for h in range(heads)}
+        panels.append(("Entropy of attention, by head", "nats", each))
+    panels.append(("Cosine of successive updates", "", {"": of["cosine"]}))
+    if any(energy is not None for energy in of["energy"]):
+        panels.append(("Energy of attention", "", {"": of["energy"]}))
+    for kind, names in _families(layers).items():
+        panels.append((f"Coefficient {kind}", "", {n: [row.get(n) for row in of["coefficients"]] for n in names}))
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure((1 + 3.8 * columns, 0.6 + 2.9 * rows))
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (title, unit, lines) in zip(grid, panels, strict=False):
+        _draw(axes, title, unit, lines, of["layer"])
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    save_figure(figure, path, f"by layer, -1 is the start; {measured_on(result)}")
+
+
+def _families(layers: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Coefficients that differ by turn or head alone share a panel: mu_attn and mu_mlp, r[0] and r[1]."""
+    families: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for row in layers for name in row["coefficients"]):
+        families.setdefault(re.sub(r"(_attn|_mlp|_both)$|\[\d+\]$", "", name), []).append(name)
+    return families
+
+
+def _draw(axes: Any, title: str, unit: str, lines: dict[str, list[Any]], layers: list[int]) -> None:
+    """Lines along depth; one with a value more than there are layers begins at the start."""
+    for place, (label, y) in enumerate(lines.items()):
+        cycle, colour = divmod(place, len(COLOURS))
+        x = layers if len(y) == len(layers) else [-1, *layers]
+        values = [float("nan") if value is None else value for value in y]
+        looks = {"color": COLOURS[colour], "linestyle": DASHES[cycle % len(DASHES)]}
+        axes.plot(x, values, marker="o", markersize=3.5, linewidth=1.5, label=label or None, **looks)
+    if len(lines) > 1:
+        as_written(axes.legend(frameon=False, fontsize=7, ncols=1 if len(lines) <= 5 else 2).get_texts())
+    titled(axes, title)
+    axes.set_ylabel(unit, fontsize=8)
+    clean(axes)
+    axes.xaxis.get_major_locator().set_params(integer=True)

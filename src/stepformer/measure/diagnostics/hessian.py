@@ -4,13 +4,13 @@
 
 by double backward, the one way whose second derivatives of LayerNorm are right in every torch we know. Fused attention
 has no second derivative, so everything runs with plain products in place of fused kernels. The model that is measured
-is never written to: all happens in a copy that shares its memory.
+is never written to: all happens in a copy that shares its memory. Beside it stands the loss along random directions
+through the weights, scaled so that models of different size can be compared.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.measure.diagnostics.common import generator_of, twin
 from stepformer.measure.diagnostics.lanczos import dot, norm
-from stepformer.measure.diagnostics.twins import twin
 from stepformer.model import IGNORE, Model
 from stepformer.ops import kernels
 
 Batch = tuple[Tensor, Tensor]
+Normalise = Literal["tensor", "filter"]
 
 # Of the finite differences, relative to the size of each tensor. The best of them counts: constrained attention curves
 # so much that it needs the shortest, which for others is all rounding.
@@ -46,11 +47,10 @@ class HessianOperator:
 
     def __init__(self, model: Model, batches: Sequence[Batch], *, dtype: torch.dtype | None = None) -> None:
         self.model = twin(model, dtype or model.embed.tok_emb.weight.dtype)
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not named:
             raise InputError("No parameter of the model requires a gradient, so there is no Hessian.")
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
+        self.names, self.parameters = list(named), list(named.values())
         self.sizes = [p.numel() for p in self.parameters]
         self.size = sum(self.sizes)
         self.device, self.dtype = self.parameters[0].device, self.parameters[0].dtype
@@ -120,14 +120,13 @@ class HessianOperator:
         """
         parts = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            digest = hashlib.sha256(f"{seed}/{purpose}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            generator = generator_of(seed, purpose, name)
             if kind == "normal":
                 part = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             else:
                 part = torch.randint(2, parameter.shape, generator=generator, dtype=torch.int8) * 2 - 1
-            parts.append(part.to(self.device, self.dtype).reshape(-1))
-        return torch.cat(parts)
+            parts.append(part.to(self.device, self.dtype))
+        return self.flat(parts)
 
     def start(self, number: int, seed: int = 0) -> Tensor:
         """Where a search for eigenvectors begins."""
@@ -152,9 +151,8 @@ class HessianOperator:
         difference D of gradients along d. symmetry: |u.H d - d.H u| / |H d| for normal u, whose products with H d are
         of the size of |H d|.
         """
-        drawn = self.split(self.draw("normal", seed, "check direction"))
-        sizes = [max(SMALLEST, float(p.detach().square().mean()) ** 0.5) for p in self.parameters]
-        d = self.flat([part * size for part, size in zip(drawn, sizes, strict=True)])
+        drawn = zip(self.split(self.draw("normal", seed, "check direction")), self.parameters, strict=True)
+        d = self.flat([part * max(SMALLEST, float(p.detach().square().mean()) ** 0.5) for part, p in drawn])
         u = self.draw("normal", seed, "check symmetry")
         hd, again, hu = self @ d, self @ d, self @ u
         size = norm(hd) or 1.0
@@ -190,3 +188,40 @@ FAULTS = {
 def batches_of(windows: Tensor, size: int) -> list[Batch]:
     """Windows (count, context + 1) as batches of `size` rows: inputs, and targets one token later."""
     return [(rows[:, :-1], rows[:, 1:]) for rows in windows.split(size)]
+
+
+def direction(operator: HessianOperator, number: int = 0, *, seed: int = 0, normalise: Normalise = "tensor") -> Tensor:
+    """A normal random direction with the scale of the weights: flat, in the order of the operator's parameters.
+
+    tensor: each tensor's part has the norm of that tensor, gains and coefficients included. filter: each row of a
+    matrix or table has the norm of that row (one output unit, one token, one position), and tensors of one dimension
+    do not move. What is zero does not move either.
+    """
+    drawn = operator.split(operator.draw("normal", seed, f"curve {number}"))
+    return operator.flat(
+        [_scaled(part, p.detach(), normalise) for part, p in zip(drawn, operator.parameters, strict=True)]
+    )
+
+
+def _scaled(part: Tensor, weight: Tensor, normalise: Normalise) -> Tensor:
+    if normalise == "tensor":
+        return part * (weight.norm() / part.norm())
+    if weight.ndim < 2:
+        return torch.zeros_like(part)
+    own, wanted = (t.flatten(1).norm(dim=1).view(-1, *[1] * (t.ndim - 1)) for t in (part, weight))
+    return part * (wanted / own)
+
+
+def grid(points: int, reach: float) -> list[float]:
+    """Evenly spaced from -reach to reach, with an exact zero in the middle of an odd number of points."""
+    middle = (points - 1) / 2
+    return [reach * (i - middle) / middle for i in range(points)]
+
+
+def loss_at(operator: HessianOperator, along: Sequence[Tensor], by: Sequence[float]) -> float:
+    """The loss at theta + by_1 along_1 + by_2 along_2 + ..."""
+    total = torch.zeros(operator.size, dtype=operator.dtype, device=operator.device)
+    for a, d in zip(by, along, strict=True):
+        total.add_(d, alpha=a)
+    with operator.moved(total):
+        return operator.loss()

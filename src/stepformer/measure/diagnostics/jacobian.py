@@ -14,26 +14,30 @@ Every statistic is computed for each batch of windows and then averaged over the
 from __future__ import annotations
 
 import functools
-import hashlib
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
+from rich.console import Group, RenderableType
+from rich.text import Text
 from torch import Tensor
 
 from stepformer.base.errors import InputError
 from stepformer.base.progress import counting
 from stepformer.base.settings import Settings, setting
 from stepformer.measure import measured
-from stepformer.measure.diagnostics.jacobian_view import plot, text
+from stepformer.measure.diagnostics.common import DTYPES, digits, generator_of, kept, measured_on, windows_of
 from stepformer.measure.diagnostics.layer_maps import KINDS, LayerMaps, Linearised, why_no_oracle
 from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
-from stepformer.measure.diagnostics.windows import windows_of
 from stepformer.model import Model
+from stepformer.present.style import COLOURS, GREY, clean, new_figure, save_figure, titled
+from stepformer.present.tables import of_texts
 from stepformer.training.run import LoadedRun
 
 __all__ = [
@@ -50,9 +54,23 @@ __all__ = [
     "text",
 ]
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 MEANS = ("spread", "stable_rank", "rms_gain", "frobenius")
 LARGEST = ("change", "change_of_largest", "error", "rounds")
+TITLES = {
+    "block": "block: x to x', streams held",
+    "oracle": "oracle: X to R(X)",
+    "joint": "joint: x and all streams",
+}
+PER_LAYER = ("sigma_max", "sigma_k", "spread", "stable_rank", "rms_gain")
+OVER_LAYERS = {
+    "persistence": "persistence, sum of log sigma_k",
+    "sum_log_rms_gain": "sum of log rms gain",
+    "mean_sigma_max": "mean sigma_1",
+    "mean_sigma_k": "mean sigma_k",
+    "mean_spread": "mean spread",
+    "max_spread": "largest spread",
+    "mean_stable_rank": "mean stable rank",
+}
 LEGACY = 11  # the singular value that published tables, sorted the wrong way, give as the 64th
 
 
@@ -95,32 +113,27 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
             "would be smaller, and Jacobians of different size have no common mean."
         )
     journal = measured.journal(run.folder.path, "jacobian", about, quiet=quiet)
-    pieces: dict[tuple[int, str], list[Spectrum]] = {}
-    notes: list[str] = []
+    pieces: defaultdict[tuple[int, str], list[Spectrum]] = defaultdict(list)
     layers, kinds = range(len(model.blocks)), settings.kinds()
     with counting("Jacobians", len(batches) * len(layers) * len(kinds), quiet=quiet) as step:
         for number, tokens in enumerate(batches):
             batch = _Batch(model, tokens, number, settings)
-            notes = notes or journal.get("notes", batch.notes)
-            for layer in layers:
-                for kind in kinds:
-                    found = journal.get(f"layer {layer} {kind} batch {number}", partial(batch.find, layer, kind))
-                    if found is not None:
-                        pieces.setdefault((layer, kind), []).append(Spectrum.from_dict(found))
-                    step(1)
-    rows: list[dict[str, Any]] = [
-        {"layer": layer, **{kind: over_batches(pieces.get((layer, kind), [])) for kind in KINDS}} for layer in layers
-    ]
-    result = {
-        "layers": rows,
-        "summary": {kind: over_layers([row[kind] for row in rows]) for kind in KINDS},
+            notes = journal.get("notes", batch.notes)
+            for layer, kind in itertools.product(layers, kinds):
+                found = journal.get(f"layer {layer} {kind} batch {number}", partial(batch.find, layer, kind))
+                pieces[layer, kind] += [] if found is None else [Spectrum(**found)]
+                step(1)
+    of = {kind: [over_batches(pieces[layer, kind]) for layer in layers] for kind in KINDS}
+    result: dict[str, Any] = {
+        "layers": [{"layer": layer, **{kind: of[kind][layer] for kind in KINDS}} for layer in layers],
+        "summary": {kind: over_layers(of[kind]) for kind in KINDS},
         "notes": notes,
         "tokens": windows[:, :-1].numel(),
         "batches": len(batches),
         "windows_hash": about["windows_hash"],
         "settings": settings.to_dict(),
     }
-    return measured.finish(run.folder.path, "jacobian", step=run.step, settings=settings.to_dict(), result=result)
+    return kept(run, settings, result)
 
 
 @dataclass
@@ -144,8 +157,8 @@ class _Batch:
         if (layer, kind) not in self.done:
             jacobian, s = self.maps.jacobian(layer, kind), self.settings
             sizes = {name: getattr(s, name) for name in ("rank", "oversampling", "iterations", "tolerance", "probes")}
-            generator = _generator(s.seed, layer, kind, self.number)
-            found = None if jacobian is None else spectrum(jacobian, **sizes, generator=generator).to_dict()
+            generator = generator_of(s.seed, layer, kind, self.number)
+            found = None if jacobian is None else asdict(spectrum(jacobian, **sizes, generator=generator))
             self.done[layer, kind] = found
         return self.done[layer, kind]
 
@@ -172,25 +185,25 @@ def over_batches(found: Sequence[Spectrum]) -> dict[str, Any] | None:
     if not found:
         return None
     values = [statistics.fmean(column) for column in zip(*(one.values for one in found), strict=True)]
-    errors = [one.frobenius_error for one in found]
-    settled = [one.settled for one in found]
+
+    def over(how: Callable[[Any], Any], key: str) -> Any:
+        return _over(how, [getattr(one, key) for one in found])
+
     row: dict[str, Any] = {
         "singular_values": values,
         "sigma_max": values[0],
         "sigma_k": values[-1],
         "k": len(values),
-        **{key: _mean([getattr(one, key) for one in found]) for key in MEANS},
+        **{key: over(statistics.fmean, key) for key in MEANS},
         # of the mean over batches, from the probes alone
-        "frobenius_standard_error": None
-        if None in errors
-        else math.sqrt(math.fsum(error**2 for error in errors if error is not None)) / len(errors),
-        "converged": None if None in settled else all(settled),
-        **{key: _largest([getattr(one, key) for one in found]) for key in LARGEST},
+        "frobenius_standard_error": over(lambda e: math.sqrt(math.fsum(x**2 for x in e)) / len(e), "frobenius_error"),
+        "converged": over(all, "settled"),
+        **{key: over(max, key) for key in LARGEST},
         "dimension": found[0].dimension,
     }
     if len(values) >= LEGACY:
         spreads = [one.values[0] / one.values[LEGACY - 1] if one.values[LEGACY - 1] > 0 else None for one in found]
-        row["legacy"] = {f"sigma_{LEGACY}": values[LEGACY - 1], "spread": _mean(spreads)}
+        row["legacy"] = {f"sigma_{LEGACY}": values[LEGACY - 1], "spread": _over(statistics.fmean, spreads)}
     return row
 
 
@@ -202,36 +215,95 @@ def over_layers(rows: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     of = {key: [row[key] for row in known] for key in known[0] if key != "legacy"}
     summary: dict[str, Any] = {
         "persistence": _sum_of_logs(of["sigma_k"]),
-        "mean_spread": _mean(of["spread"]),
-        "max_spread": _largest(of["spread"]),
-        **{f"mean_{key}": _mean(of[key]) for key in ("stable_rank", "sigma_max", "sigma_k")},
+        "mean_spread": _over(statistics.fmean, of["spread"]),
+        "max_spread": _over(max, of["spread"]),
+        **{f"mean_{key}": _over(statistics.fmean, of[key]) for key in ("stable_rank", "sigma_max", "sigma_k")},
         "sum_log_rms_gain": _sum_of_logs(of["rms_gain"]),
         "layers": len(known),
     }
     if all("legacy" in row for row in known):
         summary["legacy"] = {
             "persistence": _sum_of_logs([row["legacy"][f"sigma_{LEGACY}"] for row in known]),
-            "mean_spread": _mean([row["legacy"]["spread"] for row in known]),
+            "mean_spread": _over(statistics.fmean, [row["legacy"]["spread"] for row in known]),
         }
     return summary
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean; None if one is missing, as a mean over the others would be about something else."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else None
-
-
-def _largest(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if len(known) == len(values) else None
+def _over(how: Callable[[Any], Any], values: Sequence[Any]) -> Any:
+    """A mean, say; None if a value is missing, as one over the others would be about something else."""
+    return None if None in values else how(values)
 
 
 def _sum_of_logs(values: Sequence[float]) -> float | None:
     return math.fsum(map(math.log, values)) if min(values) > 0 else None
 
 
-def _generator(seed: int, layer: int, kind: str, batch: int) -> torch.Generator:
-    """Its own random numbers for every piece, so that a continued measurement draws what a whole one would."""
-    digest = hashlib.sha256(f"{seed}/{layer}/{kind}/{batch}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+def text(result: dict[str, Any]) -> RenderableType:
+    """A table for each Jacobian, the sums over depth, and the notes."""
+    shown: list[RenderableType] = []
+    kinds = [kind for kind in TITLES if result["summary"][kind] is not None]
+    same = all(row["joint"] == row["block"] for row in result["layers"])  # as a note says
+    for kind in (kind for kind in kinds if not (kind == "joint" and same)):
+        found = {str(row["layer"]): row[kind] for row in result["layers"] if row[kind] is not None}
+        first = next(iter(found.values()))
+        k = first["k"]
+        names = ["layer", "sigma_1", f"sigma_{k}", f"sigma_1/sigma_{k}", "stable rank", "rms gain", "error"]
+        cells = [
+            [layer, *(digits(of[key]) for key in PER_LAYER), "-" if of["error"] is None else f"{of['error']:.1%}"]
+            for layer, of in found.items()
+        ]
+        title = f"{TITLES[kind]}, dimension {first['dimension']:,}"
+        shown += [Text(title, style="bold"), of_texts(names, cells), ""]
+    if kinds:
+        of = result["summary"]
+        rows = [[title, *(digits(of[kind][key]) for kind in kinds)] for key, title in OVER_LAYERS.items()]
+        if all("legacy" in of[kind] for kind in kinds):
+            legacy = (digits(of[kind]["legacy"]["persistence"]) for kind in kinds)
+            rows.append(["legacy persistence, sum of log sigma_11", *legacy])
+        shown += [of_texts(["over all layers", *kinds], rows), ""]
+    settings = result["settings"]
+    how = f"at most {settings['iterations']} rounds, {settings['probes']} probes, {settings['precision']}"
+    shown.append(f"{measured_on(result)}; {how}")
+    shown.append("error: the values are estimates from below; the last of them may be too low by so much")
+    shown.append("persistence, spread and the rest: docs/jacobian.md")
+    return Group(*shown, *result["notes"])
+
+
+def plot(result: dict[str, Any], path: str | Path) -> None:
+    """Write a PNG: the singular values of every layer for each Jacobian, and gains along depth."""
+    kinds = [kind for kind in TITLES if result["summary"][kind] is not None]
+    columns = max(1, len(kinds))
+    figure = new_figure((1 + 3.6 * columns, 6.6))
+    panels = figure.subplots(2, columns, squeeze=False)
+    for above, below, kind in zip(*panels, kinds, strict=False):
+        found = {row["layer"]: row[kind] for row in result["layers"] if row[kind] is not None}
+        _draw_spectra(above, [of["singular_values"] for of in found.values()])
+        titled(above, TITLES[kind], "index", "singular value")
+        _draw_gains(below, found)
+        for axes in (above, below):
+            axes.set_yscale("log")
+            clean(axes)
+    save_figure(figure, path, measured_on(result))
+
+
+def _draw_spectra(axes: Any, spectra: Sequence[list[float]]) -> None:
+    """From light blue at the first layer to black at the last."""
+    last = len(spectra) - 1
+    blue = [int(COLOURS[6][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    for place, values in enumerate(spectra):
+        colour = [part * (1 - place / max(1, last)) for part in blue]
+        label = {0: "first layer", last: "last layer"}.get(place) if last else None
+        axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.6, label=label)
+    if last:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_gains(axes: Any, found: dict[int, dict[str, Any]]) -> None:
+    layers, k = list(found), next(iter(found.values()))["k"]
+    shown = {"sigma_max": "sigma_1", "sigma_k": f"sigma_{k}", "rms_gain": "rms gain"}
+    for (key, label), colour in zip(shown.items(), COLOURS[1:], strict=False):
+        axes.plot(layers, [of[key] for of in found.values()], "o-", color=colour, markersize=4, label=label)
+    axes.axhline(1, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xticks(layers if len(layers) <= 12 else layers[:: len(layers) // 8])
+    axes.set_xlabel("layer")
+    axes.legend(frameon=False, fontsize=8)

@@ -12,8 +12,10 @@ from torch import Tensor
 Product = Callable[[Tensor], Tensor]
 Draw = Callable[[int], Tensor]
 """Random vectors by number, so that what one method draws does not depend on what another has drawn."""
+Progress = Callable[[int], None]
 
 PIECE = 1 << 22  # numbers summed in fp64 at a time
+ROUNDING = 10  # units in the last place
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,10 @@ def norm(a: Tensor) -> float:
 def by_magnitude(values: Sequence[float], dtype: torch.dtype) -> list[int]:
     """Which value comes first: the larger magnitude, and of +a and -a the positive one.
 
-    Magnitudes that differ by no more than rounding (ten units of `dtype` in the largest) count as equal; otherwise the
+    Magnitudes that differ by no more than `ROUNDING` (units of `dtype` in the largest) count as equal; otherwise the
     machine's way of summing would decide between opposite values.
     """
-    slack = _rounding(dtype) * max(map(abs, values))
+    slack = ROUNDING * torch.finfo(dtype).eps * max(map(abs, values))
     order = sorted(range(len(values)), key=lambda i: -abs(values[i]))
     group = dict.fromkeys(order[:1], 0)
     for before, i in pairwise(order):
@@ -52,18 +54,8 @@ def by_magnitude(values: Sequence[float], dtype: torch.dtype) -> list[int]:
     return sorted(order, key=lambda i: (group[i], values[i] < 0))
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    return 10 * torch.finfo(dtype).eps
-
-
 def lanczos(
-    product: Product,
-    draw: Draw,
-    *,
-    count: int,
-    iterations: int,
-    tolerance: float,
-    progress: Callable[[int], None] = lambda steps: None,
+    product: Product, draw: Draw, *, count: int, iterations: int, tolerance: float, progress: Progress = lambda _: None
 ) -> tuple[list[Eigenpair], int]:
     """The `count` eigenvalues of largest magnitude, largest first (`by_magnitude`), and the number of steps taken.
 
@@ -72,32 +64,27 @@ def lanczos(
     `tolerance` times their eigenvalue. An eigenvalue that is repeated exactly is found once.
     """
     v = draw(0)
-    size = v.numel()
-    most = min(iterations, size)
-    basis = torch.empty(most, size, dtype=v.dtype, device=v.device)
+    most = min(iterations, v.numel())
+    basis = v.new_empty(most, v.numel())
     basis[0] = v / norm(v)
     tridiagonal = torch.zeros(most, most, dtype=torch.float64)
-    steps = 0
-    for k in range(most):
+    for steps in range(1, most + 1):
+        k, known = steps - 1, basis[:steps]
         w = product(basis[k])
         tridiagonal[k, k] = dot(basis[k], w)
-        known = basis[: k + 1]
         w = _orthogonal(w, known)
         beta = norm(w)
-        steps = k + 1
         progress(1)
         values, vectors = torch.linalg.eigh(tridiagonal[:steps, :steps])
         wanted = by_magnitude(values.tolist(), v.dtype)[:count]
         residuals = beta * vectors[-1, wanted].abs()
         if steps == most or (steps >= count and bool((residuals <= tolerance * values[wanted].abs()).all())):
             break
-        if beta <= _rounding(v.dtype) * float(values.abs().max()):
+        if beta <= ROUNDING * torch.finfo(v.dtype).eps * float(values.abs().max()):
             # the directions so far already hold the image of each of them: go on in a new one
             beta, w = 0.0, _orthogonal(draw(steps), known)
-            basis[steps] = w / norm(w)
-        else:
-            basis[steps] = w / beta
-        tridiagonal[k, k + 1] = tridiagonal[k + 1, k] = beta
+        basis[steps] = w / (beta or norm(w))
+        tridiagonal[k, steps] = tridiagonal[steps, k] = beta
     weights = vectors[:, wanted].to(basis)
     sought = (basis[:steps].mT @ weights[:, i] for i in range(weights.shape[1]))
     found = [_eigenpair(unit, product(unit)) for unit in (v / norm(v) for v in sought)]
@@ -105,13 +92,7 @@ def lanczos(
 
 
 def power(
-    product: Product,
-    draw: Draw,
-    *,
-    count: int,
-    iterations: int,
-    tolerance: float,
-    progress: Callable[[int], None] = lambda steps: None,
+    product: Product, draw: Draw, *, count: int, iterations: int, tolerance: float, progress: Progress = lambda _: None
 ) -> tuple[list[Eigenpair], int]:
     """The same by power iteration: v <- A v / |A v| until the Rayleigh quotient changes by less than `tolerance`.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import InputError
-from stepformer.measure.diagnostics.twins import twin
+from stepformer.measure.diagnostics.common import twin
 from stepformer.model import Model, Passage
 from stepformer.model.block import Block
 from stepformer.ops import kernels
@@ -39,68 +39,45 @@ class Linearised:
         with torch.enable_grad(), kernels.twice_differentiable():
             self.inputs = [t.detach().clone().requires_grad_() for t in point]
             self.outputs = list(map(self.inputs))
-            # an output that no input reaches has zero rows
-            self.moving = [t for t in self.outputs if t.requires_grad]
-            self.cotangents = [torch.zeros_like(t, requires_grad=True) for t in self.moving]
-            pulled: Sequence[Tensor] = [torch.zeros_like(t) for t in self.inputs]
-            if self.moving:
-                pulled = torch.autograd.grad(
-                    self.moving, self.inputs, self.cotangents, create_graph=True, materialize_grads=True
+            moving = [t for t in self.outputs if t.requires_grad]  # one that no input reaches has zero rows
+            self.cotangents = [torch.zeros_like(t, requires_grad=True) for t in moving]
+            self.pulled: Sequence[Tensor] = [torch.zeros_like(t) for t in self.inputs]
+            if moving:
+                self.pulled = torch.autograd.grad(
+                    moving, self.inputs, self.cotangents, create_graph=True, materialize_grads=True
                 )
-        self.pulled = pulled
         self.shape = (sum(t.numel() for t in self.outputs), sum(t.numel() for t in self.inputs))
         self.dtype, self.device = self.inputs[0].dtype, self.inputs[0].device
 
     def push(self, v: Tensor) -> Tensor:
         """J v for each row of v, (n, columns) to (n, rows)."""
-        return self._some_at_a_time(v, self._push)
+        return self._derivatives(v, self.pulled, self.cotangents, self.outputs)
 
     def pull(self, u: Tensor) -> Tensor:
         """J^T u for each row of u, (n, rows) to (n, columns)."""
-        return self._some_at_a_time(u, self._pull)
+        return self._derivatives(u, self.outputs, self.inputs, self.inputs)
 
-    def _some_at_a_time(self, vectors: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    def _derivatives(
+        self, vectors: Tensor, ends: Sequence[Tensor], starts: Sequence[Tensor], like: Sequence[Tensor]
+    ) -> Tensor:
+        """Backward passes from `ends`, for some of the rows of cotangents at a time, to `starts`: those of the tensors
+        `like` that anything reaches.
+        """
         chunk = max(1, AT_ONCE.get(self.device.type, AT_ONCE["cpu"]) // max(self.shape))
-        return torch.cat([product(part) for part in vectors.split(chunk)])
-
-    def _push(self, v: Tensor) -> Tensor:
-        pairs = [(p, part) for p, part in zip(self.pulled, _parts(v, self.inputs), strict=True) if p.requires_grad]
-        if not pairs:
-            return v.new_zeros(len(v), self.shape[0])
-        ends, along = zip(*pairs, strict=True)
-        moved = iter(_derivatives(ends, self.cotangents, along))
-        columns = [
-            next(moved) if t.requires_grad else t.new_zeros(len(v), *t.shape)  # in the order of the outputs
-            for t in self.outputs
-        ]
-        return torch.cat([column.flatten(1) for column in columns], dim=1)
-
-    def _pull(self, u: Tensor) -> Tensor:
-        parts = [part for t, part in zip(self.outputs, _parts(u, self.outputs), strict=True) if t.requires_grad]
-        if not parts:
-            return u.new_zeros(len(u), self.shape[1])
-        pulled = _derivatives(self.moving, self.inputs, parts)
-        return torch.cat([part.flatten(1) for part in pulled], dim=1)
-
-
-def _parts(vectors: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Rows of joined vectors in the shapes of the tensors they belong to, (n, ...)."""
-    pieces = vectors.split([t.numel() for t in like], dim=1)
-    return [piece.reshape(len(vectors), *t.shape) for piece, t in zip(pieces, like, strict=True)]
-
-
-def _derivatives(ends: Sequence[Tensor], starts: Sequence[Tensor], along: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The backward pass for several cotangents at once, (n, ...)."""
-    several = len(along[0]) > 1
-    found = torch.autograd.grad(
-        ends,
-        starts,
-        along if several else [part[0] for part in along],
-        retain_graph=True,
-        materialize_grads=True,
-        is_grads_batched=several,
-    )
-    return found if several else tuple(t[None] for t in found)
+        rows, reached = [], [end for end in ends if end.requires_grad]
+        for some in vectors.split(chunk):
+            several = len(some) > 1
+            parts = zip(ends, some.split([end.numel() for end in ends], dim=1), strict=True)
+            along = [part.reshape(len(some), *end.shape) for end, part in parts if end.requires_grad]
+            given = along if several else [part[0] for part in along]
+            how = {"retain_graph": True, "materialize_grads": True, "is_grads_batched": several}
+            found = iter(torch.autograd.grad(reached, starts, given, **how) if reached else ())
+            columns = [
+                next(found).reshape(len(some), -1) if reached and t.requires_grad else t.new_zeros(len(some), t.numel())
+                for t in like
+            ]
+            rows.append(torch.cat(columns, dim=1))
+        return torch.cat(rows)
 
 
 def twice_differentiable(model: Model, dtype: torch.dtype) -> Model:
@@ -133,20 +110,16 @@ class LayerMaps:
 
     def joint(self, layer: int) -> tuple[Map, list[Tensor]]:
         at = self.passages[layer]
-        streams, memory = per_token(at.before), list(at.before.memory)
+        before, streams = at.before, per_token(at.before)
 
         def map(point: Sequence[Tensor]) -> list[Tensor]:
             x, *rest = point
-            given = dict(zip(streams, rest[: len(streams)], strict=True))
-            kept = dict(zip(memory, rest[len(streams) :], strict=True))
-            new = self._step(at, State(x, {**at.before.streams, **given}, kept))
-            return [new.x, *(new.streams[name] for name in per_token(new)), *new.memory.values()]
+            given = dict(zip(streams, rest, strict=False))
+            kept = dict(zip(before.memory, rest[len(streams) :], strict=True))
+            new = self._step(at, State(x, {**before.streams, **given}, kept))
+            return [t for _, t in travelling(new)]
 
-        return map, [
-            at.before.x,
-            *(at.before.streams[name] for name in streams),
-            *(at.before.memory[name] for name in memory),
-        ]
+        return map, [t for _, t in travelling(before)]
 
     def oracle(self, layer: int) -> tuple[Map | None, list[Tensor]]:
         at, block = self.passages[layer], self.model.blocks[layer]
@@ -165,13 +138,12 @@ class LayerMaps:
 
     def parts(self) -> list[str]:
         """What the joint map is about: x, streams and memory, as layers receive them."""
-        names = [["x", *per_token(at.before), *at.before.memory] for at in self.passages]
-        return list(dict.fromkeys(name for some in names for name in some))
+        return list(dict.fromkeys(name for at in self.passages for name, _ in travelling(at.before)))
 
     def has_only_x(self, layer: int) -> bool:
         """Whether nothing but x reaches the next layer, so that the joint map is the block's."""
         at = self.passages[layer]
-        return not any((per_token(at.before), per_token(at.after), at.before.memory, at.after.memory))
+        return len(travelling(at.before)) == len(travelling(at.after)) == 1
 
     def left_out(self) -> list[str]:
         """Streams that are the same for all tokens, which no token's perturbation can reach."""
@@ -200,3 +172,8 @@ def why_no_oracle(block: Block, plain: bool = False) -> str | None:
 def per_token(s: State) -> list[str]:
     """The streams that belong to the tokens; the others, such as a clock, are the same for all."""
     return [name for name, stream in s.streams.items() if stream.shape[:2] == s.x.shape[:2]]
+
+
+def travelling(s: State) -> list[tuple[str, Tensor]]:
+    """Everything that belongs to tokens and reaches deeper layers: x, streams and memory."""
+    return [("x", s.x), *((name, s.streams[name]) for name in per_token(s)), *s.memory.items()]

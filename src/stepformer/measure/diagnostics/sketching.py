@@ -15,13 +15,13 @@ its changes say how far it has settled. The Frobenius norm is exact on Q and est
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 
 from stepformer.base.errors import StepformerError
 
@@ -30,17 +30,11 @@ TINY = 1e-300
 
 
 class Operator(Protocol):
-    """A linear map by its products."""
+    """A linear map by its products; `shape` is (rows, columns), the dimensions of what comes out and what goes in."""
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns): the dimensions of what comes out and of what goes in."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
 
     def push(self, v: Tensor) -> Tensor:
         """J v for each row of v, (n, columns) to (n, rows)."""
@@ -96,16 +90,8 @@ class Spectrum:
         """Whether all values are right to 1 %, as far as the changes tell; None without a round to compare with."""
         return None if self.error is None else self.error <= SETTLED
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "values": list(self.values)}
 
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Spectrum:
-        return cls(**{**found, "values": tuple(found["values"])})
-
-
-@dataclass(frozen=True)
-class Sketch:
+class Sketch(NamedTuple):
     """`rounds`: estimates of the singular values after each round, the largest first; `basis`: Q, as rows."""
 
     rounds: list[Tensor]
@@ -120,7 +106,7 @@ def spectrum(
     oversampling: int,
     iterations: int,
     probes: int,
-    generator: torch.Generator,
+    generator: Generator,
     tolerance: float = 0.0,
 ) -> Spectrum:
     """Singular values and norms of a linear map; `generator` is a CPU one, so that all devices draw the same."""
@@ -151,22 +137,15 @@ def _error(changes: list[Tensor]) -> float | None:
     At least c, since a first r promises too much, and at most 10 c. On spectra from flat to four decades the truth was
     at most 1.3 times as large (tests). A single change tells nothing about r; then it is c.
     """
-    if not changes:
-        return None
-    last = changes[-1].max().item()
-    if len(changes) == 1:
-        return last
-    r = min(last / max(changes[-2].max().item(), TINY), 10 / 11)
-    return last * max(1.0, r / (1 - r))
+    sizes = [change.max().item() for change in changes]
+    if len(sizes) < 2:
+        return sizes[0] if sizes else None
+    r = min(sizes[-1] / max(sizes[-2], TINY), 10 / 11)
+    return sizes[-1] * max(1.0, r / (1 - r))
 
 
 def singular_values(
-    operator: Operator,
-    rank: int,
-    oversampling: int,
-    iterations: int,
-    generator: torch.Generator,
-    tolerance: float = 0.0,
+    operator: Operator, rank: int, oversampling: int, iterations: int, generator: Generator, tolerance: float = 0.0
 ) -> Sketch:
     """The `rank` largest singular values, or all where there are fewer.
 
@@ -198,7 +177,7 @@ def singular_values(
 
 
 def frobenius_squared(
-    operator: Operator, probes: int, generator: torch.Generator, sketch: Sketch | None = None
+    operator: Operator, probes: int, generator: Generator, sketch: Sketch | None = None
 ) -> tuple[float, float | None]:
     """||J||_F^2 = E |J z|^2 over random signs z, outside the sketch if there is one, and its standard error."""
     squares = []
@@ -209,10 +188,8 @@ def frobenius_squared(
             image = image - (image @ sketch.basis.mT) @ sketch.basis
         squares.append(image.double().square().sum().item() + (sketch.inside if sketch is not None else 0.0))
     mean = math.fsum(squares) / probes
-    if probes < 2:
-        return mean, None
-    variance = math.fsum((square - mean) ** 2 for square in squares) / (probes - 1)
-    return mean, math.sqrt(variance / probes)
+    spread = math.fsum((square - mean) ** 2 for square in squares)
+    return mean, math.sqrt(spread / (probes - 1) / probes) if probes > 1 else None
 
 
 def new_directions(rows: Tensor, basis: Tensor) -> Tensor:

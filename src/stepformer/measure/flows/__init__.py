@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from stepformer.measure.flows.convergence import ellipse, order
-from stepformer.measure.flows.derivatives import hamiltonian
-from stepformer.measure.flows.energies import energy
+from stepformer.measure.flows.energies import energy, hamiltonian
 from stepformer.measure.flows.filters import filter_
 from stepformer.measure.flows.integrators import SCHEMES, Friction, accelerated, standard
 from stepformer.measure.flows.results import Result, Tell

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from stepformer.measure.flows.systems import Flow
+from stepformer.measure.flows.systems import FieldsHere, Flow
 from stepformer.rules import State, Substep, Values, templates
 from stepformer.rules.hamiltonian import HamiltonianStep
 
 BEGIN = 1.0  # the models' clock starts at t = 1
 
 
-@dataclass(frozen=True)
-class Friction:
+class Friction(NamedTuple):
     """alpha(t) = c_log / t + c_lin, with the models' initial values."""
 
     c_log: float = 3.0
@@ -27,8 +26,7 @@ class Friction:
         return self.c_log / t + self.c_lin
 
 
-@dataclass(frozen=True)
-class Scheme:
+class Scheme(NamedTuple):
     """A template with its options, and the order of accuracy that it should have."""
 
     template: str
@@ -40,21 +38,16 @@ class Scheme:
         return " ".join([self.template, *(f"{key}={value}" for key, value in self.options)])
 
 
-SCHEMES = (
-    Scheme("plain-euler", 1),
-    Scheme("presymp-euler", 1),
-    Scheme("exp-euler", 1),
-    Scheme("conformal-euler", 1),
-    Scheme("ab2", 2),
-    Scheme("etd-ab2", 2),
-)
-LAWSON = Scheme("etd-ab2", 2, (("etd", "lawson"),))
+EULERS = ("plain-euler", "presymp-euler", "exp-euler", "conformal-euler")
+SCHEMES = (*(Scheme(name, 1) for name in EULERS), Scheme("ab2", 2), Scheme("etd-ab2", 2))
 
 
-def plugged_in() -> list[Scheme]:
-    """Integrators of one's own (`--plugin`), whose order is what one wants to know."""
-    known = {scheme.template for scheme in SCHEMES}
-    return [Scheme(e.name, None) for e in templates if e.component.integrates and e.name not in known]
+def cases() -> list[tuple[Scheme, bool]]:
+    """Integrators, and whether their steps alternate; those of one's own (`--plugin`) have an unknown order."""
+    lawson, constant = Scheme("etd-ab2", 2, (("etd", "lawson"),)), Scheme("ab2", 1, (("history", "constant"),))
+    even, known = (*SCHEMES, lawson), {scheme.template for scheme in SCHEMES}
+    own = [Scheme(e.name, None) for e in templates if e.component.integrates and e.name not in known]
+    return [(s, False) for s in even] + [(s, True) for s in (*even[-3:], constant)] + [(s, False) for s in own]
 
 
 def number(value: float) -> Tensor:
@@ -74,14 +67,12 @@ def accelerated(
     sizes = [h] if isinstance(h, float) else list(h)
     starts = {name: stream.start for name, stream in template.streams.items()}
     s = State(x, {k: number(v) if isinstance(v, float) else torch.zeros_like(x) for k, v in starts.items()})
-    c_log, c_lin = number(friction.c_log), number(friction.c_lin)
     t = BEGIN
     yield s
-    for k in range(steps):
-        size = sizes[k % len(sizes)]
-        memory = number(1 - friction(t) * size)
-        c = Values({"h_x": number(size), "h_y": number(size), "c_log": c_log, "c_lin": c_lin, "alpha": memory})
-        s = template.advance(s, c, flow.at(s.x, s.y))
+    for size in itertools.islice(itertools.cycle(sizes), steps):
+        c = {"h_x": size, "h_y": size, **friction._asdict(), "alpha": 1 - friction(t) * size}
+        values = Values({name: number(value) for name, value in c.items()})
+        s = template.advance(s, values, FieldsHere(flow, s.x, s.y))
         t += size
         yield s
 
@@ -97,7 +88,6 @@ def standard(flow: Flow, x: Tensor, h: float, steps: int) -> Iterator[State]:
 
 
 V = TypeVar("V", bound="tuple[Tensor, ...]")
-S = TypeVar("S")
 
 
 class Phase(NamedTuple):
@@ -116,12 +106,12 @@ def plus(u: V, h: float, rate: V) -> V:
     return type(u)(*(part + h * moved for part, moved in zip(u, rate, strict=True)))
 
 
-def rk4(rate: Callable[[float, V], V], u: V, until: float, steps: int, begin: float = BEGIN) -> Iterator[V]:
-    """The classical Runge-Kutta method of order four for u' = rate(t, u)."""
-    h = (until - begin) / steps
+def rk4(rate: Callable[[float, V], V], u: V, span: float, steps: int) -> Iterator[V]:
+    """The classical Runge-Kutta method of order four for u' = rate(t, u), for a time `span` from t = 1 on."""
+    h = span / steps
     yield u
     for k in range(steps):
-        t = begin + k * h
+        t = BEGIN + k * h
         k1 = rate(t, u)
         k2 = rate(t + h / 2, plus(u, h / 2, k1))
         k3 = rate(t + h / 2, plus(u, h / 2, k2))
@@ -134,8 +124,3 @@ def rk4(rate: Callable[[float, V], V], u: V, until: float, steps: int, begin: fl
 def damped(flow: Flow, friction: Friction) -> Callable[[float, Phase], Phase]:
     """(x', y') = (F, G - alpha(t) y)."""
     return lambda t, u: Phase(flow.velocity(u.x, u.y), flow.force(u.x, u.y) - friction(t) * u.y)
-
-
-def last(states: Iterator[S]) -> S:
-    *_, end = states
-    return end

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stepformer.measure.flows.results import Result
-from stepformer.present.style import COLOURS, GREY, clean, new_figure, save_figure
+from stepformer.present.style import COLOURS, GREY, clean, new_figure, save_figure, titled
 
 LOOKS: dict[str, dict[str, Any]] = {
     "standard": {"color": COLOURS[0], "linewidth": 2.4},
@@ -40,9 +41,7 @@ def draw(name: str, result: Result, path: Path) -> None:
 
 
 def _finish(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    titled(axes, title, xlabel, ylabel)
     clean(axes, width=0.7)
 
 
@@ -91,12 +90,15 @@ def _order(figure: Any, result: Result) -> None:
 
 def _ellipse(figure: Any, result: Result) -> None:
     *clouds, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.2))
+    angles = np.linspace(0, 2 * np.pi, 121)
+    circle = 2 * np.array([np.cos(angles), np.sin(angles)])
     for axes, (name, picture) in zip(clouds, result.curves["pictures"].items(), strict=True):
         for index, time in enumerate(picture["time"]):
             colour = COLOURS[(0, 6, 1, 2)[index % 4]]
             axes.scatter(*zip(*picture["tokens"][index], strict=True), s=7, color=colour, alpha=0.7, linewidths=0)
-            outline = _outline(picture["mean"][index], picture["covariance"][index])
-            axes.plot(*zip(*outline, strict=True), color=colour, linewidth=1.4, label=f"t = {time:.2g}")
+            # (x - m).S^-1 (x - m) = 4, from the Cholesky factor of S
+            mean, factor = np.array(picture["mean"][index]), np.linalg.cholesky(picture["covariance"][index])
+            axes.plot(*(mean[:, None] + factor @ circle), color=colour, linewidth=1.4, label=f"t = {time:.2g}")
         axes.set_aspect("equal", adjustable="datalim")
         axes.legend(frameon=False, fontsize=8)
         _finish(axes, f"{name}: tokens, ODE's 2-sigma ellipse", "", "")
@@ -106,17 +108,6 @@ def _ellipse(figure: Any, result: Result) -> None:
     _powers(right, [1 / n for n in result.curves["steps"]])
     _finish(right, "moments of the tokens against their ODEs", "1 / steps", "largest relative error")
     _below(figure, right, 5)
-
-
-def _outline(mean: list[float], covariance: list[list[float]]) -> list[tuple[float, float]]:
-    """Points of (x - m).S^-1 (x - m) = 4, from the Cholesky factor of S."""
-    (a, b), (_, c) = covariance
-    l11 = math.sqrt(a)
-    l21 = b / l11
-    l22 = math.sqrt(c - l21**2)
-    angles = [2 * math.pi * k / 120 for k in range(121)]
-    circle = [(2 * math.cos(angle), 2 * math.sin(angle)) for angle in angles]
-    return [(mean[0] + l11 * u, mean[1] + l21 * u + l22 * v) for u, v in circle]
 
 
 def _hamiltonian(figure: Any, result: Result) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Tell = Callable[[str], None]
 """Called with what is being computed."""
+S = TypeVar("S")
 Row = dict[str, str | int | float | None]
 
 
@@ -40,3 +41,8 @@ def slope(sizes: list[float], errors: list[float]) -> float:
     v = torch.tensor(errors, dtype=torch.float64).log()
     u = u - u.mean()
     return ((u @ (v - v.mean())) / (u @ u)).item()
+
+
+def last(states: Iterable[S]) -> S:
+    *_, end = states
+    return end

@@ -45,12 +45,8 @@ class Flow:
         """F(x, G(x, 0)): softmax attention or linear attention with values V x_j."""
         return self.velocity(x, self.force(x, torch.zeros_like(x)))
 
-    def at(self, x: Tensor, y: Tensor) -> FieldsHere:
-        return FieldsHere(self, x, y)
 
-
-@dataclass(frozen=True)
-class FieldsHere:
+class FieldsHere(NamedTuple):
     """The two fields at one (x, y), as the integrators of the models ask for them."""
 
     flow: Flow
@@ -176,6 +172,6 @@ class Moments(NamedTuple):
 
 def radii(x: Tensor) -> Tensor:
     """(x_i - m).S^-1 (x_i - m) with the tokens' own m and S, which an affine map of all tokens leaves alone."""
-    centred = x - x.mean(dim=0)
-    covariance = centred.mT @ centred / len(x)
-    return (centred * torch.linalg.solve(covariance, centred.mT).mT).sum(dim=1)
+    own = Moments.of(x)
+    centred = x - own.m
+    return (centred * torch.linalg.solve(own.S, centred.mT).mT).sum(dim=1)
