@@ -1,4 +1,4 @@
-"""Work on memory that stays where it is, recorded as CUDA graphs and repeated by one launch each.
+"""Work on memory that stays where it is, captured as CUDA graphs and replayed by one launch each.
 
 An optimizer step is some two hundred short kernels, and Python needs longer to launch them than the GPU to run them. A
 graph runs the same kernels on the same memory in the same order, so the results are the same to the bit.
@@ -7,7 +7,6 @@ graph runs the same kernels on the same memory in the same order, so the results
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,52 +17,41 @@ from stepformer.ops import kernels
 from stepformer.ops.graphs import capture
 from stepformer.ops.sharding import is_sharded
 
-MOST = 16  # recordings; where memory moves more often than that, recording it would cost more than it saves
+MOST = 16  # captures; where memory moves more often than that, another one would cost more than it saves
 
 
-@dataclass
-class Recording:
-    """`key`: what the work depends on; no graph yet: it has run once, or could not be recorded."""
+class CudaGraphs:
+    """The graphs of one optimizer's work, under names, in one memory pool.
 
-    key: Hashable
-    graph: torch.cuda.CUDAGraph | None = None
-    refused: bool = False
-
-
-class Recordings:
-    """The recorded work of one optimizer, under names, in one memory pool.
-
-    Work leaves its results in memory from outside: all of the pool belongs to whatever is repeated next.
+    Work leaves its results in memory from outside: all of the pool belongs to whatever is replayed next.
     """
 
     def __init__(self) -> None:
-        self.known: dict[str, Recording] = {}
+        self.keys: dict[str, Hashable] = {}  # what the work depended on when it last ran
+        self.captured: dict[str, torch.cuda.CUDAGraph | None] = {}  # None: it could not be
         self.count = 0
         self.pool: Any = None
 
-    def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
-        return Recordings, ()  # a copy of an optimizer has other memory
+    def __reduce__(self) -> tuple[type[CudaGraphs], tuple[()]]:
+        return CudaGraphs, ()  # a copy of an optimizer has other memory
 
     def run(self, name: str, key: Hashable, work: Callable[[], object], on: Tensor) -> None:
         """Do the work, which is the same as last time if the key is: same operations, constants and addresses."""
-        if not recordable(on):
-            work()
-            return
-        known = self.known.get(name)
-        if known is None or known.key != key:
-            # the first time is an ordinary one: libraries choose their algorithms, which may not be recorded
-            self.known[name] = Recording(key)
-            work()
-            return
-        if known.graph is None and not known.refused:
-            known.graph = self._record(work)
-            known.refused = known.graph is None
-        if known.graph is None:
+        graph = None
+        if capturable(on):
+            if self.keys.get(name) != key:
+                # the first time is an ordinary one: libraries choose their algorithms, which may not be captured
+                self.keys[name] = key
+                self.captured.pop(name, None)
+            elif name not in self.captured:
+                self.captured[name] = self._capture(work)
+            graph = self.captured.get(name)
+        if graph is None:
             work()
         else:
-            known.graph.replay()
+            graph.replay()
 
-    def _record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         if self.count >= MOST:
             return None
         self.count += 1
@@ -76,8 +64,8 @@ class Recordings:
             return None
 
 
-def recordable(tensor: Tensor) -> bool:
-    """Whether work on such tensors may be recorded: on a GPU, by one process, and not inside another recording."""
+def capturable(tensor: Tensor) -> bool:
+    """Whether work on such tensors may be captured: on a GPU, by one process, and not inside another capture."""
     if not kernels.switched_on() or not tensor.is_cuda or not alone(tensor):
         return False
     return not torch.cuda.is_current_stream_capturing()
