@@ -33,20 +33,16 @@ GROUPS = (
 @lru_cache
 def own_kernels() -> dict[str, str]:
     """The Triton functions of this package and the files they are in; a profile knows kernels by these names."""
-    found = {}
-    for path in sorted(Path(kernels.__file__).parent.rglob("*.py")):
-        for name in re.findall(r"@triton\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+)", path.read_text()):
-            found[name] = path.stem
-    return found
+    paths = sorted(Path(kernels.__file__).parent.rglob("*.py"))
+    defined = re.compile(r"@triton\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+)")
+    return {name: path.stem for path in paths for name in defined.findall(path.read_text())}
 
 
 def group_of(name: str) -> str:
     """The kind of work a kernel does, from its name; ours are known by the file they are written in."""
-    home = own_kernels().get(name)
-    if home is not None:
-        return f"kernel: {home.lstrip('_')}"
-    lower = name.lower()
-    return next((group for group, pattern in GROUPS if re.search(pattern, lower)), "other")
+    if name in own_kernels():
+        return f"kernel: {own_kernels()[name].lstrip('_')}"
+    return next((group for group, pattern in GROUPS if re.search(pattern, name.lower())), "other")
 
 
 def profile(work: Callable[[], Any], device: torch.device, what: str, repeats: int = 3) -> dict[str, Any]:
@@ -61,22 +57,21 @@ def profile(work: Callable[[], Any], device: torch.device, what: str, repeats: i
         for _ in range(repeats):
             work()
         synchronize(device)
+    if on_cuda:
+        kernels_run = [e for e in found.events() if e.device_type == DeviceType.CUDA]
+        kernels_run = [e for e in kernels_run if not getattr(e, "is_user_annotation", False)]
+        counted = [(event.name, event.time_range.elapsed_us(), 1) for event in kernels_run]
+    else:
+        counted = [(average.key, average.self_cpu_time_total, average.count) for average in found.key_averages()]
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    if on_cuda:
-        for event in found.events():
-            if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-                times[event.name] += event.time_range.elapsed_us() / 1000 / repeats
-                calls[event.name] += 1
-    else:
-        for average in found.key_averages():
-            times[average.key] += average.self_cpu_time_total / 1000 / repeats
-            calls[average.key] += average.count
+    for name, microseconds, count in counted:
+        times[name] += microseconds / 1000 / repeats
+        calls[name] += count
     groups: dict[str, float] = defaultdict(float)
     for name, ms in times.items():
         groups[group_of(name)] += ms
-    longest = sorted(times, key=lambda name: -times[name])[:TOP]
-    total = sum(times.values())
+    longest, total = sorted(times, key=lambda name: -times[name])[:TOP], sum(times.values())
     return {
         "of": what,
         "wall_ms": wall,

@@ -65,14 +65,8 @@ def timed(work: Callable[[], Any], count: int, device: torch.device) -> list[flo
 def spread(ms: list[float]) -> dict[str, Any]:
     """All times with their median, quartiles and extremes, in milliseconds."""
     q1, median, q3 = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else ms * 3
-    return {
-        "median_ms": median,
-        "min_ms": min(ms),
-        "q1_ms": q1,
-        "q3_ms": q3,
-        "max_ms": max(ms),
-        "ms": [round(t, 4) for t in ms],
-    }
+    found = {"median_ms": median, "min_ms": min(ms), "q1_ms": q1, "q3_ms": q3, "max_ms": max(ms)}
+    return {**found, "ms": [round(t, 4) for t in ms]}
 
 
 def product_rate(device: torch.device) -> dict[str, Any]:
@@ -82,9 +76,5 @@ def product_rate(device: torch.device) -> dict[str, Any]:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     timed(lambda: a @ b, 2, device)
     found = spread(timed(lambda: a @ b, count, device))
-    return {
-        "size": size,
-        "dtype": str(dtype).removeprefix("torch."),
-        "flops": 2e3 * size**3 / found["median_ms"],
-        **found,
-    }
+    flops = 2e3 * size**3 / found["median_ms"]
+    return {"size": size, "dtype": str(dtype).removeprefix("torch."), "flops": flops, **found}
