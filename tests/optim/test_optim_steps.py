@@ -16,8 +16,9 @@ from draws import seeded
 from helpers import tiny, tokens
 from stepformer.base.errors import ConfigError
 from stepformer.model.roles import Role, named_roles
-from stepformer.ops import kernels, optimizer_graphs
-from stepformer.ops.optimizer_graphs import MOST, CudaGraphs
+from stepformer.ops import graphs as cuda_graphs
+from stepformer.ops import kernels
+from stepformer.ops.graphs import MOST, CudaGraphs
 from stepformer.optim import LmoOptimizer, OptimConfig, Optimizers, lmo, polar
 from stepformer.optim.build import stacked_parts
 from stepping import LR, METHODS, batch_of, both_recipes, polar_file, roles_of, trainable
@@ -255,7 +256,7 @@ def test_what_is_recorded_when(monkeypatch: pytest.MonkeyPatch) -> None:
         plain.run("a", 1, lambda: runs.append("plain"), here)
     assert (runs, plain.keys) == (["plain"] * 3, {})  # a CPU has no graphs
 
-    monkeypatch.setattr(optimizer_graphs, "capturable", lambda tensor: True)
+    monkeypatch.setattr(cuda_graphs, "capturable", lambda tensor: True)
     graph, made = Replayed(), []
     recorded = CudaGraphs()
     monkeypatch.setattr(recorded, "_capture", lambda work: made.append(1) or graph)

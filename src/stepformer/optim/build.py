@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepformer.model.roles import Role, named_roles
-from stepformer.ops.optimizer_graphs import CudaGraphs, capturable
+from stepformer.ops.graphs import CudaGraphs, capturable
 from stepformer.ops.sharding import whole
 from stepformer.optim.config import OptimConfig, Schedule
 from stepformer.optim.lmo import LmoOptimizer, unit_rows
@@ -34,13 +35,9 @@ class Optimizers:
             members = [(n, p) for n, p, r in named if r is role]
             if not members:
                 continue
-            group: dict[str, Any] = {
-                "params": [p for _, p in members],
-                "role": str(role),
-                "lr": config.rate(role),
-                "peak": config.rate(role),
-                "weight_decay": config.decay(role),
-            }
+            rate, decay = config.rate(role), config.decay(role)
+            group: dict[str, Any] = {"role": str(role), "lr": rate, "peak": rate, "weight_decay": decay}
+            group["params"] = [p for _, p in members]
             if config.name == "scion" or (role is Role.MATRIX and config.name != "adamw"):
                 geometry = {Role.MATRIX: "polar", Role.EMBEDDING: config.embedding_geometry}.get(role, "sign")
                 group |= {"geometry": geometry, "parts": [parts.get(n, 1) for n, _ in members]}
@@ -95,9 +92,7 @@ class Optimizers:
         if not gradients or not capturable(gradients[0]):
             return global_norm(gradients)
         number = self._number_like(gradients[0])
-        name = "norm of all" if everything else "norm"
-        key = (number.data_ptr(), *map(_place, gradients))
-        self.graphs.run(name, key, lambda: number.copy_(global_norm(gradients)), gradients[0])
+        self._run("norm of all" if everything else "norm", gradients, lambda: number.copy_(global_norm(gradients)))
         return number.clone()
 
     @torch.no_grad()
@@ -108,8 +103,7 @@ class Optimizers:
         limit = self.config.clip
         if limit and gradients and capturable(gradients[0]):
             number = self._number_like(norm).copy_(norm)
-            key = (limit, number.data_ptr(), *map(_place, gradients))
-            self.graphs.run("clip", key, lambda: _scale_down(gradients, number, limit), gradients[0])
+            self._run("clip", gradients, lambda: _scale_down(gradients, number, limit))
         elif limit and gradients:
             _scale_down(gradients, norm, limit)
         return norm
@@ -118,6 +112,11 @@ class Optimizers:
         if (self._number.dtype, self._number.device) != (tensor.dtype, tensor.device):
             self._number = tensor.new_zeros(())
         return self._number
+
+    def _run(self, name: str, gradients: list[Tensor], work: Callable[[], object]) -> None:
+        """By a graph where gradients lie as last time: replayed passes leave them there; others may."""
+        places = ((g.data_ptr(), g.dtype, g.stride()) for g in gradients)
+        self.graphs.run(name, (self.config.clip, self._number.data_ptr(), *places), work, gradients[0])
 
     @torch.no_grad()
     def perturb(self) -> list[Tensor]:
@@ -177,11 +176,6 @@ def _scale_down(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
-
-
-def _place(gradient: Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
-    """Where a gradient lies: replayed passes leave it there; others may, and then it is the same to the graph."""
-    return gradient.data_ptr(), gradient.dtype, gradient.stride()
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepformer.ops.optimizer_graphs import CudaGraphs, alone
+from stepformer.ops.graphs import CudaGraphs, alone
 from stepformer.ops.sharding import is_sharded, like, whole
 from stepformer.optim.polar import polar, working_dtype
 
@@ -33,8 +33,6 @@ SCALINGS: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, cols: math.sqrt(rows / cols),
     "none": lambda rows, cols: 1.0,
 }
-
-
 Direction = tuple[Tensor, float]
 """What is subtracted from a parameter, times the rate: a step and its scale."""
 
@@ -50,8 +48,8 @@ class LmoOptimizer(torch.optim.Optimizer):
         self, params: Iterable[Any], lr: float = 0.02, *, graphs: CudaGraphs | None = None, **defaults: Any
     ) -> None:
         usual = {"lr": lr, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "geometry": "polar", "parts": None}
-        polar = {"nuclear": False, "scaling": "jordan", "method": "newton-schulz", "dtype": None}
-        super().__init__(params, {**usual, **polar, **defaults})
+        of_polar = {"nuclear": False, "scaling": "jordan", "method": "newton-schulz", "dtype": None}
+        super().__init__(params, {**usual, **of_polar, **defaults})
         self.graphs = graphs or CudaGraphs()
         self.stacks: dict[int, list[Tensor]] = {}  # of each group, where its narrow matrices are stacked
 
