@@ -22,9 +22,8 @@ from stepformer.cli.main import parser
 from stepformer.measure.benchmark import measuring, records
 from stepformer.measure.benchmark.planning import BASELINE, BenchSettings, Wanted, plan
 from stepformer.measure.benchmark.process import carry_out
-from stepformer.measure.benchmark.profiling import group_of, own_kernels
 from stepformer.measure.benchmark.table import newest, page, speed_table
-from stepformer.measure.benchmark.timing import Limit, spread, timed
+from stepformer.measure.benchmark.timing import Limit, group_of, own_kernels, spread, timed
 from targets import judged
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -166,8 +166,6 @@ add_bench = command(
         option("--json FILE", "all numbers as JSON, into a file or (-) here", nargs="?", const="-"),
         option("--append FILE", "add to the results in FILE"),
         option("--table FOLDER", "measure nothing: a page from the results in a folder or file"),
-        lambda out: out.add_argument(
-            "-o", "--out", metavar="FILE", help="--table: where the page goes (standard output)"
-        ),
+        option("-o,--out FILE", "--table: where the page goes (standard output)"),
     ),
 )

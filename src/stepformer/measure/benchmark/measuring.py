@@ -15,8 +15,7 @@ from torch import Tensor
 
 from stepformer.decoding.sampling import Generation, stream
 from stepformer.measure.benchmark.planning import BenchSettings, Case
-from stepformer.measure.benchmark.profiling import profile
-from stepformer.measure.benchmark.timing import Limit, spread, timed
+from stepformer.measure.benchmark.timing import Limit, profile, spread, timed
 from stepformer.model import Model
 from stepformer.model.engines.steps import BEHIND
 from stepformer.ops import kernels

@@ -109,8 +109,7 @@ def plan(wanted: Iterable[Wanted], settings: BenchSettings) -> list[Case]:
 
 def resolve(wanted: Wanted, size: str) -> ModelConfig:
     """The config behind a preset, template or TOML file with `key=value` words."""
-    words = list(wanted.words)
-    values = merge({}, words, "model")
+    words, values = [*wanted.words], merge({}, wanted.words, "model")
     if "size" in values:
         raise InputError(f"Give the size with --size {values['size']}: the baseline has it too.")
     if wanted.context is not None:
