@@ -12,19 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from stepformer.base.errors import InputError
-from stepformer.decoding.sampling import (
-    Decodes,
-    Finish,
-    Generation,
-    Prompts,
-    Sampling,
-    as_rows,
-    as_stops,
-    check_finite,
-    check_settings,
-    encode,
-    stream,
-)
+from stepformer.decoding import sampling
+from stepformer.decoding.sampling import Decodes, Finish, Generation, Prompts
 
 MOST = 1024  # beams of a prompt
 
@@ -55,8 +44,8 @@ def beam_search(
     decoding. The one with the best score, log-probability / tokens**length_penalty, is returned: 0 ranks by
     probability, which favours short texts, 1 by the mean over tokens. Ids that only pad the vocabulary do not exist.
     """
-    rows = as_rows(prompts)
-    check_settings(model, rows, max_new_tokens, on_context_end, Sampling())
+    rows = sampling.as_rows(prompts)
+    sampling.check_settings(model, rows, max_new_tokens, on_context_end, sampling.Sampling())
     if not isinstance(beams, int) or not 1 <= beams <= MOST:
         raise InputError(f"beams = {beams} should be an integer, at least 1 and at most {MOST:,}.")
     if not abs(length_penalty) <= 10:
@@ -65,7 +54,7 @@ def beam_search(
         raise InputError(
             "Beams cannot slide, since scores compare whole texts: use on_context_end = 'stop' with beams."
         )
-    stops, context = as_stops(stop), model.config.context
+    stops, context = sampling.as_stops(stop), model.config.context
 
     def ending(prompt: list[int], tokens: list[int]) -> Finish | None:
         if tokens[-1] in stops:
@@ -80,9 +69,9 @@ def beam_search(
     with contextlib.ExitStack() as held:
         held.callback(model.train, model.training)
         model.eval()
-        cache, logits = encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
+        cache, logits = sampling.encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
         while True:
-            check_finite(logits)
+            sampling.check_finite(logits)
             log_p = logits[:, -1, : model.config.real_vocab].double().log_softmax(dim=-1)
             best = log_p.topk(min(beams, log_p.shape[-1]), dim=-1)
             extensions: list[list[tuple[float, int, int]]] = [[] for _ in rows]
@@ -136,6 +125,6 @@ def generate(
         raise InputError(f"length_penalty = {length_penalty} ranks beams: it needs `beams`.")
     drawing: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     result = Generation([], [])
-    for _ in stream(model, prompts, **shared, **drawing, result=result):
+    for _ in sampling.stream(model, prompts, **shared, **drawing, result=result):
         pass
     return result

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.decoding.cache import Cache
@@ -179,14 +180,10 @@ def recorded(
 
 def encode(model: Decodes, rows: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
     """A fresh cache holding all rows, and the logits after each row's last token."""
-    device = model.device
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    width = max(map(len, rows))
-    tokens = torch.zeros(len(rows), width, dtype=torch.long)
-    for b, row in enumerate(rows):
-        tokens[b, : len(row)] = torch.tensor(row)
-    cache = model.new_cache(len(rows), max(capacity, width))
-    return cache, model(tokens.to(device), cache=cache, lengths=lengths, last_only=True).logits
+    lengths = torch.tensor([len(row) for row in rows], device=model.device)
+    tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    cache = model.new_cache(len(rows), max(capacity, tokens.shape[1]))
+    return cache, model(tokens.to(model.device), cache=cache, lengths=lengths, last_only=True).logits
 
 
 def sample(
@@ -240,11 +237,9 @@ def as_rows(prompts: Prompts) -> list[list[int]]:
 
 def as_stops(stop: int | Collection[int] | Tensor | None) -> frozenset[int]:
     """Stop tokens in any form (an id, several, a tensor or array of them) as a set of ints."""
-    given: Any = stop
+    given: Any = () if stop is None else stop
     given = given.tolist() if hasattr(given, "tolist") else given
-    if given is None:
-        return frozenset()
-    return frozenset(int(token) for token in (given if isinstance(given, Collection) else [given]))
+    return frozenset(map(int, given if isinstance(given, Collection) else [given]))
 
 
 def check_finite(logits: Tensor) -> None:
