@@ -19,8 +19,11 @@ from typing import Any
 from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
 from stepformer.base.files import write_text
 from stepformer.catalogue import preset
-from stepformer.measure.benchmark import command, records
+from stepformer.cli import bench
+from stepformer.cli.main import parser as command_line
+from stepformer.measure.benchmark import records
 from stepformer.measure.benchmark.planning import Wanted, plan
+from stepformer.measure.benchmark.process import carry_out
 from stepformer.measure.benchmark.records import Process, pairs, value_of
 from stepformer.measure.benchmark.table import made
 from stepformer.present.tables import Table
@@ -164,13 +167,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 print(table.markdown())
             return 0
-        bench = argparse.ArgumentParser()
-        command.add_arguments(bench)
-        given = bench.parse_args(["--append", args.append] if args.append else [])
-        settings = command.settings_of(given)
+        words = ["bench", "--append", args.append] if args.append else ["bench"]
+        given = command_line("bench").parse_args(words)
+        settings = bench.settings_of(given)
         if settings.device.type != "cuda":
             raise InputError("The targets are for a GPU: `stepformer bench` measures on a CPU.")
-        process, interrupted = command.carry_out(plan(wanted(rows), settings), settings, command.writer(given))
+        process, interrupted = carry_out(plan(wanted(rows), settings), settings, bench.writer(given))
         print(target_table(judged([process], rows)).markdown())
         return 130 if interrupted else 0
     except StepformerError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -18,12 +17,13 @@ import against
 import stepformer
 import targets
 from stepformer.base.errors import InputError
-from stepformer.cli import main
-from stepformer.measure.benchmark import command, measuring, records
+from stepformer.cli import bench, main
+from stepformer.cli.main import parser
+from stepformer.measure.benchmark import measuring, records
 from stepformer.measure.benchmark.planning import BASELINE, BenchSettings, Wanted, plan
-from stepformer.measure.benchmark.profiling import group_of, own_kernels
+from stepformer.measure.benchmark.process import carry_out
 from stepformer.measure.benchmark.table import newest, page, speed_table
-from stepformer.measure.benchmark.timing import Limit, spread, timed
+from stepformer.measure.benchmark.timing import Limit, group_of, own_kernels, spread, timed
 from targets import judged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,9 +245,7 @@ def test_the_baseline_has_the_shape_of_whom_it_is_compared_with() -> None:
 
 
 def test_all_is_every_preset_once_under_its_short_name() -> None:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    wanted = command._wanted(parser.parse_args(["--all"]))
+    wanted = bench.wanted(parser("bench").parse_args(["bench", "--all"]))
     cases = plan(wanted, quick_settings())
     assert len(cases) == len(stepformer.presets())
     assert cases[0].label == "vanilla"
@@ -264,7 +262,7 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(measuring._Bench, "forward_backward", breaks)
     cases, saved = quick_cases("yurii", "hb"), []
-    process, interrupted = command.carry_out(cases, quick_settings(), lambda p: saved.append(len(p["results"])))
+    process, interrupted = carry_out(cases, quick_settings(), lambda p: saved.append(len(p["results"])))
     assert not interrupted
     assert saved == [0, 1, 2, 3]
     errors = [record["error"] for record in process["results"]]
@@ -306,7 +304,7 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(measuring._Bench, "decoding", stops)
     saved: list[int] = []
-    process, interrupted = command.carry_out(
+    process, interrupted = carry_out(
         quick_cases("hb", "yurii"), quick_settings(), lambda p: saved.append(len(p["results"]))
     )
     assert interrupted

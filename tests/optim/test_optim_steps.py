@@ -16,8 +16,9 @@ from draws import seeded
 from helpers import tiny, tokens
 from stepformer.base.errors import ConfigError
 from stepformer.model.roles import Role, named_roles
-from stepformer.ops import kernels, optimizer_graphs
-from stepformer.ops.optimizer_graphs import MOST, Recordings
+from stepformer.ops import graphs as cuda_graphs
+from stepformer.ops import kernels
+from stepformer.ops.graphs import MOST, CudaGraphs
 from stepformer.optim import LmoOptimizer, OptimConfig, Optimizers, lmo, polar
 from stepformer.optim.build import stacked_parts
 from stepping import LR, METHODS, batch_of, both_recipes, polar_file, roles_of, trainable
@@ -250,27 +251,27 @@ class Replayed:
 def test_what_is_recorded_when(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
     here = torch.zeros(1)
-    plain = Recordings()
+    plain = CudaGraphs()
     for _ in range(3):
         plain.run("a", 1, lambda: runs.append("plain"), here)
-    assert (runs, plain.known) == (["plain"] * 3, {})  # a CPU has no graphs
+    assert (runs, plain.keys) == (["plain"] * 3, {})  # a CPU has no graphs
 
-    monkeypatch.setattr(optimizer_graphs, "recordable", lambda tensor: True)
+    monkeypatch.setattr(cuda_graphs, "capturable", lambda tensor: True)
     graph, made = Replayed(), []
-    recorded = Recordings()
-    monkeypatch.setattr(recorded, "_record", lambda work: made.append(1) or graph)
+    recorded = CudaGraphs()
+    monkeypatch.setattr(recorded, "_capture", lambda work: made.append(1) or graph)
     runs.clear()
     for key in [1, 1, 1, 1, 2, 2, 2, 1]:
         recorded.run("a", key, lambda: runs.append("plain"), here)
     assert (len(runs), len(made), graph.count) == (3, 2, 5)  # each change of the key runs plainly once
 
-    refusing = Recordings()
+    refusing = CudaGraphs()
     refusing.count = MOST
     runs.clear()
     for _ in range(4):
         refusing.run("a", 1, lambda: runs.append("plain"), here)
     assert len(runs) == 4  # work that is not recorded is done all the same
-    assert refusing.known["a"].refused
+    assert refusing.captured == {"a": None}
 
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -313,10 +314,10 @@ def test_recorded_steps_are_the_plain_ones(device: str, settings: dict[str, Any]
     """To the bit, over a schedule of rates and momentum, without waiting for the device."""
     expected, plain = cuda_steps(True, moving, **settings)
     found, recorded = cuda_steps(False, moving, **settings)
-    assert not any(known.graph for known in plain.recordings.known.values())
-    graphs = {name for name, known in recorded.recordings.known.items() if known.graph is not None}
+    assert not any(plain.graphs.captured.values())
+    graphs = {name for name, graph in recorded.graphs.captured.items() if graph is not None}
     assert graphs == ({"polar 0"} if moving else {"polar 0", "norm", "clip"})
-    assert recorded.recordings.count == len(graphs)  # the schedule recorded nothing again
+    assert recorded.graphs.count == len(graphs)  # the schedule recorded nothing again
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
 
@@ -328,7 +329,7 @@ def test_a_step_inside_another_recording(device: str) -> None:
     opt = LmoOptimizer([{"params": [matrix]}])
     for _ in range(3):
         opt.step()
-    assert opt.recordings.known["polar 0"].graph is not None
+    assert opt.graphs.captured["polar 0"] is not None
     start, memory = matrix.detach().clone(), opt.state[matrix]["momentum"].clone()
     opt.step()
     expected = matrix.detach().clone()

@@ -38,3 +38,9 @@ def counting(title: str, total: int, *, quiet: bool = False) -> Iterator[Callabl
             console.print(f"{title}  {done:,}/{total:,}", markup=False)
 
     yield count
+
+
+def say(text: str, *, quiet: bool = False) -> None:
+    """A line about long work, as it is written."""
+    if not quiet:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)

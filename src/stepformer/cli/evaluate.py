@@ -11,7 +11,8 @@ from stepformer.base.errors import InputError
 from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, RUN, check, command, given, group, option
 from stepformer.cli.show import console
 from stepformer.measure import measured
-from stepformer.measure.evaluation.tasks import need
+from stepformer.measure.evaluation import harness, open_text, out_of_domain, perplexity
+from stepformer.measure.evaluation.tasks import data_folder, need
 from stepformer.training import evaluate_run, load_run
 from stepformer.training.run import LoadedRun
 
@@ -43,23 +44,24 @@ def run_eval(args: argparse.Namespace) -> int:
     return 0
 
 
+A_TEXT = "belongs to a text: say which one with --on FILE or --ood."
+A_TASK = "belongs to downstream tasks: name some with --tasks."
+
+
 def check_words(args: argparse.Namespace) -> None:
     """Options that would be ignored are mistakes."""
     texts, tasks = bool(args.on or args.ood), bool(args.tasks)
-    usual = {"stride": None, "random": False, "field": None, "document": None, "split": "val"}
-    for name, default in usual.items():
-        used = texts if name in ("stride", "random") else args.on
-        if getattr(args, name) != default and not used:
-            raise InputError(f"--{name} belongs to a text: say which one with --on FILE or --ood.")
-    for name, value in (("--shots", args.shots), ("--limit", args.limit)):
-        if value is not None and not tasks:
-            raise InputError(f"{name} belongs to downstream tasks: name some with --tasks.")
-    if args.data is not None and not (tasks or args.ood):
-        raise InputError("--data is where tasks and out-of-domain texts are: give --tasks or --ood as well.")
-    if args.corpus is not None and (texts or tasks):
-        raise InputError("--corpus is for the validation loss alone: name a text with --on.")
-    if args.tokens is not None and tasks and not texts:
-        raise InputError("--tokens is for texts: a task is shortened with --limit, in items.")
+    ignored = {
+        **dict.fromkeys(("stride", "random"), (not texts, A_TEXT)),
+        **dict.fromkeys(("field", "document", "split"), (not args.on, A_TEXT)),
+        **dict.fromkeys(("shots", "limit"), (not tasks, A_TASK)),
+        "data": (not (tasks or args.ood), "is where tasks and out-of-domain texts are: give --tasks or --ood as well."),
+        "corpus": (texts or tasks, "is for the validation loss alone: name a text with --on."),
+        "tokens": (tasks and not texts, "is for texts: a task is shortened with --limit, in items."),
+    }
+    for name, (useless, sentence) in ignored.items():
+        if useless and getattr(args, name) != args.parser.get_default(name):
+            raise InputError(f"--{name} {sentence}")
 
 
 def validation_loss(args: argparse.Namespace) -> int:
@@ -87,10 +89,6 @@ def standing(run: LoadedRun) -> str:
 
 def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, Any], measured.Journal]:
     """The numbers, and the journal to be closed when all the command asks for is done."""
-    from stepformer.measure.evaluation import perplexity
-    from stepformer.measure.evaluation.tasks import data_folder
-    from stepformer.measure.evaluation.texts import open_text, out_of_domain
-
     reading = perplexity.Reading(args.stride, args.tokens, args.random)
     enough = None if args.random else args.tokens
     named = given(args, "field", "document", "split")
@@ -120,8 +118,6 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
 
 
 def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
-    from stepformer.measure.evaluation import harness
-
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     try:
         shots = None if args.shots is None else [int(word) for word in args.shots.split(",")]

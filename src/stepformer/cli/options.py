@@ -51,13 +51,13 @@ def command(
 
 
 def option(words: str, help: str | None = None, **more: Any) -> Addition:
-    """`folder RUN` is an argument, `--tokens N` an option with a value, `--json` one without."""
+    """`folder RUN` is an argument, `--tokens N` an option with a value, `--json` one without; `-o,--out FILE`."""
     name, _, metavar = words.partition(" ")
     if metavar:
         more["metavar"] = metavar
     elif not more:
         more["action"] = "store_true"
-    return lambda parser: parser.add_argument(name, help=help, **more)
+    return lambda parser: parser.add_argument(*name.split(","), help=help, **more)
 
 
 def repeated(words: str, help: str, **more: Any) -> Addition:

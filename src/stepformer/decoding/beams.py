@@ -1,31 +1,24 @@
-"""Beam search: the likeliest continuation of every prompt that a few hypotheses, carried side by side, can find."""
+"""Whole texts from a model: sampled, or by beam search.
+
+That finds the likeliest continuation of every prompt among a few hypotheses, carried side by side.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from stepformer.base.errors import InputError
-from stepformer.decoding.sampling import (
-    Decodes,
-    Finish,
-    Generation,
-    Prompts,
-    as_rows,
-    as_stops,
-    check_finite,
-    check_settings,
-    encode,
-)
+from stepformer.decoding import sampling
+from stepformer.decoding.sampling import Decodes, Finish, Generation, Prompts
 
 MOST = 1024  # beams of a prompt
 
 
-@dataclass
-class Beam:
+class Beam(NamedTuple):
     """A continuation of prompt number `prompt` that has not ended, and the sum of its tokens' log-probabilities."""
 
     prompt: int
@@ -51,8 +44,8 @@ def beam_search(
     decoding. The one with the best score, log-probability / tokens**length_penalty, is returned: 0 ranks by
     probability, which favours short texts, 1 by the mean over tokens. Ids that only pad the vocabulary do not exist.
     """
-    rows = as_rows(prompts)
-    check_settings(model, rows, max_new_tokens, on_context_end)
+    rows = sampling.as_rows(prompts)
+    sampling.check_settings(model, rows, max_new_tokens, on_context_end, sampling.Sampling())
     if not isinstance(beams, int) or not 1 <= beams <= MOST:
         raise InputError(f"beams = {beams} should be an integer, at least 1 and at most {MOST:,}.")
     if not abs(length_penalty) <= 10:
@@ -61,7 +54,7 @@ def beam_search(
         raise InputError(
             "Beams cannot slide, since scores compare whole texts: use on_context_end = 'stop' with beams."
         )
-    stops, context = as_stops(stop), model.config.context
+    stops, context = sampling.as_stops(stop), model.config.context
 
     def ending(prompt: list[int], tokens: list[int]) -> Finish | None:
         if tokens[-1] in stops:
@@ -73,12 +66,12 @@ def beam_search(
     result = Generation([[] for _ in rows], ["length"] * len(rows), [-torch.inf] * len(rows))
     live = [Beam(b, [], 0.0) for b in range(len(rows))]  # beam i is row i of the cache
     widths = [beams] * len(rows)
-    was_training = model.training
-    model.eval()
-    try:
-        cache, logits = encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
+    with contextlib.ExitStack() as held:
+        held.callback(model.train, model.training)
+        model.eval()
+        cache, logits = sampling.encode(model, rows, min(context, max(map(len, rows)) + max_new_tokens))
         while True:
-            check_finite(logits)
+            sampling.check_finite(logits)
             log_p = logits[:, -1, : model.config.real_vocab].double().log_softmax(dim=-1)
             best = log_p.topk(min(beams, log_p.shape[-1]), dim=-1)
             extensions: list[list[tuple[float, int, int]]] = [[] for _ in rows]
@@ -103,5 +96,35 @@ def beam_search(
             cache.select(torch.tensor(parents, device=logits.device))
             last = torch.tensor([[beam.tokens[-1]] for beam in live], device=logits.device)
             logits = model(last, cache=cache).logits
-    finally:
-        model.train(was_training)
+
+
+def generate(
+    model: Decodes,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Collection[int] | None = None,
+    seed: int | None = None,
+    on_context_end: Literal["stop", "slide"] = "stop",
+    beams: int | None = None,
+    length_penalty: float = 1.0,
+) -> Generation:
+    """Continue one prompt or several of different length; `decoding.sampling.stream` explains the settings.
+
+    With `beams` nothing is drawn: each prompt gets its best continuation by beam search (`beam_search`).
+    """
+    shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "on_context_end": on_context_end}
+    if beams is not None:
+        if temperature != 1.0 or (top_k, top_p, seed) != (None, None, None):
+            raise InputError("Beam search draws nothing: temperature, top_k, top_p and seed do not go with beams.")
+        return beam_search(model, prompts, beams=beams, length_penalty=length_penalty, **shared)
+    if length_penalty != 1.0:
+        raise InputError(f"length_penalty = {length_penalty} ranks beams: it needs `beams`.")
+    drawing: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    result = Generation([], [])
+    for _ in sampling.stream(model, prompts, **shared, **drawing, result=result):
+        pass
+    return result

@@ -37,15 +37,11 @@ class Cache:
             raise InputError(
                 f"The cache is full: {start} tokens stored, {width} more would exceed its capacity {self.capacity}."
             )
-        steps = torch.arange(width, device=tokens.device)
-        if self.uniform:
-            positions = start + steps
-            mask = None
-            if start > 0 and width > 1:
-                mask = (torch.arange(end, device=tokens.device) <= positions[:, None])[None, None]
-        else:
-            positions = self.lengths[:, None] + steps
-            mask = (torch.arange(end, device=tokens.device) <= positions[..., None])[:, None]
+        positions = (start if self.uniform else self.lengths[:, None]) + torch.arange(width, device=tokens.device)
+        mask = None
+        if not self.uniform or (start > 0 and width > 1):
+            visible = torch.arange(end, device=tokens.device) <= positions[..., None]  # (T, end) or (B, T, end)
+            mask = visible.view(-1, 1, width, end)
         return Call(positions, mask, start, end, self.uniform, lengths)
 
     def advance(self, call: Call, width: int) -> None:
@@ -54,13 +50,13 @@ class Cache:
         if call.origins is not None:
             ends = torch.full_like(self.lengths, width) if lengths is None else lengths.to(self.lengths.device)
             self.origins = call.origins.gather(1, ends[:, None] - 1)[:, 0]
+        self.longest += width
         if lengths is None:
             self.lengths += width
-        else:
-            self.lengths += lengths.to(self.lengths.device)
-            self.uniform = self.uniform and bool((lengths == width).all())
-        self.longest += width
-        if not self.uniform and lengths is not None:
+            return
+        self.lengths += lengths.to(self.lengths.device)
+        self.uniform = self.uniform and bool((lengths == width).all())
+        if not self.uniform:
             self.longest = int(self.lengths.max())
 
     def select(self, rows: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.decoding.cache import Cache
@@ -31,16 +32,11 @@ class Sampling(NamedTuple):
 class Steps(Protocol):
     """Decoding steps that were recorded for a batch of prompts."""
 
-    @property
-    def capacity(self) -> int: ...
-
-    @property
-    def generator(self) -> torch.Generator: ...
+    capacity: int
+    generator: torch.Generator
 
     def reads(self, rows: list[list[int]]) -> bool: ...
-
     def after(self, rows: list[list[int]], count: int) -> Generator[list[int], None, None]: ...
-
     def stretch(self, cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]: ...
 
 
@@ -52,14 +48,10 @@ class Decodes(Protocol):
     __call__: Callable[..., Any]
 
     def eval(self) -> Any: ...
-
     def train(self, mode: bool = True) -> Any: ...
-
     @property
     def device(self) -> torch.device: ...
-
     def new_cache(self, batch: int, capacity: int | None = None) -> Cache: ...
-
     def recorded_steps(
         self, batch: int, longest: int, max_new_tokens: int, sampling: Sampling
     ) -> tuple[contextlib.AbstractContextManager[Steps] | None, str | None]: ...
@@ -104,49 +96,50 @@ def stream(
     `look` is shown the logits (B, V) of every step before its tokens are drawn. On CUDA a recorded step decodes
     (model/engines/steps.py) where it can; the tokens are the same, `result` says which way they took.
     """
-    rows = as_rows(prompts)
-    check_settings(model, rows, max_new_tokens, on_context_end, temperature, top_k, top_p)
-    stops = as_stops(stop)
+    rows, stops, sampling = as_rows(prompts), as_stops(stop), Sampling(temperature, top_k, top_p)
+    check_settings(model, rows, max_new_tokens, on_context_end, sampling)
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise InputError(f"seed = {seed} should fit in 64 bits.")
     result = Generation([], []) if result is None else result
     result.tokens[:] = [[] for _ in rows]
     result.finish[:] = ["length"] * len(rows)
-
-    if seed is not None and not -(2**63) <= seed < 2**63:
-        raise InputError(f"seed = {seed} should fit in 64 bits.")
-    context = model.config.context
-    active = [True] * len(rows)
-    was_training = model.training
-    model.eval()
-    held = contextlib.ExitStack()
-    try:
-        decoder, result.ordinary = recorded(
-            model, rows, max_new_tokens, Sampling(temperature, top_k, top_p), look, held
-        )
+    context, active, made = model.config.context, [True] * len(rows), 0
+    with contextlib.ExitStack() as held:
+        held.callback(model.train, model.training)
+        model.eval()
+        decoder: Steps | None = None
+        result.ordinary = "somebody looks at the logits of every step"
+        if look is None:
+            decoder, result.ordinary = recorded(model, rows, max_new_tokens, sampling, held)
         capacity = min(context, max(map(len, rows)) + max_new_tokens) if decoder is None else decoder.capacity
         generator = torch.Generator(model.device) if decoder is None else decoder.generator
         generator.seed() if seed is None else generator.manual_seed(seed)
 
-        def choose(logits: Tensor) -> Tensor:
-            check_finite(logits)
-            if look is not None:
-                look(logits)
-            return sample(logits, model.config.real_vocab, temperature, top_k, top_p, generator)
+        def ordinary(cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
+            """Launches every kernel of every step and waits for the tokens of each."""
+            for i in range(count):
+                last = logits[:, -1]
+                check_finite(last)
+                if look is not None:
+                    look(last)
+                ids = sample(last, model.config.real_vocab, *sampling, generator)
+                yield ids.tolist()
+                if i + 1 < count:
+                    logits = model(ids[:, None], cache=cache).logits
 
-        made = 0
         while True:
             # the logits after a full context still give a token
             count = min(max_new_tokens - made, context - max(map(len, rows)) + 1)
             if decoder is not None and decoder.reads(rows):
                 found = decoder.after(rows, count)
             else:
-                stretch = ordinary(model, choose) if decoder is None else decoder.stretch
+                stretch = ordinary if decoder is None else decoder.stretch  # without a look at stop tokens
                 found = stretch(*encode(model, rows, capacity), count)
             with contextlib.closing(found) as steps:
                 for ids in steps:
-                    step: list[int | None] = []
-                    for b, token in enumerate(ids):
-                        step.append(token if active[b] else None)
-                        if active[b]:
+                    step = [token if alive else None for token, alive in zip(ids, active, strict=True)]
+                    for b, token in enumerate(step):
+                        if token is not None:
                             rows[b].append(token)
                             result.tokens[b].append(token)
                             if token in stops:
@@ -168,39 +161,12 @@ def stream(
                 return
             rows = [row if alive else row[:1] for row, alive in zip(rows, active, strict=True)]
             capacity = context
-    finally:
-        held.close()
-        model.train(was_training)
-
-
-Stretch = Callable[[Cache, Tensor, int], Generator[list[int], None, None]]
-"""Decodes so many tokens of every row after a cache and its last logits (B, 1, V), without a look at stop tokens."""
-
-
-def ordinary(model: Decodes, choose: Callable[[Tensor], Tensor]) -> Stretch:
-    """Decoding that launches every kernel of every step and waits for the tokens of each."""
-
-    def stretch(cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
-        for i in range(count):
-            ids = choose(logits[:, -1])
-            yield ids.tolist()
-            if i + 1 < count:
-                logits = model(ids[:, None], cache=cache).logits
-
-    return stretch
 
 
 def recorded(
-    model: Decodes,
-    rows: list[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    look: Callable[[Tensor], None] | None,
-    held: contextlib.ExitStack,
+    model: Decodes, rows: list[list[int]], max_new_tokens: int, sampling: Sampling, held: contextlib.ExitStack
 ) -> tuple[Steps | None, str | None]:
     """Recorded steps of a model, used until `held` is closed; or why there are none."""
-    if look is not None:
-        return None, "somebody looks at the logits of every step"
     wanted, reason = model.recorded_steps(len(rows), max(map(len, rows)), max_new_tokens, sampling)
     if wanted is None:
         return None, reason
@@ -214,14 +180,10 @@ def recorded(
 
 def encode(model: Decodes, rows: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
     """A fresh cache holding all rows, and the logits after each row's last token."""
-    device = model.device
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    width = max(map(len, rows))
-    tokens = torch.zeros(len(rows), width, dtype=torch.long)
-    for b, row in enumerate(rows):
-        tokens[b, : len(row)] = torch.tensor(row)
-    cache = model.new_cache(len(rows), max(capacity, width))
-    return cache, model(tokens.to(device), cache=cache, lengths=lengths, last_only=True).logits
+    lengths = torch.tensor([len(row) for row in rows], device=model.device)
+    tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    cache = model.new_cache(len(rows), max(capacity, tokens.shape[1]))
+    return cache, model(tokens.to(model.device), cache=cache, lengths=lengths, last_only=True).logits
 
 
 def sample(
@@ -275,11 +237,9 @@ def as_rows(prompts: Prompts) -> list[list[int]]:
 
 def as_stops(stop: int | Collection[int] | Tensor | None) -> frozenset[int]:
     """Stop tokens in any form (an id, several, a tensor or array of them) as a set of ints."""
-    given: Any = stop
+    given: Any = () if stop is None else stop
     given = given.tolist() if hasattr(given, "tolist") else given
-    if given is None:
-        return frozenset()
-    return frozenset(int(token) for token in (given if isinstance(given, Collection) else [given]))
+    return frozenset(map(int, given if isinstance(given, Collection) else [given]))
 
 
 def check_finite(logits: Tensor) -> None:
@@ -288,14 +248,9 @@ def check_finite(logits: Tensor) -> None:
 
 
 def check_settings(
-    model: Decodes,
-    rows: list[list[int]],
-    max_new_tokens: int,
-    on_context_end: str,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    model: Decodes, rows: list[list[int]], max_new_tokens: int, on_context_end: str, sampling: Sampling
 ) -> None:
+    temperature, top_k, top_p = sampling
     context = model.config.context
     check_ids(torch.tensor([t for row in rows for t in row]), model.config.vocab_size)
     if max(map(len, rows)) > context:

@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from stepformer.base import documents, files
 from stepformer.base.errors import InputError, command_line
-from stepformer.base.progress import counting
+from stepformer.base.progress import counting, say
 from stepformer.base.version import __version__
 
 FOLDER = "measured"
@@ -93,8 +91,7 @@ class Journal:
 def journal(run: Path, kind: str, about: Mapping[str, Any], *, quiet: bool = True) -> Journal:
     """The journal of a measurement of the run in the folder `run`; unless quiet it says when it continues one."""
     opened = Journal(_folder(run) / f"{kind}.jsonl", about)
-    if opened.kept and not quiet:
-        Console(stderr=True, highlight=False).print(f"{kind} continues: {opened.kept:,} finished parts were kept")
+    say(f"{kind} continues: {opened.kept:,} finished parts were kept", quiet=quiet or not opened.kept)
     return opened
 
 

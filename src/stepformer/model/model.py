@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stepformer.base.errors import InputError, suggestion
+from stepformer.decoding.beams import generate
 from stepformer.decoding.cache import Cache
-from stepformer.decoding.generation import generate
 from stepformer.model import engines
 from stepformer.model.backbone import Backbone
 from stepformer.model.roles import Role, named_roles

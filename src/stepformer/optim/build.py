@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stepformer.model.roles import Role, named_roles
-from stepformer.ops.optimizer_graphs import Recordings, recordable
+from stepformer.ops.graphs import CudaGraphs, capturable
 from stepformer.ops.sharding import whole
-from stepformer.optim.config import OptimConfig
-from stepformer.optim.lmo import LmoOptimizer
+from stepformer.optim.config import OptimConfig, Schedule
+from stepformer.optim.lmo import LmoOptimizer, unit_rows
 from stepformer.optim.polar import polar
-from stepformer.optim.schedules import Schedule
 
-DTYPES: dict[str, torch.dtype | None] = {
-    "auto": None,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
+DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class Optimizers:
@@ -40,45 +35,34 @@ class Optimizers:
             members = [(n, p) for n, p, r in named if r is role]
             if not members:
                 continue
-            group: dict[str, Any] = {
-                "params": [p for _, p in members],
-                "role": str(role),
-                "lr": config.rate(role),
-                "peak": config.rate(role),
-                "weight_decay": config.decay(role),
-            }
+            rate, decay = config.rate(role), config.decay(role)
+            group: dict[str, Any] = {"role": str(role), "lr": rate, "peak": rate, "weight_decay": decay}
+            group["params"] = [p for _, p in members]
             if config.name == "scion" or (role is Role.MATRIX and config.name != "adamw"):
-                group["parts"] = [parts.get(n, 1) for n, _ in members]
-                steepest.append(group | self._geometry(role))
+                geometry = {Role.MATRIX: "polar", Role.EMBEDDING: config.embedding_geometry}.get(role, "sign")
+                group |= {"geometry": geometry, "parts": [parts.get(n, 1) for n, _ in members]}
+                if role is Role.MATRIX and config.radius is not None:
+                    group["weight_decay"] = 1 / config.radius
+                steepest.append(group)
             else:
                 adaptive.append(group)
         self.parts: list[torch.optim.Optimizer] = []
-        self.recordings = Recordings()  # in one memory pool for all parts
-        self._number = torch.zeros(())  # where recorded work reads or writes a norm
+        self.graphs = CudaGraphs()  # in one memory pool for all parts
+        self._number = torch.zeros(())  # where captured work reads or writes a norm
         if steepest:
-            self.parts.append(LmoOptimizer(steepest, recordings=self.recordings))
+            same: dict[str, Any] = {
+                "nuclear": config.name == "polargrad",
+                "nesterov": config.nesterov and config.name != "scion",
+                "momentum": config.momentum,
+                "scaling": config.scaling,
+                "method": config.polar,
+                "dtype": DTYPES[config.polar_dtype],
+            }
+            self.parts.append(LmoOptimizer(steepest, graphs=self.graphs, **same))
         if adaptive:
             # fused needs no copies of the gradients on CUDA; on CPU one code path for every tensor is as fast
-            fused = self.parameters[0].device.type == "cuda"
-            self.parts.append(
-                torch.optim.AdamW(adaptive, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
-            )
-
-    def _geometry(self, role: Role) -> dict[str, Any]:
-        config = self.config
-        geometry = {Role.MATRIX: "polar", Role.EMBEDDING: config.embedding_geometry}.get(role, "sign")
-        group: dict[str, Any] = {
-            "geometry": geometry,
-            "nuclear": config.name == "polargrad",
-            "nesterov": config.nesterov and config.name != "scion",
-            "momentum": config.momentum,
-            "scaling": config.scaling,
-            "method": config.polar,
-            "dtype": DTYPES[config.polar_dtype],
-        }
-        if role is Role.MATRIX and config.radius is not None:
-            group["weight_decay"] = 1 / config.radius
-        return group
+            fused, betas = self.parameters[0].device.type == "cuda", (config.beta1, config.beta2)
+            self.parts.append(torch.optim.AdamW(adaptive, betas=betas, eps=config.eps, fused=fused))
 
     def groups(self) -> list[dict[str, Any]]:
         return [group for part in self.parts for group in part.param_groups]
@@ -105,12 +89,10 @@ class Optimizers:
         """The global norm of the gradients that take part in clipping, or of all."""
         members = self.parameters if everything else self.clipped
         gradients = [p.grad for p in members if p.grad is not None]
-        if not gradients or not recordable(gradients[0]):
+        if not gradients or not capturable(gradients[0]):
             return global_norm(gradients)
         number = self._number_like(gradients[0])
-        name = "norm of all" if everything else "norm"
-        key = (number.data_ptr(), *map(_place, gradients))
-        self.recordings.run(name, key, lambda: number.copy_(global_norm(gradients)), gradients[0])
+        self._run("norm of all" if everything else "norm", gradients, lambda: number.copy_(global_norm(gradients)))
         return number.clone()
 
     @torch.no_grad()
@@ -118,20 +100,23 @@ class Optimizers:
         """Scale the gradients down to the global norm `clip`; returns the norm before, over what takes part."""
         norm = self.norm() if norm is None else norm
         gradients = [p.grad for p in self.clipped if p.grad is not None]
-        if not self.config.clip or not gradients:
-            return norm
-        if not recordable(gradients[0]):
-            _scale_down(gradients, norm, self.config.clip)
-            return norm
-        number, limit = self._number_like(norm).copy_(norm), self.config.clip
-        key = (limit, number.data_ptr(), *map(_place, gradients))
-        self.recordings.run("clip", key, lambda: _scale_down(gradients, number, limit), gradients[0])
+        limit = self.config.clip
+        if limit and gradients and capturable(gradients[0]):
+            number = self._number_like(norm).copy_(norm)
+            self._run("clip", gradients, lambda: _scale_down(gradients, number, limit))
+        elif limit and gradients:
+            _scale_down(gradients, norm, limit)
         return norm
 
     def _number_like(self, tensor: Tensor) -> Tensor:
         if (self._number.dtype, self._number.device) != (tensor.dtype, tensor.device):
             self._number = tensor.new_zeros(())
         return self._number
+
+    def _run(self, name: str, gradients: list[Tensor], work: Callable[[], object]) -> None:
+        """By a graph where gradients lie as last time: replayed passes leave them there; others may."""
+        places = ((g.data_ptr(), g.dtype, g.stride()) for g in gradients)
+        self.graphs.run(name, (self.config.clip, self._number.data_ptr(), *places), work, gradients[0])
 
     @torch.no_grad()
     def perturb(self) -> list[Tensor]:
@@ -193,11 +178,6 @@ def _scale_down(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
         torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
 
 
-def _place(gradient: Tensor) -> tuple[int, torch.dtype, tuple[int, ...]]:
-    """Where a gradient lies: replayed passes leave it there; others may, and then it is the same to the recording."""
-    return gradient.data_ptr(), gradient.dtype, gradient.stride()
-
-
 @torch.no_grad()
 def scion_init(model: nn.Module, config: OptimConfig) -> None:
     """Scion's own start: block matrices and tables on the unit balls in which its steps are measured."""
@@ -207,11 +187,7 @@ def scion_init(model: nn.Module, config: OptimConfig) -> None:
             pieces = p.chunk(parts.get(name, 1))
             p.copy_(torch.cat([polar(m, "svd") * math.sqrt(m.shape[0] / m.shape[1]) for m in pieces]))
         elif role is Role.EMBEDDING:
-            p.copy_(p.sign() if config.embedding_geometry == "sign" else _unit_rows(p))
-
-
-def _unit_rows(p: Tensor) -> Tensor:
-    return p / p.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
+            p.copy_(p.sign() if config.embedding_geometry == "sign" else unit_rows(p))
 
 
 def stacked_parts(model: nn.Module) -> dict[str, int]:

@@ -14,15 +14,16 @@ the others; sharded parameters are gathered before and cut again after it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepformer.ops.optimizer_graphs import Recordings, alone
+from stepformer.ops.graphs import CudaGraphs, alone
 from stepformer.ops.sharding import is_sharded, like, whole
 from stepformer.optim.polar import polar, working_dtype
 
@@ -32,23 +33,8 @@ SCALINGS: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, cols: math.sqrt(rows / cols),
     "none": lambda rows, cols: 1.0,
 }
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One matrix to orthogonalise: a parameter, or one of the matrices stacked in it."""
-
-    index: int
-    part: int
-    value: Tensor
-
-
-@dataclass(frozen=True)
-class Direction:
-    """What is subtracted from a parameter, times the rate: scale * step."""
-
-    step: Tensor
-    scale: float = 1.0
+Direction = tuple[Tensor, float]
+"""What is subtracted from a parameter, times the rate: a step and its scale."""
 
 
 class LmoOptimizer(torch.optim.Optimizer):
@@ -59,26 +45,17 @@ class LmoOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 0.02, *, recordings: Recordings | None = None, **defaults: Any
+        self, params: Iterable[Any], lr: float = 0.02, *, graphs: CudaGraphs | None = None, **defaults: Any
     ) -> None:
-        usual = {
-            "geometry": "polar",
-            "nuclear": False,
-            "nesterov": True,
-            "momentum": 0.95,
-            "weight_decay": 0.0,
-            "scaling": "jordan",
-            "method": "newton-schulz",
-            "dtype": None,
-            "parts": None,
-        }
-        super().__init__(params, {"lr": lr, **usual, **defaults})
-        self.recordings = recordings or Recordings()
+        usual = {"lr": lr, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "geometry": "polar", "parts": None}
+        of_polar = {"nuclear": False, "scaling": "jordan", "method": "newton-schulz", "dtype": None}
+        super().__init__(params, {**usual, **of_polar, **defaults})
+        self.graphs = graphs or CudaGraphs()
         self.stacks: dict[int, list[Tensor]] = {}  # of each group, where its narrow matrices are stacked
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.recordings, self.stacks = Recordings(), {}
+        self.graphs, self.stacks = CudaGraphs(), {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -88,28 +65,21 @@ class LmoOptimizer(torch.optim.Optimizer):
                 continue
             params = [group["params"][i] for i in members]
             parts = [group["parts"][i] for i in members] if group["parts"] else [1] * len(members)
-            averages = self._averages(params, group)
-            if _fixed(averages, group):
-                directions = self._fixed_directions(number, averages, parts)
-            else:
-                directions = self._directions(group, averages, parts)
+            directions = self._directions(number, self._averages(params, group), parts)
             # over lists of tensors: the same operations, on a GPU in a few launches
             if group["weight_decay"]:
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            for scale in dict.fromkeys(d.scale for d in directions):
-                chosen = [i for i, d in enumerate(directions) if d.scale == scale]
-                steps = [directions[i].step for i in chosen]
-                torch._foreach_add_([params[i] for i in chosen], steps, alpha=-group["lr"] * scale)
+            for scale in dict.fromkeys(scale for _, scale in directions):
+                chosen = [(p, step) for p, (step, own) in zip(params, directions, strict=True) if own == scale]
+                torch._foreach_add_([p for p, _ in chosen], [step for _, step in chosen], alpha=-group["lr"] * scale)
 
     def _averages(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """Update the running averages and return what the steps are taken along."""
-        gradients, averages = [], []
         for p in params:
-            assert p.grad is not None
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
-            gradients.append(p.grad)
-            averages.append(self.state[p]["momentum"])
+        gradients = [p.grad for p in params if p.grad is not None]
+        averages = [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
         if not group["nesterov"]:
             return averages
@@ -119,50 +89,43 @@ class LmoOptimizer(torch.optim.Optimizer):
             return ahead
         return list(torch._foreach_lerp(gradients, averages, group["momentum"]))
 
-    def _directions(self, group: dict[str, Any], averages: list[Tensor], parts: list[int]) -> list[Direction]:
+    def _directions(self, number: int, averages: list[Tensor], parts: list[int]) -> list[Direction]:
+        group, first = self.param_groups[number], averages[0]
         if group["geometry"] == "sign":
-            return [Direction(m.sign()) for m in averages]
+            return [(m.sign(), 1.0) for m in averages]
         if group["geometry"] == "row":
-            rows = (m.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12) for m in averages)
-            return [Direction(m / size) for m, size in zip(averages, rows, strict=True)]
-        pieces = [
-            Piece(i, part, value)
-            for i, (m, count) in enumerate(zip(map(whole, averages), parts, strict=True))
-            for part, value in enumerate(m.chunk(count))
-        ]
-        by_shape: dict[torch.Size, list[Piece]] = {}
-        for piece in pieces:
-            by_shape.setdefault(piece.value.shape, []).append(piece)
-        found: dict[tuple[int, int], Direction] = {}
-        for shape, members in by_shape.items():
-            scale = SCALINGS[group["scaling"]](*shape)
-            steps = _shared([piece.value for piece in members], group, scale)
-            found.update({(p.index, p.part): step for p, step in zip(members, steps, strict=True)})
-        result = []
-        for i, (m, count) in enumerate(zip(averages, parts, strict=True)):
-            mine = [found[i, part] for part in range(count)]
-            step = torch.cat([d.step for d in mine]) if count > 1 else mine[0].step
-            result.append(Direction(like(step, m) if is_sharded(m) else step, mine[0].scale))
-        return result
+            return [(unit_rows(m), 1.0) for m in averages]
+        pieces = [whole(m).chunk(count) for m, count in zip(averages, parts, strict=True)]
+        alike = all(m.dtype == first.dtype and m.device == first.device for m in averages)
+        if alone(first) and alike and _narrow(first, group) is not None:
+            return self._fixed_directions(number, averages, pieces)
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for piece in chain(*pieces):
+            by_shape.setdefault(piece.shape, []).append(piece)
+        found = {shape: iter(_shared(members, group)) for shape, members in by_shape.items()}
+        directions = []
+        for m, own in zip(averages, pieces, strict=True):
+            steps, scales = zip(*(next(found[piece.shape]) for piece in own), strict=True)
+            step = torch.cat(steps) if len(steps) > 1 else steps[0]
+            directions.append((like(step, m) if is_sharded(m) else step, scales[0]))
+        return directions
 
-    def _fixed_directions(self, number: int, averages: list[Tensor], parts: list[int]) -> list[Direction]:
-        """Polar directions by way of stacks that stay where they are, so that the iteration can be recorded.
+    def _fixed_directions(
+        self, number: int, averages: list[Tensor], pieces: list[tuple[Tensor, ...]]
+    ) -> list[Direction]:
+        """Polar directions by way of stacks that stay where they are, so that the iteration can be captured.
 
-        The rates and the momentum are not part of it: a schedule records nothing again.
+        The rates and the momentum are not part of it: a schedule captures nothing again.
         """
         group = self.param_groups[number]
         # what Nesterov looks ahead to is nobody's: the steps take its place
         steps = averages if group["nesterov"] else [torch.empty_like(m) for m in averages]
-        values = [part for m, count in zip(averages, parts, strict=True) for part in m.chunk(count)]
-        places = [part for step, count in zip(steps, parts, strict=True) for part in step.chunk(count)]
-        counts: dict[torch.Size, int] = {}
-        rows = []  # of each matrix in the stack of its shape
-        for value in values:
-            rows.append(counts.get(value.shape, 0))
-            counts[value.shape] = rows[-1] + 1
+        values = list(chain(*pieces))
+        places = [part for step, own in zip(steps, pieces, strict=True) for part in step.chunk(len(own))]
+        counts = Counter(value.shape for value in values)
         stacks = self._stacks(number, [torch.Size((n, *shape)) for shape, n in counts.items()], averages[0])
-        unstacked = {shape: stack.unbind() for shape, stack in zip(counts, stacks, strict=True)}
-        slots = [unstacked[value.shape][row] for value, row in zip(values, rows, strict=True)]
+        unstacked = {shape: iter(stack.unbind()) for shape, stack in zip(counts, stacks, strict=True)}
+        slots = [next(unstacked[value.shape]) for value in values]
 
         def iterate() -> None:
             for stack in stacks:
@@ -170,10 +133,9 @@ class LmoOptimizer(torch.optim.Optimizer):
 
         key = (group["method"], group["dtype"], *((stack.data_ptr(), stack.shape) for stack in stacks))
         torch._foreach_copy_(slots, values)
-        self.recordings.run(f"polar {number}", key, iterate, averages[0])
+        self.graphs.run(f"polar {number}", key, iterate, averages[0])
         torch._foreach_copy_(places, slots)  # a list of mixed dtypes would be added one by one
-        shapes = [m.chunk(count)[0].shape for m, count in zip(averages, parts, strict=True)]
-        return [Direction(step, SCALINGS[group["scaling"]](*shape)) for step, shape in zip(steps, shapes, strict=True)]
+        return [(step, _scale(own[0], group)) for step, own in zip(steps, pieces, strict=True)]
 
     def _stacks(self, number: int, shapes: list[torch.Size], matrix: Tensor) -> list[Tensor]:
         """The stacks of a group, in these shapes: those of the last step if they fit."""
@@ -184,29 +146,31 @@ class LmoOptimizer(torch.optim.Optimizer):
         return known
 
 
-def _fixed(averages: list[Tensor], group: dict[str, Any]) -> bool:
-    """Whether the polar factors of these matrices are taken in stacks that stay where they are."""
-    first = averages[0]
-    alike = all(m.dtype == first.dtype and m.device == first.device for m in averages)
-    return group["geometry"] == "polar" and alone(first) and alike and _narrow(first, group) is not None
+def unit_rows(m: Tensor) -> Tensor:
+    return m / m.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12)
 
 
-def _shared(matrices: list[Tensor], group: dict[str, Any], scale: float) -> list[Direction]:
-    """The steps of equally shaped matrices: each rank computes its share of them, all get all."""
-    narrow = _narrow(matrices[0], group)
+def _scale(matrix: Tensor, group: dict[str, Any]) -> float:
+    return SCALINGS[group["scaling"]](*matrix.shape)
+
+
+def _shared(matrices: list[Tensor], group: dict[str, Any]) -> list[Direction]:
+    """The directions of equally shaped matrices: each rank computes its share of them, all get all."""
+    narrow, scale = _narrow(matrices[0], group), _scale(matrices[0], group)
+    inside, outside = (scale, 1.0) if narrow is None else (1.0, scale)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
-        steps = _polar_steps(_stack(matrices, narrow), group, scale if narrow is None else 1.0)
+        steps = _polar_steps(_stack(matrices, narrow), group, inside)
     else:
         share = -(-len(matrices) // world)
         mine = matrices[dist.get_rank() * share : (dist.get_rank() + 1) * share]
         done = matrices[0].new_zeros(share, *matrices[0].shape, dtype=narrow)
         if mine:
-            done[: len(mine)] = _polar_steps(_stack(mine, narrow), group, scale if narrow is None else 1.0)
+            done[: len(mine)] = _polar_steps(_stack(mine, narrow), group, inside)
         steps = done.new_empty(world * share, *done.shape[1:])
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         gather(steps, done)
-    return [Direction(step, 1.0 if narrow is None else scale) for step in steps[: len(matrices)]]
+    return [(step, outside) for step in steps[: len(matrices)]]
 
 
 def _narrow(matrix: Tensor, group: dict[str, Any]) -> torch.dtype | None:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from stepformer.decoding.sampling import Generation, stream
 from stepformer.measure.benchmark.planning import BenchSettings, Case
-from stepformer.measure.benchmark.profiling import profile
-from stepformer.measure.benchmark.timing import Limit, spread, timed
+from stepformer.measure.benchmark.timing import Limit, profile, spread, timed
 from stepformer.model import Model
 from stepformer.model.engines.steps import BEHIND
 from stepformer.ops import kernels
@@ -48,9 +47,13 @@ def measure(
     a ratio means nothing otherwise. Returns this one's step for others to be measured beside; None on CUDA, where the
     device is ours and its memory is needed, and when compiled, since compiled code is forgotten in between.
     """
-    limit = Limit(settings.seconds)
-    record.update(facts(case, settings))
+    limit, notes = Limit(settings.seconds), list[str]()
     while True:
+        record.clear()
+        record |= {"label": case.label, "config": case.config.to_dict(), "hash": case.config.hash}
+        record |= {"context": case.config.context, "micro_batch": case.micro_batch, "kernels": case.kernels}
+        record |= {"streams": case.streams, "compiled": case.compiled(settings), "graph": settings.graph}
+        record |= {"notes": [*notes], "error": None}
         free(settings)
         try:
             with kernels.off() if case.kernels == "off" else contextlib.nullcontext():
@@ -66,26 +69,7 @@ def measure(
             record["error"] = f"out of memory at micro-batch {tried}."
             return None
         case = replace(case, micro_batch=smaller)
-        record.clear()
-        record.update(facts(case, settings))
-        record["notes"].append(f"micro-batch {tried} did not fit; measured at {smaller}")
-
-
-def facts(case: Case, settings: BenchSettings) -> dict[str, Any]:
-    """What a record says about itself before anything is measured."""
-    return {
-        "label": case.label,
-        "config": case.config.to_dict(),
-        "hash": case.config.hash,
-        "context": case.config.context,
-        "micro_batch": case.micro_batch,
-        "kernels": case.kernels,
-        "streams": case.streams,
-        "compiled": case.compiled(settings),
-        "graph": settings.graph,
-        "notes": [],
-        "error": None,
-    }
+        notes = [f"micro-batch {tried} did not fit; measured at {smaller}"]
 
 
 def free(settings: BenchSettings) -> None:
@@ -97,21 +81,20 @@ def free(settings: BenchSettings) -> None:
         torch.cuda.empty_cache()
 
 
+@dataclass
 class _Bench:
     """A built model and what is measured on it."""
 
-    def __init__(
-        self,
-        case: Case,
-        settings: BenchSettings,
-        product: float,
-        record: dict[str, Any],
-        stage: Stage,
-        limit: Limit,
-        beside: Work | None,
-    ) -> None:
-        self.case, self.settings, self.product, self.beside = case, settings, product, beside
-        self.record, self.stage, self.limit = record, stage, limit
+    case: Case
+    settings: BenchSettings
+    product: float
+    record: dict[str, Any]
+    stage: Stage
+    limit: Limit
+    beside: Work | None
+
+    def __post_init__(self) -> None:
+        case, settings = self.case, self.settings
         self.device = settings.device
         self.on_cuda = self.device.type == "cuda"
         self.autocast = torch.bfloat16 if self.on_cuda else None
@@ -131,14 +114,10 @@ class _Bench:
         generator = torch.Generator().manual_seed(0)
         shape = (BATCHES, case.micro_batch, case.config.context + 1)
         windows = torch.randint(case.config.real_vocab or case.config.vocab_size, shape, generator=generator)
-        self.batches = [
-            (w[:, :-1].contiguous().to(self.device), w[:, 1:].contiguous().to(self.device)) for w in windows
-        ]
-        self.turn = 0
+        self.batches = [[half.contiguous().to(self.device) for half in (w[:, :-1], w[:, 1:])] for w in windows]
+        self.turn = self.updates = 0
         self.optimizers = Optimizers(self.model, OptimConfig(name=settings.optimizer), steps=1000)  # type: ignore[arg-type]
-        self.updates = 0
-        record["parameters"] = self.model.num_parameters()
-        record["flops_per_token"] = flops_per_token(self.model)
+        self.record |= {"parameters": self.model.num_parameters(), "flops_per_token": flops_per_token(self.model)}
 
     def run(self) -> Work | None:
         """Measure everything that is asked for; returns the step where others may be measured beside it."""
@@ -212,21 +191,19 @@ class _Bench:
         if self.on_cuda and self.captured is None:  # a replay allocates nothing: its peak is that of the recording
             self.optimizers.zero_grad()
             torch.cuda.reset_peak_memory_stats()
-        if self.beside is None:
-            found = record["forward_backward"] = self.repeat(self.fresh_gradients, settings.steps)
-        else:
-            found = record["forward_backward"] = self.in_turn(self.beside)
+        work, beside = self.fresh_gradients, self.beside
+        found = self.repeat(work, settings.steps) if beside is None else self.in_turn(beside)
+        record["forward_backward"] = found
         if self.on_cuda:
-            record["memory"] = {"peak_bytes": torch.cuda.max_memory_allocated() - self.held, "how": "measured"}
-            record["memory"]["held_before_bytes"] = self.held
+            peak_bytes = torch.cuda.max_memory_allocated() - self.held
+            record["memory"] = {"peak_bytes": peak_bytes, "how": "measured", "held_before_bytes": self.held}
         else:
             estimate = estimate_memory(self.case.config, self.case.micro_batch, optimizer_copies=0)
             record["memory"] = {"peak_bytes": estimate.training, "how": "estimated"}
         speed = record["tokens_per_second"] = 1000 * self.tokens / found["median_ms"]
         rate = record["flops_per_token"] * speed
         peak, source = peak_flops(self.device)
-        record["mfu"], record["mfu_of"] = rate / peak, source
-        record["of_product"] = rate / self.product
+        record |= {"mfu": rate / peak, "mfu_of": source, "of_product": rate / self.product}
         if not torch.isfinite(loss):
             self.note(f"the loss is {float(loss):g}")
 
@@ -249,13 +226,8 @@ class _Bench:
         parts = max(1, round(settings.batch_tokens / self.tokens))
         # the first micro-batch of a step writes its gradients, the others add to them
         ms = record["forward_backward"]["median_ms"] + (parts - 1) * adding["median_ms"] + optimizer["median_ms"]
-        record["batch"] = {
-            "tokens": parts * self.tokens,
-            "micro_batches": parts,
-            "ms": ms,
-            "tokens_per_second": 1000 * parts * self.tokens / ms,
-            "optimizer_share": optimizer["median_ms"] / ms,
-        }
+        rates = {"tokens_per_second": 1000 * parts * self.tokens / ms, "optimizer_share": optimizer["median_ms"] / ms}
+        record["batch"] = {"tokens": parts * self.tokens, "micro_batches": parts, "ms": ms, **rates}
 
     def decoding(self) -> None:
         """Greedy, cached, one row: the time between tokens, after a prompt that is not counted.
@@ -306,8 +278,7 @@ class _Bench:
         try:
             self.record["profile"] = profile(self.fresh_gradients, self.device, "forward + backward")
             if self.settings.full_step:
-                self.fresh_gradients()
-                self.update()
+                self.whole_step()
                 self.record["profile_optimizer"] = profile(self.update, self.device, "optimizer")
         except RuntimeError as error:
             self.note(f"no profile: {str(error).splitlines()[0]}")

@@ -15,7 +15,6 @@ from stepformer.base.words import merge
 from stepformer.catalogue import SIZES, load_config, model_config
 from stepformer.model.config import ModelConfig
 from stepformer.model.engines.integrators import integrates_by_weights
-from stepformer.ops import kernels
 from stepformer.rules import templates
 
 BASELINE = "vanilla"
@@ -23,8 +22,6 @@ SHAPE = (*SIZES["small"], "activation_checkpointing")  # settings that the basel
 MICRO_BATCH_TOKENS = {"cuda": 32_768, "cpu": 1_024}
 # one of each family, for who names nothing
 USUAL = ("vanilla", "yurii", "tmm", "adam", "muon", "symp-etd-ab2", "linear", "entropy")
-
-
 HOW_COMPILED = {None: "compiled where that is faster", True: "compiled", False: "eager"}
 
 
@@ -89,22 +86,6 @@ class Case:
         return (shape, self.kernels, self.streams)
 
 
-def choose_kernels(choice: str, device: torch.device) -> tuple[str, ...]:
-    """The ways to measure: kernels on, off, both; where there are none, none."""
-    if device.type != "cuda" or not kernels.has_triton():
-        return ("none",)
-    return ("on", "off") if choice == "both" else (choice,)
-
-
-def choose_streams(choice: str, device: torch.device) -> tuple[str, ...]:
-    """The ways to carry streams; auto is what training does: bf16 on CUDA, elsewhere as the weights."""
-    if device.type != "cuda":
-        if choice in ("bf16", "both"):
-            raise InputError(f"--streams {choice}: on the CPU nothing runs in bf16; leave it out.")
-        return ("fp32",)
-    return {"auto": ("bf16",), "both": ("bf16", "fp32")}.get(choice, (choice,))
-
-
 def plan(wanted: Iterable[Wanted], settings: BenchSettings) -> list[Case]:
     """Every case after its baseline; architectures that are the same are measured once."""
     configs: list[tuple[str, ModelConfig]] = []
@@ -128,8 +109,7 @@ def plan(wanted: Iterable[Wanted], settings: BenchSettings) -> list[Case]:
 
 def resolve(wanted: Wanted, size: str) -> ModelConfig:
     """The config behind a preset, template or TOML file with `key=value` words."""
-    words = list(wanted.words)
-    values = merge({}, words, "model")
+    words, values = [*wanted.words], merge({}, wanted.words, "model")
     if "size" in values:
         raise InputError(f"Give the size with --size {values['size']}: the baseline has it too.")
     if wanted.context is not None:
@@ -156,12 +136,10 @@ def introduction(cases: Sequence[Case], settings: BenchSettings) -> str:
         where, how = f"{begin} on {threads} CPU thread{'s' * (threads > 1)}", "kernels are not used here"
     labels = list(dict.fromkeys(case.label for case in cases))
     config = cases[0].config
-    batches = dict.fromkeys((case.micro_batch, case.config.context) for case in cases)
-    shape = f"size {settings.size} ({config.n_layer} layers, width {config.d_model}), micro-batches of " + " and ".join(
-        f"{count} x {context} tokens" for count, context in batches
-    )
+    batches = dict.fromkeys(f"{case.micro_batch} x {case.config.context} tokens" for case in cases)
     return (
-        f"{where} at {shape}; {HOW_COMPILED[settings.compile]}, {how}.\n"
+        f"{where} at size {settings.size} ({config.n_layer} layers, width {config.d_model}), micro-batches of "
+        f"{' and '.join(batches)}; {HOW_COMPILED[settings.compile]}, {how}.\n"
         f"{len(cases)} measurement{'s' * (len(cases) > 1)} of {len(labels)} architecture{'s' * (len(labels) > 1)}: "
         f"{', '.join(labels)}."
     )

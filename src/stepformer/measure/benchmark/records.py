@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,7 @@ def read_all(where: Path) -> list[Process]:
 
 def finite(value: Any) -> Any:
     """The same data with None for numbers that JSON has no word for."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda word: None)
 
 
 def frame(record: Record) -> tuple[Any, ...]:
@@ -58,13 +53,11 @@ def frame(record: Record) -> tuple[Any, ...]:
     return (*(record["config"].get(key) for key in SHAPE), record["kernels"], record["streams"])
 
 
-def pairs(results: Iterable[Record]) -> Iterator[tuple[Record, Record]]:
+def pairs(results: Iterable[Record]) -> list[tuple[Record, Record]]:
     """Every record with the vanilla that was measured first under the same conditions in its process."""
     results = list(results)
-    vanilla = [record for record in results if record["label"] == BASELINE]
-    baselines = {frame(record): record for record in reversed(vanilla)}
-    for record in results:
-        yield record, baselines.get(frame(record), {})
+    baselines = {frame(record): record for record in reversed(results) if record["label"] == BASELINE}
+    return [(record, baselines.get(frame(record), {})) for record in results]
 
 
 def ratio(record: dict[str, Any], baseline: dict[str, Any]) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stepformer.catalogue import SIZES
 from stepformer.measure.benchmark.planning import BASELINE, HOW_COMPILED
-from stepformer.measure.benchmark.records import Process, Record, frame, pairs, value_of
+from stepformer.measure.benchmark.records import Process, Record, frame, pairs, ratio
 from stepformer.present.tables import Cell, Column, Table
 
 Pair = tuple[Record, Record]
@@ -30,6 +30,20 @@ LEGEND = {
     "decode": "tokens a second, greedy, cached, one row",
     "compile": "seconds of the first step",
 }
+# What stands in a column: of a record, and of the vanilla that it is compared with.
+CELLS: dict[str, Callable[[Record, Record], str]] = {
+    "ktok/s": lambda record, _: f"{record['tokens_per_second'] / 1000:,.1f}",
+    "ratio": lambda record, vanilla: f"{ratio(record, vanilla):.3f}",
+    "ms [q1, q3]": lambda record, _: "{median_ms:.1f} [{q1_ms:.1f}, {q3_ms:.1f}]".format(**record["forward_backward"]),
+    "batch": lambda record, _: f"{record['batch']['tokens_per_second'] / 1000:,.1f}",
+    "opt ms": lambda record, _: f"{record['optimizer']['median_ms']:.2f}",
+    "opt %": lambda record, _: f"{100 * record['batch']['optimizer_share']:.2f}",
+    "GiB": lambda record, _: f"{record['memory']['peak_bytes'] / 2**30:.2f}",
+    "MFU %": lambda record, _: f"{100 * record['mfu']:.1f}",
+    "product %": lambda record, _: f"{100 * record['of_product']:.1f}",
+    "decode": lambda record, _: f"{record['decode']['tokens_per_second']:,.0f}",
+    "compile s": lambda record, _: f"{record['compile_seconds']:.0f}",
+}
 SPARE = ("compile s", "product %", "opt ms", "ms [q1, q3]", "opt %", "MFU %", "batch")  # what a narrow terminal misses
 BUSY = 1.15
 
@@ -46,37 +60,24 @@ def speed_table(measured: Sequence[Pair]) -> Table:
     """One row per measurement; columns that are empty, or say the same in every row, are left out."""
     records = [record for record, _ in measured]
     ways = [key for key in ("context", "micro_batch", "kernels", "streams") if len({r[key] for r in records}) > 1]
-    header = ["architecture", *(way.replace("_", "-") for way in ways), "ktok/s", "ratio", "ms [q1, q3]", "batch"]
-    header += ["opt ms", "opt %", "GiB", "MFU %", "product %", "decode", "compile s"]
+    header = ["architecture", *(way.replace("_", "-") for way in ways), *CELLS]
     rows, notes = [], []
     for record, baseline in measured:
-        rows.append([record["label"], *(str(record[way]) for way in ways), *_numbers(record, baseline)])
-        said = [*record["notes"], *([record["error"]] if record["error"] else [])]
-        notes += [f"{record['label']}: {text}" for text in said]
+        cells = [_cell(name, record, baseline) for name in CELLS]
+        rows.append([record["label"], *(str(record[way]) for way in ways), *cells])
+        notes += [f"{record['label']}: {text}" for text in (*record["notes"], record["error"]) if text]
     empty = [i for i in range(len(header)) if all(row[i] == "" for row in rows)]
     return made(header, rows, notes=notes).without(empty)
 
 
-def _numbers(record: Record, baseline: Record) -> list[str]:
-    """The cells of a record; empty where nothing was measured."""
+def _cell(name: str, record: Record, baseline: Record) -> str:
+    """Empty where nothing was measured."""
     if "tokens_per_second" not in record:
-        return ["failed" if record["error"] else "", *[""] * 10]
-    times = record["forward_backward"]
-    ratio = value_of("ratio", record, baseline)
-    batch, optimizer, decode = (record.get(key) for key in ("batch", "optimizer", "decode"))
-    return [
-        f"{record['tokens_per_second'] / 1000:,.1f}",
-        "" if ratio is None else f"{ratio:.3f}",
-        f"{times['median_ms']:.1f} [{times['q1_ms']:.1f}, {times['q3_ms']:.1f}]",
-        f"{batch['tokens_per_second'] / 1000:,.1f}" if batch else "",
-        f"{optimizer['median_ms']:.2f}" if optimizer else "",
-        f"{100 * batch['optimizer_share']:.2f}" if batch else "",
-        f"{record['memory']['peak_bytes'] / 2**30:.2f}",
-        f"{100 * record['mfu']:.1f}",
-        f"{100 * record['of_product']:.1f}",
-        f"{decode['tokens_per_second']:,.0f}" if decode else "",
-        f"{record['compile_seconds']:.0f}" if "compile_seconds" in record else "",
-    ]
+        return "failed" if record["error"] and name == "ktok/s" else ""
+    try:
+        return CELLS[name](record, baseline)
+    except (KeyError, TypeError):
+        return ""
 
 
 def legend(process: Process, table: Table) -> str:
@@ -93,12 +94,10 @@ def legend(process: Process, table: Table) -> str:
         text += ". GiB are estimated from the tensors that a step keeps"
     if any("beside" in record for record in results):
         text += ". Ratios are of steps taken in turn"
-    times = results[0]["forward_backward"] if results else None
-    if times and times["q3_ms"] > BUSY * times["q1_ms"]:
-        text += (
-            f". The middle half of vanilla's steps took {times['q1_ms']:.1f} to {times['q3_ms']:.1f} ms: the machine "
-            "was busy with something else, and the speeds are rough"
-        )
+    q1, q3 = (results[0]["forward_backward"][key] if results else 0 for key in ("q1_ms", "q3_ms"))
+    if q3 > BUSY * q1:
+        text += f". The middle half of vanilla's steps took {q1:.1f} to {q3:.1f} ms: the machine was busy with "
+        text += "something else, and the speeds are rough"
     return f"{text}."
 
 
@@ -122,9 +121,6 @@ def profile_table(measured: Sequence[Pair]) -> Table | None:
     return made(["ms per micro-batch", *names], rows)
 
 
-MORE = {"batch", "decode"}
-
-
 def newest(processes: Iterable[Process]) -> list[Pair]:
     """The last measurement of every architecture under every condition, each with the vanilla of its own process.
 
@@ -132,14 +128,13 @@ def newest(processes: Iterable[Process]) -> list[Pair]:
     """
     found: dict[tuple[Any, ...], Pair] = {}
 
-    def fuller(record: dict[str, Any], known: dict[str, Any]) -> bool:
-        return record["label"] != BASELINE or len(record.keys() & MORE) >= len(known.keys() & MORE)
+    def more(record: Record) -> int:
+        return len(record.keys() & {"batch", "decode"}) if record["label"] == BASELINE else 0
 
-    for process in processes:
-        for record, baseline in pairs(process["results"]):
-            key = (frame(record), record["label"])
-            if key not in found or ("tokens_per_second" in record and fuller(record, found[key][0])):
-                found[key] = (record, baseline)
+    for record, baseline in (pair for process in processes for pair in pairs(process["results"])):
+        key = (frame(record), record["label"])
+        if key not in found or ("tokens_per_second" in record and more(record) >= more(found[key][0])):
+            found[key] = (record, baseline)
     return sorted(found.values(), key=lambda pair: (pair[0]["context"], pair[0]["label"] != BASELINE))
 
 
@@ -172,16 +167,13 @@ def _changes(process: Process) -> str:
 def _conditions(members: Sequence[Process]) -> str:
     """One paragraph about what a table was measured with."""
     last = members[-1]
-    versions = last["versions"]
+    versions, device, product = last["versions"], last["device"], last["product"]
     parts = [f"torch {versions['torch']}", f"triton {versions['triton']}", f"Python {versions['python']}"]
-    if last["device"].get("driver"):
-        parts.append(f"driver {last['device']['driver']}")
-    if last["device"].get("threads"):
-        parts.append(f"{last['device']['threads']} threads")
-    product = last["product"]
+    parts += [f"driver {device['driver']}"] if device.get("driver") else []
+    parts += [f"{device['threads']} threads"] if device.get("threads") else []
     parts.append(f"a {product['dtype']} product of size {product['size']} at {product['flops'] / 1e12:,.2f} TFLOP/s")
     dates = sorted({str(process["date"])[:10] for process in members})
-    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     known = [process["commit"] or {} for process in members]
     commits = sorted({str(c.get("hash", "unknown"))[:10] + " with changes" * bool(c.get("changed")) for c in known})
     results = [record for process in members for record in process["results"]]

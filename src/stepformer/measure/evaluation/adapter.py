@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stepformer.base.progress import counting
+from stepformer.base.progress import counting, say
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.decoding.sampling import Generation, stream
 from stepformer.measure import measured
-from stepformer.measure.evaluation.scoring import Part, Scorer, say_continues
+from stepformer.measure.evaluation.scoring import Part, Scorer
 from stepformer.measure.evaluation.tasks import need
 from stepformer.training.evaluation import autocasting
 
@@ -51,9 +51,6 @@ class Generating:
     def key(self, prompt: str) -> str:
         return hashlib.sha256(json.dumps([prompt, asdict(self)]).encode()).hexdigest()[:24]
 
-    def ended(self, text: str) -> bool:
-        return any(word in text for word in self.until)
-
     def cut(self, text: str) -> str:
         """The text before the first stop string."""
         for word in self.until:
@@ -74,31 +71,23 @@ def adapter() -> Any:
             self, scorer: Scorer, vocabulary: Tokenizer, journal: measured.Journal | None = None, *, quiet: bool = True
         ) -> None:
             super().__init__()
-            self.scorer, self.vocabulary, self.quiet = scorer, vocabulary, quiet
+            self.scorer, self.vocabulary, self.quiet, self.title = scorer, vocabulary, quiet, "scoring"
             self.journal = journal or measured.Journal()
             self.kept = self.journal.pieces
-            self.title = "scoring"
             self.cut = 0  # prompts that lost tokens on the left
 
-        @property
-        def eot_token_id(self) -> int:
-            return self.vocabulary.eot
-
-        @property
-        def max_length(self) -> int:
-            return self.scorer.model.config.context
-
-        @property
-        def tokenizer_name(self) -> str:
-            return self.vocabulary.fingerprint
+        eot_token_id = property(lambda self: self.vocabulary.eot)
+        max_length = property(lambda self: self.scorer.model.config.context)
+        tokenizer_name = property(lambda self: self.vocabulary.fingerprint)
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             return self.vocabulary.encode(string)
 
         def asked_for(self, names: Iterable[str]) -> None:
             asked = set(names)
-            earlier = (asked & self.kept.keys()) - self.journal.used
-            say_continues(self.title, len(earlier), len(asked), "requests", quiet=self.quiet)
+            earlier = len((asked & self.kept.keys()) - self.journal.used)
+            text = f"{self.title} continues: {earlier:,} of {len(asked):,} requests were kept"
+            say(text, quiet=self.quiet or not earlier)
             self.journal.used |= asked
 
         def keep(self, name: str, value: Any) -> None:
@@ -179,15 +168,11 @@ def adapter() -> Any:
             rows = [self.tok_encode(prompt)[new - self.max_length :] or [eot] for prompt in prompts]
             made, texts = Generation([], []), [""] * len(rows)
             with autocasting(model.embed.tok_emb.weight.device, self.scorer.autocast):
-                drawn: dict[str, Any] = {
-                    "temperature": settings.temperature,
-                    "top_k": settings.top_k,
-                    "top_p": settings.top_p,
-                }
+                drawn: dict[str, Any] = {key: getattr(settings, key) for key in ("temperature", "top_k", "top_p")}
                 for _ in stream(model, rows, max_new_tokens=new, **drawn, stop=eot, seed=seed, result=made):
                     texts = [self.vocabulary.decode([t for t in row if t != eot]) for row in made.tokens]
                     rest = zip(texts, made.finish, strict=True)
-                    if all(why == "stop" or settings.ended(text) for text, why in rest):
+                    if all(why == "stop" or settings.cut(text) != text for text, why in rest):
                         break
             return [settings.cut(text) for text in texts]
 

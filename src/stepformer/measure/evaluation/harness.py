@@ -57,10 +57,9 @@ def measure_tasks(
     not_kept: list[str] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(settled(quiet))
-        asked: list[tuple[str, int | None]] = []
-        for name in dict.fromkeys(tasks):
-            usual = LOCAL[name].shots if name in LOCAL else None  # the papers' number, else what the task defines
-            asked += [(name, n) for n in (dict.fromkeys(shots) if shots else [usual])]
+        # the papers' number of shots, else what the task defines
+        usual = {name: LOCAL[name].shots if name in LOCAL else None for name in tasks}
+        asked = [(name, n) for name in usual for n in (dict.fromkeys(shots) if shots else [usual[name]])]
         # all are opened before the first is scored, so that a typing error does not wait for hours
         opened = [(stack.enter_context(open_task(name, data, quiet=quiet)), n) for name, n in asked]
         for task, n in opened:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from stepformer.base.errors import InputError
-from stepformer.base.progress import counting
+from stepformer.base.progress import counting, say
 from stepformer.measure import measured
-from stepformer.measure.evaluation.scoring import Part, Scorer, about_run, say_continues, scorer_of
-from stepformer.measure.evaluation.texts import Text, count_bytes, exponential, token_hash
+from stepformer.measure.evaluation.scoring import Part, Scorer, about_run, scorer_of
+from stepformer.measure.evaluation.texts import Text, count_bytes, token_hash
 from stepformer.present.tables import Table, of_texts
 from stepformer.training.run import LoadedRun
 
@@ -100,7 +101,6 @@ def measure_texts(
     `journal` is one of `journal_of` for a caller who has more to measure, would continue all of it after Ctrl-C, and
     closes it in the end.
     """
-    settings = about_run(run)
     scorer = scorer_of(run, micro_batch)
     windows = [reading.windows(text, run.model.config.context) for text in texts]  # what is too short is said at once
     notes = journal or journal_of(run)
@@ -113,7 +113,7 @@ def measure_texts(
         result["mean_perplexity"] = math.fsum(entry["perplexity"] for entry in found) / len(found)
         how = reading.mode if reading.stride is None else f"{reading.mode} {reading.stride}"
         result["protocol"] = f"mean over {', '.join(text.name for text in texts)}; {how}"
-    save_texts(run, settings, result)
+    save_texts(run, result)
     if journal is None:
         notes.close_used()
     return result
@@ -125,15 +125,10 @@ def journal_of(run: LoadedRun) -> measured.Journal:
 
 
 def total_nats(
-    scorer: Scorer,
-    text: Text,
-    windows: Sequence[Window],
-    journal: measured.Journal | None = None,
-    *,
-    quiet: bool = True,
+    scorer: Scorer, text: Text, windows: Sequence[Window], notes: measured.Journal | None = None, *, quiet: bool = True
 ) -> float:
     """The sum of -ln p over all scored tokens."""
-    name, journal = token_hash(text.tokens), journal or measured.Journal()
+    name, journal = token_hash(text.tokens), notes or measured.Journal()
 
     def nats(some: Sequence[Window]) -> float:
         parts = [Part(text.tokens[begin:end].tolist(), count) for begin, end, count in some]
@@ -148,7 +143,7 @@ def total_nats(
     pieces = {f"{name}/{some[0]}/{some[-1]}/{len(some)}": some for some in cut}
     scored = {piece: sum(count for _, _, count in some) for piece, some in pieces.items()}
     kept = sum(scored[piece] for piece in pieces if piece in journal.pieces and piece not in journal.used)
-    say_continues(text.name, kept, sum(scored.values()), "tokens", quiet=quiet)
+    say(f"{text.name} continues: {kept:,} of {sum(scored.values()):,} tokens were kept", quiet=quiet or not kept)
     total = []
     with counting(text.name, sum(scored.values()), quiet=quiet) as count:
         for piece, some in pieces.items():
@@ -167,7 +162,7 @@ def entry_of(text: Text, reading: Reading, windows: Sequence[Window], nats: floa
         "mode": reading.mode,
         "stride": reading.stride,
         "nats": nats / len(scored),
-        "perplexity": exponential(nats / len(scored)),
+        "perplexity": math.exp(min(nats / len(scored), 700.0)),  # bounded, so that JSON has a word for it
         "bits_per_byte": nats / math.log(2) / size if size else None,
         "tokens": len(scored),
         "bytes": size,
@@ -175,18 +170,16 @@ def entry_of(text: Text, reading: Reading, windows: Sequence[Window], nats: floa
     }
 
 
-def save_texts(run: LoadedRun, settings: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+def save_texts(run: LoadedRun, result: Mapping[str, Any]) -> None:
     """Keep the numbers, beside those of the same weights on other texts or read in other ways."""
+    settings = about_run(run)
     earlier = measured.load(run.folder.path, KIND, own=False)
     kept = earlier["result"] if earlier and earlier["settings"] == settings else {"texts": []}
+    identity = operator.itemgetter("name", "mode", "stride", "hash")
     names = [identity(entry) for entry in result["texts"]]
     others = [entry for entry in kept["texts"] if identity(entry) not in names]
     whole = {**kept, **result, "texts": [*others, *result["texts"]]}
     measured.save(run.folder.path, KIND, step=run.step, settings=settings, result=whole)
-
-
-def identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(entry[key] for key in ("name", "mode", "stride", "hash"))
 
 
 def as_table(result: Mapping[str, Any]) -> Table:
@@ -197,6 +190,5 @@ def as_table(result: Mapping[str, Any]) -> Table:
         mode = entry["mode"] if entry["stride"] is None else f"{entry['mode']} {entry['stride']}"
         per_byte = "" if entry["bits_per_byte"] is None else f"{entry['bits_per_byte']:.4f}"
         amounts = (f"{entry['nats']:.4f}", f"{entry['perplexity']:.3f}", per_byte)
-        counts = (f"{entry['tokens']:,}", f"{entry['bytes']:,}")
-        rows.append((entry["name"], mode, *amounts, *counts, entry["hash"]))
+        rows.append((entry["name"], mode, *amounts, f"{entry['tokens']:,}", f"{entry['bytes']:,}", entry["hash"]))
     return of_texts(titles, rows, words=("read in", "hash"))

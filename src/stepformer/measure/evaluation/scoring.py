@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -71,9 +70,9 @@ class Scorer:
             if not 1 <= part.count < len(part.row):
                 raise InputError(f"A row of {len(part.row)} tokens cannot have {part.count} scored ones.")
         tokens = pad_sequence([torch.tensor(part.row[:-1]) for part in parts], batch_first=True)
-        rows = torch.cat([torch.full((part.count,), b) for b, part in enumerate(parts)]).to(device)
-        ends = [len(part.row) - 1 for part in parts]
-        places = torch.cat([torch.arange(end - p.count, end) for end, p in zip(ends, parts, strict=True)]).to(device)
+        counts = [part.count for part in parts]
+        rows = torch.arange(len(parts)).repeat_interleave(torch.tensor(counts)).to(device)
+        places = torch.cat([torch.arange(len(p.row) - 1)[-p.count :] for p in parts]).to(device)
         targets = torch.tensor([token for part in parts for token in part.row[-part.count :]])
         check_ids(tokens, self.model.config.vocab_size)
         check_ids(targets, self.model.config.vocab_size, "target")
@@ -90,7 +89,6 @@ class Scorer:
         values = torch.cat(found)
         if not bool(values.isfinite().all()):
             raise StepformerError("The model gives probabilities that are not finite: nothing can be scored with it.")
-        counts = [part.count for part in parts]
         return list(map(Score, values.split(counts), torch.cat(greedy).split(counts)))
 
 
@@ -119,10 +117,3 @@ def about_run(run: LoadedRun) -> dict[str, object]:
         "context": run.model.config.context,
         "precision": run.config.precision_on(run.device),
     }
-
-
-def say_continues(title: str, kept: int, total: int, unit: str, *, quiet: bool) -> None:
-    """Tell whoever began again after Ctrl-C that it was not in vain."""
-    if kept and not quiet:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"{title} continues: {kept:,} of {total:,} {unit} were kept", markup=False)

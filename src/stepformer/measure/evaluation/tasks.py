@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rich.console import Console
-
 from stepformer.base import files
 from stepformer.base.errors import InputError, StepformerError, suggestion
+from stepformer.base.progress import say
 from stepformer.data import readers
-from stepformer.data.readers import opened, reading
+from stepformer.measure.evaluation.texts import each_row, reason
 
 TASK_FILES = Path(__file__).parent / "task_files"
 FOUR_CHOICES = ("hellaswag", "arc_easy", "arc_challenge")  # of ARC a few have three or five
@@ -44,11 +43,9 @@ class LocalTask:
 
     def find(self, folder: Path) -> dict[str, Path]:
         """The files that are there, by split; empty without the scored one."""
-        found = {}
-        for split, pattern in self.splits.items():
-            paths = sorted(path for ending in ("", ".xz", ".gz") for path in folder.glob(pattern + ending))
-            if paths:
-                found[split] = paths[0]
+        endings = ("", ".xz", ".gz")
+        paths = {split: [p for e in endings for p in folder.glob(name + e)] for split, name in self.splits.items()}
+        found = {split: min(some) for split, some in paths.items() if some}
         return found if self.scored in found else {}
 
 
@@ -85,10 +82,9 @@ def arc(row: Row) -> Row:
 
 def lambada(row: Row) -> Row:
     """A passage without its last word, and that word."""
-    if "text" in row:
-        context, _, continuation = row["text"].rpartition(" ")
-    else:
-        context, continuation = row["context"], row["continuation"]
+    if "text" not in row:
+        return {key: row[key] for key in ("context", "continuation")}
+    context, _, continuation = row["text"].rpartition(" ")
     return {"context": context, "continuation": continuation}
 
 
@@ -137,15 +133,13 @@ def open_task(name: str, data: str | Path | None = None, *, quiet: bool = False)
         manager = tasks.TaskManager(include_defaults=False)
         yield OpenedTask(name, loaded(manager, name), manager, {"kind": "file", "file": Path(name).name})
         return
-    if not quiet:
-        Console(stderr=True, highlight=False).print("reading the harness's list of tasks ...")
+    say("reading the harness's list of tasks ...", quiet=quiet)
     manager = all_tasks()
     if name not in manager.all_tasks:
         near = suggestion(name, [*LOCAL, *manager.all_tasks])
         raise InputError(f"The harness has no task '{name}'.{near or ' `lm-eval ls tasks` lists them.'}")
-    if not quiet:
-        hint = "; local files can be given with --data DIR" if name in LOCAL else ""
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"reading {name} from the Hugging Face Hub{hint}")
+    hint = "; local files can be given with --data DIR" if name in LOCAL else ""
+    say(f"reading {name} from the Hugging Face Hub{hint}", quiet=quiet)
     with impatient():
         objects = loaded(manager, name)
     yield OpenedTask(name, objects, manager, {"kind": "harness"})
@@ -189,10 +183,6 @@ def loaded(manager: Any, name: str) -> list[Any]:
     return [groups[name]] if name in groups else list(found["tasks"].values())
 
 
-def reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")[:200]
-
-
 @contextlib.contextmanager
 def local_task(name: str, found: Mapping[str, Path], tasks: Any) -> Iterator[OpenedTask]:
     """A task from local files. Shots come from the split the harness would take, or the nearest that is there."""
@@ -224,17 +214,8 @@ def local_task(name: str, found: Mapping[str, Path], tasks: Any) -> Iterator[Ope
 
 def convert(path: Path, target: Path, document: Callable[[Row], Row]) -> int:
     """Write a file's rows as documents; a row in another layout is named."""
-    documents = []
-    with reading(path), opened(path) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                documents.append(json.dumps(document(json.loads(line))))
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                raise InputError(
-                    f"Line {number:,} of '{path}' is not in a layout known for this task ({reason(error)})."
-                ) from None
+    rows = each_row(path, document, "is not in a layout known for this task ({reason}).")
+    documents = [json.dumps(row) for row in rows]
     if not documents:
         raise InputError(f"'{path}' has no rows.")
     files.write_text(target, "\n".join(documents) + "\n")

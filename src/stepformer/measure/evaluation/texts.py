@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from stepformer.training.corpora import checked
 
 PIECE = 1 << 20  # tokens that are hashed and counted at a time
 OUT_OF_DOMAIN = ("wikitext", "lambada", "c4")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def first_file(folder: Path, name: str) -> Path:
 def _documents(name: str, path: Path) -> Iterator[str]:
     form = extensions(path)[0]
     if name == "lambada" and form not in (".txt", ".parquet"):
-        yield from _passages(path)
+        yield from each_row(path, _passage, "has neither a text nor a context with its continuation.")
     elif form in ("", ".txt"):
         with opened(path) as raw:
             lines = (line.decode() for line in raw)
@@ -117,19 +118,27 @@ def _documents(name: str, path: Path) -> Iterator[str]:
         yield from (found.text for found in read_documents(path, Layout()))
 
 
-def _passages(path: Path) -> Iterator[str]:
-    """Rows with a text, or with a context and the continuation that one space joins to it."""
-    with opened(path) as lines:
+def _passage(row: Any) -> str:
+    """The text of a row, or its context and the continuation that one space joins to it."""
+    text: str = row["text"] if "text" in row else f"{row['context']} {row['continuation']}"
+    return text
+
+
+def each_row(path: Path, read: Callable[[Any], T], wrong: str) -> Iterator[T]:
+    """What `read` makes of every row of JSON lines; of one in another layout a sentence says what is wrong."""
+    with reading(path), opened(path) as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                yield row["text"] if "text" in row else f"{row['context']} {row['continuation']}"
-            except (ValueError, KeyError, TypeError):
-                raise InputError(
-                    f"Line {number:,} of '{path}' has neither a text nor a context with its continuation."
-                ) from None
+            if line.strip():
+                try:
+                    found = read(json.loads(line))
+                except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                    said = wrong.format(reason=reason(error))
+                    raise InputError(f"Line {number:,} of '{path}' {said}") from None
+                yield found
+
+
+def reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")[:200]
 
 
 @functools.lru_cache(maxsize=4)
@@ -151,8 +160,3 @@ def token_hash(tokens: NDArray[np.integer]) -> str:
     for begin in range(0, len(tokens), PIECE):
         digest.update(tokens[begin : begin + PIECE].astype("<u4").tobytes())
     return digest.hexdigest()[:16]
-
-
-def exponential(nats: float) -> float:
-    """Perplexity; bounded, so that it can be written as JSON."""
-    return math.exp(min(nats, 700.0))
