@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import stepformer as sf
 from draws import seeded
 from helpers import INTEGRATORS, in_documents, shake, tiny, tokens
+from stepformer.ops.causal_sum import causal_sum
 from stepformer.ops.phi import phi1, phi2
-from stepformer.ops.scores import causal_sum
 from stepformer.oracles.caches import Call, fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
 from stepformer.oracles.linear import LinearHamiltonian

@@ -9,7 +9,8 @@ With scores S_ij = u_i.A u_j, A = tau W_Q^T W_K, n_i visible tokens and a symmet
 Without a mask and with symmetric A, G = -dH/du for H = sum_i a_i / (2 z_i) - (kappa / 2n) sum_ij exp(S_ij), and
 F = d dH/dy: dividing a by d, without which the potential would be inert after LN_Y, is not applied to F. Under a causal
 mask the exact gradient of H would hear from later tokens (docs/reading-the-future.md); the row form above keeps each
-row to what it may see. Where the soft bound on the scores acts, its slope is left out of G.
+row to what it may see; force = "query" keeps a token to its own row, with the factor a_i / (2 z_i^2) + kappa / 2. Where
+the soft bound on the scores acts, its slope is left out of G.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor
 from stepformer.base.options import integer
 from stepformer.base.registry import Selection
 from stepformer.ops import Linear, at_least_fp32, operation
-from stepformer.ops.scores import causal_sum
+from stepformer.ops.causal_sum import causal_sum
 from stepformer.ops.slots import StateSlot
 from stepformer.oracles.attention import Attention, register_attention
 from stepformer.oracles.caches import Call
