@@ -88,7 +88,7 @@ def environment(variation: Variation) -> dict[str, str]:
         # pytest rewrites the tests so that passed assertions are heard of, and keeps what it wrote
         "PYTHONPYCACHEPREFIX": str(OUT / "pycache"),
     }
-    paths = [str(TESTS)]
+    paths = [str(Path(__file__).parent)]  # where this file and margins.py are plug-ins of pytest
     if variation.torch:
         paths.insert(0, str(OUT / f"torch-{variation.torch}"))
     found["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
