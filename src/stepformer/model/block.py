@@ -92,7 +92,7 @@ class Block(nn.Module):
             self.attn(self.attn_norm(point), call) if oracle == "attn" else self.mlp(self.mlp_norm(point))
             for oracle in oracles
         ]
-        return sum(answers[1:], answers[0])
+        return answers[0] if len(answers) == 1 else sum(answers[1:], answers[0])
 
     def fields_at(self, point: Tensor, y: Tensor, *, call: Call) -> Fields:
         """The fields of a Hamiltonian attention at a point and a momentum, both (B, T, d)."""
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
     def forward(self, s: State, call: Call, plain: bool = False) -> State:
         """One step of the template; with `plain`, the ordinary residual block (hybrid inference)."""
-        c = self.extras.values()["block"]
+        c = self.extras.values()["block"] if self.parts else Values({})
         call, before = self.own_call(call, s.memory, c), s
         for part in self.parts:
             s = part.enter(s, c)
@@ -109,6 +109,8 @@ class Block(nn.Module):
 
     def own_call(self, call: Call, memory: dict[str, Tensor], c: Values | None = None) -> Call:
         """The call as this block's oracles see it: its own count, its own memory (checkpointing runs it twice)."""
+        if not self.parts:
+            return replace(call, used=0, memory=dict(memory), mixes=())
         c = self.extras.values()["block"] if c is None else c
         mixes = [
             lambda v, memory, part=part: part.values(v, c, memory) for part in self.parts if part.changes("values")

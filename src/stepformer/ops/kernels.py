@@ -47,6 +47,11 @@ def switched_on() -> bool:
     return _Switch.on
 
 
+def interpreting() -> bool:
+    """Whether kernels may take CPU tensors."""
+    return _Switch.interpreting
+
+
 def usable(*tensors: Tensor | None) -> bool:
     """Whether kernels may take these tensors."""
     if not _Switch.on:

@@ -38,7 +38,7 @@ def operation(meaning: F) -> F:
 
     @functools.wraps(meaning)
     def run(self: Any, first: Any, *others: Any, **named: Any) -> Any:
-        if versions and kernels.usable(first):
+        if (first.is_cuda or kernels.interpreting()) and kernels.usable(first):
             for fast in versions:
                 if fast.serves(self, first, *others, **named):
                     return fast.run(self, first, *others, **named)
