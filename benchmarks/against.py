@@ -1,7 +1,8 @@
 """This checkout against another one on the CPU: two processes take steps in turn, so that a busy machine troubles both.
 
 Each round starts two fresh processes. For every architecture and kind of work they take one step each, in the order
-A B, then B A, and so on; a ratio is that of two steps taken one after the other.
+A B, then B A, and so on. A step that follows one of the same process finds its caches warm, and may take two thirds of
+the time; so a ratio is that of four steps A B B A, in which both have one of each.
 
     python benchmarks/against.py ../old/src                    vanilla, yurii and muon at size tiny
     python benchmarks/against.py ../old/src adam context=256   others, and settings for all of them
@@ -33,7 +34,7 @@ from stepformer.present.tables import Table
 KINDS = ("forward + backward", "optimizer", "16 tokens decoded")
 WARMUP = 2
 SAYING = (
-    "Ratio: time there / time here, so above 1 this checkout is faster; the median over pairs of steps taken in turn, "
+    "Ratio: time there / time here, so above 1 this checkout is faster; the median over four steps A B B A, "
     "in brackets the lowest and the highest median of a round. Where 1 lies between these, nothing can be told apart. "
     "Fastest: the ratio of the fastest steps, which a busy machine disturbs least."
 )
@@ -127,16 +128,23 @@ def _in_turn(there: Worker, here: Worker, name: str, kind: str, job: Job) -> dic
     return times
 
 
+def in_twos(times: Sequence[float]) -> list[float]:
+    """Means of a step after the other process and one after the same."""
+    return [(one + two) / 2 for one, two in zip(times[::2], times[1::2], strict=False)]
+
+
 def ratios(entry: dict[str, Any]) -> list[float]:
-    """Of pairs of steps taken one after the other."""
-    return [there / here for there, here in zip(entry["there_ms"], entry["here_ms"], strict=True)]
+    """Of four steps taken in the order A B B A."""
+    both = zip(in_twos(entry["there_ms"]), in_twos(entry["here_ms"]), strict=True)
+    return [there / here for there, here in both]
 
 
 def table(found: dict[str, Any]) -> Table:
     rows = []
     for name, kind in dict.fromkeys((entry["name"], entry["kind"]) for entry in found["measured"]):
         entries = [entry for entry in found["measured"] if (entry["name"], entry["kind"]) == (name, kind)]
-        there, here = (statistics.median(ms for e in entries for ms in e[side]) for side in ("there_ms", "here_ms"))
+        sides = ("there_ms", "here_ms")
+        there, here = (statistics.median(ms for e in entries for ms in in_twos(e[side])) for side in sides)
         medians = [statistics.median(ratios(entry)) for entry in entries]
         middle = statistics.median(ratio for entry in entries for ratio in ratios(entry))
         spread = f"{middle:.3f} [{min(medians):.3f}, {max(medians):.3f}]"
@@ -151,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="presets or templates; key=value applies to all")
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--micro-batch", type=int, metavar="N")
-    parser.add_argument("--steps", type=int, default=15, metavar="N", help="timed steps (15)")
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help="timed steps (16)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="fresh pairs of processes (3)")
     parser.add_argument("--kinds", type=int, default=len(KINDS), metavar="N", help=f"the first N of {', '.join(KINDS)}")
     parser.add_argument("--json", metavar="FILE", help="all times")
