@@ -164,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", type=int, default=len(KINDS), metavar="N", help=f"the first N of {', '.join(KINDS)}")
     parser.add_argument("--json", metavar="FILE", help="all times")
     args = parser.parse_intermixed_args(argv)
+    if args.steps < 2:
+        parser.error("--steps: a ratio takes two steps of each checkout")
     names = [word for word in args.names if "=" not in word] or ["vanilla", "yurii", "muon"]
     words = [word for word in args.names if "=" in word]
     job = Job(names, words, args.size, args.micro_batch, args.steps, KINDS[: args.kinds])
