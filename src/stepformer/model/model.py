@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,6 +157,12 @@ class Model(Backbone):
         row, both (B, H, T) (docs/inside-the-network.md); linear attention has an energy of one head and no entropy.
         """
         return [passage.seen for passage in self.passages(tokens, rows=rows)]
+
+    @torch.compiler.assume_constant_result
+    def plan(self) -> Any:
+        if self.plain_layers not in self.plans:
+            self.plans[self.plain_layers] = engines.fused.plan_for(self)
+        return self.plans[self.plain_layers]
 
     def roles(self) -> dict[str, Role]:
         """The declared role of every parameter."""

@@ -21,6 +21,24 @@ from stepformer.ops.slots import Slot
 
 
 @dataclass
+class Mixed:
+    """What a plan makes of an attention's values: weights[0] v + weights[1] `earlier`, those of another call.
+
+    Without weights they stay as they are, and become the earlier ones of later calls.
+    """
+
+    weights: Tensor | None = None
+    earlier: Tensor | None = None
+
+    def __call__(self, v: Tensor) -> Tensor:
+        if self.weights is None:
+            self.earlier = v
+            return v
+        assert self.earlier is not None
+        return (self.weights[0] * v + self.weights[1] * self.earlier).to(v.dtype)
+
+
+@dataclass
 class Call:
     """Where the tokens of this forward pass stand; what an attention needs to know besides its input.
 
@@ -29,7 +47,8 @@ class Call:
     lengths: (B,), how many of each row's tokens are real, when prompts are padded on the right.
     origins: (B, T), where each token's document begins, if documents do not see each other.
     memory: what this and shallower layers leave for deeper ones (`State.memory`), to read and to write.
-    mixes: what extras make of an attention's values, each a function of them and of the memory.
+    mixes: what extras make of an attention's values, each a function of them and of the memory; `mixed`: the same,
+    where somebody has already found out what that is.
     observe: called with a name and a tensor by oracles that have something to report.
     rows: whether `observe` also wants entropy and energy of every row, (B, H, T), which cost a look at all scores.
     """
@@ -45,6 +64,7 @@ class Call:
     origins: Tensor | None = None
     memory: dict[str, Tensor] = field(default_factory=dict)
     mixes: Sequence[Callable[[Tensor, dict[str, Tensor]], Tensor]] = ()
+    mixed: Mixed | None = None
     observe: Callable[[str, Tensor], None] | None = None
     rows: bool = False
 
@@ -73,6 +93,8 @@ class Call:
 
     def mix_values(self, v: Tensor) -> Tensor:
         """An attention's values as the model's extras want them gathered."""
+        if self.mixed is not None:
+            return self.mixed(v)
         for mix in self.mixes:
             v = mix(v, self.memory)
         return v
