@@ -160,9 +160,12 @@ class Model(Backbone):
 
     @torch.compiler.assume_constant_result
     def plan(self) -> Any:
-        if self.plain_layers not in self.plans:
-            self.plans[self.plain_layers] = engines.fused.plan_for(self)
-        return self.plans[self.plain_layers]
+        parts = [m for b in self.blocks for m in (b.template, b.splitting, b.attn_norm, b.mlp_norm, *b.aux_norms.values())]
+        made_of = (*self.blocks, *map(type, parts), type(self.final_norm))
+        found = self.plans.get(self.plain_layers)
+        if found is None or found[0] != made_of:  # somebody may have exchanged a block or a norm
+            found = self.plans[self.plain_layers] = made_of, engines.fused.plan_for(self)
+        return found[1]
 
     def roles(self) -> dict[str, Role]:
         """The declared role of every parameter."""

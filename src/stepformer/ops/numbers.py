@@ -38,11 +38,12 @@ class Numbers:
         self.total = at
         self.key = register(outputs, list(raws), at, width) if at else ""
 
-    def __call__(self, raws: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, raws: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """The line of each pass, up to whole 16 bytes, from the coefficients in the order of their names."""
         if not self.key:
             return [torch.empty(0) for _ in self.sizes]
-        table = torch.ops.stepformer.numbers(self.key, torch.cat([raw.reshape(-1) for raw in raws]))
+        raw = torch.cat([raw.reshape(-1) for raw in raws]) if raws else torch.zeros(1, device=device)
+        table = torch.ops.stepformer.numbers(self.key, raw)
         return list(table.split([aligned(size) for size in self.sizes]))
 
 

@@ -23,9 +23,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
+
+import torch
 
 RANK = {"num": 0, "vec": 1, "stat": 2, "row": 3, "other": 4}
 FUNCTIONS = ("sqrt", "rsqrt", "exp", "log", "log1p", "expm1", "tanh", "sigmoid", "softplus", "abs", "sign", "relu")
@@ -119,6 +122,8 @@ def make(op: str, *args: Symbol, attr: Any = None, kind: str | None = None) -> S
         if "other" in kinds:
             raise UntraceableError("it computes with a stream that is not one row per token")
         kind = "row" if {"vec", "stat"} <= kinds else max(kinds, key=RANK.__getitem__)
+    if _recording.recorder is not None and not torch.is_grad_enabled():
+        raise UntraceableError("it computes something without gradients")
     key = (op, tuple(map(id, args)), attr, kind)
     found = _known.get(key)
     if found is None:
@@ -297,24 +302,30 @@ def rebuild(n: Symbol, known: dict[Symbol, Symbol], stop: Callable[[Symbol], boo
 
 # functions that a pass cannot do: they are called around it
 
-_recorders: list[Any] = []
+
+class _Recording(threading.local):
+    recorder: Any = None
+
+
+_recording = _Recording()
 
 
 @contextlib.contextmanager
 def recording(recorder: Any) -> Iterator[None]:
-    """Inside, `record` tells this recorder."""
-    _recorders.append(recorder)
+    """Inside, `record` tells this recorder, and whoever stops gradients is not followed."""
+    before, _recording.recorder = _recording.recorder, recorder
     try:
-        yield
+        with torch.enable_grad():
+            yield
     finally:
-        _recorders.pop()
+        _recording.recorder = before
 
 
 def record(name: str, rows: Sequence[Symbol], kinds: Sequence[str], numbers: Sequence[Any] = (), **settings: Any) -> list[Symbol]:
     """The results, of these kinds, of a function that will be called with tensors for `rows` and for `numbers`."""
-    if not _recorders:
+    if _recording.recorder is None:
         raise UntraceableError(f"nobody records {name} here")
-    found: list[Symbol] = _recorders[-1].record(name, list(rows), list(kinds), [lift(n) for n in numbers], settings)
+    found: list[Symbol] = _recording.recorder.record(name, list(rows), list(kinds), [lift(n) for n in numbers], settings)
     return found
 
 

@@ -58,7 +58,10 @@ def structural(model: Backbone) -> str | None:
 def plan_for(model: Backbone) -> Plan | str:
     """What the model does between its oracles, or why it cannot be fused."""
     try:
-        return plan_of(Trace(model))
+        trace = Trace(model)
+        if trace.digest() != Trace(model).digest():
+            return "its rule does something else from time to time"
+        return plan_of(trace)
     except UntraceableError as why:
         return str(why)
     except (AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
@@ -98,7 +101,7 @@ class Run:
         self.layer = -1
         self.fields: Any = None
         raws = [getattr(getattr(model.blocks[layer], bank), key) for layer, bank, key in plan.raws]
-        self.lines = plan.numbers(model.config.d_model)(raws)
+        self.lines = plan.numbers(model.config.d_model)(raws, start.x.device)
 
     def finish(self) -> Tensor:
         result: Any = None

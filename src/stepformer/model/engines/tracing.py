@@ -118,6 +118,10 @@ class Trace:
         self.events.append(Event(kind, self.layer, tuple(needs), tuple(gives), **more))
         return gives
 
+    def digest(self) -> list[Any]:
+        """What it depends on: the same rule gives the same one whenever it is traced."""
+        return [(e.kind, e.oracles, [n.key for n in (*e.needs, *e.numbers)], str(e.settings)) for e in self.events]
+
     def record(self, name: str, rows: list[Symbol], kinds: list[str], numbers: list[Symbol], settings: Any) -> Any:
         """A function that no pass can do; with a running mean of the answers as its direction, both in one."""
         mean = running_mean(rows[0], self.means)
@@ -150,9 +154,11 @@ class Trace:
         if type(norm) not in (nn.LayerNorm, nn.RMSNorm):
             raise UntraceableError(f"its norm {name} is not LayerNorm or RMSNorm itself")
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        if norm.eps is None:
+            raise UntraceableError(f"its norm {name} leaves its eps to the dtype")
 
         def apply(p: Any) -> Symbol:
-            found = standardise(p, norm.eps or 0.0, centred=isinstance(norm, nn.LayerNorm))
+            found = standardise(p, norm.eps, centred=isinstance(norm, nn.LayerNorm))
             if norm.weight is not None:
                 found = mul(leaf("vec", f"{self.layer} {name} weight"), found)
             bias = getattr(norm, "bias", None)
