@@ -1,6 +1,6 @@
 """Row programs as Triton kernels: one printer for the forward and the backward pass of all of them.
 
-A kernel goes through tiles of rows. For each it loads what it reads, computes in fp32, stores what it gives, and adds
+A program of a kernel has a tile of rows, or goes through several (`loops`). For each it loads what it reads, computes in fp32, stores what it gives, and adds
 up what gains and numbers receive in registers; at the end every program writes one line of partial sums. So nothing is
 added by atomics, and the same inputs give the same bits.
 
@@ -53,8 +53,8 @@ class Task:
 class Printer:
     """One kernel as text; `parameters` names its arguments in their order."""
 
-    def __init__(self, task: Task, *, hold: bool, ahead: bool) -> None:
-        self.task, self.hold = task, hold
+    def __init__(self, task: Task, *, loops: bool, hold: bool, ahead: bool) -> None:
+        self.task, self.loops, self.hold = task, loops, hold
         self.names: dict[Symbol, str] = {}
         self.before: list[str] = []
         self.loop: list[str] = []
@@ -241,9 +241,9 @@ class Printer:
             *(f"p_{k}" for k in (*self.reads, *self.given, *self.vectors)),
             *("scalars", "stats"),
             *(f"o_{k}" for k in (*task.rows, *task.stats)),
-            *("partial", "n"),
+            *("partial", "n", "tiles"),
         ]
-        sizes = ("D", "CHUNKS", "CHUNK", "ROWS", "TILES", "STAGES", "WIDTH")
+        sizes = ("D", "CHUNKS", "CHUNK", "ROWS", "STAGES", "WIDTH")
         signature = ", ".join([*self.parameters, *(f"{size}: tl.constexpr" for size in sizes)])
 
         def loads(rows: str, prefix: str = "") -> list[str]:
@@ -256,19 +256,21 @@ class Printer:
             asked = [f"l_{k} = next_l_{k}" for k in self.reads]
             asked += ["after = rows + tl.num_programs(0) * ROWS", *loads("after", "next_")]
             asked += ["tl.debug_barrier()"]  # else they would be issued as late as possible, to save registers
+        place = "tile * tl.num_programs(0) + tl.program_id(0)" if self.loops else "tl.program_id(0)"
         body = [
-            "rows = (tile * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)",
+            f"rows = ({place}) * ROWS + tl.arange(0, ROWS)",
             "row = rows < n",
             "mask = over_row(row) & column",
             "at = over_row(rows.to(tl.int64)) * D + columns",
             *self.early, *asked, *self.loop,
         ]  # fmt: skip
+        inner = "        " if self.loops else "    "
         lines = [
             "@triton.jit",
             f"def {task.name}({signature}):",
             *(f"    {line}" for line in head),
-            "    for tile in tl.range(0, TILES, num_stages=STAGES):",
-            *(f"        {line}" for line in body),
+            *(["    for tile in tl.range(0, tiles, num_stages=STAGES):"] if self.loops else []),
+            *(f"{inner}{line}" for line in body),
             *(f"    {line}" for line in self.after),
         ]
         return "\n".join(lines) + "\n"
