@@ -133,8 +133,11 @@ class Backbone(nn.Module):
                 streams[name] = torch.ones_like(x) if start == "ones" else torch.zeros_like(x)
         return State(x, streams, {name: t for part in self.parts for name, t in part.start(x).items()})
 
-    def plan(self) -> Any:
-        """What an engine does between the oracles (engines/planning.py), or a sentence about why it cannot."""
+    def plan(self, *, ready: bool = False) -> Any:
+        """What an engine does between the oracles (engines/planning.py), or a sentence about why it cannot.
+
+        `ready`: somebody is about to run it.
+        """
         raise NotImplementedError
 
     def table(self) -> Tensor:

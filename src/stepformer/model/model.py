@@ -19,6 +19,7 @@ from stepformer.decoding.cache import Cache
 from stepformer.model import engines
 from stepformer.model.backbone import Backbone
 from stepformer.model.roles import Role, named_roles
+from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from stepformer.ops.linear import rounded_weights
@@ -88,6 +89,8 @@ class Model(Backbone):
 
     def _last_states(self, tokens: Tensor, cache: Cache | None, lengths: Tensor | None, last_only: bool) -> Tensor:
         """The normalised x after the last layer, of all tokens or of each row's last one."""
+        if torch.compiler.is_compiling() and tokens.is_cuda:
+            kernels.compiler_prepared(self.config.d_model <= 128)
         call = self.call_of(tokens, lengths, cache)
         s = self.start(tokens, call.positions, from_zero=cache is None)
         checkpointing = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
@@ -159,13 +162,15 @@ class Model(Backbone):
         return [passage.seen for passage in self.passages(tokens, rows=rows)]
 
     @torch.compiler.assume_constant_result
-    def plan(self) -> Any:
-        parts = [m for b in self.blocks for m in (b.template, b.splitting, b.attn_norm, b.mlp_norm, *b.aux_norms.values())]
+    def plan(self, *, ready: bool = False) -> Any:
+        parts = [
+            part for b in self.blocks for part in (b.template, b.splitting, b.attn_norm, b.mlp_norm, *b.aux_norms.values())
+        ]
         made_of = (*self.blocks, *map(type, parts), type(self.final_norm))
         found = self.plans.get(self.plain_layers)
         if found is None or found[0] != made_of:  # somebody may have exchanged a block or a norm
             found = self.plans[self.plain_layers] = made_of, engines.fused.plan_for(self)
-        return found[1]
+        return found[1].ready(self.config.d_model) if ready else found[1]
 
     def roles(self) -> dict[str, Role]:
         """The declared role of every parameter."""

@@ -16,7 +16,7 @@ def newton_schulz(
 ) -> Tensor:
     """NS5 of each token's matrix of heads, (..., d) -> (..., d) in `dtype`; products in `low`, of fp64 in fp64."""
     if isinstance(g, Symbol):
-        return record("newton_schulz", [g], ["row"], heads=heads, low=low)[0]  # type: ignore[return-value]
+        return record("newton_schulz", [g], ["row"], heads=heads, low=low)[0]
     dtype = g.dtype if dtype is None else dtype
     if kernels.usable(g):
         from stepformer.ops import newton_schulz_kernels as fast
@@ -35,7 +35,7 @@ def whiten(
     autocast says.
     """
     if isinstance(g, Symbol):
-        return tuple(record("whiten", [direction, g, covariance], ["other", "row"], [beta], heads=heads))  # type: ignore
+        return tuple(record("whiten", [direction, g, covariance], ["other", "row"], [beta], heads=heads))
     dtype = direction.dtype if dtype is None else dtype
     if kernels.usable(direction, g, covariance):
         from stepformer.ops import whitening as fast

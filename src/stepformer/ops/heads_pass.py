@@ -279,7 +279,9 @@ def _operator_backward(
     dqkv: Tensor | None, dv: Tensor | None, turned: Tensor, scales: Tensor, weights: Tensor | None,
     earlier: Tensor | None, heads: int, eps: float | None, rotary: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    parts = [None] * 3 if dqkv is None else [t.contiguous() for t in dqkv.chunk(3, dim=-1)]
+    parts: list[Tensor | None] = [None] * 3
+    if dqkv is not None:
+        parts = [t.contiguous() for t in dqkv.chunk(3, dim=-1)]
     if weights is not None:
         parts[2] = dv
     found, dweights, before = How(heads, eps, rotary).backward(parts, None, turned, weights, earlier, scales)
@@ -292,7 +294,7 @@ def _operator_backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    qkv, weights, earlier, *ctx.options = inputs
+    _, weights, earlier, *ctx.options = inputs
     turned, _, scales = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(turned, scales, weights, earlier)

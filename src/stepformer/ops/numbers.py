@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +22,29 @@ from stepformer.ops.scalar_functions import printed
 from stepformer.ops.symbols import Symbol, add, leaf, topological
 
 
+class Numbers(NamedTuple):
+    """The table of a model: the key of its kernels, and how long each line is."""
 
-class Numbers:
-    """Expressions for each pass over raw coefficients (leaves of kind num, by name) in rows of `width` columns."""
+    key: str
+    sizes: tuple[int, ...]
 
-    def __init__(self, lines: Sequence[Sequence[Symbol]], raws: Sequence[str], width: int) -> None:
-        self.sizes = [len(line) for line in lines]
-        self.starts: list[int] = []
-        outputs: dict[int, Symbol] = {}
-        at = 0
-        for line in lines:
-            self.starts.append(at)
-            outputs |= {at + k: n for k, n in enumerate(line)}
-            at += aligned(len(line))
-        self.total = at
-        self.key = register(outputs, list(raws), at, width) if at else ""
 
-    def __call__(self, raws: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """The line of each pass, up to whole 16 bytes, from the coefficients in the order of their names."""
-        if not self.key:
-            return [torch.empty(0) for _ in self.sizes]
-        raw = torch.cat([raw.reshape(-1) for raw in raws]) if raws else torch.zeros(1, device=device)
-        table = torch.ops.stepformer.numbers(self.key, raw)
-        return list(table.split([aligned(size) for size in self.sizes]))
+def numbers_of(lines: Sequence[Sequence[Symbol]], raws: Sequence[str], width: int) -> Numbers:
+    """Expressions for each pass over raw coefficients (leaves of kind num, by name), for rows of `width` columns."""
+    outputs: dict[int, Symbol] = {}
+    at = 0
+    for line in lines:
+        outputs |= {at + k: n for k, n in enumerate(line)}
+        at += aligned(len(line))
+    return Numbers(register(outputs, list(raws), at, width) if at else "", tuple(aligned(len(line)) for line in lines))
+
+
+def lines_of(numbers: Numbers, raws: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The line of each pass, up to whole 16 bytes, from the coefficients in the order of their names."""
+    if not numbers.key:
+        return []
+    raw = torch.cat([raw.reshape(-1) for raw in raws]) if raws else torch.zeros(1, device=device)
+    return list(torch.ops.stepformer.numbers(numbers.key, raw).split(list(numbers.sizes)))
 
 
 _kernels: dict[str, tuple[Any, Any, int]] = {}

@@ -25,7 +25,7 @@ def phi2(s: Tensor) -> Tensor:
 
 def _phi(s: Tensor, order: int, quotient: Callable[[Tensor], Tensor]) -> Tensor:
     if isinstance(s, Symbol):
-        return function("phi", s, order)  # type: ignore[return-value]
+        return function("phi", s, order)
     wide = s.double()
     near_zero = wide.abs() < SERIES_BELOW
     series = torch.zeros_like(wide)

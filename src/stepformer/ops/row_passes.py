@@ -12,7 +12,7 @@ the rows of `choose_kept`, copied to shared memory while the row before them is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +98,7 @@ class Kernel:
             kernel._init_handles()
             card = torch.cuda.get_device_properties(like.device)
             threads = 32 * tile.warps
-            registers = card.regs_per_multiprocessor // (8 * -(-kernel.n_regs // 8) * threads)
+            registers = getattr(card, "regs_per_multiprocessor", 65_536) // (8 * -(-kernel.n_regs // 8) * threads)
             memory = card.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
             self.resident[key] = max(1, min(registers, memory, MOST_PROGRAMS - 1))
         return self.resident[key]
@@ -154,9 +154,7 @@ class Pass:
         return leaf("row", name)
 
     def _found(self, present: tuple[str, ...], wanted: Sequence[str]) -> Gradients:
-        found = through(
-            self.kept, self.outputs, differentiate({k: self.reached[k] for k in present}, set(wanted))
-        )
+        found = through(self.kept, self.outputs, differentiate({k: self.reached[k] for k in present}, set(wanted)))
         assert found is not None
         return found
 
@@ -242,7 +240,7 @@ class Pass:
         return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled(text: str, handed: tuple[str, ...] = ()) -> Pass:
     """The pass of a program, one for all that ask."""
     return Pass(by_text(text), handed)
@@ -252,9 +250,7 @@ class _RowPass(torch.autograd.Function):
     """A pass as eager code calls it: rows that are handed on are outputs too."""
 
     @staticmethod
-    def forward(
-        ctx: Any, own: Pass, carried: torch.dtype, point: torch.dtype, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, own: Pass, carried: torch.dtype, point: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         outs, statistics = own.forward(tensors, carried, point, True)
         _keep(ctx, own, tensors, outs, statistics)
         return *outs, *(tensors[own.rows.index(name)] for name in own.handed)
@@ -289,17 +285,13 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
 # for compilers
 
 
-def _fake_pass(
-    text: str, tensors: list[Tensor], carried: torch.dtype, point: torch.dtype, keep: bool
-) -> list[Tensor]:
+def _fake_pass(text: str, tensors: list[Tensor], carried: torch.dtype, point: torch.dtype, keep: bool) -> list[Tensor]:
     outs, statistics = compiled(text).unwritten(tensors[0], carried, point, keep)
     return [*outs, statistics]
 
 
 @operator("row_pass", fake=_fake_pass)
-def _row_pass(
-    text: str, tensors: list[Tensor], carried: torch.dtype, point: torch.dtype, keep: bool
-) -> list[Tensor]:
+def _row_pass(text: str, tensors: list[Tensor], carried: torch.dtype, point: torch.dtype, keep: bool) -> list[Tensor]:
     outs, statistics = compiled(text).forward(tensors, carried, point, keep)
     return [*outs, statistics]
 

@@ -1,8 +1,8 @@
 """Row programs as Triton kernels: one printer for the forward and the backward pass of all of them.
 
-A program of a kernel has a tile of rows, or goes through several (`loops`). For each it loads what it reads, computes in fp32, stores what it gives, and adds
-up what gains and numbers receive in registers; at the end every program writes one line of partial sums. So nothing is
-added by atomics, and the same inputs give the same bits.
+A program of a kernel has a tile of rows, or goes through several (`loops`). For each it loads what it reads, computes
+in fp32, stores what it gives, and adds up what gains and numbers receive in registers; at the end every program writes
+one line of partial sums. So nothing is added by atomics, and the same inputs give the same bits.
 
 A tile has more columns than there are, and some rows that do not exist. `Printer.state` knows what an expression holds
 there: only what is not zero has to be masked before it is summed.
@@ -22,7 +22,7 @@ import triton.language as tl
 from stepformer.ops import common
 from stepformer.ops.row_programs import Gradients, is_statistic
 from stepformer.ops.scalar_functions import NAMES, printed
-from stepformer.ops.symbols import Symbol, is_const, topological
+from stepformer.ops.symbols import Symbol, is_const, make, topological
 
 COMMON = (
     common.load_columns, common.load_gain, common.load_stored, common.numbers, common.over_row, common.row_statistics,
@@ -191,19 +191,24 @@ class Printer:
         elif n.op == "sum":
             put.append(f"{name} = row_sum({self.clean(n.args[0])})")
         elif n.op == "hat":
-            form = f"standardised({args[0]}, {args[2]}, {args[1]})" if len(args) > 2 else f"{args[0]} * over_row({args[1]})"
+            form = (
+                f"standardised({args[0]}, {args[2]}, {args[1]})"
+                if len(args) > 2
+                else f"{args[0]} * over_row({args[1]})"
+            )
             put.append(f"{name} = {form}")
         elif not n.args:
             put.append(f"{name} = {self._leaf(n)}")
         else:
-            wide = [f"over_row({t})" if n.kind == "row" and a.kind == "stat" else t for a, t in zip(n.args, args, strict=True)]
+            wide = [
+                f"over_row({t})" if n.kind == "row" and a.kind == "stat" else t
+                for a, t in zip(n.args, args, strict=True)
+            ]
             put.append(f"{name} = {printed(n.op, n.attr, wide)}")
         self._store(n, put)
 
     def _pair(self, n: Symbol, other: str, name: str, put: list[str]) -> None:
         """Two sums over rows at once."""
-        from stepformer.ops.symbols import make
-
         twin = make(other, *n.args, kind="stat")
         self.names[twin] = self.fresh()
         first, second = (name, self.names[twin]) if n.op == "first" else (self.names[twin], name)

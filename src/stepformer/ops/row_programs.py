@@ -118,7 +118,7 @@ def by_text(text: str) -> Program:
 def listed(outputs: Sequence[Symbol]) -> str:
     """A line for each operation, then the outputs."""
     names: dict[Symbol, str] = {}
-    lines = []
+    lines: list[str] = []
     for n in topological(outputs):
         if n.op == "const":
             names[n] = repr(n.attr)

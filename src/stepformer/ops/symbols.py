@@ -6,8 +6,8 @@ A symbol is a node of an expression over one token's rows. It has one of these k
     stat  one per token (a mean)                          row   one per token and column (a stream, an answer)
     other anything else, such as a matrix per token: only `record`ed functions take it
 
-Equal expressions are one object. Arithmetic simplifies a little as it builds: constants fold, numbers gather in front of
-rows, and a sum that an oracle's answer enters is led by it,
+Equal expressions are one object. Arithmetic simplifies a little as it builds: constants fold, numbers gather in front
+of rows, and a sum that an oracle's answer enters is led by it,
 
     a v + b g = b ((a / b) v + g),
 
@@ -75,11 +75,12 @@ class Symbol:
         return mul(-1.0, self)
 
     def __pow__(self, power: Any) -> Symbol:
-        powers = {2: lambda: mul(self, self), 3: lambda: mul(self, mul(self, self)), -1: lambda: rec(self)}
-        powers |= {0.5: lambda: function("sqrt", self), -0.5: lambda: function("rsqrt", self), 1: lambda: self}
-        if power not in powers:
+        roots = {0.5: "sqrt", -0.5: "rsqrt"}
+        if power in roots:
+            return function(roots[power], self)
+        if power not in (-1, 1, 2, 3):
             raise UntraceableError(f"it takes the power {power!r}")
-        return powers[power]()
+        return rec(self) if power == -1 else mul(self, self ** (power - 1)) if power > 1 else self
 
     def __bool__(self) -> bool:
         raise UntraceableError("it decides by the value of a tensor")
@@ -321,11 +322,15 @@ def recording(recorder: Any) -> Iterator[None]:
         _recording.recorder = before
 
 
-def record(name: str, rows: Sequence[Symbol], kinds: Sequence[str], numbers: Sequence[Any] = (), **settings: Any) -> list[Symbol]:
+def record(
+    name: str, rows: Sequence[Symbol], kinds: Sequence[str], numbers: Sequence[Any] = (), **settings: Any
+) -> list[Symbol]:
     """The results, of these kinds, of a function that will be called with tensors for `rows` and for `numbers`."""
     if _recording.recorder is None:
         raise UntraceableError(f"nobody records {name} here")
-    found: list[Symbol] = _recording.recorder.record(name, list(rows), list(kinds), [lift(n) for n in numbers], settings)
+    found: list[Symbol] = _recording.recorder.record(
+        name, list(rows), list(kinds), [lift(n) for n in numbers], settings
+    )
     return found
 
 
@@ -360,21 +365,36 @@ def _detach(a: Any) -> Symbol:
     return a if a.op in ("const", "detach") else function("detach", a)
 
 
+def _same(a: Any, *_: Any, **__: Any) -> Any:
+    """What concerns the memory or the dtype of a tensor alone."""
+    return a
+
+
+_ADD, _LESS = lambda a, b: add(a, b), lambda a, b: add(a, mul(-1.0, b))
+_OVER, _NEGATIVE = lambda a, b: mul(a, rec(b)), lambda a: mul(-1.0, a)
+
 METHODS: dict[str, Callable[..., Any]] = {
     **{name: (lambda a, name=name: function(name, a)) for name in FUNCTIONS},
-    "add": lambda a, b: add(a, b), "__add__": add, "__radd__": add,
-    "sub": lambda a, b: add(a, mul(-1.0, b)), "rsub": lambda a, b: add(b, mul(-1.0, a)),
-    "__rsub__": lambda a, b: add(b, mul(-1.0, a)), "__sub__": lambda a, b: add(a, mul(-1.0, b)),
-    "mul": mul, "__mul__": mul, "__rmul__": mul, "multiply": mul,
-    "div": lambda a, b: mul(a, rec(b)), "true_divide": lambda a, b: mul(a, rec(b)), "divide": lambda a, b: mul(a, rec(b)),
-    "__truediv__": lambda a, b: mul(a, rec(b)), "__rtruediv__": lambda a, b: mul(b, rec(a)),
-    "neg": lambda a: mul(-1.0, a), "negative": lambda a: mul(-1.0, a), "reciprocal": rec,
-    "square": lambda a: mul(a, a), "pow": lambda a, power: lift(a) ** power,
-    "lerp": lambda a, b, weight: add(a, mul(weight, add(b, mul(-1.0, a)))),
+    **dict.fromkeys(("add", "__add__", "__radd__"), _ADD),
+    **dict.fromkeys(("sub", "subtract", "__sub__"), _LESS),
+    **dict.fromkeys(("rsub", "__rsub__"), lambda a, b: _LESS(b, a)),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), mul),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _OVER),
+    **dict.fromkeys(("__rtruediv__",), lambda a, b: _OVER(b, a)),
+    **dict.fromkeys(("neg", "negative", "__neg__"), _NEGATIVE),
+    **dict.fromkeys(("to", "float", "double", "type_as", "contiguous"), _same),
+    **dict.fromkeys(("clamp", "clip"), _clamp),
+    "clamp_min": lambda a, min: _clamp(a, min),
+    "clamp_max": lambda a, max: _clamp(a, None, max),
+    "reciprocal": rec,
+    "square": lambda a: mul(a, a),
+    "pow": lambda a, power: lift(a) ** power,
+    "lerp": lambda a, b, weight: add(a, mul(weight, _LESS(b, a))),
     "sum": _over_rows,
     "mean": lambda a, **named: mul(inverse_width(), _over_rows(a, **named)),
-    "clamp": _clamp, "clip": _clamp, "clamp_min": lambda a, min: _clamp(a, min), "clamp_max": lambda a, max: _clamp(a, None, max),
-    "isinf": _is_inf, "where": _where, "detach": _detach,
-    "ones_like": lambda a, **_: lift(1.0), "zeros_like": lambda a, **_: lift(0.0),
-    "to": lambda a, *_, **__: a, "float": lambda a: a, "double": lambda a: a, "type_as": lambda a, b: a, "contiguous": lambda a: a,
-}  # fmt: skip
+    "isinf": _is_inf,
+    "where": _where,
+    "detach": _detach,
+    "ones_like": lambda a, **_: lift(1.0),
+    "zeros_like": lambda a, **_: lift(0.0),
+}

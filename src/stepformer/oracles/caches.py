@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import StepformerError
+from stepformer.ops.mixing import mix
 from stepformer.ops.slots import Slot
 
 
@@ -35,7 +36,7 @@ class Mixed:
             self.earlier = v
             return v
         assert self.earlier is not None
-        return (self.weights[0] * v + self.weights[1] * self.earlier).to(v.dtype)
+        return mix(v, self.earlier, self.weights)
 
 
 @dataclass

@@ -42,7 +42,7 @@ def refusal(model: Backbone, s: State, call: Call) -> str | None:
     plan = model.plan()
     if isinstance(plan, str):
         return plan
-    for name in plan.starts:
+    for name, _ in plan.starts:
         kind, _, own = name.partition(" ")
         if kind == "memory" and (own not in s.memory or s.memory[own].shape != s.x.shape):
             return f"what its extras remember as '{own}' is not one row per token"
@@ -71,7 +71,7 @@ def plan_for(model: Backbone) -> Plan | str:
 
 def run(model: Backbone, start: State, call: Call, cache: Cache | None) -> Tensor:
     """The normalised x after the last layer."""
-    plan = model.plan()
+    plan = model.plan(ready=True)
     assert isinstance(plan, Plan)
     return Run(model, plan, start, call, cache).finish()
 
@@ -93,7 +93,7 @@ class Run:
         kind = start.x.device.type
         self.point = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else start.x.dtype
         self.places: list[Any] = [None] * plan.places
-        for name, at in plan.starts.items():
+        for name, at in plan.starts:
             of, _, own = name.partition(" ")
             self.places[at] = start.x if of == "x" else start.streams[own] if of == "stream" else start.memory[own]
         self.memory = start.memory
@@ -101,7 +101,10 @@ class Run:
         self.layer = -1
         self.fields: Any = None
         raws = [getattr(getattr(model.blocks[layer], bank), key) for layer, bank, key in plan.raws]
-        self.lines = plan.numbers(model.config.d_model)(raws, start.x.device)
+        from stepformer.ops.numbers import lines_of
+
+        assert plan.numbers is not None
+        self.lines = lines_of(plan.numbers, raws, start.x.device)
 
     def finish(self) -> Tensor:
         result: Any = None
@@ -149,7 +152,9 @@ class Run:
         assert call is not None
         if step.kind == "ask":
             call.mixed = self._mixed(step)
-            found = [block.attn(u, call) if o == "attn" else block.mlp(u) for o, u in zip(step.oracles, needs, strict=True)]
+            found = [
+                block.attn(u, call) if o == "attn" else block.mlp(u) for o, u in zip(step.oracles, needs, strict=True)
+            ]
             if step.mixture is not None and call.mixed is not None:
                 self.places[step.mixture[0]] = call.mixed.earlier
         elif step.kind == "fields":
@@ -161,7 +166,7 @@ class Run:
             found = [self.fields.force()]
         else:
             numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
-            answer = FUNCTIONS[step.kind](*needs, *numbers, **step.settings, dtype=self.carried)
+            answer = FUNCTIONS[step.kind](*needs, *numbers, **dict(step.settings), dtype=self.carried)
             found = [answer] if isinstance(answer, Tensor) else list(answer)
         for at, tensor in zip(step.gives, found, strict=True):
             self.places[at] = tensor

@@ -8,7 +8,8 @@ row the row itself is carried. A tensor is dropped when nobody needs it any more
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stepformer.model.engines.tracing import Event, Mixture, Trace
@@ -43,32 +44,35 @@ class EventStep:
     gives: tuple[int, ...]
     line: int = -1
     count: int = 0  # of numbers
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: tuple[tuple[str, Any], ...] = ()
     mixture: tuple[int] | None = None  # the place of a call's values: read and mixed in, or written
     mixes: bool = False
     drops: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
-    """What a model's forward pass does, without the model; `starts` says which places are filled before it."""
+    """What a model's forward pass does, without the model; `starts` says which places are filled before it.
+
+    Its fields are tuples, which a compiler can look into.
+    """
 
     steps: tuple[PassStep | EventStep, ...]
-    starts: dict[str, int]
+    starts: tuple[tuple[str, int], ...]
     lines: tuple[tuple[Symbol, ...], ...]
     raws: tuple[tuple[int, str, str], ...]
     names: tuple[str, ...]  # of the raws as the lines have them
     places: int
     mixes: bool  # whether the plan mixes values itself
-    tables: dict[int, Numbers] = field(default_factory=dict)
+    numbers: Numbers | None = None  # what computes the lines from the coefficients, once somebody runs the plan
 
-    def numbers(self, width: int) -> Numbers:
-        """What computes its lines from the coefficients, in rows of so many columns."""
-        if width not in self.tables:
-            from stepformer.ops.numbers import Numbers
+    def ready(self, width: int) -> Plan:
+        """The plan with its numbers, for rows of so many columns."""
+        if self.numbers is None:
+            from stepformer.ops.numbers import numbers_of
 
-            self.tables[width] = Numbers(self.lines, self.names, width)
-        return self.tables[width]
+            self.numbers = numbers_of(self.lines, self.names, width)
+        return self
 
     def passes(self) -> list[PassStep]:
         return [step for step in self.steps if isinstance(step, PassStep)]
@@ -128,9 +132,12 @@ class Planner:
                     wanted[self.when[n]][n] = None
             own = [n for n in needs if self.when[n] == k]
             self.roots[k] = [*(n for n in carried if n not in own), *own]
-            for n in topological(self.roots[k], lambda n, k=k: self.stop(n) or self.when[n] < k):
+            for n in topological(self.roots[k], partial(self._before, k)):
                 if self.is_row(n) and not self.exists(n) and self.when[n] < k:
                     self._carry(n, wanted)
+
+    def _before(self, k: int, n: Symbol) -> bool:
+        return self.stop(n) or self.when[n] < k
 
     def _merged(self, asked: Iterable[Symbol], needs: list[Symbol]) -> list[Symbol]:
         """Multiples of one row become the row."""
@@ -159,7 +166,11 @@ def plan_of(trace: Trace) -> Plan:
     taken: list[Extract | None] = []
     for k, event in enumerate(trace.events):
         roots = [n for n in planner.roots[k] if n not in made]
-        points = [n for n in roots if n in event.needs and event.kind in ("ask", "fields", "finish") and n is not _momentum(event)]
+        points = [
+            n
+            for n in roots
+            if n in event.needs and event.kind in ("ask", "fields", "finish") and n is not _momentum(event)
+        ]
         carried = [n for n in roots if n not in points]
         known = dict(made)
 
@@ -192,16 +203,14 @@ class Assembly:
                 gains = tuple(self._gain(n) for n in found.inputs["vec"])
                 line = self._line(found.inputs["num"])
                 at = tuple(self.place(n) for n in reads)
-                steps.append(
-                    PassStep(found.program, at, gains, line, tuple(self.place(n) for n in found.roots), ())
-                )
+                steps.append(PassStep(found.program, at, gains, line, tuple(self.place(n) for n in found.roots), ()))
             steps.append(self._event(k, event, values))
         steps = self._handed(steps)
         names = [f"{layer} {bank} {key}" for layer, bank, key in trace.raws]
         between = ("event", "values")
-        starts = {n.attr: at for n, at in self.places.items() if not n.args and not n.attr.startswith(between)}
+        starts = [(n.attr, at) for n, at in self.places.items() if not n.args and not n.attr.startswith(between)]
         self.plan = Plan(
-            tuple(steps), starts, tuple(self.lines), tuple(trace.raws), tuple(names), len(self.places), trace.mixes
+            tuple(steps), tuple(starts), tuple(self.lines), tuple(trace.raws), tuple(names), len(self.places), trace.mixes
         )
 
     def place(self, n: Symbol) -> int:
@@ -234,7 +243,7 @@ class Assembly:
         return EventStep(
             event.kind, event.layer, event.oracles,
             tuple(self.place(n) for n in event.needs), tuple(self.place(n) for n in event.gives),
-            self._line(numbers), len(numbers), event.settings, mixture, mixes,
+            self._line(numbers), len(numbers), tuple(event.settings.items()), mixture, mixes,
         )  # fmt: skip
 
     def _handed(self, steps: list[Any]) -> list[Any]:

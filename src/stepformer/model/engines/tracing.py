@@ -86,7 +86,7 @@ class Trace:
         memory = Memory()
         for part in model.parts:
             try:
-                memory.update({k: v for k, v in part.start(x).items() if v is x})  # type: ignore[arg-type]
+                memory.update({k: v for k, v in part.start(x).items() if v is x})
             except UntraceableError:
                 continue  # what it has made of the embedding is in the state's memory
         s: Any = State(x, streams, memory)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ class Trace:
                     s = s.replace(x=s.x + self.ask(block, (oracle,), mix, s.x))
             else:
                 s = block.splitting.step(self._turns(block, mix), s)
-            s = State(s.x, s.streams, memory)  # type: ignore[arg-type]
+            s = State(s.x, s.streams, memory)
         self._add("finish", [self._norm(model.final_norm, "final_norm")(s.x)], [])
 
     def _start(self, name: str, start: Any) -> Symbol:
@@ -199,7 +199,7 @@ class Trace:
                     found = part.values(found, c, memory)
             if found is own:
                 return Mixture()
-            terms = dict((y, a) for a, y in map(factored, found.args)) if found.op == "add" else {}
+            terms = {y: a for a, y in map(factored, found.args)} if found.op == "add" else {}
             if len(terms) == 2 and own in terms:
                 earlier = next(y for y in terms if y is not own)
                 if earlier in self.values and not self.events[self.values[earlier]].mixture.weights:  # type: ignore
