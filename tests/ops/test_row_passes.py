@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from row_references import evaluate, phi, reference_numbers, reference_pass, run
 from stepformer.extras import extras
 from stepformer.model.engines import fused
 from stepformer.ops import kernels, row_passes
-from stepformer.ops.numbers import Numbers
+from stepformer.ops.numbers import lines_of, numbers_of
 from stepformer.ops.phi import phi1, phi2
 from stepformer.ops.row_passes import row_pass
 from stepformer.ops.row_programs import Program, differentiate, extract
@@ -268,7 +268,7 @@ def inputs_of(
 
 def close(a: Tensor, b: Tensor, tolerance: float, what: object = "") -> None:
     assert a.shape == b.shape
-    error, size = float((a.double() - b).norm()), float(b.norm())
+    error, size = float((a.detach().double() - b).norm()), float(b.norm())
     assert error <= tolerance * size, (what, error / size if size else error)
 
 
@@ -295,7 +295,7 @@ def check_pass(
         assert torch.equal(t, tensors[int(name[1:])])
     results = [*found, *passed.values()]
     twins = [*expected, *(wide[int(name[1:])] for name in handed)]
-    chosen = [i for i, t in enumerate(results) if arrive(i) and t.requires_grad]
+    chosen = [i for i, t in enumerate(results) if arrive(i) and twins[i].requires_grad]
     device = tensors[0].device.type
     weights = [draw(*results[i].shape, seed=50 + i, dtype=results[i].dtype, device=device).detach() for i in chosen]
     asked = [i for i, t in enumerate(tensors) if t.requires_grad]
@@ -489,12 +489,8 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "softmax of a row": lambda a: torch.exp(a) / torch.exp(a).sum(dim=-1, keepdim=True),
     "exponential of a sum": lambda a: torch.exp(-a.sum(dim=-1, keepdim=True) * 0.1) * a,
     "ones and zeros": lambda a: torch.ones_like(a) * a + torch.zeros_like(a),
-    "other dtypes": lambda a: a.float().to(torch.float64).double().contiguous().type_as(a) * 1.5 if on_symbols(a) else 1.5 * a,
+    "other dtypes": lambda a: 1.5 * a.to(a.dtype).contiguous().type_as(a),
 }  # fmt: skip
-
-
-def on_symbols(a: Any) -> bool:
-    return isinstance(a, Symbol)
 
 
 def one_line(f: Callable[[Any], Any]) -> tuple[Program, Callable[[Tensor], list[Tensor]]]:
@@ -560,9 +556,11 @@ EXTREMES = (-80.0, -20.0, -1.0, -1e-3, -1e-6, 0.0, 1e-6, 1e-3, 0.099, 0.101, 1.0
     ],
 )
 def test_functions_far_out_and_near_zero(name: str, points: tuple[float, ...]) -> None:
-    """Every number by itself, to 2e-6 of it: small ones keep their digits, large ones do not overflow.
+    """Every number by itself: small ones keep their digits, large ones do not overflow.
 
-    fp32 has 6e-8, and e^80 costs 80 times that in Triton as anywhere. phi_2 loses a digit just above the series.
+    1e-5 of each, since fp32 has 6e-8 and e^80 costs 80 times that anywhere. phi_2 in fp32 is divided by s = 0.1 twice,
+    its slope three times: 1e-4. Slopes are found from the value, as torch finds them: those of sigmoid and tanh, which
+    vanish where it is 1, to 1e-7 of their largest.
     """
     own = extract([OPERATIONS[name](leaf("row", "r"))], [], lambda n: False).program
     row = torch.tensor([points], requires_grad=True)
@@ -574,10 +572,9 @@ def test_functions_far_out_and_near_zero(name: str, points: tuple[float, ...]) -
     ((found,), _) = row_pass(own, [row], SINGLE, SINGLE)
     (slope,) = torch.autograd.grad(found.sum(), row)
     (wanted,) = torch.autograd.grad(expected.sum(), wide)
-    allowed = 2e-5 if order else 1e-5
-    for a, b in ((found, expected), (slope, wanted)):
-        error = (a.double() - b).abs()
-        assert (error <= allowed * b.abs() + 1e-37).all(), (a, b)
+    allowed = 1e-4 if order else 1e-5
+    assert ((found.double() - expected).abs() <= allowed * expected.abs() + 1e-37).all(), found
+    assert ((slope.double() - wanted).abs() <= allowed * wanted.abs() + 1e-7).all(), slope
 
 
 def test_a_root_of_zero() -> None:
@@ -600,7 +597,7 @@ def test_norms(centred: bool, factor: float | str) -> None:
     found = extract([], [gain * standardise(c * row, eps, centred=centred)], lambda n: False)
     y, g = draw(5, 20, seed=0), draw(20, seed=1)
     raws = {"c": torch.tensor([-0.8], requires_grad=True), "eps": torch.tensor([0.7], requires_grad=True)}
-    line = Numbers([found.inputs["num"]], list(raws), 20)(list(raws.values()), torch.device("cpu"))[0]
+    (line,) = table([found.inputs["num"]], raws, 20)
     ((out,), _) = row_pass(found.program, [y, g, line], SINGLE, SINGLE)
     wide = {k: t.detach().double().requires_grad_() for k, t in {**raws, "y": y, "g": g}.items()}
     scale = {"sigmoid": torch.sigmoid(wide["c"]), "free": wide["c"]}.get(factor, factor)  # type: ignore[call-overload]
@@ -624,6 +621,11 @@ def test_norms(centred: bool, factor: float | str) -> None:
 # numbers
 
 
+def table(lines: Sequence[Sequence[Symbol]], raws: dict[str, Tensor], width: int = 16) -> list[Tensor]:
+    """The lines of numbers by the kernel."""
+    return lines_of(numbers_of(lines, list(raws), width), list(raws.values()), torch.device("cpu"))
+
+
 SCALARS: dict[str, Callable[[Any, Any], Any]] = {
     **{name: (lambda a, b, f=f: f(a)) for name, f in OPERATIONS.items() if name in FUNCTIONS},
     "product": lambda a, b: a * b,
@@ -639,8 +641,7 @@ SCALARS: dict[str, Callable[[Any, Any], Any]] = {
 def on_numbers(f: Callable[[Any, Any], Any], a: float, b: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Value and gradient by `Numbers` and by torch in fp64."""
     raws = [torch.tensor([v], requires_grad=True) for v in (a, b)]
-    own = Numbers([[lift(f(leaf("num", "a"), leaf("num", "b")))]], ["a", "b"], 16)
-    (line,) = own(raws, torch.device("cpu"))
+    (line,) = table([[lift(f(leaf("num", "a"), leaf("num", "b")))]], dict(zip("ab", raws, strict=True)))
     slopes = torch.cat(torch.autograd.grad(line[0], raws))
     wide = [raw.detach().double().requires_grad_() for raw in raws]
     expected = f(*wide)
@@ -663,8 +664,7 @@ def test_numbers(name: str) -> None:
 def test_phi_near_zero_and_at_twelve(s: float, order: int) -> None:
     """Against a series of 24 terms below 1, in fp64: 1e-6 for the rounding to fp32."""
     raw = torch.tensor([s], requires_grad=True)
-    own = Numbers([[function("phi", leaf("num", "s"), order)]], ["s"], 16)
-    (line,) = own([raw], torch.device("cpu"))
+    (line,) = table([[function("phi", leaf("num", "s"), order)]], {"s": raw})
     (slope,) = torch.autograd.grad(line[0], raw)
     wide = raw.detach().double().requires_grad_()
     expected = phi(wide, order)
@@ -680,8 +680,7 @@ def test_lines_of_numbers() -> None:
     lines = [[a * b], [a, b, c], [a + b, b - c, c * c, a * a], [a, a, a, a, a * c * width]]
     raws = {"a": 0.3, "b": -1.2, "c": 0.8, "unused": 5.0}
     tensors = {name: torch.tensor([value], requires_grad=True) for name, value in raws.items()}
-    own = Numbers(lines, list(raws), 10)
-    found = own(list(tensors.values()), torch.device("cpu"))
+    found = table(lines, tensors, 10)
     assert [len(line) for line in found] == [4, 4, 4, 8]
     assert all(line.data_ptr() % 16 == found[0].data_ptr() % 16 for line in found)
     wide = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
@@ -698,9 +697,9 @@ def test_lines_of_numbers() -> None:
 
 def test_numbers_without_coefficients() -> None:
     width = leaf("row", "r").mean(dim=-1, keepdim=True).args[0]
-    (line,) = Numbers([[width * 1.0]], [], 20)([], torch.device("cpu"))
+    (line,) = table([[width * 1.0]], {}, 20)
     assert line[0] == pytest.approx(1 / 20)
-    assert Numbers([], [], 20)([], torch.device("cpu")) == []
+    assert table([], {}, 20) == []
 
 
 def test_plans_have_their_numbers() -> None:
@@ -708,7 +707,7 @@ def test_plans_have_their_numbers() -> None:
     model = shake(tiny("symp-etd-ab2", dtype=SINGLE, **SIZE))
     plan = model.plan()
     raws = [getattr(getattr(model.blocks[layer], bank), key) for layer, bank, key in plan.raws]
-    found = plan.numbers(16)(raws, torch.device("cpu"))
+    found = table(plan.lines, dict(zip(plan.names, raws, strict=True)))
     wide = [raw.detach().double().requires_grad_() for raw in raws]
     expected = reference_numbers(plan.lines, dict(zip(plan.names, wide, strict=True)), 16)
     weights = [draw(len(line), seed=i).detach() for i, line in enumerate(found)]
@@ -764,7 +763,7 @@ def test_the_backward_operator(case: tuple[str, int]) -> None:
 
 def test_the_operators_of_numbers() -> None:
     a, b = leaf("num", "a"), leaf("num", "b")
-    key = Numbers([[a * b, a + 1.0]], ["a", "b"], 16).key
+    key = numbers_of([[a * b, a + 1.0]], ["a", "b"], 16).key
     raw = draw(2, seed=0)
     torch.library.opcheck(torch.ops.stepformer.numbers.default, (key, raw), test_utils=CHECKS)
     arguments = (key, raw.detach(), draw(4, seed=1).detach())
@@ -828,7 +827,7 @@ def kicks() -> dict[str, tuple[Callable[..., Any], str]]:
 
     def counting(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
         self.count = getattr(self, "count", 0) + 1
-        return c.beta * s.v + (0.5 if self.count % 2 else 0.75) * g
+        return c.beta * s.v + (1 + 0.01 * self.count) * g
 
     def other_power(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
         return c.beta * s.v + g**4
@@ -916,7 +915,7 @@ def texts(name, **changes):
         printed = [own.forwards[keep].at(forward_tile(16))[0].text for keep in (True, False)]
         printed.append(backward.kernel.at(backward_tile(16, 4, 2, 8))[0].text)
         found.append([step.program.text, *printed])
-    return [found, model.plan().numbers(16).key]
+    return [found, model.plan(ready=True).numbers.key]
 """
 LOOKED_AT = ("yurii", "symp-etd-ab2", "adam")
 

@@ -19,9 +19,9 @@ from torch import Tensor
 import stepformer as sf
 from stepformer.model.engines import fused
 from stepformer.model.engines.planning import Plan
-from stepformer.ops import row_passes
+from stepformer.ops import numbers, row_passes
 from stepformer.ops.linear import rounded_weights
-from stepformer.ops.row_programs import Program, aligned
+from stepformer.ops.row_programs import LETTERS, Program, aligned
 from stepformer.ops.symbols import Symbol, topological
 
 TERMS = 24  # of the series of phi below 1: the next one is at most 1 / 24! = 2e-24
@@ -121,9 +121,7 @@ def evaluate(outputs: Iterable[Symbol], inputs: Mapping[str, Tensor], width: int
 def named(program: Program, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     """The tensors that `row_pass` takes, by the names of a program's inputs; numbers one by one."""
     counts = program.inputs
-    names = [
-        f"{letter}{i}" for letter, kind in (("r", "row"), ("s", "stat"), ("g", "vec")) for i in range(counts[kind])
-    ]
+    names = [f"{LETTERS[kind]}{i}" for kind in ("row", "stat", "vec") for i in range(counts[kind])]
     found = dict(zip(names, tensors, strict=False))
     if counts["num"]:
         found |= {f"n{i}": tensors[-1][i] for i in range(counts["num"])}
@@ -149,8 +147,8 @@ def reference_numbers(
 
 
 @contextlib.contextmanager
-def plans_as_pytorch() -> Iterator[list[str]]:
-    """Inside, `fused.run` calls no kernel; the list that is given grows by the text of every pass."""
+def as_pytorch(plan: Plan, width: int) -> Iterator[list[str]]:
+    """Inside, a run of this plan calls no kernel of its own; the list that is given grows by the text of every pass."""
     texts: list[str] = []
 
     def replaced(
@@ -166,15 +164,12 @@ def plans_as_pytorch() -> Iterator[list[str]]:
         outs = [t.to(kind) for t, kind in zip(found, kinds, strict=True)]
         return outs, {name: tensors[int(name[1:])] for name in handed}
 
-    def numbers(self: Plan, width: int) -> Any:
-        def lines(raws: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-            return reference_numbers(self.lines, dict(zip(self.names, raws, strict=True)), width)
-
-        return lines
+    def lines(_: Any, raws: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        return reference_numbers(plan.lines, dict(zip(plan.names, raws, strict=True)), width)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_passes, "row_pass", replaced)
-        patch.setattr(Plan, "numbers", numbers)
+        patch.setattr(numbers, "lines_of", lines)
         yield texts
 
 
@@ -184,7 +179,7 @@ def run_plan(model: sf.Model, ids: Tensor) -> Tensor:
     assert isinstance(plan, Plan), plan
     call = model.call_of(ids)
     start = model.start(ids, call.positions, from_zero=True)
-    with plans_as_pytorch() as texts, rounded_weights(model.blocks):
+    with as_pytorch(plan, model.config.d_model) as texts, rounded_weights(model.blocks):
         h = fused.run(model, start, call, None)
     assert len(texts) == len(plan.passes())
     return model.logits_of(h)

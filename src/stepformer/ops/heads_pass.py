@@ -229,8 +229,9 @@ class _Heads(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(qkv, weights, flat, scales)
         q, k, own = split(qkv, how.heads)
-        mixed = own if weights is None else v.unflatten(-1, (how.heads, -1)).transpose(1, 2)
-        return q, k, mixed, own.view_as(own) if earlier is None else earlier.view_as(earlier)
+        if earlier is None:  # rows of their own, which the layers to come read without the queries and keys between
+            return q, k, own, own.transpose(1, 2).contiguous().transpose(1, 2)
+        return q, k, v.unflatten(-1, (how.heads, -1)).transpose(1, 2), earlier.view_as(earlier)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
