@@ -164,7 +164,9 @@ class Model(Backbone):
     @torch.compiler.assume_constant_result
     def plan(self, *, ready: bool = False) -> Any:
         parts = [
-            part for b in self.blocks for part in (b.template, b.splitting, b.attn_norm, b.mlp_norm, *b.aux_norms.values())
+            part
+            for b in self.blocks
+            for part in (b.template, b.splitting, b.attn_norm, b.mlp_norm, *b.aux_norms.values())
         ]
         made_of = (*self.blocks, *map(type, parts), type(self.final_norm))
         found = self.plans.get(self.plain_layers)

@@ -161,10 +161,10 @@ def sizes(heads: int, width: int) -> dict[str, int]:
 
 
 class How:
-    """The options of a pass: heads, the eps of QK-norm or None, whether to rotate."""
+    """The options of a pass: heads, the eps of QK-norm or None, whether to rotate, whether others mix its values in."""
 
-    def __init__(self, heads: int, eps: float | None, rotary: bool) -> None:
-        self.heads, self.eps, self.rotary = heads, eps, rotary
+    def __init__(self, heads: int, eps: float | None, rotary: bool, shares: bool = False) -> None:
+        self.heads, self.eps, self.rotary, self.shares = heads, eps, rotary, shares
 
     def forward(self, qkv: Tensor, weights: Tensor | None, earlier: Tensor | None) -> tuple[Tensor, Tensor]:
         """Change q and k in the contiguous `qkv` (B, T, 3 d); give v' (B, T, d) and the scales of QK-norm."""
@@ -229,8 +229,10 @@ class _Heads(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(qkv, weights, flat, scales)
         q, k, own = split(qkv, how.heads)
-        if earlier is None:  # rows of their own, which the layers to come read without the queries and keys between
-            return q, k, own, own.transpose(1, 2).contiguous().transpose(1, 2)
+        if earlier is None:
+            # for the layers to come rows of their own, without the queries and keys between them
+            shared = own.transpose(1, 2).contiguous().transpose(1, 2) if how.shares else own.view_as(own)
+            return q, k, own, shared
         return q, k, v.unflatten(-1, (how.heads, -1)).transpose(1, 2), earlier.view_as(earlier)
 
     @staticmethod
@@ -313,13 +315,13 @@ _operator.register_autograd(_backward, setup_context=_setup)
 
 def heads_pass(
     qkv: Tensor, heads: int, *, eps: float | None = None, rotary: bool = False, weights: Tensor | None = None,
-    earlier: Tensor | None = None,
+    earlier: Tensor | None = None, shares: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values (B, H, T, width) of tokens at positions 0, 1, ..., and what later calls mix in.
 
     `eps`: of QK-norm; `weights` (2 or more numbers, fp32) of the own values and of `earlier` ones (B, H, T, width).
-    The last result is the earlier values as they come through this pass; without any, the own values. Outside of a
-    compiler the product is written over.
+    The last result is the earlier values as they come through this pass; without any, the own values, which somebody
+    asks for if this call `shares` them. Outside of a compiler the product is written over.
     """
     qkv = qkv.contiguous()
     if torch.compiler.is_compiling():
@@ -329,5 +331,5 @@ def heads_pass(
         if weights is not None:
             v = mixed.unflatten(-1, (heads, -1)).transpose(1, 2)
         return q, k, v, v if earlier is None else earlier
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _Heads.apply(How(heads, eps, rotary), qkv, weights, earlier)
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _Heads.apply(How(heads, eps, rotary, shares), qkv, weights, earlier)
     return found

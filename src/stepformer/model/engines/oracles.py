@@ -83,6 +83,7 @@ def _heads(attention: MultiHeadAttention, qkv: Tensor, call: Call) -> tuple[Tens
         rotary=attention.rotary,
         weights=mixed.weights if mixed is not None else None,
         earlier=mixed.earlier if mixed is not None else None,
+        shares=mixed is not None,
     )
     if mixed is not None:
         mixed.earlier = earlier

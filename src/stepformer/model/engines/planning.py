@@ -210,7 +210,13 @@ class Assembly:
         between = ("event", "values")
         starts = [(n.attr, at) for n, at in self.places.items() if not n.args and not n.attr.startswith(between)]
         self.plan = Plan(
-            tuple(steps), tuple(starts), tuple(self.lines), tuple(trace.raws), tuple(names), len(self.places), trace.mixes
+            tuple(steps),
+            tuple(starts),
+            tuple(self.lines),
+            tuple(trace.raws),
+            tuple(names),
+            len(self.places),
+            trace.mixes,
         )
 
     def place(self, n: Symbol) -> int:
