@@ -70,7 +70,7 @@ def measured(own: Pass) -> tuple[float, float]:
 
 
 def main(words: list[str]) -> None:
-    settings = merge([word for word in words if "=" in word])
+    settings = merge({}, [word for word in words if "=" in word], "model")
     for name in [word for word in words if "=" not in word] or USUAL:
         model = sf.build(
             name, n_layer=4, n_head=HEADS, d_model=WIDTH, context=TIME, vocab_size=128, device="meta", **settings

@@ -96,8 +96,8 @@ class Call:
         """An attention's values as the model's extras want them gathered."""
         if self.mixed is not None:
             return self.mixed(v)
-        for mix in self.mixes:
-            v = mix(v, self.memory)
+        for change in self.mixes:
+            v = change(v, self.memory)
         return v
 
 
