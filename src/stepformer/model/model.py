@@ -172,7 +172,8 @@ class Model(Backbone):
         found = self.plans.get(self.plain_layers)
         if found is None or found[0] != made_of:  # somebody may have exchanged a block or a norm
             found = self.plans[self.plain_layers] = made_of, engines.fused.plan_for(self)
-        return found[1].ready(self.config.d_model) if ready else found[1]
+        plan: Any = found[1]
+        return plan.ready(self.config.d_model) if ready else plan
 
     def roles(self) -> dict[str, Role]:
         """The declared role of every parameter."""

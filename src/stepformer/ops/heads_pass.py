@@ -48,7 +48,7 @@ def _angles(cosines, sines, tokens, time, column, HALF: tl.constexpr, ROTATE: tl
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def heads_forward_kernel(  # type: ignore[no-untyped-def]
     qkv, cosines, sines, weights, earlier, out, scales, n, time, eps,
     H: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, TOKENS: tl.constexpr,
     NORM: tl.constexpr, ROTATE: tl.constexpr, MIX: tl.constexpr,
@@ -82,7 +82,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def heads_backward_kernel(  # type: ignore[no-untyped-def]
     dq, dk, dv, dearlier, qkv, cosines, sines, weights, earlier, scales, dqkv, dbefore, partial, n, time,
     H: tl.constexpr, HP: tl.constexpr, HALF: tl.constexpr, HALF_P: tl.constexpr, TOKENS: tl.constexpr,
     TILES: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, MIX: tl.constexpr,
@@ -174,7 +174,7 @@ class How:
         scales = qkv.new_empty((n, 2, self.heads) if self.eps is not None else 0, dtype=torch.float32)
         cos, sin = tables(time, width // 2, qkv.device) if self.rotary else (None, None)
         if n and (self.eps is not None or self.rotary or weights is not None):
-            _forward_kernel[(triton.cdiv(n, TOKENS),)](
+            heads_forward_kernel[(triton.cdiv(n, TOKENS),)](
                 qkv, cos, sin, weights, earlier, v, scales, n, time, self.eps or 0.0,
                 **sizes(self.heads, width), TOKENS=TOKENS, NORM=self.eps is not None, ROTATE=self.rotary,
                 MIX=weights is not None, num_warps=WARPS,
@@ -195,7 +195,7 @@ class How:
         partial = None if weights is None else qkv.new_empty((programs, 8), dtype=torch.float32)
         cos, sin = tables(time, width // 2, qkv.device) if self.rotary else (None, None)
         if n:
-            _backward_kernel[(programs,)](
+            heads_backward_kernel[(programs,)](
                 *grads, dearlier, qkv, cos, sin, weights, earlier, scales, dqkv, before, partial, n, time,
                 **sizes(self.heads, width), TOKENS=TOKENS, TILES=triton.cdiv(tiles, programs),
                 NORM=self.eps is not None, ROTATE=self.rotary, MIX=weights is not None, num_warps=WARPS,
