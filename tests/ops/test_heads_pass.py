@@ -248,9 +248,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [*(pytest.param(c, marks=pytest.mark.slow) for c in CHANGES[:-1]), CHANGES[-1]],
-    ids=lambda changes: "-".join(changes),
+    "changes", [CHANGES[-1], *(pytest.param(c, marks=pytest.mark.slow) for c in CHANGES[:-1])], ids="-".join
 )
 def test_models_use_it(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass for each call of an attention; fp32 rounding, 1e-5 and 1e-6 of the largest gradient."""

@@ -217,8 +217,8 @@ class Pass:
         kinds = dict(zip(self.names, dtypes, strict=True))
         device = next(iter(grads.values())).device
         named: dict[str, Any] = {f"p_{k}": packed(t) for k, t in printer_rows.items()}
-        named |= {f"p_{k}": t for k, t in parameters.items()}
-        named["scalars"] = parameters.get("scalars")
+        named |= {f"p_{k}": dense(t) for k, t in parameters.items()}
+        named["scalars"] = named.get("p_scalars")
         named["stats"] = statistics if statistics.numel() else None
         task = plan.kernel.task
         outs = {k: torch.empty(tuple(shape), dtype=kinds[k], device=device) for k in task.rows}
