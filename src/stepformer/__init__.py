@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stepformer.catalogue import build, load_config, model_config, preset, presets, register_preset
     from stepformer.extras import Extra, register_extra
     from stepformer.model import Model, ModelConfig, Output, Role
-    from stepformer.model.recording import record
+    from stepformer.model.engines.recording import record
     from stepformer.oracles import MLP, Attention, Call, TokenSlot, register_attention, register_mlp
     from stepformer.rules import (
         HamiltonianStep,

@@ -581,7 +581,8 @@ def test_functions_far_out_and_near_zero(name: str, points: tuple[float, ...]) -
     if name == "softplus":
         expected = torch.logaddexp(wide, torch.zeros_like(wide))
     ((found,), _) = row_pass(own, [row], SINGLE, SINGLE)
-    (slope,) = torch.autograd.grad(found.sum(), row)
+    (slope,) = torch.autograd.grad(found.sum(), row, allow_unused=True)
+    slope = torch.zeros_like(row) if slope is None else slope  # a sign hands nothing back
     (wanted,) = torch.autograd.grad(expected.sum(), wide)
     allowed = 1e-4 if order else 1e-5
     assert ((found.double() - expected).abs() <= allowed * expected.abs() + 1e-37).all(), found

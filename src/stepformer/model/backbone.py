@@ -134,10 +134,7 @@ class Backbone(nn.Module):
         return State(x, streams, {name: t for part in self.parts for name, t in part.start(x).items()})
 
     def plan(self, *, ready: bool = False) -> Any:
-        """What an engine does between the oracles (engines/planning.py), or a sentence about why it cannot.
-
-        `ready`: somebody is about to run it.
-        """
+        """What an engine does between the oracles, `ready` to be run, or a sentence about why it cannot."""
         raise NotImplementedError
 
     def table(self) -> Tensor:

@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -161,20 +161,6 @@ class Model(Backbone):
         """
         return [passage.seen for passage in self.passages(tokens, rows=rows)]
 
-    @torch.compiler.assume_constant_result
-    def plan(self, *, ready: bool = False) -> Any:
-        parts = [
-            part
-            for b in self.blocks
-            for part in (b.template, b.splitting, b.attn_norm, b.mlp_norm, *b.aux_norms.values())
-        ]
-        made_of = (*self.blocks, *map(type, parts), type(self.final_norm))
-        found = self.plans.get(self.plain_layers)
-        if found is None or found[0] != made_of:  # somebody may have exchanged a block or a norm
-            found = self.plans[self.plain_layers] = made_of, engines.fused.plan_for(self)
-        plan: Any = found[1]
-        return plan.ready(self.config.d_model) if ready else plan
-
     def roles(self) -> dict[str, Role]:
         """The declared role of every parameter."""
         return {name: role for name, _, role in named_roles(self)}
@@ -231,6 +217,7 @@ class Model(Backbone):
             for bank in block.banks():
                 bank.pinned.clear()
 
+    plan = engines.fused.plan
     recorded_steps = engines.decoding
     generate = generate
 

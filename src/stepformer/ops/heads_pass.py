@@ -193,6 +193,8 @@ class How:
         tiles = max(1, triton.cdiv(n, TOKENS))
         programs = min(tiles, 8 * common.multiprocessors(qkv.device)) if weights is not None else tiles
         partial = None if weights is None else qkv.new_empty((programs, 8), dtype=torch.float32)
+        if partial is not None and not n:
+            partial.zero_()
         cos, sin = tables(time, width // 2, qkv.device) if self.rotary else (None, None)
         if n:
             heads_backward_kernel[(programs,)](

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from stepformer.ops import kernels
@@ -24,3 +26,21 @@ def mix(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
 
         return row_pass(PROGRAM, [a, b, weights], a.dtype, a.dtype)[0][0]
     return (weights[0] * a + weights[1] * b).to(a.dtype)
+
+
+@dataclass
+class Mixed:
+    """What a plan makes of an attention's values: weights[0] v + weights[1] `earlier`, those of another call.
+
+    Without weights they stay as they are, and become the earlier ones of later calls.
+    """
+
+    weights: Tensor | None = None
+    earlier: Tensor | None = None
+
+    def __call__(self, v: Tensor) -> Tensor:
+        if self.weights is None:
+            self.earlier = v
+            return v
+        assert self.earlier is not None
+        return mix(v, self.earlier, self.weights)

@@ -211,6 +211,8 @@ class Pass:
     ) -> dict[str, Tensor]:  # fmt: skip
         """By name of the inputs; `grads` by name of the outputs."""
         plan = self.backward(tuple(grads), needed, dtypes)
+        if not plan.found.rows and not plan.found.stats and not plan.found.sums:
+            return {}  # nothing that is asked for depends on what has arrived
         printer_rows = {**{f"d_{k}": t for k, t in grads.items()}, **dict(zip(self.kept, kept, strict=True))}
         d = shape[-1]
         n = statistics.shape[-1] if statistics.numel() else next(iter(grads.values())).numel() // max(1, d)
@@ -327,8 +329,9 @@ def _row_pass_backward(
         t = found.get(k)
         if t is None:
             t = _fake_backward(text, grads, names, kept, statistics, parameters, k, dtypes, shape)[0].zero_()
-        t = t.clone() if t.data_ptr() in seen or t._base is not None else t  # an operator's outputs share no memory
-        seen.add(t.data_ptr())
+        memory = t.untyped_storage().data_ptr()
+        t = t.clone() if memory in seen else t  # an operator's outputs share no memory
+        seen.add(memory)
         result.append(t)
     return result
 

@@ -197,8 +197,7 @@ def add(a: Any, b: Any) -> Symbol:
         d, y = factored(other)
         if is_led(g) and not is_const(c, 1.0) and not is_const(d, 1.0) and nonzero(c) and y.kind == "row":
             return mul(c, add(mul(mul(d, rec(c)), y), g))
-    twin = _known.get(("add", (id(b), id(a)), None, "row"))
-    return twin if twin is not None else make("add", a, b)
+    return make("add", a, b)
 
 
 def mul(a: Any, b: Any) -> Symbol:
@@ -220,8 +219,7 @@ def mul(a: Any, b: Any) -> Symbol:
         c, y = factored(a)
         if y is not a:
             return mul(c, mul(y, b))
-    twin = _known.get(("mul", (id(b), id(a)), None, b.kind))
-    return twin if twin is not None else make("mul", a, b)
+    return make("mul", a, b)
 
 
 def rec(a: Any) -> Symbol:

@@ -17,26 +17,8 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import StepformerError
-from stepformer.ops.mixing import mix
+from stepformer.ops.mixing import Mixed
 from stepformer.ops.slots import Slot
-
-
-@dataclass
-class Mixed:
-    """What a plan makes of an attention's values: weights[0] v + weights[1] `earlier`, those of another call.
-
-    Without weights they stay as they are, and become the earlier ones of later calls.
-    """
-
-    weights: Tensor | None = None
-    earlier: Tensor | None = None
-
-    def __call__(self, v: Tensor) -> Tensor:
-        if self.weights is None:
-            self.earlier = v
-            return v
-        assert self.earlier is not None
-        return mix(v, self.earlier, self.weights)
 
 
 @dataclass

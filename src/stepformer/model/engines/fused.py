@@ -18,10 +18,10 @@ from stepformer.model.backbone import Backbone
 from stepformer.model.engines.planning import EventStep, PassStep, Plan, plan_of
 from stepformer.model.engines.tracing import Trace
 from stepformer.ops import heads, kernels
+from stepformer.ops.mixing import Mixed
 from stepformer.ops.sharding import is_managed, is_sharded
 from stepformer.ops.symbols import UntraceableError
 from stepformer.oracles import Call
-from stepformer.oracles.caches import Mixed
 from stepformer.rules import State
 
 
@@ -53,6 +53,20 @@ def structural(model: Backbone) -> str | None:
     """Why this engine does not know an architecture, whatever it runs on."""
     plan = model.plan()
     return plan if isinstance(plan, str) else None
+
+
+@torch.compiler.assume_constant_result
+def plan(model: Backbone, *, ready: bool = False) -> Plan | str:
+    """`Backbone.plan`: as it was made before, or anew if somebody has exchanged a block or a norm."""
+    parts: list[Any] = [model.final_norm]
+    for b in model.blocks:
+        parts += [b.template, b.splitting, b.attn_norm, b.mlp_norm, *b.aux_norms.values()]
+    made_of = (*model.blocks, *map(type, parts))
+    found = model.plans.get(model.plain_layers)
+    if found is None or found[0] != made_of:
+        found = model.plans[model.plain_layers] = made_of, plan_for(model)
+    own: Any = found[1]
+    return own.ready(model.config.d_model) if ready else own
 
 
 def plan_for(model: Backbone) -> Plan | str:
