@@ -32,6 +32,8 @@ MOMENTUM = ("hb", "yurii", "tmm", "symplectic-euler", "polyak-euler", "nesterov-
 IMEX_K1 = ("imex-k1-ama", "imex-k1-mam", "imex-ln-k1-ama", "imex-ln-k1-mam")
 IMEX_K2 = ("imex-k2-ama", "imex-k2-mam", "imex-ln-k2-ama", "imex-ln-k2-mam")
 SCHEMES = ("plain-euler", "presymp-euler", "exp-euler", "conformal-euler", "ab2", "etd-ab2")
+ROTARY, QK_NORM, RMSNORM = ("positions=rotary",), ("qk_norm=true",), ("norm=rmsnorm",)
+VALUES, SKIP = ("value_residual=free",), ("embedding_skip=true",)
 LINEAR = ("linear", "linear-yurii", *(f"linear-symp-{scheme}" for scheme in SCHEMES))
 
 
@@ -45,6 +47,10 @@ class Target:
     bound: float
     at_most: bool = False
     context: int = 1024
+    words: tuple[str, ...] = ()  # settings of all of them
+
+    def label(self, name: str) -> str:
+        return " ".join((name, *self.words))
 
     def holds(self, value: float) -> bool:
         return value <= self.bound if self.at_most else value >= self.bound
@@ -67,6 +73,18 @@ TARGETS = (
     Target("optimizer", ("vanilla",), "optimizer % of a step", 1.0, at_most=True),
     Target("decode", ("vanilla",), "decode tok/s", 4000.0),
     Target("decode-momentum", ("hb", "yurii", "tmm"), "decode ratio", 0.90),
+    Target("rotary", ("vanilla",), "ratio", 0.97, words=ROTARY),
+    Target("qk-norm", ("vanilla",), "ratio", 0.975, words=QK_NORM),
+    Target("rotary-qk-norm", ("vanilla",), "ratio", 0.965, words=(*ROTARY, *QK_NORM)),
+    Target("value-residual", ("vanilla",), "ratio", 0.975, words=VALUES),
+    Target("embedding-skip", ("vanilla",), "ratio", 0.98, words=SKIP),
+    Target("rmsnorm", ("vanilla",), "ratio", 0.99, words=RMSNORM),
+    Target("swiglu", ("vanilla",), "ratio", 0.99, words=("mlp=swiglu",)),
+    Target("soft-cap", ("vanilla",), "ratio", 0.99, words=("logit_softcap=30",)),
+    Target("all-extras", ("yurii",), "ratio", 0.91, words=(*ROTARY, *RMSNORM, *QK_NORM, *VALUES, *SKIP)),
+    Target(
+        "all-extras-memory", ("yurii",), "peak GiB", 12.0, True, words=(*ROTARY, *RMSNORM, *QK_NORM, *VALUES, *SKIP)
+    ),
 )
 
 
@@ -87,7 +105,9 @@ def select(words: str | None) -> list[Target]:
 
 def wanted(targets: Iterable[Target]) -> list[Wanted]:
     """The architectures that the rows are about."""
-    return list(dict.fromkeys(Wanted(name, (), target.context) for target in targets for name in target.presets))
+    return list(
+        dict.fromkeys(Wanted(name, target.words, target.context) for target in targets for name in target.presets)
+    )
 
 
 @dataclass(frozen=True)
@@ -116,9 +136,10 @@ def verdicts(targets: Iterable[Target], pairs: Iterable[tuple[dict[str, Any], di
     found = []
     for target in targets:
         for name in target.presets:
-            values = [value_of(target.quantity, *pair) for pair in known.get((_canonical(name), target.context), [])]
+            key = (_canonical(target.label(name)), target.context)
+            values = [value_of(target.quantity, *pair) for pair in known.get(key, [])]
             value = next((v for v in reversed(values) if v is not None), None)
-            found.append(Verdict(target, name, value, None if value is None else target.holds(value)))
+            found.append(Verdict(target, target.label(name), value, None if value is None else target.holds(value)))
     return found
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stepformer.catalogue import build, load_config, model_config, preset, presets, register_preset
     from stepformer.extras import Extra, register_extra
     from stepformer.model import Model, ModelConfig, Output, Role
+    from stepformer.model.engines.recording import record
     from stepformer.oracles import MLP, Attention, Call, TokenSlot, register_attention, register_mlp
     from stepformer.rules import (
         HamiltonianStep,
@@ -44,7 +45,7 @@ __all__ = [
     "MLP", "Attention", "Call", "ConfigError", "Extra", "HamiltonianStep", "InputError", "Model", "ModelConfig",
     "Option", "Output", "Role", "Splitting", "State", "StepformerError", "Stream", "Template", "TokenSlot",
     "UnknownNameError", "Values", "__version__", "build", "compare", "evaluate_run", "free", "load_config",
-    "load_run", "model_config", "positive", "preset", "presets", "register_attention", "register_extra",
+    "load_run", "model_config", "positive", "preset", "presets", "record", "register_attention", "register_extra",
     "register_mlp", "register_preset", "register_splitting", "register_template", "resume", "run_config", "sweep",
     "train", "unit",
 ]

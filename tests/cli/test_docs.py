@@ -122,7 +122,7 @@ def test_write_your_own_extra_page(tmp_path: Path, steps: int) -> None:
     show, audit = [line for block in blocks(page, "bash") for line in block.splitlines()]
     printed = run(show, tmp_path)
     assert re.search(r"extra echo +before the layer x = x \+ lambda LN\(x_0\)", printed)
-    assert "as written, since echo changes x between two layers" in re.sub(r"\s+", " ", printed)
+    assert "fused: one pass between two oracle calls" in re.sub(r"\s+", " ", printed)
     assert "1 of 1 pass" in run(audit.replace(" audit ", f" audit --steps {steps} "), tmp_path)
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stepformer as sf
 from forked import two_ranks
 from helpers import tiny, tokens
+from stepformer.training.parallel import ParallelModel, World
 
 ARCHITECTURES: tuple[dict[str, Any], ...] = (
     *({"name": name} for name in ("vanilla", "yurii", "symplectic-euler", "imex-k2-mam", "soap")),
@@ -53,13 +54,17 @@ def worker(rank: int, kind: str, folder: str) -> None:
         run: Any = model
         if kind == "ddp":
             run = DistributedDataParallel(model)
-        else:
+        elif kind == "fsdp":
             mesh = init_device_mesh("cpu", (2,))
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
         mine = slice(2 * rank, 2 * rank + 2)
         run(whole[mine], targets[mine]).loss.backward()
+        if kind == "after the pass":  # as ranks that replay a recorded pass exchange them
+            ranks = ParallelModel(model, World(rank, 2, torch.device("cpu")), "ddp", False, replay=True)
+            assert ranks.run is model
+            ranks.average(list(model.parameters()))
         expected, found = gradients(single), gradients(model)
         assert expected.keys() == found.keys()
         differences += [(found[n] - expected[n]).abs().max() for n in expected]
@@ -71,7 +76,7 @@ def worker(rank: int, kind: str, folder: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "after the pass"])
 def test_two_processes_compute_the_gradients_of_one(kind: str, tmp_path: Path) -> None:
     two_ranks(worker, (kind, str(tmp_path)), tmp_path)
     worst = float((tmp_path / "worst").read_text())

@@ -14,7 +14,7 @@ from stepformer.base.files import write_text
 from stepformer.catalogue import SIZES, preset, presets
 from stepformer.cli.options import DEVICE, command, given, group, option
 from stepformer.cli.show import console
-from stepformer.measure.benchmark import records
+from stepformer.measure.benchmark import drawing, records
 from stepformer.measure.benchmark.planning import BASELINE, USUAL, BenchSettings, Wanted, introduction, plan
 from stepformer.measure.benchmark.process import carry_out
 from stepformer.measure.benchmark.table import legend, page, profile_table, speed_table
@@ -22,7 +22,7 @@ from stepformer.ops import kernels
 from stepformer.present.tables import GAP, Table
 from stepformer.training.parallel import choose_device
 
-LEAST = {"context": 2, "micro_batch": 1, "steps": 3, "decode_tokens": 2, "batch_tokens": 1}
+LEAST = {"random": 1, "context": 2, "micro_batch": 1, "steps": 3, "decode_tokens": 2, "batch_tokens": 1}
 DEFAULTS: dict[str, dict[str, Any]] = {  # of options that are left out, by device
     "cpu": {"size": "tiny", "steps": 15, "batch_tokens": 4_096, "decode_tokens": 48},
     "cuda": {"size": "small", "steps": 20, "batch_tokens": 491_520, "decode_tokens": 512},
@@ -43,7 +43,8 @@ def run_bench(args: argparse.Namespace) -> int:
             print(f"written: {args.out}")
         return 0
     settings = settings_of(args)
-    cases = plan(wanted(args), settings)
+    drawn = drawing.draw(args.random, args.seed, args.context) if args.random else []
+    cases = plan(drawing.wanted(drawn) if drawn else wanted(args), settings)
     save = writer(args)
     if args.json != "-":
         print(introduction(cases, settings), flush=True)
@@ -56,6 +57,11 @@ def run_bench(args: argparse.Namespace) -> int:
         show(table)
         if len(table.columns) > 1:
             print("\n" + textwrap.fill(legend(process, table), 118))
+        if drawn:
+            print()
+            show(
+                drawing.composition(drawn, {record["label"]: records.ratio(record, base) for record, base in measured})
+            )
         times = profile_table(measured)
         if times is not None:
             print()
@@ -81,7 +87,7 @@ def check(args: argparse.Namespace) -> None:
         raise InputError("Give --json for a new file or --append to add to one, not both.")
     if args.out and not args.table:
         raise InputError("-o belongs to --table; --json FILE writes the measurements.")
-    asked = [f"--{word}" for word in ("all", "table") if getattr(args, word)] + ["names"] * bool(args.names)
+    asked = [f"--{word}" for word in ("all", "random", "table") if getattr(args, word)] + ["names"] * bool(args.names)
     if len(asked) > 1:
         raise InputError(f"Give {asked[0]} or {asked[-1]}, not both.")
 
@@ -95,14 +101,14 @@ def settings_of(args: argparse.Namespace) -> BenchSettings:
     chosen = {key: getattr(args, key) or usual for key, usual in DEFAULTS[device.type].items()}
     return BenchSettings(
         device=device,
-        **chosen | ({"decode_tokens": 0} if args.no_decode else {}),
+        **chosen | ({"decode_tokens": 0} if args.no_decode or args.random else {}),
         **given(args, "micro_batch", "optimizer", "profile", "seconds", "again"),
         warmup=5 if on_cuda else 2,
         compile=args.compile if on_cuda else bool(args.compile),
         graph=on_cuda and args.graph is not False,
         kernels=KERNELS[args.kernels] if on_cuda and kernels.has_triton() else ("none",),
         streams=STREAMS[args.streams] if on_cuda else ("fp32",),
-        full_step=not args.no_step,
+        full_step=not args.no_step and not args.random,
         prompt_tokens=64 if on_cuda else 16,
     )
 
@@ -140,6 +146,8 @@ add_bench = command(
     group(
         "what",
         option("--all", "every preset"),
+        option("--random N", "N random combinations, against the product of what their parts have alone", type=int),
+        option("--seed S", "--random: which ones (0)", type=int, default=0),
         option("--no-step", "no optimizer and no whole step"),
         option("--no-decode", "no decoding"),
         option("--profile", "also where the time goes, by kind of kernel"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,13 @@ class Blocks(nn.ModuleList):
         def __getitem__(self, index: int) -> Block: ...  # type: ignore[override]
 
 
+class Plans(dict[frozenset[int], Any]):
+    """What an engine has planned for a model, by the layers that are plain; a copy makes its own."""
+
+    def __reduce__(self) -> tuple[type[Plans], tuple[()]]:
+        return Plans, ()
+
+
 class Backbone(nn.Module):
     """The parameters of a model, what state its tokens start in, and what the head makes of the last one."""
 
@@ -49,6 +56,7 @@ class Backbone(nn.Module):
         # under autocast: what x and the streams that start from tables are carried in; None: as the weights
         self.stream_dtype: torch.dtype | None = None
         self.parts = chosen(config)
+        self.plans = Plans()
 
         def tables() -> Tables:
             learned = config.positions == "learned"
@@ -124,6 +132,10 @@ class Backbone(nn.Module):
             else:
                 streams[name] = torch.ones_like(x) if start == "ones" else torch.zeros_like(x)
         return State(x, streams, {name: t for part in self.parts for name, t in part.start(x).items()})
+
+    def plan(self, *, ready: bool = False) -> Any:
+        """What an engine does between the oracles, `ready` to be run, or a sentence about why it cannot."""
+        raise NotImplementedError
 
     def table(self) -> Tensor:
         """The token table as the head has it, adapters included."""

@@ -19,6 +19,7 @@ from stepformer.decoding.cache import Cache
 from stepformer.model import engines
 from stepformer.model.backbone import Backbone
 from stepformer.model.roles import Role, named_roles
+from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from stepformer.ops.linear import rounded_weights
@@ -88,6 +89,8 @@ class Model(Backbone):
 
     def _last_states(self, tokens: Tensor, cache: Cache | None, lengths: Tensor | None, last_only: bool) -> Tensor:
         """The normalised x after the last layer, of all tokens or of each row's last one."""
+        if torch.compiler.is_compiling() and tokens.is_cuda:
+            kernels.compiler_prepared(self.config.d_model <= 128)
         call = self.call_of(tokens, lengths, cache)
         s = self.start(tokens, call.positions, from_zero=cache is None)
         checkpointing = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
@@ -214,6 +217,7 @@ class Model(Backbone):
             for bank in block.banks():
                 bank.pinned.clear()
 
+    plan = engines.fused.plan
     recorded_steps = engines.decoding
     generate = generate
 

@@ -1,13 +1,10 @@
-"""What the stream passes share: learned scalars mapped inside a kernel, norms of rows, tiles and column sums.
+"""What kernels of rows share: learned scalars mapped inside a kernel, norms of rows, tiles and column sums.
 
 A scalar reaches a kernel as its raw parameter (shape (1,)), a range and a constant factor,
 
     value = constant * map(raw),   map = identity (free), sigmoid (unit), softplus (positive),
 
-so that no tiny kernel maps it before; the backward returns the gradient of the raw parameter. Norms of a row p:
-
-    hat = (p - mean) r,  r = 1 / sqrt(mean((p - mean)^2) + eps)        (LayerNorm; RMSNorm: mean = 0)
-    dp = r (c - mean(c) - hat mean(c hat)),  c = dL/dhat               (RMSNorm: without mean(c))
+so that no tiny kernel maps it before; the backward returns the gradient of the raw parameter.
 
 Gradients of parameters: every program of a persistent grid adds up its rows in registers and writes one line of a
 (programs, width) buffer; one sum over the lines follows. No atomics, so the same inputs give the same bits.
@@ -16,7 +13,7 @@ Gradients of parameters: every program of a persistent grid adds up its rows in 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 Range = Literal["free", "unit", "positive"]
-Norms = tuple[tuple[Tensor | None, Tensor | None], ...]
 
-ABSENT = tl.constexpr(-2)  # the term with this scalar is not there at all
-CONSTANT = tl.constexpr(-1)  # only the constant factor, nothing learned
 UNIT = tl.constexpr(1)
 POSITIVE = tl.constexpr(2)
 CODES: dict[str, int] = {"free": 0, "unit": 1, "positive": 2}
@@ -61,17 +55,6 @@ def code(scalar: Scalar | None) -> int:
     if scalar is None:
         return -2
     return -1 if scalar.raw is None else CODES[scalar.kind]
-
-
-def taken_apart(scalars: tuple[Scalar | None, ...]) -> tuple[Any, ...]:
-    """Scalars as operators take them: each raw parameter, the list of ranges and that of constants."""
-    raws = (None if s is None else s.raw for s in scalars)
-    return *raws, [code(s) for s in scalars], [1.0 if s is None else s.constant for s in scalars]
-
-
-def next_step(beta: Scalar | None, gamma: Scalar | None, scale: float) -> Scalar | None:
-    """scale * gamma of the pass that will consume a velocity; nothing without the beta that it goes with."""
-    return None if beta is None else (gamma or ONE).times(scale)
 
 
 @triton.jit
@@ -170,18 +153,6 @@ def standardised(p, mean, r):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def row_norm_backward(c, hat, r, CENTRED: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gradient of the norm's input from that of `hat`, and mean(c hat) of each row."""
-    if CENTRED:
-        total, along = row_sums(c, c * hat)
-        dp = c * over_row(r) - over_row(total / D * r) - hat * over_row(along / D * r)
-    else:
-        along = row_sum(c * hat)
-        dp = c * over_row(r) - hat * over_row(along / D * r)
-    return dp, along / D
-
-
-@triton.jit
 def load_tile(source, at, mask):  # type: ignore[no-untyped-def]
     return tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
 
@@ -202,19 +173,6 @@ def load_stored(  # type: ignore[no-untyped-def]
         at = over_row(rows.to(tl.int64)) * (D // PACK) + columns
         tile = tl.load(source + at, mask=over_row(rows < n) & (columns < D // PACK), other=0)
     return tile
-
-
-@triton.jit
-def load_four(  # type: ignore[no-untyped-def]
-    a, b, c, d, rows, n, D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The same rows of four tensors as they are stored."""
-    return (
-        load_stored(a, rows, n, D, CHUNKS, CHUNK),
-        load_stored(b, rows, n, D, CHUNKS, CHUNK),
-        load_stored(c, rows, n, D, CHUNKS, CHUNK),
-        load_stored(d, rows, n, D, CHUNKS, CHUNK),
-    )
 
 
 @triton.jit
@@ -246,51 +204,6 @@ def load_gain(source, columns, D: tl.constexpr):  # type: ignore[no-untyped-def]
 def store_columns(line, columns, total, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows' sums of a tile, added up, into a line of partial sums."""
     tl.store(line + columns, tl.sum(total, 1, keep_dims=True), mask=columns < D)
-
-
-@triton.jit
-def store_normalised(u, at, mask, hat, gain, bias, columns, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """u = gain hat + bias."""
-    if gain is not None:
-        hat = hat * load_columns(gain, columns, D)
-    if bias is not None:
-        hat = hat + load_columns(bias, columns, D)
-    tl.store(u + at, hat, mask=mask)
-
-
-@triton.jit
-def held_columns(source, columns, D: tl.constexpr, HOLD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A gain to keep in registers, or nothing."""
-    if HOLD and source is not None:
-        held = load_columns(source, columns, D)
-    else:
-        held = 0.0
-    return held
-
-
-@triton.jit
-def hat_gradient(  # type: ignore[no-untyped-def]
-    du, hat, gain, bias, sum_gain, sum_bias, held, columns, D: tl.constexpr, HOLD: tl.constexpr
-):
-    """What u = gain hat + bias hands back: dL/dhat, and the running sums of the gradients of gain and bias."""
-    if bias is not None:
-        sum_bias += du
-    if gain is not None:
-        sum_gain += du * hat
-        du = du * (held if HOLD else load_columns(gain, columns, D))
-    return du, sum_gain, sum_bias
-
-
-@triton.jit
-def store_vector_sums(line, columns, gain, bias, sum_gain, sum_bias, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write those of the two sums that belong to a parameter; where the next one goes."""
-    if gain is not None:
-        store_columns(line, columns, sum_gain, D)
-        line += D
-    if bias is not None:
-        store_columns(line, columns, sum_bias, D)
-        line += D
-    return line
 
 
 @triton.jit
@@ -351,16 +264,6 @@ def column_bytes(*tensors: Tensor | None) -> int:
     return sum(t.element_size() for t in tensors if t is not None)
 
 
-def buffered(tile: Tile, d: int, width: int) -> Tile:
-    """`tile` with rows on their way through shared memory, and as many programs as it has room for.
-
-    The gains stay in registers then: whatever a pipelined loop loads is copied, and they would be for each row.
-    """
-    each = (STAGES - 1) * width * chunks(d, tile) * tile.chunk + 2048
-    programs = min(tile.programs, SHARED // each)
-    return tile._replace(stages=STAGES, hold=True, programs=programs) if programs else tile
-
-
 def chunks(d: int, tile: Tile) -> int:
     return triton.next_power_of_2(triton.cdiv(d, tile.chunk))
 
@@ -384,11 +287,6 @@ def packed(t: Tensor | None) -> Tensor | None:
     return t.view(torch.int32)
 
 
-def columns(vectors: tuple[Tensor | None, ...], d: int, scalars: int) -> int:
-    """Width of a line of partial sums: the vectors that exist, then all scalars, up to whole sectors of 32 bytes."""
-    return -(-(sum(v is not None for v in vectors) * d + scalars) // 8) * 8
-
-
 SUM = (128, 16, 8)  # lines at once, columns and warps of a program of the sum
 
 
@@ -402,15 +300,3 @@ def sum_lines(lines: Tensor) -> Tensor:
         lines, total, count, WIDTH=width, TURNS=triton.cdiv(count, rows), ROWS=rows, COLUMNS=columns_, num_warps=warps
     )
     return total
-
-
-def split_sums(sums: Tensor, vectors: tuple[Tensor | None, ...], raws: tuple[Tensor | None, ...], d: int) -> list[Any]:
-    """A line of sums as gradients of the vectors and the raw scalars, None where there is no such parameter."""
-    grads: list[Tensor | None] = []
-    start = 0
-    for vector in vectors:
-        grads.append(None if vector is None else sums[start : start + d].to(vector.dtype))
-        start += 0 if vector is None else d
-    for k, raw in enumerate(raws):
-        grads.append(None if raw is None else sums[start + k : start + k + 1].to(raw.dtype).view(raw.shape))
-    return grads

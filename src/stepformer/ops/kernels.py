@@ -97,6 +97,13 @@ def prepare_compiler(narrow: bool = False) -> None:
                 make_fallback(op, warn=False)
 
 
+@torch.compiler.assume_constant_result
+def compiler_prepared(narrow: bool) -> bool:
+    """`prepare_compiler` for a model that somebody compiles without us: called while it is traced."""
+    prepare_compiler(narrow)
+    return True
+
+
 @contextlib.contextmanager
 def _switched(name: str, value: bool) -> Iterator[None]:
     before = getattr(_Switch, name)

@@ -35,6 +35,12 @@ class CapturedPass:
         self.gradients: list[Tensor | None] = []
         self.inputs = self.targets = torch.empty(0)
 
+    def prepare(self, before: list[Tensor | None]) -> None:
+        """Begin from gradients that somebody else has written, before a run that adds to them."""
+        for gradient, other in zip(self.gradients, before, strict=False):
+            if gradient is not None and other is not gradient:
+                gradient.zero_() if other is None else gradient.copy_(other)
+
     def run(self, inputs: Tensor, targets: Tensor, first: bool) -> Tensor:
         if first not in self.graphs:
             self.record(inputs, targets, accumulate=not first)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from stepformer.ops.symbols import Symbol, function
+
 SERIES_BELOW = 0.1  # ten terms of the series are exact to fp64 there, while (s - 1 + e^-s)/s^2 loses two digits
 
 
@@ -22,6 +24,8 @@ def phi2(s: Tensor) -> Tensor:
 
 
 def _phi(s: Tensor, order: int, quotient: Callable[[Tensor], Tensor]) -> Tensor:
+    if isinstance(s, Symbol):
+        return function("phi", s, order)
     wide = s.double()
     near_zero = wide.abs() < SERIES_BELOW
     series = torch.zeros_like(wide)

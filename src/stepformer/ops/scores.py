@@ -70,15 +70,18 @@ def attend_math(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_ca
     return torch.softmax(scores, dim=-1) @ v
 
 
-def rotate(t: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary: turn the pairs (i, i + head_dim/2) of t (B, H, T, head_dim) by position * base^(-2i/head_dim)."""
+def angles_of(positions: Tensor, half: int, dtype: torch.dtype, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base^(-i/half) for i < half, in `dtype`: bf16 cannot tell position 1023 from 1024."""
+    rates = base ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)
+    angles = positions[..., None].to(dtype) * rates  # (T, half) or (B, T, half)
+    return angles.cos(), angles.sin()
+
+
+def rotate(t: Tensor, positions: Tensor) -> Tensor:
+    """Rotary: turn the pairs (i, i + head_dim/2) of t (B, H, T, head_dim) by position * 10000^(-2i/head_dim)."""
     half = t.shape[-1] // 2
-    # Angles in at least fp32: bf16 cannot tell position 1023 from 1024.
-    wide = torch.promote_types(t.dtype, torch.float32)
-    rates = base ** (-torch.arange(half, device=t.device, dtype=wide) / half)
-    angles = positions[..., None].to(wide) * rates  # (T, half) or (B, T, half)
-    if angles.ndim == 3:
-        angles = angles[:, None]
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles_of(positions, half, torch.promote_types(t.dtype, torch.float32))
+    if cos.ndim == 3:
+        cos, sin = cos[:, None], sin[:, None]
     first, second = t[..., :half], t[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(t.dtype)

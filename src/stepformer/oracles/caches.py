@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import StepformerError
+from stepformer.ops.mixing import Mixed
 from stepformer.ops.slots import Slot
 
 
@@ -29,7 +30,8 @@ class Call:
     lengths: (B,), how many of each row's tokens are real, when prompts are padded on the right.
     origins: (B, T), where each token's document begins, if documents do not see each other.
     memory: what this and shallower layers leave for deeper ones (`State.memory`), to read and to write.
-    mixes: what extras make of an attention's values, each a function of them and of the memory.
+    mixes: what extras make of an attention's values, each a function of them and of the memory; `mixed`: the same,
+    where somebody has already found out what that is.
     observe: called with a name and a tensor by oracles that have something to report.
     rows: whether `observe` also wants entropy and energy of every row, (B, H, T), which cost a look at all scores.
     """
@@ -45,6 +47,7 @@ class Call:
     origins: Tensor | None = None
     memory: dict[str, Tensor] = field(default_factory=dict)
     mixes: Sequence[Callable[[Tensor, dict[str, Tensor]], Tensor]] = ()
+    mixed: Mixed | None = None
     observe: Callable[[str, Tensor], None] | None = None
     rows: bool = False
 
@@ -73,8 +76,10 @@ class Call:
 
     def mix_values(self, v: Tensor) -> Tensor:
         """An attention's values as the model's extras want them gathered."""
-        for mix in self.mixes:
-            v = mix(v, self.memory)
+        if self.mixed is not None:
+            return self.mixed(v)
+        for change in self.mixes:
+            v = change(v, self.memory)
         return v
 
 

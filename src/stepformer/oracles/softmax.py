@@ -38,16 +38,21 @@ class MultiHeadAttention(Attention):
 
     def project(self, u: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens, keys and values of all visible ones, each (B, H, tokens, head_dim)."""
-        q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in self.qkv(u).chunk(3, dim=-1))
-        if self.qk_norm:
-            q, k = (F.rms_norm(t, (self.head_dim,), eps=QK_NORM_EPS) for t in (q, k))
-        if self.rotary:
-            q, k = rotate(q, call.positions), rotate(k, call.positions)
-        v = call.mix_values(v)
+        q, k, v = self.in_heads(self.qkv(u), call)
         slot = call.next_slot()
         if isinstance(slot, TokenSlot):
             k, v = slot.extend(call, k=k, v=v)
         return q, k, v
+
+    @operation
+    def in_heads(self, qkv: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the new tokens from their joint product (B, T, 3 d), as the options want them."""
+        q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
+        if self.qk_norm:
+            q, k = (F.rms_norm(t, (self.head_dim,), eps=QK_NORM_EPS) for t in (q, k))
+        if self.rotary:
+            q, k = rotate(q, call.positions), rotate(k, call.positions)
+        return q, k, call.mix_values(v)
 
     def merge(self, gathered: Tensor) -> Tensor:
         """(B, H, T, head_dim) -> (B, T, d) through the output map."""

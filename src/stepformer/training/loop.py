@@ -81,7 +81,7 @@ class Trainer:
         self.flops = flops_per_token(self.model)
         self.peak = peak_flops(device)[0] * world.size
         self.num_parameters = self.model.num_parameters()
-        self.parallel = ParallelModel(self.model, world, train.parallel, train.compile)
+        self.parallel = ParallelModel(self.model, world, train.parallel, train.compile, self._replays())
         self.optimizers = Optimizers(self.model, config.optim, train.steps)
         self.captured = self._captured_pass()
         # where the decay of wsd begins a run can go on in other ways (stepformer.training.extending)
@@ -243,12 +243,18 @@ class Trainer:
                     loss = self.parallel.loss(inputs[rows], targets[rows]) / self.accumulation
                 loss.backward()
             total += loss.detach()
+        if self.captured is not None:
+            self.parallel.average(self.captured.parameters)
         return self.world.sum(total) / self.world.size
 
+    def _replays(self) -> bool:
+        """Whether the pass may be a CUDA graph: on GPUs, with whole weights, and no activations computed twice."""
+        shards = self.world.size > 1 and self.config.train.parallel == "fsdp"
+        wanted = self.config.train.graph and not self.config.model.activation_checkpointing
+        return self.world.device.type == "cuda" and wanted and not shards
+
     def _captured_pass(self) -> CapturedPass | None:
-        """The pass as a CUDA graph, where that is possible: one GPU, and no activations computed twice."""
-        one = self.world.device.type == "cuda" and self.world.size == 1
-        if not one or not self.config.train.graph or self.config.model.activation_checkpointing:
+        if not self._replays():
             return None
         return CapturedPass(
             lambda inputs, targets: self.parallel.loss(inputs, targets) / self.accumulation,
@@ -257,16 +263,20 @@ class Trainer:
         )
 
     def _record(self, inputs: Tensor, targets: Tensor) -> None:
-        """Record the pass; what cannot be recorded (an oracle asks the device, memory is short) runs as it is."""
+        """Record the pass; what one rank cannot record (an oracle asks the device, memory is short) runs as it is."""
         assert self.captured is not None
+        reason = ""
         try:
             self.captured.record(inputs[: self.micro_batch], targets[: self.micro_batch], self.accumulation > 1)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
+        if self.world.largest(int(bool(reason))):
+            reason = reason or "another rank could not"
             self.display.note(f"{self.display.title}  runs without a CUDA graph, which could not be recorded: {reason}")
             self.captured = None
             self.optimizers.zero_grad()
             torch.cuda.empty_cache()
+            self.parallel.replicate()
 
     def _log(self, kind: str, numbers: Mapping[str, Any]) -> None:
         """Write a line of metrics, on the main rank."""
@@ -307,7 +317,7 @@ class Trainer:
         try:
             return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
         except torch.OutOfMemoryError:
-            if self.captured is None or not self.captured.recorded:
+            if self.captured is None or not self.captured.recorded or self.world.size > 1:  # all ranks or none
                 raise
             # the recorded pass keeps the memory of a whole step; it is recorded again when training goes on
             self.captured.forget()

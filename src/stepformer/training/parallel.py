@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from stepformer.base.errors import InputError, StepformerError
@@ -23,6 +24,7 @@ from stepformer.ops import kernels
 from stepformer.training.stopping import Ending, LostRankError
 
 T = TypeVar("T")
+BUCKET = 64 * 2**20  # bytes of gradients that ranks exchange at once
 TIMEOUT = 1800  # seconds that a rank waits for the others, if `collective_timeout` does not say
 _joined: list[Ending] = []  # of the ranks that this process is one of, as long as it is
 _times = 0  # that it has joined others: each time they speak under another name
@@ -184,10 +186,11 @@ class ParallelModel:
     """A model as its ranks run it: plain, compiled, replicated or sharded; `model` is the module with the weights.
 
     Evaluation runs `model`, without the wrapper that compiles or replicates it. (Sharded models are compiled block by
-    block in place; their evaluation is compiled too.)
+    block in place; their evaluation is compiled too.) Ranks that `replay` a recorded pass have no wrapper either: they
+    exchange gradients after it (`average`).
     """
 
-    def __init__(self, model: Model, world: World, kind: str, compiled: bool) -> None:
+    def __init__(self, model: Model, world: World, kind: str, compiled: bool, replay: bool = False) -> None:
         self.model, self.world = model, world
         self.sharded = world.size > 1 and kind == "fsdp"
         self.run: Any = model
@@ -205,9 +208,27 @@ class ParallelModel:
             fully_shard(model, mesh=mesh)
         else:
             self.run = torch.compile(model) if compiled else model
-            if world.size > 1:
-                devices = [world.device] if world.device.type == "cuda" else None
-                self.run = DistributedDataParallel(self.run, device_ids=devices)
+            if not replay:
+                self.replicate()
+
+    def replicate(self) -> None:
+        """Let DDP exchange gradients during the backward pass."""
+        if self.world.size > 1:
+            devices = [self.world.device] if self.world.device.type == "cuda" else None
+            self.run = DistributedDataParallel(self.run, device_ids=devices)
+
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace every gradient by its mean over the ranks, in flat buckets; nothing without a process group."""
+        if not dist.is_initialized():
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        waiting: list[tuple[list[Tensor], Tensor, Any]] = []
+        for bucket in _take_tensors(gradients, BUCKET):
+            flat = _flatten_dense_tensors(bucket)
+            waiting.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+        for bucket, flat, work in waiting:
+            work.wait()
+            torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat.div_(self.world.size), bucket)))
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.run(inputs, targets, loss_only=True).loss

@@ -14,7 +14,6 @@ from stepformer.base.errors import InputError
 from stepformer.base.words import merge
 from stepformer.catalogue import SIZES, load_config, model_config
 from stepformer.model.config import ModelConfig
-from stepformer.model.engines.integrators import integrates_by_weights
 from stepformer.rules import templates
 
 BASELINE = "vanilla"
@@ -33,7 +32,7 @@ class BenchSettings:
     size: str
     steps: int
     warmup: int
-    compile: bool | None  # None: on a GPU, Hamiltonian integrators that have no fused passes
+    compile: bool | None  # None: on a GPU, Hamiltonian integrators without kernels
     graph: bool = False  # steps replayed as a CUDA graph, as the trainer does on one GPU
     kernels: tuple[str, ...] = ("on",)  # on, off; none where they cannot run
     streams: tuple[str, ...] = ("fp32",)  # what x and the velocities are carried in: fp32, bf16
@@ -71,13 +70,11 @@ class Case:
     streams: str
 
     def compiled(self, settings: BenchSettings) -> bool:
-        """Whether this one is compiled: as asked, or if it integrates Hamiltonian fields by no kernel of ours."""
+        """Whether this one is compiled: as asked, or if it integrates Hamiltonian fields without kernels."""
         if settings.compile is not None:
             return settings.compile
-        config = self.config
-        rule = templates[config.template].component(config.n_head, config.head_dim, **config.options_of("template"))
-        fused = self.kernels == "on" and integrates_by_weights(rule)
-        return settings.device.type == "cuda" and rule.integrates and not fused
+        integrates = templates[self.config.template].component.integrates
+        return settings.device.type == "cuda" and integrates and self.kernels != "on"
 
     @property
     def frame(self) -> tuple[Any, ...]:

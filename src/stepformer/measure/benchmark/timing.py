@@ -100,12 +100,19 @@ def product_rate(device: torch.device) -> dict[str, Any]:
     return {"size": size, "dtype": str(dtype).removeprefix("torch."), "flops": flops, **found}
 
 
+GENERATED = {
+    **dict.fromkeys(("row_forward", "row_backward"), "row_passes"),
+    **dict.fromkeys(("numbers_forward", "numbers_backward"), "numbers"),
+}
+
+
 @lru_cache
 def own_kernels() -> dict[str, str]:
     """The Triton functions of this package and the files they are in; a profile knows kernels by these names."""
     paths = sorted(Path(kernels.__file__).parent.rglob("*.py"))
     defined = re.compile(r"@triton\.jit[^\n]*\n(?:@[^\n]*\n)*def (\w+)")
-    return {name: path.stem for path in paths for name in defined.findall(path.read_text())}
+    written = {name: path.stem for path in paths for name in defined.findall(path.read_text())}
+    return {**written, **GENERATED}
 
 
 def group_of(name: str) -> str:

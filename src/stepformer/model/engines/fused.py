@@ -1,92 +1,210 @@
-"""The engine of training: the streams are left behind and moved in one pass between two oracle calls (turns.py)."""
+"""The engine of training: what happens to the streams between two oracle calls is one generated pass.
+
+The plan of a model is made once (tracing.py, planning.py) from its template's, splitting's and extras' own methods. A
+run fills it with tensors: pass, oracle, pass, oracle. Its twin is the blocks as they are written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from stepformer.decoding.cache import Cache
 from stepformer.model.backbone import Backbone
-from stepformer.model.block import Block
-from stepformer.model.engines.integrators import FusedIntegrator, alike, integrates_by_weights, weights_of
-from stepformer.model.engines.turns import FAMILIES, FusedSubstep, Moving, defers, same_norms
-from stepformer.ops import kernels
+from stepformer.model.engines.planning import EventStep, PassStep, Plan, plan_of
+from stepformer.model.engines.tracing import Trace
+from stepformer.ops import heads, kernels
+from stepformer.ops.mixing import Mixed
 from stepformer.ops.sharding import is_managed, is_sharded
+from stepformer.ops.symbols import UntraceableError
 from stepformer.oracles import Call
 from stepformer.rules import State
-from stepformer.rules.hamiltonian import HamiltonianStep
 
 
 def refusal(model: Backbone, s: State, call: Call) -> str | None:
     """Why the blocks run as they are written now; None if this engine takes the pass."""
     if not kernels.usable(s.x, *s.streams.values()):
         return "kernels cannot take these tensors"
-    if model.plain_layers:
-        return "some of its layers are plain residual blocks"
     if call.observe is not None:
         return "somebody watches its oracles"
     for block in model.blocks:
-        if block.coefficients.pinned:
+        if block.coefficients.pinned or block.extras.pinned:
             return "coefficients are pinned"
         if is_managed(block) or any(map(is_sharded, block.mlp.parameters())):
             return "its weights are sharded"
         norms = (block.attn_norm, block.mlp_norm, *block.aux_norms.values())
         if not kernels.may_replace(block, *norms, model.final_norm):
             return "a hook wants to see a block or a norm at work"
-    return structural(model)
+    plan = model.plan()
+    if isinstance(plan, str):
+        return plan
+    for name, _ in plan.starts:
+        kind, _, own = name.partition(" ")
+        if kind == "memory" and (own not in s.memory or s.memory[own].shape != s.x.shape):
+            return f"what its extras remember as '{own}' is not one row per token"
+    return None
 
 
 def structural(model: Backbone) -> str | None:
     """Why this engine does not know an architecture, whatever it runs on."""
-    config = model.config
-    for part in model.parts:
-        if part.changes("enter"):
-            return f"{part.name} changes x between two layers"
-    for block in model.blocks:
-        if type(block.template) not in FAMILIES and not integrates_by_weights(block.template):
-            return f"template '{config.template}' as it is set here has no fused pass"
-        if not defers(block.splitting):
-            return f"splitting '{config.splitting}' touches the state outside its turns"
-        if not same_norms(block.attn_norm, block.mlp_norm):
-            return "its norms are not LayerNorm or RMSNorm themselves"
-        if any(type(norm) is not nn.LayerNorm for norm in block.aux_norms.values()):
-            return "its auxiliary norms are not LayerNorm itself"
-    if not same_norms(model.final_norm):
-        return "its final norm is not LayerNorm or RMSNorm itself"
-    return None if alike([block.template for block in model.blocks]) else "its layers follow different rules"
+    plan = model.plan()
+    return plan if isinstance(plan, str) else None
+
+
+@torch.compiler.assume_constant_result
+def plan(model: Backbone, *, ready: bool = False) -> Plan | str:
+    """`Backbone.plan`: as it was made before, or anew if somebody has exchanged a block or a norm."""
+    parts: list[Any] = [model.final_norm]
+    for b in model.blocks:
+        parts += [b.template, b.splitting, b.attn_norm, b.mlp_norm, *b.aux_norms.values()]
+    made_of = (*model.blocks, *map(type, parts))
+    found = model.plans.get(model.plain_layers)
+    if found is None or found[0] != made_of:
+        found = model.plans[model.plain_layers] = made_of, plan_for(model)
+    own: Any = found[1]
+    return own.ready(model.config.d_model) if ready else own
+
+
+def plan_for(model: Backbone) -> Plan | str:
+    """What the model does between its oracles, or why it cannot be fused."""
+    try:
+        trace = Trace(model)
+        if trace.digest() != Trace(model).digest():
+            return "its rule does something else from time to time"
+        return plan_of(trace)
+    except UntraceableError as why:
+        return str(why)
+    except (AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
+        # a rule may do anything with what it takes for tensors; as it is written it says better what is wrong
+        return f"its rule cannot be followed on symbols ({type(error).__name__}: {error})"
 
 
 def run(model: Backbone, start: State, call: Call, cache: Cache | None) -> Tensor:
     """The normalised x after the last layer."""
-    blocks = list(model.blocks)
-    weights = weights_of([b.template for b in blocks], [b.coefficients for b in blocks])
-    s = Moving(start.x, start.streams, start.memory, weights)
-    for i, block in enumerate(blocks):
-        own = block.own_call(call if cache is None else replace(call, slots=cache.slots[i]), s.memory)
-        s = block.splitting.step(turns_of(block, own), s)  # type: ignore[arg-type, assignment]
-        s.memory = own.memory
-    return s.finish(model.final_norm)
+    plan = model.plan(ready=True)
+    assert isinstance(plan, Plan)
+    return Run(model, plan, start, call, cache).finish()
 
 
-def turns_of(block: Block, call: Call) -> dict[str, FusedSubstep]:
-    """As `Block.turns`, deferring what they do to the streams."""
-    from stepformer.ops.common import Scalar
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "newton_schulz": heads.newton_schulz,
+    "newton_schulz_of_mean": heads.newton_schulz_of_mean,
+    "whiten": heads.whiten,
+    "whiten_mean": heads.whiten_mean,
+}
 
-    bank, values = block.coefficients, block.coefficients.values()
-    parts: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
-        "attn": (block.attn_norm, partial(block.attn, call=call)),
-        "mlp": (block.mlp_norm, block.mlp),
-    }
-    turns: dict[str, FusedSubstep] = {}
-    for turn, oracles in block.splitting.oracles.items():
-        norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else None
-        assert norm is None or isinstance(norm, nn.LayerNorm)
-        raw = {name: Scalar(getattr(bank, key), bank.specs[key].range) for name, key in bank.keys_of[turn].items()}
-        raw |= {name: Scalar(constant=number) for name, number in bank.constants.get(turn, {}).items()}
-        turns[turn] = FusedSubstep(block.template, [parts[o] for o in oracles], values[turn], raw, norm)
-    if isinstance(block.template, HamiltonianStep):
-        turns["attn"] = FusedIntegrator(turns["attn"], partial(block.attn.fields, call=call), turns["mlp"])
-    return turns
+
+class Run:
+    """One forward pass: tensors in the places of a plan."""
+
+    def __init__(self, model: Backbone, plan: Plan, start: State, call: Call, cache: Cache | None) -> None:
+        self.model, self.plan, self.call, self.cache = model, plan, call, cache
+        self.carried = start.x.dtype
+        kind = start.x.device.type
+        self.point = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else start.x.dtype
+        self.places: list[Any] = [None] * plan.places
+        for name, at in plan.starts:
+            of, _, own = name.partition(" ")
+            self.places[at] = start.x if of == "x" else start.streams[own] if of == "stream" else start.memory[own]
+        self.memory = start.memory
+        self.own: Call | None = None  # the call as the layer at work sees it
+        self.layer = -1
+        self.fields: Any = None
+        raws = [getattr(getattr(model.blocks[layer], bank), key) for layer, bank, key in plan.raws]
+        from stepformer.ops.numbers import lines_of
+
+        assert plan.numbers is not None
+        self.lines = lines_of(plan.numbers, raws, start.x.device)
+
+    def finish(self) -> Tensor:
+        result: Any = None
+        for step in self.plan.steps:
+            if isinstance(step, PassStep):
+                self._pass(step)
+            elif step.kind == "finish":
+                result = self.places[step.needs[0]]
+            else:
+                self._event(step)
+            for at in step.drops:
+                self.places[at] = None
+        found: Tensor = result
+        return found
+
+    def _pass(self, step: PassStep) -> None:
+        from stepformer.ops.row_passes import row_pass
+
+        tensors = [self.places[at] for at in step.reads]
+        tensors += [self._parameter(*gain) for gain in step.gains]
+        if step.line >= 0:
+            tensors.append(self.lines[step.line])
+        outs, handed = row_pass(step.program, tensors, self.carried, self.point, step.handed)
+        for name, tensor in handed.items():
+            self.places[step.reads[int(name[1:])]] = tensor
+        for at, tensor in zip(step.writes, outs, strict=True):
+            self.places[at] = tensor
+
+    def _parameter(self, layer: int, norm: str, name: str) -> Tensor:
+        if norm == "final_norm":
+            owner: Any = self.model.final_norm
+        else:
+            block, _, key = norm.partition(".")
+            owner = getattr(self.model.blocks[layer], block)
+            owner = owner[key] if key else owner
+        parameter: Tensor = getattr(owner, name)
+        return parameter
+
+    def _event(self, step: EventStep) -> None:
+        needs = [self.places[at] for at in step.needs]
+        block = self.model.blocks[step.layer]
+        if step.layer != self.layer:
+            self._enter(step.layer)
+        call = self.own
+        assert call is not None
+        if step.kind == "ask":
+            call.mixed = self._mixed(step)
+            found = [
+                block.attn(u, call) if o == "attn" else block.mlp(u) for o, u in zip(step.oracles, needs, strict=True)
+            ]
+            if step.mixture is not None and call.mixed is not None:
+                self.places[step.mixture[0]] = call.mixed.earlier
+        elif step.kind == "fields":
+            self.fields, found = block.attn.fields(needs[0], needs[1], call), []
+            self.momentum = needs[1]
+        elif step.kind == "velocity":
+            found = [self.fields.velocity(needs[0])] if needs else self._velocity()
+        elif step.kind == "force":
+            found = [self.fields.force()]
+        else:
+            numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
+            answer = FUNCTIONS[step.kind](*needs, *numbers, **dict(step.settings), dtype=self.carried)
+            found = [answer] if isinstance(answer, Tensor) else list(answer)
+        for at, tensor in zip(step.gives, found, strict=True):
+            self.places[at] = tensor
+
+    def _enter(self, layer: int) -> None:
+        """The call as the oracles of the next layer see it."""
+        self.layer = layer
+        call = self.call if self.cache is None else replace(self.call, slots=self.cache.slots[layer])
+        if self.own is not None:
+            self.memory = self.own.memory
+        if self.plan.mixes:
+            self.own = replace(call, used=0, memory=dict(self.memory), mixes=())
+        else:
+            self.own = self.model.blocks[layer].own_call(call, self.memory)
+
+    def _mixed(self, step: EventStep) -> Mixed | None:
+        if step.mixture is None:
+            return None
+        return Mixed(self.lines[step.line], self.places[step.mixture[0]]) if step.mixes else Mixed()
+
+    def _velocity(self) -> list[Tensor]:
+        """F at its own momentum as rows and a factor for each."""
+        scaled = getattr(self.fields, "scaled_velocity", None)
+        if scaled is not None:
+            return list(scaled())
+        row = self.fields.velocity(self.momentum)
+        return [row, torch.ones(row.shape[:-1], device=row.device)]

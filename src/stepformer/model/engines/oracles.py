@@ -17,7 +17,7 @@ from stepformer.oracles.constrained import ConstrainedAttention, EntropyAttentio
 from stepformer.oracles.hamiltonian import HamiltonianAttention
 from stepformer.oracles.linear import BilinearAttention, LinearAttention, LinearHamiltonian
 from stepformer.oracles.mlp import MLP, GeluMLP, SwigluMLP, TanhGeluMLP
-from stepformer.oracles.softmax import SoftmaxAttention
+from stepformer.oracles.softmax import QK_NORM_EPS, MultiHeadAttention, SoftmaxAttention
 
 CUDA_CHUNK = 1024  # a state of d x d for so many tokens costs less to move than to multiply
 LONGEST = 16_384  # tokens, as a kernel of Hamiltonian attention holds a whole row of scores
@@ -58,6 +58,36 @@ def _with_activation(kind: str) -> None:
 
 for _kind in ACTIVATIONS:
     _with_activation(_kind)
+
+
+# queries, keys and values
+
+
+def _refuses_heads(attention: MultiHeadAttention, qkv: Tensor, call: Call) -> str | None:
+    if call.slots is not None or call.mixes or not kernels.may_replace(attention.qkv):
+        return "it continues a cache, or somebody sees the joint product"
+    if attention.head_dim % 2 or not (attention.qk_norm or attention.rotary or call.mixed is not None):
+        return "there is nothing to do"
+    return None
+
+
+@faster(MultiHeadAttention.in_heads, unless=_refuses_heads)
+def _heads(attention: MultiHeadAttention, qkv: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    from stepformer.ops.heads_pass import heads_pass
+
+    mixed = call.mixed
+    q, k, v, earlier = heads_pass(
+        qkv,
+        attention.n_head,
+        eps=QK_NORM_EPS if attention.qk_norm else None,
+        rotary=attention.rotary,
+        weights=mixed.weights if mixed is not None else None,
+        earlier=mixed.earlier if mixed is not None else None,
+        shares=mixed is not None,
+    )
+    if mixed is not None:
+        mixed.earlier = earlier
+    return q, k, v
 
 
 # softmax attention

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from stepformer.decoding.sampling import Sampling, probabilities
 from stepformer.model.backbone import Backbone
 from stepformer.model.engines.oracles import MLPS
-from stepformer.model.engines.turns import defers
 from stepformer.ops import kernels
 from stepformer.ops.scores import rotate
 from stepformer.ops.slots import TokenSlot
 from stepformer.oracles.softmax import QK_NORM_EPS, SoftmaxAttention
 from stepformer.rules.coefficients import CoefficientBank
 from stepformer.rules.first_order import GradientDescent, HeavyBall, Nesterov, TripleMomentum
+from stepformer.rules.splittings import Splitting
 
 MOST_ROWS = 4  # beyond, products of matrices are faster than rows of products with vectors
 WIDEST = 2048
@@ -41,6 +41,11 @@ def refusal(model: Backbone, batch: int) -> str | None:
     if len({p.dtype for p in model.parameters()}) > 1:
         return "the weights have several dtypes"
     return structural(model)
+
+
+def defers(splitting: Splitting) -> bool:
+    """Whether this very class says `deferrable`: a subclass may do something else with the state."""
+    return bool(type(splitting).__dict__.get("deferrable", False))
 
 
 def structural(model: Backbone) -> str | None:

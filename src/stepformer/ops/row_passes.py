@@ -1,0 +1,392 @@
+"""Fused passes: a row program, compiled and launched, with its gradient.
+
+`row_pass` takes rows (..., d), numbers per token, gains and one line of numbers (numbers.py), and gives the program's
+outputs. Rows that somebody after this pass reads again are handed on: they come back as outputs of the pass, so that
+their gradients arrive here and are added while that of the row is written; else autograd would add them in passes of
+its own. Rows with one gradient, as the velocity and the answer of a momentum rule, share one tensor of it.
+
+Traffic is what a pass costs: every row is read once and written once. The backward reads the gradients that arrive and
+the rows of `choose_kept`, copied to shared memory while the row before them is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from stepformer.ops import common
+from stepformer.ops.common import Tile, dense, packed
+from stepformer.ops.operators import operator
+from stepformer.ops.row_printing import Printer, Task, load_kernel, statistics_of
+from stepformer.ops.row_programs import Gradients, Program, by_text, choose_kept, differentiate, through
+from stepformer.ops.symbols import Symbol, leaf, topological
+
+LIGHT = 4  # rows that a backward pass reads, at most, to have registers left for the next ones
+MOST_PROGRAMS = 16  # of a multiprocessor
+
+
+def forward_tile(d: int) -> Tile:
+    """One row of a program, in a grid of all rows."""
+    return common.row_tile(d)._replace(programs=0)
+
+
+def backward_tile(d: int, reads: int, sums: int, width: int) -> Tile:
+    """A whole row of a program, the next ones on their way through shared memory while it is computed.
+
+    `reads` and `sums` count the rows that are read and the gains that are summed, `width` is the bytes of a column in
+    all of what is read. A pass of few rows has registers left for the next one instead. On an H200 (32,768 rows of 768
+    in bf16) Nesterov took 94 us so, 129 with a warp for a row; gradient descent 52.
+    """
+    chunk = max(16, triton.next_power_of_2(d))
+    warps = min(16, max(1, chunk // 256))
+    if reads < LIGHT and sums < 2 and d <= 4096:
+        return Tile(chunk, 1, warps, programs=max(1, 32 // warps), ahead=True, hold=True)
+    fits = (common.STAGES - 1) * width * chunk + 2048 <= common.SHARED
+    return Tile(chunk, 1, warps, stages=common.STAGES if fits else 1, programs=MOST_PROGRAMS, hold=True)
+
+
+class Kernel:
+    """A task as text and as the functions that were compiled from it, one for each way of launching it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.made: dict[tuple[bool, bool, bool], tuple[Printer, Any]] = {}
+        self.resident: dict[Any, int] = {}
+
+    def at(self, tile: Tile) -> tuple[Printer, Any]:
+        key = (tile.programs > 0, tile.hold, tile.ahead)
+        if key not in self.made:
+            printer = Printer(self.task, loops=tile.programs > 0, hold=tile.hold, ahead=tile.ahead)
+            self.made[key] = printer, load_kernel(self.task.name, printer.text)
+        return self.made[key]
+
+    def launch(self, tensors: dict[str, Any], n: int, d: int, tile: Tile, width: int = 0) -> Tensor | None:
+        """With tensors by name of the parameters; the partial sums, if there are any."""
+        printer, function = self.at(tile)
+        arguments = [tensors.get(name) for name in printer.parameters[:-3]]
+        first = next(t for t in arguments if t is not None)
+        meta = {"STAGES": tile.stages, "WIDTH": width, **tile.options(d)}
+        tiles = max(1, triton.cdiv(n, tile.rows))
+        if not tile.programs:
+            function[(tiles,)](*arguments, None, n, 1, **meta)
+            return None
+        if tile.programs == MOST_PROGRAMS:
+            tile = tile._replace(programs=self.programs(function, arguments, n, tiles, tile, meta, first))
+        programs, turns = common.persistent(n, tile, first.device)
+        partial = torch.empty((programs, width), dtype=torch.float32, device=first.device) if width else None
+        function[(programs,)](*arguments, partial, n, turns, **meta)
+        return partial
+
+    def programs(
+        self, function: Any, arguments: list[Any], n: int, tiles: int, tile: Tile, meta: dict[str, Any], like: Tensor
+    ) -> int:
+        """How many programs a multiprocessor has room for, by the registers and the memory that they take.
+
+        One more than that would wait until another has gone through all of its rows.
+        """
+        if not like.is_cuda:
+            return 2  # in the interpreter, so that there are several
+        key = (like.device, meta["D"], *(None if t is None else t.dtype for t in arguments))
+        if key not in self.resident:
+            partial = torch.empty(8, dtype=torch.float32, device=like.device) if meta["WIDTH"] else None
+            kernel = function.warmup(*arguments, partial, n, max(2, tiles), grid=(1,), **meta)
+            kernel._init_handles()
+            card = torch.cuda.get_device_properties(like.device)
+            threads = 32 * tile.warps
+            registers = getattr(card, "regs_per_multiprocessor", 65_536) // (8 * -(-kernel.n_regs // 8) * threads)
+            memory = card.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
+            self.resident[key] = max(1, min(registers, memory, MOST_PROGRAMS - 1))
+        return self.resident[key]
+
+
+class Backward(NamedTuple):
+    """How some gradients lead to others: the kernel, what it stores under which name, and where equal ones are."""
+
+    kernel: Kernel
+    found: Gradients
+    stored: dict[str, str]  # input -> the row in which its gradient is written
+
+
+class Pass:
+    """A program ready to run; `handed` names the rows that it hands on."""
+
+    def __init__(self, program: Program, handed: tuple[str, ...] = ()) -> None:
+        self.program, self.handed = program, handed
+        counts = program.inputs
+        self.rows = program.rows
+        self.stats = [f"s{i}" for i in range(counts["stat"])]
+        self.vectors = [f"g{i}" for i in range(counts["vec"])]
+        self.count = counts["num"]
+        self.names = [*self.rows, *self.stats, *self.vectors, *(["scalars"] if self.count else [])]
+        self.outputs = program.names()
+        self.carried = len(self.outputs) - program.points
+        learned = [*self.rows, *self.stats, *self.vectors, *(f"n{i}" for i in range(self.count))]
+        self.kept = choose_kept(program, frozenset(learned))
+        self.reached = {**self.outputs, **{f"h_{name}": self._input(name) for name in handed}}
+        found = self._found(tuple(self.reached), learned)
+        self.statistics = statistics_of(found.all())
+        nodes = topological(found.all())
+        divided = frozenset(n.args[0].attr for n in nodes if n.op == "quotient" and n.args[0].kind == "vec")
+        self.divided = divided
+        self.forwards = {
+            keep: Kernel(
+                Task(
+                    "row_forward",
+                    dict(self.outputs),
+                    rounded=frozenset(k for k in self.kept if k in self.outputs),
+                    leaves=self.statistics if keep else (),
+                    divided=divided,
+                )
+            )
+            for keep in (True, False)
+        }
+        self.backwards: dict[Any, Backward] = {}
+
+    def _input(self, name: str) -> Symbol:
+        for n in topological(self.program.outputs):
+            if not n.args and n.attr == name:
+                return n
+        return leaf("row", name)
+
+    def _found(self, present: tuple[str, ...], wanted: Sequence[str]) -> Gradients:
+        found = through(self.kept, self.outputs, differentiate({k: self.reached[k] for k in present}, set(wanted)))
+        assert found is not None
+        return found
+
+    def backward(self, present: tuple[str, ...], needed: tuple[str, ...], dtypes: tuple[Any, ...]) -> Backward:
+        """For the gradients that arrive and those that are asked for, in these dtypes."""
+        key = (present, needed, dtypes)
+        if key not in self.backwards:
+            wanted = [*needed, *(f"n{i}" for i in range(self.count) if "scalars" in needed)]
+            found = self._found(present, wanted)
+            first: dict[Any, str] = {}
+            kinds = dict(zip(self.names, dtypes, strict=True))
+            stored = {k: first.setdefault((n, kinds[k]), k) for k, n in found.rows.items()}
+            sums = Gradients(sums=found.sums)
+            task = Task(
+                "row_backward",
+                {k: found.rows[k] for k in dict.fromkeys(stored.values())},
+                found.stats,
+                sums,
+                finds=self.statistics,
+                divided=self.divided,
+                numbers=self.program.numbers if any(k.startswith("n") for k in found.sums) else 0,
+            )
+            self.backwards[key] = Backward(Kernel(task), found, stored)
+        return self.backwards[key]
+
+    # running
+
+    def unwritten(
+        self, like: Tensor, carried: torch.dtype, point: torch.dtype, keep: bool
+    ) -> tuple[list[Tensor], Tensor]:
+        """Memory for the outputs and the statistics."""
+        kinds = [carried] * self.carried + [point] * self.program.points
+        outs = [like.new_empty(like.shape, dtype=kind) for kind in kinds]
+        lines = len(self.statistics) if keep else 0
+        return outs, like.new_empty((lines, like.numel() // max(1, like.shape[-1])), dtype=torch.float32)
+
+    def forward(
+        self, tensors: Sequence[Tensor], carried: torch.dtype, point: torch.dtype, keep: bool
+    ) -> tuple[list[Tensor], Tensor]:
+        like = tensors[0]
+        outs, statistics = self.unwritten(like, carried, point, keep)
+        named: dict[str, Any] = {f"p_{k}": dense(t) for k, t in zip(self.names, tensors, strict=True)}
+        named["scalars"] = named.get("p_scalars")
+        named |= {f"o_{k}": t for k, t in zip(self.outputs, outs, strict=True)}
+        named["stats"] = statistics if keep and len(self.statistics) else None
+        d = like.shape[-1]
+        if like.numel():
+            self.forwards[keep].launch(named, like.numel() // d, d, forward_tile(d))
+        return outs, statistics
+
+    def gradients(
+        self, grads: dict[str, Tensor], kept: Sequence[Tensor], statistics: Tensor, parameters: dict[str, Tensor],
+        needed: tuple[str, ...], dtypes: tuple[torch.dtype, ...], shape: Sequence[int],
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """By name of the inputs; `grads` by name of the outputs."""
+        plan = self.backward(tuple(grads), needed, dtypes)
+        if not plan.found.rows and not plan.found.stats and not plan.found.sums:
+            return {}  # nothing that is asked for depends on what has arrived
+        printer_rows = {**{f"d_{k}": t for k, t in grads.items()}, **dict(zip(self.kept, kept, strict=True))}
+        d = shape[-1]
+        n = statistics.shape[-1] if statistics.numel() else next(iter(grads.values())).numel() // max(1, d)
+        kinds = dict(zip(self.names, dtypes, strict=True))
+        device = next(iter(grads.values())).device
+        named: dict[str, Any] = {f"p_{k}": packed(t) for k, t in printer_rows.items()}
+        named |= {f"p_{k}": dense(t) for k, t in parameters.items()}
+        named["scalars"] = named.get("p_scalars")
+        named["stats"] = statistics if statistics.numel() else None
+        task = plan.kernel.task
+        outs = {k: torch.empty(tuple(shape), dtype=kinds[k], device=device) for k in task.rows}
+        stats = {k: torch.empty(tuple(shape[:-1]), dtype=torch.float32, device=device) for k in task.stats}
+        named |= {f"o_{k}": t for k, t in (*outs.items(), *stats.items())}
+        vectors = sorted((k for k in plan.found.sums if k.startswith("g")), key=lambda k: int(k[1:]))
+        width = -(-(len(vectors) * d + task.numbers) // 8) * 8
+        reads = [t for k, t in printer_rows.items()]
+        tile = backward_tile(d, len(reads), len(vectors), common.column_bytes(*reads))
+        found: dict[str, Tensor] = {}
+        partial = plan.kernel.launch(named, n, d, tile, width) if n else None
+        found |= {k: outs[at] for k, at in plan.stored.items()} | stats
+        if partial is not None:
+            total = common.sum_lines(partial)
+            for place, k in enumerate(vectors):
+                found[k] = total[place * d : (place + 1) * d].to(kinds[k])
+            if task.numbers:
+                found["scalars"] = total[len(vectors) * d :][: task.numbers]
+        return found
+
+
+@cache
+def compiled(text: str, handed: tuple[str, ...] = ()) -> Pass:
+    """The pass of a program, one for all that ask."""
+    return Pass(by_text(text), handed)
+
+
+class _RowPass(torch.autograd.Function):
+    """A pass as eager code calls it: rows that are handed on are outputs too."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Pass, carried: torch.dtype, point: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outs, statistics = own.forward(tensors, carried, point, True)
+        _keep(ctx, own, tensors, outs, statistics)
+        return *outs, *(tensors[own.rows.index(name)] for name in own.handed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None, None, *_gradients(ctx, grads)
+
+
+def _keep(ctx: Any, own: Pass, tensors: Sequence[Tensor], outs: Sequence[Tensor], statistics: Tensor) -> None:
+    by_name = {**dict(zip(own.names, tensors, strict=True)), **dict(zip(own.outputs, outs, strict=True))}
+    parameters = [by_name[k] for k in own.names if not k.startswith("r")]
+    ctx.own, ctx.shape, ctx.dtypes = own, tensors[0].shape, tuple(t.dtype for t in tensors)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(statistics, *(by_name[k] for k in own.kept), *parameters)
+
+
+def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    own: Pass = ctx.own
+    statistics, *rest = ctx.saved_tensors
+    kept, others = rest[: len(own.kept)], rest[len(own.kept) :]
+    parameters = dict(zip([k for k in own.names if not k.startswith("r")], others, strict=True))
+    present = {k: g for k, g in zip(own.reached, grads, strict=False) if g is not None}
+    needs = ctx.needs_input_grad[-len(own.names) :]
+    needed = tuple(k for k, need in zip(own.names, needs, strict=True) if need)
+    if not present or not needed:
+        return [None] * len(own.names)
+    found = own.gradients(present, kept, statistics, parameters, needed, ctx.dtypes, ctx.shape)
+    return [found.get(k) if k in needed else None for k in own.names]
+
+
+# for compilers
+
+
+def _fake_pass(text: str, tensors: list[Tensor], carried: torch.dtype, point: torch.dtype, keep: bool) -> list[Tensor]:
+    outs, statistics = compiled(text).unwritten(tensors[0], carried, point, keep)
+    return [*outs, statistics]
+
+
+@operator("row_pass", fake=_fake_pass)
+def _row_pass(text: str, tensors: list[Tensor], carried: torch.dtype, point: torch.dtype, keep: bool) -> list[Tensor]:
+    outs, statistics = compiled(text).forward(tensors, carried, point, keep)
+    return [*outs, statistics]
+
+
+def _dtypes(names: str) -> tuple[torch.dtype, ...]:
+    """An operator takes no list of dtypes, so their names are written one after another."""
+    return tuple(getattr(torch, name) for name in names.split())
+
+
+def _fake_backward(
+    text: str, grads: list[Tensor], names: str, kept: list[Tensor], statistics: Tensor, parameters: list[Tensor],
+    needed: str, dtypes: str, shape: list[int],
+) -> list[Tensor]:  # fmt: skip
+    own = compiled(text)
+    shapes = dict.fromkeys(own.rows, shape) | dict.fromkeys(own.stats, shape[:-1])
+    shapes |= dict.fromkeys(own.vectors, shape[-1:]) | {"scalars": [own.program.numbers]}
+    kinds = dict(zip(own.names, _dtypes(dtypes), strict=True))
+    return [grads[0].new_empty(shapes[k], dtype=kinds[k]) for k in needed.split()]
+
+
+@operator("row_pass_backward", fake=_fake_backward)
+def _row_pass_backward(
+    text: str, grads: list[Tensor], names: str, kept: list[Tensor], statistics: Tensor, parameters: list[Tensor],
+    needed: str, dtypes: str, shape: list[int],
+) -> list[Tensor]:  # fmt: skip
+    own = compiled(text)
+    others = dict(zip([k for k in own.names if not k.startswith("r")], parameters, strict=True))
+    given = dict(zip(names.split(), grads, strict=True))
+    found = own.gradients(given, kept, statistics, others, tuple(needed.split()), _dtypes(dtypes), shape)
+    seen: set[int] = set()
+    result = []
+    for k in needed.split():
+        t = found.get(k)
+        if t is None:
+            t = _fake_backward(text, grads, names, kept, statistics, parameters, k, dtypes, shape)[0].zero_()
+        memory = t.untyped_storage().data_ptr()
+        t = t.clone() if memory in seen else t  # an operator's outputs share no memory
+        seen.add(memory)
+        result.append(t)
+    return result
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    text, tensors, *_ = inputs
+    own = compiled(text)
+    _keep(ctx, own, tensors, output[:-1], output[-1])
+    ctx.text = text
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> Any:
+    own: Pass = ctx.own
+    statistics, *rest = ctx.saved_tensors
+    kept, others = rest[: len(own.kept)], rest[len(own.kept) :]
+    present = {k: g for k, g in zip(own.outputs, grads, strict=False) if g is not None}
+    needs = ctx.needs_input_grad[1]
+    needed = [k for k, need in zip(own.names, needs, strict=True) if need]
+    if not present or not needed:
+        return None, [None] * len(own.names), None, None, None
+    found = dict(
+        zip(
+            needed,
+            torch.ops.stepformer.row_pass_backward(
+                ctx.text, list(present.values()), " ".join(present), kept, statistics, others,
+                " ".join(needed), " ".join(str(t).removeprefix("torch.") for t in ctx.dtypes), list(ctx.shape),
+            ),
+            strict=True,
+        )
+    )  # fmt: skip
+    return None, [found.get(k) for k in own.names], None, None, None
+
+
+_row_pass.register_autograd(_backward, setup_context=_setup)
+
+
+def row_pass(
+    program: Program,
+    tensors: Sequence[Tensor],
+    carried: torch.dtype,
+    point: torch.dtype,
+    handed: tuple[str, ...] = (),
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The outputs of a program, and the rows that it hands on by name.
+
+    `tensors`: the rows, the numbers per token, the gains, and the line of numbers if the program has any; `point` is
+    the dtype of what oracles read, `carried` that of all other outputs. Not twice differentiable.
+    """
+    if torch.compiler.is_compiling():
+        keep = torch.is_grad_enabled()
+        *outs, _ = torch.ops.stepformer.row_pass(program.text, list(tensors), carried, point, keep)
+        return outs, {name: tensors[int(name[1:])] for name in handed}
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+        outs, _ = compiled(program.text).forward(tensors, carried, point, False)
+        return outs, {name: tensors[int(name[1:])] for name in handed}
+    own = compiled(program.text, handed)
+    found = _RowPass.apply(own, carried, point, *tensors)
+    return list(found[: len(own.outputs)]), dict(zip(handed, found[len(own.outputs) :], strict=True))
