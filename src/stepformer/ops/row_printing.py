@@ -26,7 +26,7 @@ from stepformer.ops.symbols import Symbol, is_const, make, topological
 
 COMMON = (
     common.load_columns, common.load_gain, common.load_stored, common.numbers, common.over_row, common.row_statistics,
-    common.row_sum, common.row_sums, common.standardised, common.store_columns, common.thread_sums, common.tile_columns,
+    common.row_statistics_at_once, common.row_sum, common.row_sums, common.standardised, common.store_columns, common.thread_sums, common.tile_columns,
 )  # fmt: skip
 ZERO, FINITE, ANYTHING = 0, 1, 2
 
@@ -52,6 +52,8 @@ class Task:
 
 class Printer:
     """One kernel as text; `parameters` names its arguments in their order."""
+
+    statistics = "row_statistics"
 
     def __init__(self, task: Task, *, loops: bool, hold: bool, ahead: bool) -> None:
         self.task, self.loops, self.hold = task, loops, hold
@@ -184,7 +186,7 @@ class Printer:
         if n.op == "rdev":
             mean = self.names[n.args[2]] if n.attr else f"{name}_none"
             rows = self.clean(n.args[0], "column")
-            put.append(f"{mean}, {name} = row_statistics({rows}, column, {args[1]}, {n.attr}, D)")
+            put.append(f"{mean}, {name} = {self.statistics}({rows}, column, {args[1]}, {n.attr}, D)")
         elif n.op in ("first", "second"):
             other = "second" if n.op == "first" else "first"
             self._pair(n, other, name, put)
@@ -281,6 +283,54 @@ class Printer:
         return "\n".join(lines) + "\n"
 
 
+class StepPrinter(Printer):
+    """A pass of one row a program, for decoding: by itself, or in front of the product that takes its output `into`.
+
+    In front of a product every program computes the pass, and the first of a row stores the outputs in `stored`.
+    """
+
+    statistics = "row_statistics_at_once"
+
+    def __init__(self, rows: dict[str, Symbol], stored: Sequence[str], into: str | None) -> None:
+        self.into, self.stored = into, stored
+        self.last: list[str] = []
+        super().__init__(Task("step_kernel", rows), loops=False, hold=True, ahead=False)
+
+    def _store(self, n: Symbol, put: list[str]) -> None:
+        for name in self.stores.get(n, ()):
+            if name == self.into:
+                put.append(f"u = tl.reshape({self.clean(n)}, (CHUNK,))")
+            if name in self.stored:
+                value = self.names[n] if n.kind == "row" else f"over_row({self.names[n]}) + tl.zeros_like(columns)"
+                self.last.append(f"tl.store(o_{name} + at, {value}, mask=mask)")
+
+    def _assembled(self, ahead: bool) -> str:
+        product = ["weight", "bias", "out", "apart"] if self.into else []
+        own = [f"p_{k}" for k in (*self.reads, *self.given, *self.vectors)]
+        self.parameters = [*product, *own, "scalars", *(f"o_{k}" for k in self.stored), "n"]
+        sizes = ["N", "FIRST", "ACT", "BIAS", "BLOCK_N"] if self.into else []
+        sizes += ["D", "CHUNK", "OVERLAP"]
+        signature = ", ".join([*self.parameters, *(f"{size}: tl.constexpr" for size in sizes)])
+        ask = [
+            "outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)",
+            "tile, second, offset, second_offset = ask_weights("
+            "weight, bias, apart, outs, tl.arange(0, CHUNK), N, D, FIRST, ACT, BIAS)",
+        ]
+        finish = ["finish_product(tile, second, offset, second_offset, u, out, tl.program_id(1), outs, N, ACT)"]
+        if self.last:  # after the outputs, for which everybody waits
+            finish += ["if tl.program_id(0) == 0:", *(f"    {line}" for line in self.last)]
+        lines = [
+            *(ask if self.into else []),
+            "columns = tile_columns(1, CHUNK)", "column = columns < D", *self.before,
+            "await_others(OVERLAP)",
+            f"rows = tl.program_id({1 if self.into else 0}) + tl.arange(0, 1)",
+            "row = rows < n", "mask = over_row(row) & column", "at = over_row(rows.to(tl.int64)) * D + columns",
+            *self.early, *(f"l_{k} = load_stored(p_{k}, rows, n, D, 1, CHUNK)" for k in self.reads), *self.loop,
+            *(finish if self.into else self.last),
+        ]  # fmt: skip
+        return "\n".join(["@triton.jit", f"def step_kernel({signature}):", *(f"    {line}" for line in lines), ""])
+
+
 def finite_rec(n: Symbol) -> bool:
     """Whether a reciprocal is finite wherever its argument is 0 in columns that do not exist."""
     if n.op != "rec":
@@ -290,11 +340,14 @@ def finite_rec(n: Symbol) -> bool:
     return constant and all(is_const(b) or b.op in ("sqrt", "abs", "exp", "relu") for b in a.args)
 
 
-def load_kernel(name: str, text: str) -> Any:
-    """The function of a generated text; Triton and tracebacks find its lines under a name made from them."""
+def load_kernel(name: str, text: str, more: Sequence[Any] = ()) -> Any:
+    """The function of a generated text; Triton and tracebacks find its lines under a name made from them.
+
+    `more`: functions of kernels that it calls beside those of common.py.
+    """
     file = f"<stepformer {name} {hashlib.sha1(text.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"triton": triton, "tl": tl, **NAMES, **{f.__name__: f for f in COMMON}}
+    scope: dict[str, Any] = {"triton": triton, "tl": tl, **NAMES, **{f.__name__: f for f in (*COMMON, *more)}}
     scope["__name__"] = __name__
     exec(compile(text, file, "exec"), scope)
     return scope[name]

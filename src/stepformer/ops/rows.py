@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
-from stepformer.ops.row_kernels import attend_kernel, embed_kernel, finish_kernel, linear_kernel, point_kernel
+from stepformer.ops.row_kernels import (
+    ask_weights,
+    attend_kernel,
+    await_others,
+    embed_kernel,
+    finish_kernel,
+    finish_product,
+    linear_kernel,
+    many_rows_kernel,
+)
+from stepformer.ops.row_printing import StepPrinter, load_kernel
+from stepformer.ops.row_programs import Program, by_text
 
-ACTIVATIONS = {"": 0, "gelu": 1, "gelu-tanh": 2, "swiglu": 3}
+ACTIVATIONS = {"": 0, "gelu": 1, "gelu-tanh": 2, "swiglu": 3, "sigmoid": 4}
+FEW = 4  # rows up to which a product takes them one by one, and beyond which matrices are faster
+WIDEST = 2048  # vectors that a product computes for itself are at most so long
 TILE = 8192  # numbers of a weight that one program of 128 threads holds at once
 KEYS = 128  # keys that one program looks at
 STRETCHES = 16  # at most so many programs share a row's keys
@@ -21,10 +35,9 @@ WIDE = 4096  # so much of a row of a weight is asked for at once
 
 
 class Launching:
-    """How these kernels are launched on a GPU that can (OVERLAP and AT_ONCE of row_kernels.py)."""
+    """How these kernels are launched on a GPU that can (OVERLAP of row_kernels.py)."""
 
     overlap = 2
-    at_once = True
 
 
 def overlap(like: Tensor) -> int:
@@ -41,48 +54,68 @@ def dependent(like: Tensor) -> dict[str, Any]:
 
 
 @dataclass
-class Point:
-    """Where an oracle looks: norm(x' + m v'), with x' and v' as in row_kernels.py.
+class Pending:
+    """A pass that has not run: a product may compute it for itself. `named`: its rows, gains and numbers by name.
 
-    x (B, d); v, or None without look-ahead and without velocity in the update; g and new_x where an update is pending,
-    new_v where it is one of the velocity; numbers: (4,) a, b, c, m; v_gain: that of LN_v; norm: LayerNorm, RMSNorm or
-    None. Streams are fp32.
+    `wanted` names the outputs that somebody reads later; `outs` has those that have been computed.
     """
 
-    x: Tensor
-    numbers: Tensor
-    norm: nn.Module | None
-    v: Tensor | None = None
-    ahead: bool = False
-    g: Tensor | None = None
-    new_x: Tensor | None = None
-    new_v: Tensor | None = None
-    v_gain: Tensor | None = None
-    v_eps: float | None = None
+    program: Program
+    named: dict[str, Tensor]
+    wanted: list[str]
+    point: torch.dtype  # of outputs that an oracle reads
+    outs: dict[str, Tensor] = field(default_factory=dict)
 
-    def arguments(self) -> dict[str, Any]:
-        x, norm = self.x, self.norm
-        gain, shift = (getattr(norm, name, None) for name in ("weight", "bias"))
-        eps = self.v_eps if norm is None else norm.eps
-        return {
-            "x": x,
-            "v": x if self.v is None else self.v,
-            "new_x": x if self.new_x is None else self.new_x,
-            "new_v": x if self.new_v is None else self.new_v,
-            "numbers": self.numbers,
-            "v_gain": x if self.v_gain is None else self.v_gain,
-            "gain": x if gain is None else gain,
-            "shift": x if shift is None else shift,
-            "eps": 1e-5 if eps is None else eps,
-            "PENDING": self.g is not None,
-            "VELOCITY": self.new_v is not None,
-            "AHEAD": self.ahead,
-            "V_NORM": self.v_gain is not None,
-            "NORM": 0 if norm is None else 1 if isinstance(norm, nn.LayerNorm) else 2,
-            "GAIN": gain is not None,
-            "SHIFT": shift is not None,
-            "AT_ONCE": Launching.at_once,
-        }
+    @property
+    def like(self) -> Tensor:
+        return self.named["r0"]
+
+    def missing(self, *more: str) -> tuple[str, ...]:
+        return tuple(name for name in dict.fromkeys([*self.wanted, *more]) if name not in self.outs)
+
+    def arguments(self, printer: StepPrinter) -> list[Any]:
+        """What a kernel reads and stores, its outputs in new memory."""
+        names = list(self.program.names())
+        points = names[len(names) - self.program.points :]
+        for name in printer.stored:
+            self.outs[name] = torch.empty_like(self.like, dtype=self.point if name in points else torch.float32)
+        tensors = {f"p_{k}": t for k, t in self.named.items()} | {f"o_{k}": t for k, t in self.outs.items()}
+        tensors["scalars"] = self.named.get("scalars", self.like)
+        return [tensors[name] for name in printer.parameters if name.startswith(("p_", "o_", "scalars"))]
+
+    def run(self, *names: str) -> dict[str, Tensor]:
+        """These outputs and all that are wanted, by a kernel of its own where they are not there."""
+        missing = self.missing(*names)
+        if missing:
+            rows, d = self.like.shape
+            printer, kernel = step_kernel(self.program.text, missing, None)
+            chunk = triton.next_power_of_2(d)
+            kernel[(rows,)](
+                *self.arguments(printer), rows, D=d, CHUNK=chunk,
+                num_warps=min(16, max(WARPS, chunk // 256)), **dependent(self.like),
+            )  # fmt: skip
+        return self.outs
+
+
+@cache
+def step_kernel(text: str, stored: tuple[str, ...], into: str | None) -> tuple[StepPrinter, Any]:
+    """The kernel that stores these outputs of a program, alone or in front of a product."""
+    outputs = by_text(text).names()
+    names = dict.fromkeys([*stored, *([into] if into else [])])
+    printer = StepPrinter({name: outputs[name] for name in names}, stored, into)
+    return printer, load_kernel("step_kernel", printer.text, (ask_weights, await_others, finish_product))
+
+
+@dataclass
+class Point:
+    """The vector that a product takes from a pass: its output `name`."""
+
+    of: Pending
+    name: str
+
+    def stored(self) -> Tensor:
+        """The vector itself, which a product stores on the way if it is asked to before (`Pending.wanted`)."""
+        return self.of.run(self.name)[self.name]
 
 
 @dataclass
@@ -94,14 +127,6 @@ class Stretches:
     sums: Tensor
 
 
-POINTERS = ("x", "v", "new_x", "new_v", "numbers", "v_gain", "gain", "shift")
-NOWHERE: dict[str, Any] = {
-    **dict.fromkeys(("PENDING", "VELOCITY", "AHEAD", "V_NORM", "GAIN", "SHIFT", "AT_ONCE"), False),
-    "NORM": 0,
-    "eps": 0.0,
-}
-
-
 class Best(NamedTuple):
     """Each program's largest output, where it is, and NaN if an output is not finite: (B, programs) each."""
 
@@ -111,49 +136,101 @@ class Best(NamedTuple):
 
 
 def linear(
-    source: Tensor | Point | Stretches, weight: Tensor, bias: Tensor | None = None, *, activation: str = ""
-) -> Tensor:
-    """act(W u + bias) for the u of few rows, (B, N) in fp32; for "swiglu" W holds the gate's rows, then the others."""
-    return _product(source, weight, bias, activation=activation)[0]
-
-
-def logits(u: Tensor, table: Tensor, cap: float | None = None, real: int | None = None) -> tuple[Tensor, Best]:
-    """The logits (B, V) of few rows, softly capped if asked, and the best of the first `real` ones."""
-    return _product(u, table, cap=cap, real=real or len(table))
-
-
-def _product(
     source: Tensor | Point | Stretches,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    second: Tensor | None = None,
     activation: str = "",
-    cap: float | None = None,
-    real: int = 0,
-) -> tuple[Tensor, Best]:
-    act = ACTIVATIONS[activation]
-    n, k = weight.shape[0] // (2 if act == 3 else 1), weight.shape[1]
-    whole = triton.next_power_of_2(k)
-    block_k = whole if not isinstance(source, Tensor) else min(whole, WIDE)
-    block_n = outputs_per_program(n, block_k) if weight.is_cuda else 32  # the interpreter is slow per program
-    like = source if isinstance(source, Tensor) else source.x if isinstance(source, Point) else source.parts
-    rows, programs = like.shape[0], triton.cdiv(n, block_n)
-    out = torch.empty(rows, n, dtype=torch.float32, device=weight.device)
-    arguments: dict[str, Any] = dict.fromkeys(POINTERS, out)
-    arguments |= {**NOWHERE, "source": like, "tops": out, "sums": out, "HOW": 0, "HEAD": 1, "SPLIT": 1}
+) -> Tensor:
+    """act(W u + bias) for the u of some rows, (B, N) in fp32; for "swiglu" W holds the gate's rows, then the others.
+
+    `second`: another weight with as many columns, whose outputs follow those of the first.
+    """
     if isinstance(source, Point):
-        arguments |= source.arguments() | {"source": like if source.g is None else source.g, "HOW": 1}
-    elif isinstance(source, Stretches):
-        split, head = source.parts.shape[-2:]
-        arguments |= {"tops": source.tops, "sums": source.sums, "HOW": 2, "HEAD": head, "SPLIT": split}
-    best, bad = (torch.empty(rows, programs, dtype=torch.float32, device=out.device) for _ in range(2))
-    where = torch.empty(rows, programs, dtype=torch.long, device=out.device)
-    linear_kernel[(programs, rows)](
-        weight, out if bias is None else bias, out, best=best, where=where, bad=bad, cap=cap or 1.0, N=n, K=k,
-        BIAS=bias is not None, ACT=act, CAP=cap is not None, REAL=real, BLOCK_N=block_n, BLOCK_K=block_k,
-        num_warps=warps_for(block_k), **dependent(weight), **arguments,
+        few = source.of.like.shape[0] <= FEW and source.of.like.shape[-1] <= WIDEST
+        if few and source.name not in source.of.outs:
+            return _after_pass(source, weight, bias, second, ACTIVATIONS[activation])
+        source = source.stored()
+    if second is not None and source.shape[0] <= FEW:  # type: ignore[union-attr]
+        return torch.cat([linear(source, weight), linear(source, second)], dim=-1)
+    return _product(source, weight, bias, second, act=ACTIVATIONS[activation])[0]
+
+
+def logits(u: Tensor, table: Tensor, cap: float | None = None, real: int | None = None) -> tuple[Tensor, Best]:
+    """The logits (B, V) of some rows, softly capped if asked, and the best of the first `real` ones."""
+    return _product(u, table, cap=cap, real=real or len(table))
+
+
+def joined(weight: Tensor, second: Tensor | None) -> dict[str, int]:
+    """How a kernel finds a second weight behind the first."""
+    if second is None:
+        return {"apart": 0, "N": len(weight), "FIRST": len(weight)}
+    numbers = (second.data_ptr() - weight.data_ptr()) // weight.element_size() - weight.numel()
+    return {"apart": numbers, "N": len(weight) + len(second), "FIRST": len(weight)}
+
+
+def _after_pass(source: Point, weight: Tensor, bias: Tensor | None, second: Tensor | None, act: int) -> Tensor:
+    own = source.of
+    printer, kernel = step_kernel(own.program.text, own.missing(), source.name)
+    where = joined(weight, second)
+    n, k, rows = where.pop("N") // (2 if act == 3 else 1), weight.shape[1], own.like.shape[0]
+    chunk = triton.next_power_of_2(k)
+    block_n = outputs_per_program(n, chunk) if weight.is_cuda else 32  # the interpreter is slow per program
+    out = torch.empty(rows, n, dtype=torch.float32, device=weight.device)
+    apart, first = where["apart"], where["FIRST"] if second is not None else n
+    kernel[(triton.cdiv(n, block_n), rows)](
+        weight, out if bias is None else bias, out, apart, *own.arguments(printer), rows,
+        N=n, FIRST=first, ACT=act, BIAS=bias is not None, BLOCK_N=block_n, D=k, CHUNK=chunk,
+        num_warps=warps_for(chunk), **dependent(weight),
     )  # fmt: skip
-    return out, Best(best, where, bad)
+    return out
+
+
+def _product(
+    source: Any, weight: Tensor, bias: Tensor | None = None, second: Tensor | None = None, *,
+    act: int = 0, cap: float | None = None, real: int = 0,
+) -> tuple[Tensor, Best]:  # fmt: skip
+    where = joined(weight, second)
+    n, k = where.pop("N") // (2 if act == 3 else 1), weight.shape[1]
+    like = source.parts if isinstance(source, Stretches) else source
+    rows, whole = like.shape[0], triton.next_power_of_2(k)
+    many = rows > FEW
+    block_k = whole if isinstance(source, Stretches) else min(whole, WIDE)
+    block_n = outputs_per_program(n, block_k) if weight.is_cuda else 32
+    tile = many_rows_tile(rows, n, k) if many else {}
+    programs = triton.cdiv(n, tile.get("BLOCK_N", block_n))
+    # what only another product reads is as wide as its weights where there are many rows
+    narrow = many and act in (1, 2, 3)
+    out = torch.empty(rows, n, dtype=weight.dtype if narrow else torch.float32, device=weight.device)
+    best, bad = (torch.empty(rows, programs, dtype=torch.float32, device=out.device) for _ in range(2))
+    place = torch.empty(rows, programs, dtype=torch.long, device=out.device)
+    found = {"best": best, "where": place, "bad": bad, "cap": cap or 1.0}
+    sizes = {"N": n, "K": k, "BIAS": bias is not None, "ACT": act, "CAP": cap is not None, "REAL": real}
+    sizes |= {"BLOCK_N": block_n, "BLOCK_K": block_k, **dependent(weight), **tile}
+    offsets = out if bias is None else bias
+    if many:
+        first = where["FIRST"] if second is not None else n
+        precision = "tf32x3" if weight.dtype == torch.float32 else "tf32"
+        many_rows_kernel[(programs,)](
+            weight, offsets, out, source, where["apart"], rows=rows, FIRST=first, PRECISION=precision, **found, **sizes
+        )
+    else:
+        split, head = source.parts.shape[-2:] if isinstance(source, Stretches) else (0, 1)
+        tops, sums = (source.tops, source.sums) if split else (out, out)
+        linear_kernel[(programs, rows)](
+            weight, offsets, out, like, tops, sums, HEAD=head, SPLIT=split, num_warps=warps_for(block_k),
+            **found, **sizes,
+        )  # fmt: skip
+    return out, Best(best, place, bad)
+
+
+def many_rows_tile(rows: int, n: int, k: int) -> dict[str, int]:
+    """The tile of a product of many rows: measured on an H200 for widths of 768 and 3072, 16 and 64 rows."""
+    block_m, wide = max(16, triton.next_power_of_2(rows)), n >= 2048
+    block_k = 128 if wide and block_m <= 16 else 256
+    stages, warps = 4 if block_m <= 16 else 3, 2 if k > 1024 and block_m <= 16 else WARPS
+    return {"BLOCK_M": block_m, "BLOCK_N": 32 if wide else 16, "BLOCK_K": block_k, "STAGES": stages, "num_warps": warps}
 
 
 def outputs_per_program(n: int, block_k: int) -> int:
@@ -167,62 +244,80 @@ def warps_for(block_k: int) -> int:
     return WARPS if block_k <= 2048 else 2 * WARPS
 
 
-def point(source: Point) -> Tensor:
-    """The next point of the streams, (B, d), stored by itself; the update is stored as well."""
-    u = torch.empty_like(source.x)
-    rows, k = u.shape
-    g = source.x if source.g is None else source.g
-    block = triton.next_power_of_2(k)
-    point_kernel[(rows,)](g, u=u, K=k, BLOCK_K=block, num_warps=WARPS, **dependent(u), **source.arguments())
-    return u
+@dataclass
+class Where:
+    """Where the new tokens stand: positions and origins of documents, (B, 1) and (B,), and a rotary table if any."""
+
+    positions: Tensor
+    origins: Tensor
+    documents: bool
+    angles: tuple[Tensor, Tensor] | None = None  # cosines and sines of rotary positions, (capacity, head_dim / 2)
+
+
+class Mix(NamedTuple):
+    """Values that are mixed into an attention's own: (B, d), their rows apart from each other; and both weights."""
+
+    earlier: Tensor
+    weights: Tensor
 
 
 def attend(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    turns: tuple[Tensor, Tensor] | None = None,
-    qk_eps: float | None = None,
-) -> Stretches:
+    qkv: Tensor, keys: Tensor, values: Tensor, where: Where, mix: Mix | None = None, qk_eps: float | None = None
+) -> Stretches | Tensor:
     """Attention of one new token per row over its past; its key and value are written to the cache.
 
-    qkv (B, 3 d) fp32; keys and values (B, H, capacity, head_dim); positions (B, 1): where the new tokens stand. turns:
-    cosines and sines of rotary positions, (capacity, head_dim / 2); qk_eps: of the norm of queries and keys, if any.
+    qkv (B, 3 d) fp32; keys and values (B, H, capacity, head_dim); qk_eps: of the norm of queries and keys, if any. For
+    many rows one program looks at all keys of a head, and the result is (B, d).
     """
     rows, heads, capacity, head_dim = keys.shape
-    blocks = triton.cdiv(triton.cdiv(capacity, KEYS), STRETCHES)
-    split = triton.cdiv(capacity, KEYS * blocks)
-    parts = torch.empty(rows, heads, split, head_dim, dtype=torch.float32, device=qkv.device)
+    split, blocks = 1, triton.cdiv(capacity, KEYS)
+    if rows <= FEW:
+        blocks = triton.cdiv(blocks, STRETCHES)
+        split = triton.cdiv(capacity, KEYS * blocks)
+    kind = torch.float32 if rows <= FEW else keys.dtype
+    parts = torch.empty(rows, heads, split, head_dim, dtype=kind, device=qkv.device)
     tops, sums = (torch.empty(rows, heads, split, dtype=torch.float32, device=qkv.device) for _ in range(2))
-    cosines, sines = (qkv, qkv) if turns is None else turns
     attend_kernel[(split, rows * heads)](
-        qkv, keys, values, positions, cosines, sines, parts, tops, sums, head_dim**-0.5, qk_eps or 0.0,
-        H=heads, D=head_dim, CAPACITY=capacity, ROTARY=turns is not None, QK_NORM=qk_eps is not None,
-        BLOCK=min(KEYS, triton.next_power_of_2(capacity)), BLOCKS=blocks, num_warps=WARPS, **dependent(qkv),
+        qkv, keys, values, where.positions, where.origins, *heads_arguments(qkv, where, mix), parts, tops, sums,
+        head_dim**-0.5, qk_eps or 0.0, 0 if mix is None else mix.earlier.stride(0),
+        H=heads, D=head_dim, CAPACITY=capacity, ROTARY=where.angles is not None, QK_NORM=qk_eps is not None,
+        MIXED=mix is not None, DOCUMENTS=where.documents, BLOCK=min(KEYS, triton.next_power_of_2(capacity)),
+        BLOCKS=blocks, WHOLE=rows > FEW, num_warps=WARPS, **dependent(qkv),
     )  # fmt: skip
-    return Stretches(parts, tops, sums)
+    return parts.view(rows, -1) if rows > FEW else Stretches(parts, tops, sums)
 
 
-def embed(tokens: Tensor, positions: Tensor, given: Tensor, lengths: Tensor, tok: Tensor, pos: Tensor | None) -> Tensor:
+def heads_arguments(like: Tensor, where: Where, mix: Mix | None) -> list[Tensor]:
+    """Cosines, sines, earlier values and the weights of a mixture; anything where there are none."""
+    return [*(where.angles or (like, like)), *(mix or (like, like))]
+
+
+def embed(
+    tokens: Tensor, where: Where, given: Tensor, lengths: Tensor, tok: Tensor, pos: Tensor | None, good: Tensor,
+    separator: int | None = None,
+) -> Tensor:  # fmt: skip
     """The sum of a token table's and a position table's rows, (B, d) in fp32.
 
-    Row b's token at a position below lengths[b] is the one in `given` (B, C), else the one in `tokens` (B, 1).
+    Row b's token at a position below lengths[b] is the one in `given` (B, C), else the one in `tokens` (B, 1); where it
+    is the separator, the row's document begins. `good` (1,) is set to 1.
     """
     rows, k = tokens.shape[0], tok.shape[1]
     out = torch.empty(rows, k, dtype=torch.float32, device=tok.device)
     table = tok if pos is None else pos
     embed_kernel[(rows,)](
-        tokens, positions, given, lengths, tok, table, out,
+        tokens, where.positions, where.origins, given, lengths, tok, table, out, good,
         K=k, VOCABULARY=len(tok), CONTEXT=len(table), GIVEN=given.shape[1], LEARNED=pos is not None,
-        OVERLAP=overlap(tok), BLOCK_K=triton.next_power_of_2(k),
+        SEPARATOR=-1 if separator is None else separator, OVERLAP=overlap(tok), BLOCK_K=triton.next_power_of_2(k),
     )  # fmt: skip
     return out
 
 
 def finish(best: Best, tokens: Tensor, positions: Tensor, out: Tensor) -> None:
-    """Greedy choice: writes tokens (B, 1), the next positions (B, 1) and `out` (B + 1,) as a decoder has them."""
+    """Greedy choice: writes tokens (B, 1), the next positions (B, 1) and `out` (B + 1,) as a decoder has them.
+
+    The last number of `out` was 1 before, and stays so if all logits are finite.
+    """
     rows, parts = best.values.shape
     block = triton.next_power_of_2(parts)
     sizes = {"ROWS": rows, "PARTS": parts, "BLOCK": block}
-    finish_kernel[(1,)](*best, tokens, positions, out, num_warps=8, **sizes, **dependent(tokens))
+    finish_kernel[(rows,)](*best, tokens, positions, out, num_warps=8, **sizes, **dependent(tokens))

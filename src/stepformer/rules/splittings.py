@@ -67,15 +67,13 @@ class Splitting(Component):
     * `shares`: kinds of coefficients that all turns of a layer have in common;
     * `coefficients`: learned scalars of the splitting itself;
     * `norm_keys()`: which auxiliary norm each turn uses; turns with the same key share one;
-    * `calls()`: oracle evaluations per block; every attention evaluation needs its own cache;
-    * `deferrable`: `step` touches the state through its turns alone, so that kernels may fuse what they do.
+    * `calls()`: oracle evaluations per block; every attention evaluation needs its own cache.
     """
 
     oracles: Mapping[str, tuple[str, ...]] = {"attn": ("attn",), "mlp": ("mlp",)}
     shares: frozenset[str] = frozenset()
     coefficients: Mapping[str, Coefficient] = {}
     needs_velocity = False
-    deferrable = False
     answers = ""  # what g is in each turn, for people
 
     def __init__(self, *, layer: int = 0, n_layer: int = 1, **options: Any) -> None:
@@ -135,7 +133,6 @@ class Parallel(Splitting):
     """Forward Euler on the sum of both oracles."""
 
     oracles = {"both": ("attn", "mlp")}
-    deferrable = True
     answers = "A + M"
 
     def step(self, turns: Substeps, s: State) -> State:
@@ -151,7 +148,6 @@ class Parallel(Splitting):
 class LieTrotter(Splitting):
     """The order everyone knows: a full attention step, then a full MLP step, each with its own coefficients."""
 
-    deferrable = True
     answers = "A, then M"
 
     def step(self, turns: Substeps, s: State) -> State:
@@ -168,7 +164,6 @@ class Strang(Ordered):
     """Symmetric splitting (PRK-Verlet for velocities): a half step halves gamma; both halves share everything."""
 
     shares = frozenset({"memory"})
-    deferrable = True
 
     def describe(self) -> str:
         outer, inner = self.names()
@@ -209,7 +204,6 @@ class IMEX(Ordered):
         "velocity_norm": choice("once", "every", help="LN_v once at the end, or after every velocity update"),
     }
     needs_velocity = True
-    deferrable = True
     k: int
     velocity_norm: str
 
@@ -265,7 +259,6 @@ class SymplecticEuler(Splitting):
     coefficients = {"delta": positive(1.0, "drift")}
     options = {"final_drift": flag(False, help="in the last block, let x follow the velocity after the MLP kick")}
     needs_velocity = True
-    deferrable = True
     final_drift: bool
 
     def in_turns(self, rule: str) -> str:

@@ -98,6 +98,17 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+def parameter(model: Backbone, layer: int, norm: str, name: str) -> Tensor:
+    """A gain or a bias as a plan names it."""
+    owner: Any = model.final_norm
+    if norm != "final_norm":
+        block, _, key = norm.partition(".")
+        owner = getattr(model.blocks[layer], block)
+        owner = owner[key] if key else owner
+    found: Tensor = getattr(owner, name)
+    return found
+
+
 class Run:
     """One forward pass: tensors in the places of a plan."""
 
@@ -138,7 +149,7 @@ class Run:
         from stepformer.ops.row_passes import row_pass
 
         tensors = [self.places[at] for at in step.reads]
-        tensors += [self._parameter(*gain) for gain in step.gains]
+        tensors += [parameter(self.model, *gain) for gain in step.gains]
         if step.line >= 0:
             tensors.append(self.lines[step.line])
         outs, handed = row_pass(step.program, tensors, self.carried, self.point, step.handed)
@@ -146,16 +157,6 @@ class Run:
             self.places[step.reads[int(name[1:])]] = tensor
         for at, tensor in zip(step.writes, outs, strict=True):
             self.places[at] = tensor
-
-    def _parameter(self, layer: int, norm: str, name: str) -> Tensor:
-        if norm == "final_norm":
-            owner: Any = self.model.final_norm
-        else:
-            block, _, key = norm.partition(".")
-            owner = getattr(self.model.blocks[layer], block)
-            owner = owner[key] if key else owner
-        parameter: Tensor = getattr(owner, name)
-        return parameter
 
     def _event(self, step: EventStep) -> None:
         needs = [self.places[at] for at in step.needs]

@@ -1,35 +1,37 @@
-"""The decoding step of gradient descent and the velocity methods with softmax attention, in five kernels a layer.
+"""The decoding step in few kernels: the plan of training (planning.py) for one token of each row.
 
 The model's own blocks would launch every operation of a step by itself, and for one token the launches are what takes
-time. Here the splittings run as they are, over turns that remember what a kick, a norm and a drift do to the streams
-until an oracle is asked; the first product of that oracle then does it (ops/rows.py).
+time. Here a pass between two oracles waits until somebody asks for what it computes; the product of an oracle computes
+it on the way (ops/rows.py). Attentions have steps of their own (attention_steps.py); any other one, a plug-in's, is
+called as it is, and so is an MLP.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepformer.decoding.sampling import Sampling, probabilities
+from stepformer.extras.documents import Documents
 from stepformer.model.backbone import Backbone
+from stepformer.model.engines import attention_steps, fused
 from stepformer.model.engines.oracles import MLPS
+from stepformer.model.engines.planning import EventStep, PassStep, Plan
 from stepformer.ops import kernels
+from stepformer.ops.mixing import Mixed
 from stepformer.ops.scores import rotate
-from stepformer.ops.slots import TokenSlot
-from stepformer.oracles.softmax import QK_NORM_EPS, SoftmaxAttention
+from stepformer.ops.slots import StateSlot
+from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import CoefficientBank
-from stepformer.rules.first_order import GradientDescent, HeavyBall, Nesterov, TripleMomentum
-from stepformer.rules.splittings import Splitting
 
-MOST_ROWS = 4  # beyond, products of matrices are faster than rows of products with vectors
-WIDEST = 2048
+MOST_ROWS = 64
 SHORT = 32  # prompts up to so many tokens are read by such steps: a pass of all of them at once has more launches
-TEMPLATES = (GradientDescent, HeavyBall, Nesterov, TripleMomentum)
 
 
 def refusal(model: Backbone, batch: int) -> str | None:
@@ -40,27 +42,26 @@ def refusal(model: Backbone, batch: int) -> str | None:
         return f"there are more than {MOST_ROWS} rows"
     if len({p.dtype for p in model.parameters()}) > 1:
         return "the weights have several dtypes"
+    if any(block.coefficients.pinned or block.extras.pinned for block in model.blocks):
+        return "coefficients are pinned"
     return structural(model)
-
-
-def defers(splitting: Splitting) -> bool:
-    """Whether this very class says `deferrable`: a subclass may do something else with the state."""
-    return bool(type(splitting).__dict__.get("deferrable", False))
 
 
 def structural(model: Backbone) -> str | None:
     """Why these kernels do not know an architecture, whatever it runs on."""
-    config, block = model.config, model.blocks[0]
-    if type(block.template) not in TEMPLATES or not defers(block.splitting):
-        return f"template '{config.template}' under '{config.splitting}' has no such step"
-    if type(block.attn) is not SoftmaxAttention or type(block.mlp) not in MLPS:
-        return f"attention '{config.attention}' with MLP '{config.mlp}' has no such step"
-    strange = [part.name for part in model.parts if part.cap is None]
-    if strange:
-        return f"{' and '.join(strange)} {'has' if len(strange) == 1 else 'have'} no such step"
-    head = config.head_dim
-    if head & (head - 1) or not 16 <= config.d_model <= WIDEST:
-        return f"heads of width {head} in a model of width {config.d_model} do not fit the kernels"
+    plan = model.plan()
+    if isinstance(plan, str):
+        return plan
+    if not plan.mixes:
+        return "its extras mix values in a way of their own"
+    for part in model.parts:
+        own = type(part)
+        if (part.changes("logits") and part.cap is None) or (part.changes("confine") and own is not Documents):
+            return f"{part.name} has no such step"
+    if any(isinstance(part, Documents) for part in model.parts) and not all(
+        attention_steps.known(block.attn, model.config.context) for block in model.blocks
+    ):
+        return f"attention '{model.config.attention}' has no such step within documents"
     return None
 
 
@@ -103,211 +104,286 @@ def draw(logits: Tensor, real_vocab: int | None, sampling: Sampling, generator: 
     return (p / torch.empty_like(p).exponential_(1, generator=generator)).argmax(dim=-1)
 
 
-@dataclass(frozen=True)
-class Number:
-    """A learned coefficient times a factor; without a bank the factor alone."""
-
-    factor: float = 1.0
-    bank: CoefficientBank | None = None
-    key: str = ""
-
-    def times(self, factor: float) -> Number:
-        return replace(self, factor=self.factor * factor)
-
-
-NONE = Number(0.0)
-Four = tuple[Number, Number, Number, Number]  # a, b, c, m of row_kernels.py
-
-
-class Numbers:
-    """The four numbers of every point of a step, in order, as one tensor that follows the learned coefficients."""
-
-    def __init__(self, planned: list[Four], coefficients: dict[Any, Tensor], device: torch.device) -> None:
-        used = dict.fromkeys((n.bank, n.key) for four in planned for n in four if n.bank is not None)
-        self.sources = [coefficients[each] for each in used]
-        places = {each: i + 1 for i, each in enumerate(used)}  # before them a one
-        index = [[places[n.bank, n.key] if n.bank is not None else 0 for n in four] for four in planned]
-        self.index = torch.tensor(index, device=device)
-        self.factors = torch.tensor([[n.factor for n in four] for four in planned], device=device)
-        self.one = torch.ones(1, device=device)
-        self.values = torch.empty_like(self.factors)
-        self.refresh()
-
-    def refresh(self) -> None:
-        known = torch.cat([self.one, *(source.float() for source in self.sources)])
-        torch.mul(self.factors, known[self.index], out=self.values)
-
-
-@dataclass
-class Update:
-    """What happens to the streams when somebody looks: w = a v + b g, v' = LN_v(w), x' = x + c v'."""
-
-    g: Tensor | None
-    a: Number
-    b: Number
-    velocity: bool
-    c: Number = NONE
-    norm: nn.LayerNorm | None = None
-
-
-@dataclass
-class Streams:
-    """x and v (B, d), and the update they still wait for; `RowStep.point` applies it in place."""
-
-    x: Tensor | None
-    v: Tensor | None
-    waiting: Update | None = None
-
-
-class RowTurn:
-    """A turn as a splitting sees it (`rules.splittings.Substep`); a `plain` one adds the answer to x."""
-
-    def __init__(self, step: RowStep, layer: int, turn: str, plain: bool = False) -> None:
-        self.step, self.layer, self.block = step, layer, step.model.blocks[layer]
-        bank, norms = self.block.coefficients, self.block.norm_keys
-        self.oracles = (turn,) if plain else self.block.splitting.oracles[turn]
-        self.velocity = not plain and self.block.template.has_velocity()
-        self.keys = {} if plain else bank.keys_of[turn]
-        self.constants = {} if plain else bank.constants.get(turn, {})
-        self.norm: Any = None if plain or turn not in norms else self.block.aux_norms[norms[turn]]
-
-    def number(self, name: str) -> Number:
-        """A coefficient of this turn, a constant, or 1."""
-        if name in self.keys:
-            return Number(1.0, self.block.coefficients, self.keys[name])
-        return Number(self.constants.get(name, 1.0))
-
-    def ask(self, s: Streams, scale: float = 1.0) -> Tensor | None:
-        answers = [self.step.ask(self, oracle, s) for oracle in self.oracles]
-        found = [answer for answer in answers if answer is not None]
-        return sum(found[1:], found[0]) if found else None
-
-    def kick(self, s: Streams, g: Tensor | None, scale: float = 1.0) -> Streams:
-        self.step.settle(s)
-        kept, gain = (self.number("beta"), self.number("gamma")) if self.velocity else (NONE, self.number("step"))
-        return Streams(s.x, s.v, Update(g, kept, gain.times(scale), self.velocity))
-
-    def normalise(self, s: Streams) -> Streams:
-        return self._waiting(s, norm=self.norm)
-
-    def drift(self, s: Streams, scale: float = 1.0) -> Streams:
-        return self.follow(s, "nu")
-
-    def follow(self, s: Streams, name: str) -> Streams:
-        return self._waiting(s, c=self.number(name))
-
-    def _waiting(self, s: Streams, **more: Any) -> Streams:
-        assert s.waiting is not None
-        return Streams(s.x, s.v, replace(s.waiting, **more))
-
-    def take(self, s: Streams, scale: float = 1.0) -> Streams:
-        return self.drift(self.normalise(self.kick(s, self.ask(s, scale), scale)), scale)
-
-
 class RowStep:
-    """One token per row, from the tensors of a decoder back into them, as `steps.fixed_step`."""
+    """One token per row, from the tensors of a decoder back into them, as `steps.fixed_step`.
+
+    `follow` is called where the weights may have changed: it computes again what the step has made of them.
+    """
 
     def __init__(self, model: Backbone, decoder: Memory) -> None:
         from stepformer.ops import rows
 
         self.model, self.decoder, self.fast = model, decoder, rows
-        self.cap = next((part.cap for part in model.parts), None)
-        device = decoder.positions.device
-        attn = model.blocks[0].attn
-        self.angles: tuple[Tensor, Tensor] | None = None  # cosines and sines by position
-        if attn.rotary:
-            first = torch.arange(model.config.head_dim, device=device) < model.config.head_dim // 2
+        plan = model.plan(ready=True)
+        assert isinstance(plan, Plan)
+        self.plan = plan
+        config, device = model.config, decoder.positions.device
+        self.dtype = model.embed.tok_emb.weight.dtype
+        self.cap = next((part.cap for part in model.parts if part.cap is not None), None)
+        self.separator = next((part.separator for part in model.parts if isinstance(part, Documents)), None)
+        angles = None
+        if model.blocks[0].attn.rotary:
+            first = torch.arange(config.head_dim, device=device) < config.head_dim // 2
             turned = rotate(first.float().expand(1, 1, decoder.capacity, -1), decoder.keys)[0, 0]
             cosines, sines = turned.chunk(2, dim=-1)
-            self.angles = cosines.contiguous(), sines.contiguous()
-        self.planned: list[Four] = []
-        self.numbers: Numbers | None = None  # while it is None, nothing is launched: the numbers are collected
-        self()
-        self.numbers = Numbers(self.planned, decoder.coefficients, device)
+            angles = cosines.contiguous(), sines.contiguous()
+        self.where = rows.Where(decoder.positions, decoder.origins, self.separator is not None, angles)
+        self.starts = {
+            name: torch.full((decoder.batch, 1, config.d_model), float(start == "ones"), device=device)
+            for name, start in model.starts.items()
+            if name not in model.aux_embed and isinstance(start, str) and start != "identity"
+        }
+        self.made: dict[Any, tuple[Tensor, Callable[[], Tensor]]] = {}  # what is made of the weights, and how
+        self.keeps = _Kept(self)
+
+    def of_weights(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is made of the weights once for all tokens of a text."""
+        if key not in self.made:
+            with torch.no_grad():
+                self.made[key] = make().contiguous(), make
+        return self.made[key][0]
+
+    def lines(self) -> list[Tensor]:
+        """What passes multiply rows by, from the learned coefficients."""
+        numbers = self.plan.numbers
+        assert numbers is not None
+        if not numbers.key:
+            return []
+        raws = [getattr(getattr(self.model.blocks[layer], bank), key) for layer, bank, key in self.plan.raws]
+        some = raws or [torch.zeros(1, device=self.where.positions.device)]
+
+        def make() -> Tensor:  # from the parameters: nothing here holds the model
+            found: Tensor = torch.ops.stepformer.numbers(numbers.key, torch.cat([raw.reshape(-1) for raw in some]))
+            return found
+
+        return list(self.of_weights("numbers", make).split(list(numbers.sizes)))
 
     def __call__(self) -> None:
-        model, own = self.model, self.decoder
-        self.points, self.calls = 0, [0] * len(model.blocks)
-        s = Streams(None, None) if self.numbers is None else self.start()
-        for i, block in enumerate(model.blocks):
-            if i in model.plain_layers:
-                for oracle in ("attn", "mlp"):
-                    s = RowTurn(self, i, oracle, plain=True).take(s)
-            else:
-                turns = {turn: RowTurn(self, i, turn) for turn in block.splitting.oracles}
-                step: Any = block.splitting.step  # to it, these turns and streams are like any others
-                s = step(turns, s)
-        u = self.settle(s, model.final_norm)
-        if u is None:  # the numbers were collected
-            return
-        found, best = self.fast.logits(u, model.embed.tok_emb.weight, self.cap, own.real_vocab)
+        own = self.decoder
+        u = Walk(self).finish()
+        found, best = self.fast.logits(u, self.model.embed.tok_emb.weight, self.cap, own.real_vocab)
         if own.sampling.temperature == 0:
             self.fast.finish(best, own.tokens, own.positions, own.out)
         else:
             own.positions += 1
             own.choose(found)
 
-    def start(self) -> Streams:
+
+class _Kept:
+    """What a recorded step looks up, without the step and the model: a decoder holds it."""
+
+    def __init__(self, step: RowStep) -> None:
+        self.made, self.where, self.starts = step.made, step.where, step.starts
+
+    def follow(self) -> None:
+        """Make again what was made of the weights."""
+        with torch.no_grad():
+            for tensor, make in self.made.values():
+                tensor.copy_(make())
+
+
+class Walk:
+    """The steps of a plan for one token of each row: tensors (B, d) in its places, and the pass that waits."""
+
+    def __init__(self, step: RowStep) -> None:
+        self.step, self.model, self.decoder, self.fast = step, step.model, step.decoder, step.fast
+        self.plan, self.where = step.plan, step.where
+        self.lines = step.lines()
+        self.places: list[Any] = [None] * self.plan.places
+        self.pending: tuple[Any, dict[int, str]] | None = None  # and which place each output has
+        self.calls = [0] * len(self.model.blocks)
+        self.remembered: dict[str, Tensor] = {}  # by attentions, for deeper ones
+        self.fields: Any = None
+        self.call: Call | None = None  # for attentions without steps of their own
+        self.states: list[tuple[StateSlot, list[Tensor]]] = []  # of those, and where they lay before
+        self._start()
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """How many tokens the new one of each row sees, (B, 1)."""
+        found = self.where.positions + 1
+        return (found - self.where.origins[:, None] if self.where.documents else found).float()
+
+    @property
+    def ones(self) -> Tensor:
+        return torch.ones(self.decoder.batch, 1, device=self.where.positions.device)
+
+    def _start(self) -> None:
+        model, own = self.model, self.decoder
+
         def of(tables: Any) -> Tensor:
             position = None if tables.pos_emb is None else tables.pos_emb.weight
-            own = self.decoder
-            return self.fast.embed(own.tokens, own.positions, own.given, own.lengths, tables.tok_emb.weight, position)
+            return self.fast.embed(
+                own.tokens, self.where, own.given, own.lengths, tables.tok_emb.weight, position, own.out[-1:],
+                self.step.separator,
+            )[:, None]  # fmt: skip
 
-        tables, weight, v = self.model.aux_embed, self.model.embed.tok_emb.weight, None
-        if "v" in tables:
-            v = of(tables["v"])
-        elif "v" in self.model.starts:
-            v = weight.new_zeros(self.decoder.batch, weight.shape[1], dtype=torch.float32)
-        return Streams(of(self.model.embed), v)  # an embedding comes last: what overlaps begins behind it
+        streams = {name: of(tables) for name, tables in model.aux_embed.items()} | self.step.starts
+        x = of(model.embed)  # an embedding comes last: what overlaps begins behind it
+        memory = {name: t for part in model.parts for name, t in part.start(x).items()}
+        for name, at in self.plan.starts:
+            kind, _, key = name.partition(" ")
+            if kind == "stream" and key not in streams:  # a matrix per token
+                eye = torch.eye(model.config.head_dim, device=x.device)
+                streams[key] = eye.expand(*x.shape[:2], -1, -1)
+            self.places[at] = x if kind == "x" else streams[key] if kind == "stream" else memory[key]
 
-    def point(self, s: Streams, norm: nn.Module | None, ahead: Number | None = None) -> Any:
-        """Where to look next, as the kernels take it; the streams are those after it."""
-        waiting = s.waiting or Update(None, NONE, NONE, False)
-        if self.numbers is None:
-            self.planned.append((waiting.a, waiting.b, waiting.c, ahead or NONE))
-            s.waiting = None
-            return None
-        assert s.x is not None
-        found = self.fast.Point(s.x, self.numbers.values[self.points], norm, v=s.v, ahead=ahead is not None)
-        self.points += 1
-        if s.waiting is not None:
-            found.g, found.new_x = waiting.g, torch.empty_like(s.x)
-            found.new_v = torch.empty_like(s.x) if waiting.velocity else None
-            if waiting.norm is not None:
-                found.v_gain, found.v_eps = waiting.norm.weight, waiting.norm.eps
-            s.x, s.v, s.waiting = found.new_x, found.new_v if waiting.velocity else s.v, None
+    def finish(self) -> Tensor:
+        """The normalised x after the last layer, (B, d)."""
+        before: PassStep | None = None
+        for step in self.plan.steps:
+            if isinstance(step, PassStep):
+                before = step
+                continue
+            if before is not None:
+                self.wait(before, step.drops)
+                before = None
+            if step.kind == "finish":
+                for slot, tensors in self.states:
+                    slot.keep(tensors)
+                return self.value(step.needs[0]).flatten(0, 1)
+            self.event(step)
+            self.settle()
+            self.pending = None
+            for at in step.drops:
+                self.places[at] = None
+        raise AssertionError("a plan ends with what it finishes")
+
+    # passes
+
+    def wait(self, step: PassStep, dropped: tuple[int, ...]) -> None:
+        """A pass comes up; it runs when somebody needs it. `dropped`: what nobody reads after the next event."""
+        names = [*(f"r{i}" for i in range(step.program.inputs["row"]))]
+        names += [f"s{i}" for i in range(step.program.inputs["stat"])]
+        tensors = {name: self.places[at] for name, at in zip(names, step.reads, strict=True)}
+        tensors = {name: t.flatten(0, 1).contiguous() if name[0] == "r" else t for name, t in tensors.items()}
+        tensors |= {f"g{i}": fused.parameter(self.model, *gain) for i, gain in enumerate(step.gains)}
+        if step.line >= 0:
+            tensors["scalars"] = self.lines[step.line]
+        written = dict(zip(step.writes, step.program.names(), strict=True))
+        wanted = [name for at, name in written.items() if at not in dropped]
+        self.pending = self.fast.Pending(step.program, tensors, wanted, self.step.dtype), written
+        for at in step.drops:
+            self.places[at] = None
+
+    def settle(self, *places: int) -> None:
+        """What waits runs, as far as these places and later steps need it."""
+        if self.pending is None:
+            return
+        own, written = self.pending
+        outs = own.run(*(written[at] for at in places if at in written))
+        self.places = [outs[written[at]][:, None] if written.get(at) in outs else t for at, t in enumerate(self.places)]
+
+    def source(self, at: int) -> Any:
+        """What stands in a place, for a product: perhaps the output of the pass that waits."""
+        if self.pending is not None and at in self.pending[1]:
+            return self.fast.Point(self.pending[0], self.pending[1][at])
+        return self.places[at].flatten(0, 1)
+
+    def value(self, at: int) -> Tensor:
+        """What stands in a place, (B, 1, d)."""
+        self.settle(at)
+        found: Tensor = self.places[at]
         return found
 
-    def settle(self, s: Streams, norm: nn.Module | None = None) -> Tensor | None:
-        """Apply what waits, by itself; with a norm also the point x' behind it."""
-        if s.waiting is None and norm is None:
-            return None
-        found = self.point(s, norm)
-        return None if found is None else self.fast.point(found)
+    # events
 
-    def ask(self, turn: RowTurn, oracle: str, s: Streams) -> Tensor | None:
-        """An oracle's answer at the point where a turn looks, (B, d)."""
-        block = turn.block
-        norm = block.attn_norm if oracle == "attn" else block.mlp_norm
-        found = self.point(s, norm, turn.number("mu") if "mu" in turn.keys else None)
-        if found is None:
-            return None
-        linear = self.fast.linear
-        if oracle == "mlp":
-            mlp = block.mlp
-            h = linear(found, mlp.up.weight, mlp.up.bias, activation=mlp.name)
-            return linear(h, mlp.down.weight, mlp.down.bias)
-        attn, slot = block.attn, self.decoder.cache.slots[turn.layer][self.calls[turn.layer]]
-        self.calls[turn.layer] += 1
-        assert isinstance(slot, TokenSlot)
-        assert isinstance(attn, SoftmaxAttention)
-        qkv = linear(found, attn.qkv.weight, attn.qkv.bias)
-        seen = self.fast.attend(
-            qkv,
-            slot.stored["k"],
-            slot.stored["v"],
-            self.decoder.positions,
-            self.angles,
-            QK_NORM_EPS if attn.qk_norm else None,
-        )
-        return linear(seen, attn.out.weight, attn.out.bias)
+    def event(self, step: EventStep) -> None:
+        if step.kind == "ask":
+            found = [self.ask(step, oracle, at) for oracle, at in zip(step.oracles, step.needs, strict=True)]
+        elif step.kind in ("fields", "velocity", "force"):
+            found = self._field(step)
+        else:
+            numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
+            needs = [self.value(at) for at in step.needs]
+            answer = fused.FUNCTIONS[step.kind](*needs, *numbers, **dict(step.settings), dtype=torch.float32)
+            found = [answer] if isinstance(answer, Tensor) else list(answer)
+        for at, tensor in zip(step.gives, found, strict=True):
+            self.places[at] = tensor[:, None] if tensor.ndim == 2 and step.kind == "ask" else tensor
+
+    def ask(self, step: EventStep, oracle: str, at: int) -> Tensor:
+        block = self.model.blocks[step.layer]
+        if oracle == "attn":
+            return self._attend(step, block.attn, at)
+        mlp, linear = block.mlp, self.fast.linear
+        if type(mlp) not in MLPS:
+            return mlp(self.value(at).to(self.step.dtype)).float()
+        h = linear(self.source(at), mlp.up.weight, mlp.up.bias, activation=mlp.name)
+        found: Tensor = linear(h, mlp.down.weight, mlp.down.bias)
+        return found
+
+    def slot(self, layer: int) -> Any:
+        """The cache of the layer's attention call that comes next."""
+        self.calls[layer] += 1
+        return self.decoder.cache.slots[layer][self.calls[layer] - 1]
+
+    def _attend(self, step: EventStep, attn: Any, at: int) -> Tensor:
+        own = attention_steps.known(attn, self.model.config.context)
+        if own is None:
+            return self._as_written(step, attn, at)
+        mix = self.fast.Mix(self.places[step.mixture[0]], self.lines[step.line]) if step.mixes else None  # type: ignore
+        answer, values = own(self, attn, self.source(at), self.slot(step.layer), mix)
+        if step.mixture is not None and not step.mixes:
+            self.places[step.mixture[0]] = values
+        found: Tensor = answer
+        return found
+
+    def _field(self, step: EventStep) -> list[Tensor]:
+        attn = self.model.blocks[step.layer].attn
+        if step.kind == "fields":
+            own = attention_steps.known(attn, self.model.config.context)
+            if own is not None:
+                if self.pending is not None and step.needs[1] in self.pending[1]:
+                    self.pending[0].wanted.append(self.pending[1][step.needs[1]])
+                y = partial(self.value, step.needs[1])
+                self.fields = own(self, attn, self.source(step.needs[0]), y, self.slot(step.layer))
+            else:
+                u, y = (self.value(at).to(self.step.dtype) for at in step.needs)
+                self.fields = Written(attn.fields(u, y, self._call(step.layer)), y)
+            return []
+        if step.kind == "velocity":
+            own_y = not step.needs
+            return list(self.fields.scaled_velocity() if own_y else [self.fields.velocity(self.value(step.needs[0]))])
+        return [self.fields.force()]
+
+    # oracles as they are written
+
+    def _call(self, layer: int) -> Call:
+        """The call as an attention sees it that is called as it is."""
+        own = self.decoder
+        if self.call is None:
+            positions = own.positions.clamp(max=own.capacity - 1)  # a step too many writes over the last token
+            mask = (own.keys <= positions[..., None])[:, None]
+            self.call = Call(positions, mask, 0, own.capacity, uniform=False, memory=self.remembered)
+        slot = self.slot(layer)
+        if isinstance(slot, StateSlot):
+            self.states.append((slot, slot.tensors()))
+        return replace(self.call, slots=[slot], used=0)
+
+    def _as_written(self, step: EventStep, attn: Any, at: int) -> Tensor:
+        call = self._call(step.layer)
+        if step.mixture is not None:
+            call.mixed = Mixed(self.lines[step.line], self.places[step.mixture[0]]) if step.mixes else Mixed()
+        answer: Tensor = attn(self.value(at).to(self.step.dtype), call)
+        if step.mixture is not None and call.mixed is not None:
+            self.places[step.mixture[0]] = call.mixed.earlier
+        return answer.float()
+
+
+class Written:
+    """The fields of a Hamiltonian attention as it is written, at a momentum y."""
+
+    def __init__(self, fields: Any, y: Tensor) -> None:
+        self.fields, self.y = fields, y
+
+    def scaled_velocity(self) -> tuple[Tensor, Tensor]:
+        row = self.fields.velocity(self.y).float()
+        return row, torch.ones(row.shape[:-1], device=row.device)
+
+    def velocity(self, y: Tensor) -> Tensor:
+        found: Tensor = self.fields.velocity(y.to(self.y.dtype)).float()
+        return found
+
+    def force(self) -> Tensor:
+        found: Tensor = self.fields.force().float()
+        return found

@@ -26,7 +26,7 @@ from stepformer.decoding.cache import Cache
 from stepformer.decoding.sampling import NOT_FINITE, Sampling
 from stepformer.model.backbone import Backbone
 from stepformer.model.engines import rows as row_steps
-from stepformer.model.engines.rows import SHORT, Memory, Numbers
+from stepformer.model.engines.rows import SHORT, Memory
 from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.graphs import capture
@@ -108,8 +108,7 @@ class Decoder(Memory):
         self.fingerprint = fingerprint(model)
         record = record and device.type == "cuda"
         # a recording knows addresses only, so what a step looks up is kept here
-        self.numbers: Numbers | None = None
-        self.angles: tuple[Tensor, Tensor] | None = None
+        self.looked_up: Any = None
         self.unfused = row_steps.refusal(model, batch)
         self.several = SEVERAL if self.unfused is None or not record else 1
         self.behind = 0 if not record else BEHIND if self.several == 1 else 2 * self.several
@@ -122,7 +121,7 @@ class Decoder(Memory):
         step: Any = partial(fixed_step, model, self)
         if self.unfused is None:
             step = row_steps.RowStep(model, self)
-            self.numbers, self.angles = step.numbers, step.angles
+            self.looked_up = step.keeps
 
         def steps() -> None:
             for row in self.outs:
@@ -192,8 +191,8 @@ class Decoder(Memory):
             specs, values, raws = zip(*group, strict=True)
             mapped = specs[0].value(torch.cat([raw.reshape(-1) for raw in raws])).split([raw.numel() for raw in raws])
             torch._foreach_copy_(values, [new.view_as(value) for new, value in zip(mapped, values, strict=True)])
-        if self.numbers is not None:
-            self.numbers.refresh()
+        if self.looked_up is not None:
+            self.looked_up.follow()
 
     def stretch(self, cache: Cache, logits: Tensor, count: int) -> Generator[list[int], None, None]:
         """`count` tokens of every row after the prompts in `cache`, whose last logits (B, 1, V) are given."""
@@ -281,6 +280,7 @@ def fingerprint(model: Backbone) -> tuple[object, ...]:
     return (
         weights,
         model.plain_layers,
+        any(block.coefficients.pinned or block.extras.pinned for block in model.blocks),
         kernels.switched_on(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
