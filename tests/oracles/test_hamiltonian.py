@@ -71,7 +71,7 @@ def test_without_a_mask_it_is_the_gradient_of_the_energy() -> None:
     module = attention(symmetric=True, kappa=0.7, score_bound=0.0, n0=T)
     a_matrix, b = module.tau * module.query.weight.mT @ module.query.weight, metric(module)
     u, y = draw(1, T, D, seed=8), draw(1, T, D, seed=9)
-    everyone = Call(torch.arange(T), mask=torch.ones(1, 1, T, T, dtype=torch.bool), end=T)
+    everyone = Call(torch.arange(T), shown=torch.ones(1, 1, T, T, dtype=torch.bool), end=T)
 
     terms: list[Tensor] = []
 

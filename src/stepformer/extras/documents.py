@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stepformer.base.registry import Selection
 from stepformer.extras.extra import Extra, register_extra
+from stepformer.ops.visibility import Confined
 from stepformer.oracles.caches import Call
 
 
@@ -42,10 +43,8 @@ def within_documents(call: Call, begins: Tensor, origin: Tensor) -> Call:
     """The same call with every token confined to its document.
 
     begins: (B, T), True where a token opens a new document; origin: (B,), where the document before them began.
-    A document is a contiguous stretch, so its first position says all: keys from there to the query are visible.
+    Keys from the first position of its document to the query are visible. No mask is made before somebody wants one.
     """
     positions = call.positions.expand(begins.shape)
     origins = torch.where(begins, positions, origin[:, None]).cummax(dim=1).values
-    keys = torch.arange(max(call.end, begins.shape[1]), device=begins.device)
-    mask = (keys <= positions[..., None]) & (keys >= origins[..., None])
-    return replace(call, mask=mask[:, None], origins=origins)
+    return replace(call, documents=Confined(positions, origins, max(call.end, begins.shape[1])))

@@ -19,16 +19,17 @@ from torch import Tensor
 from stepformer.base.errors import StepformerError
 from stepformer.ops.mixing import Mixed
 from stepformer.ops.slots import Slot
+from stepformer.ops.visibility import Confined, Sight
 
 
 @dataclass
-class Call:
+class Call(Sight):
     """Where the tokens of this forward pass stand; what an attention needs to know besides its input.
 
-    positions: (T,) or, when rows differ, (B, T). mask: (B or 1, 1, T, end), True where a key is visible; None means
+    positions: (T,) or, when rows differ, (B, T). shown: (B or 1, 1, T, end), True where a key is visible; None means
     plain causal attention among the new tokens (or, for one new token on rows of equal length, all keys).
+    documents: if documents do not see each other, who sees whom instead of that.
     lengths: (B,), how many of each row's tokens are real, when prompts are padded on the right.
-    origins: (B, T), where each token's document begins, if documents do not see each other.
     memory: what this and shallower layers leave for deeper ones (`State.memory`), to read and to write.
     mixes: what extras make of an attention's values, each a function of them and of the memory; `mixed`: the same,
     where somebody has already found out what that is.
@@ -37,14 +38,14 @@ class Call:
     """
 
     positions: Tensor
-    mask: Tensor | None = None
+    shown: Tensor | None = None
     start: int = 0
     end: int = 0
     uniform: bool = True
     lengths: Tensor | None = None
     slots: Sequence[Slot] | None = None
     used: int = 0
-    origins: Tensor | None = None
+    documents: Confined | None = None
     memory: dict[str, Tensor] = field(default_factory=dict)
     mixes: Sequence[Callable[[Tensor, dict[str, Tensor]], Tensor]] = ()
     mixed: Mixed | None = None
@@ -62,17 +63,6 @@ class Call:
                 "often in calls(), an integrator in attention_calls."
             )
         return self.slots[self.used - 1]
-
-    def visible(self, begin: int = 0, end: int | None = None) -> Tensor:
-        """True where a query, of those from `begin` to `end`, sees a key: (T, keys) or (B or 1, 1, T, keys)."""
-        if self.mask is not None:
-            return self.mask[:, :, begin:end]
-        keys = torch.arange(max(self.end, self.positions.shape[-1]), device=self.positions.device)
-        return keys <= self.positions[begin:end, None]
-
-    def counts(self) -> Tensor:
-        """How many tokens each token sees, itself included: (T,) or (B, T)."""
-        return self.positions + 1 if self.origins is None else self.positions - self.origins + 1
 
     def mix_values(self, v: Tensor) -> Tensor:
         """An attention's values as the model's extras want them gathered."""

@@ -89,7 +89,7 @@ class SoftmaxAttention(MultiHeadAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """softmax(q k^T / sqrt(head_dim)) v over what each query sees, (B, H, T, head_dim)."""
         # Only a single new token that sees every stored key may do without causal masking.
-        causal = call.mask is None
+        causal = not call.restricted
         if q.shape[2] != k.shape[2]:  # a branch: under torch.compile the comparison is a symbol, which SDPA refuses
             causal = False
         attend = attend_math if self.attention_backend == "math" else F.scaled_dot_product_attention

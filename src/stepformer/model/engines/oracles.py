@@ -29,7 +29,7 @@ def unlike_training(call: Call, *tensors: Tensor, watched: bool = False) -> str 
     """Why a call is not one of training: all tokens from the first on, all visible before; nobody watches, or may."""
     if call.slots is not None:
         return "it continues a cache"
-    if call.mask is not None:
+    if call.restricted:
         return "its tokens do not all see those before them"
     if call.observe is not None and not watched:
         return "somebody watches it"
@@ -94,7 +94,7 @@ def _heads(attention: MultiHeadAttention, qkv: Tensor, call: Call) -> tuple[Tens
 
 
 def _refuses_softmax(attention: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    if attention.attention_backend != "sdpa" or call.mask is not None or q.shape[2] != k.shape[2]:
+    if attention.attention_backend != "sdpa" or call.restricted or q.shape[2] != k.shape[2]:
         return "it is not plain causal attention"
     from stepformer.ops.cudnn_attention import serves
 
@@ -108,13 +108,31 @@ def _softmax(attention: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor, call:
     return causal_attention(q, k, v)
 
 
+def _refuses_documents(attention: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
+    if attention.attention_backend != "sdpa" or call.documents is None or call.slots is not None:
+        return "it is not attention inside documents, all tokens from the first on"
+    if call.observe is not None or not kernels.usable(q, k, v):
+        return "somebody watches it, or kernels cannot take these tensors"
+    from stepformer.ops.document_attention import takes
+
+    return None if takes(q, k, v) else "these heads do not fit the kernels"
+
+
+@faster(SoftmaxAttention.attend, unless=_refuses_documents)
+def _documents(attention: SoftmaxAttention, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    from stepformer.ops.document_attention import document_attention
+
+    assert call.documents is not None
+    return document_attention(q, k, v, call.documents.origins, call.documents.ends())
+
+
 # constrained attention
 
 
 def _refuses_constrained(
     attention: ConstrainedAttention, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call
 ) -> str | None:
-    if call.mask is not None or call.slots is not None or call.observe is not None or not kernels.usable(q, k, v):
+    if call.restricted or call.slots is not None or call.observe is not None or not kernels.usable(q, k, v):
         return "it is not plain causal attention that nobody watches"
     from stepformer.ops.constrained import takes
 
