@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepformer.base.plugins import is_ours
 from stepformer.decoding.cache import Cache
 from stepformer.model.backbone import Backbone
 from stepformer.model.engines.planning import EventStep, PassStep, Plan, plan_of
@@ -109,7 +110,7 @@ def plan_for(model: Backbone) -> Plan | str:
 def _has_plug_ins(model: Backbone) -> bool:
     """Whether any part of it was written by somebody else."""
     parts = [part for b in model.blocks for part in (b, b.template, b.splitting, b.attn, b.mlp, *b.parts)]
-    return not all(type(part).__module__.startswith("stepformer.") for part in parts)
+    return not all(is_ours(type(part)) for part in parts)
 
 
 def run(model: Backbone, start: State, call: Call, cache: Cache | None) -> Tensor:
