@@ -18,6 +18,7 @@ import torch
 
 import stepformer as sf
 from stepformer.base.words import merge
+from stepformer.ops.graphs import Recorder
 from stepformer.ops.heads_pass import How
 from stepformer.ops.row_passes import Pass, compiled
 
@@ -29,20 +30,12 @@ LAUNCHES = 10
 
 def microseconds(work: Callable[[], object]) -> float:
     """Of one launch, the mean of two replays of several."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            work()
+    replay, _ = Recorder().record(lambda: [work() for _ in range(LAUNCHES)], warm_up=1)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
+    replay()
     begin.record()
     for _ in range(2):
-        graph.replay()
+        replay()
     end.record()
     torch.cuda.synchronize()
     return 1000 * begin.elapsed_time(end) / (2 * LAUNCHES)

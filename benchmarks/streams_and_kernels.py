@@ -23,9 +23,9 @@ import stepformer as sf
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus
 from stepformer.ops import kernels
+from stepformer.ops.pass_graphs import CapturedPass
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.training.evaluation import evaluate
-from stepformer.training.graphs import CapturedPass
 from stepformer.training.parallel import World
 
 VARIANTS = {

@@ -22,9 +22,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: co
 os.environ["STEPFORMER_TRUSTED"] = str(Path(tempfile.mkdtemp(prefix="stepformer-")) / "trusted.json")
 
 from stepformer.base.plugins import loading, trusting
+from stepformer.ops import kernels
 
 # helpers that assert: their failures, and what make test-shaken hears of their tolerances, as for a test's own
-pytest.register_assert_rewrite("reported", "served", "texts")
+pytest.register_assert_rewrite("reported", "row_cases", "served", "texts")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,3 +62,10 @@ def poisoned() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def interpreted(poisoned: None) -> Iterator[None]:
+    """Kernels take CPU tensors, and memory that nobody has written is NaN."""
+    with kernels.interpreted():
+        yield

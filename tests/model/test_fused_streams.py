@@ -481,6 +481,52 @@ def test_copies_plan_for_themselves() -> None:
     assert not copy.deepcopy(model).plans
 
 
+def test_settings_changed_after_a_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan holds the eps of norms and the numbers of a rule: it is made anew with other ones, and else stays."""
+
+    class Scaled(Nesterov):
+        factor = 1.0
+
+        def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+            return s.replace(v=c.beta * s.v + self.factor * c.gamma * g)
+
+    model, ids = shake(tiny("yurii", dtype=torch.float32, **SIZE), scale=0.05), tokens(1, 2, 17)
+    block = model.blocks[0]
+    block.template.__class__ = Scaled
+    changes = [
+        ("nothing", block, "layer", 0), ("attn_norm", block.attn_norm, "eps", 0.5),
+        ("aux_norms", block.aux_norms["attn"], "eps", 0.5), ("final_norm", model.final_norm, "eps", 0.5),
+        ("template", block.template, "factor", 3.0),
+    ]  # fmt: skip
+    seen, before = passes(monkeypatch), torch.zeros(())
+    for name, owner, attribute, value in changes:
+        setattr(owner, attribute, value)
+        expected = model(ids).logits
+        with kernels.interpreted():
+            found = model(ids).logits
+        assert (expected - before).norm() > 1e-3 * expected.norm(), name  # it matters
+        assert (found - expected).norm() <= 1e-5 * expected.norm(), name  # fp32 rounding
+        before = expected
+    assert len(seen) == len(changes) * len(model.plan().passes())
+    assert model.plan() is model.plan()
+
+
+@pytest.mark.parametrize("part", ["template", "splitting", "attn", "mlp"])
+def test_our_own_faults_are_not_taken_for_a_rule(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails while a rule of ours is followed is told; a rule of somebody else runs as it is written."""
+
+    def fails(trace: Any) -> Plan:
+        raise TypeError("a fault")
+
+    monkeypatch.setattr(fused, "plan_of", fails)
+    model = tiny("yurii", **SIZE)
+    with pytest.raises(TypeError, match="a fault"):
+        fused.structural(model)
+    own = getattr(model.blocks[1], part)
+    own.__class__ = type("Mine", (type(own),), {"__module__": __name__})
+    assert fused.structural(model) == "its rule cannot be followed on symbols (TypeError: a fault)"
+
+
 def test_streams_that_a_rule_adds() -> None:
     """A rule may leave a stream that the state did not begin with."""
     state = State(torch.zeros(1, 2, 4), {"v": torch.zeros(1, 2, 4, dtype=torch.bfloat16)})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepformer.ops.graphs import capture
+from stepformer.ops.graphs import Recorder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -33,8 +33,8 @@ def stops(x: Tensor) -> None:
 def test_after_a_failed_capture_all_goes_on(work, said) -> None:  # type: ignore[no-untyped-def]
     """Its own reason is told; streams, memory, both generators and a capture from before are as if nobody had tried."""
     own = torch.Generator("cuda").manual_seed(5)
-    x = torch.ones(1, device="cuda")
-    drawing, noise = capture(lambda: torch.rand(4, device="cuda"))
+    x, recorder = torch.ones(1, device="cuda"), Recorder(own)
+    draw, noise = Recorder().record(lambda: torch.rand(4, device="cuda"))
     torch.cuda.manual_seed(5)
     expected = [torch.rand(4, device="cuda") for _ in range(3)]
     expected_own = torch.rand(4, device="cuda", generator=own)
@@ -44,14 +44,37 @@ def test_after_a_failed_capture_all_goes_on(work, said) -> None:  # type: ignore
     held, stream = torch.cuda.memory_reserved(), torch.cuda.current_stream()
     assert torch.equal(torch.rand(4, device="cuda"), expected[0])
     with pytest.raises(RuntimeError, match=said):
-        capture(lambda: work(x), generator=own)
+        recorder.record(lambda: work(x))
     assert torch.cuda.current_stream() == stream
     assert torch.equal(torch.rand(4, device="cuda"), expected[1])
-    drawing.replay()
+    draw()
     assert torch.equal(noise, expected[2])
     assert torch.equal(torch.rand(4, device="cuda", generator=own), expected_own)
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= held + 4 * MIB  # the rounding of a segment or two; the work held 256 MiB
-    graph, found = capture(lambda: x * 3)
-    graph.replay()
-    assert found.item() == 3
+    for each in (recorder, Recorder()):  # the one that failed records again, in another pool
+        replay, found = each.record(lambda: x * 3)
+        replay()
+        assert found.item() == 3
+
+
+def test_what_runs_before_a_recording() -> None:
+    """Runs on a stream of their own, each prepared; then the recording, prepared too, which does not run."""
+    seen: list[str] = []
+    here, total = torch.cuda.current_stream(), torch.zeros(1, device="cuda")
+    recorder = Recorder()
+
+    def work() -> Tensor:
+        capturing = torch.cuda.is_current_stream_capturing()
+        seen.append("recorded" if capturing else "plain" if torch.cuda.current_stream() == here else "aside")
+        return total.add_(1) * 2
+
+    replay, doubled = recorder.record(work, 2, before=lambda: seen.append("before"))
+    assert seen == ["before", "aside", "before", "aside", "before", "recorded"]
+    assert total.item() == 2
+    replay()
+    assert (total.item(), doubled.item()) == (3, 6)
+    pool, (again, tripled) = recorder.pool, recorder.record(lambda: total * 3)
+    assert recorder.pool == pool
+    again()
+    assert tripled.item() == 9

@@ -259,7 +259,7 @@ def test_what_is_recorded_when(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "capturable", lambda tensor: True)
     graph, made = Replayed(), []
     recorded = CudaGraphs()
-    monkeypatch.setattr(recorded, "_capture", lambda work: made.append(1) or graph)
+    monkeypatch.setattr(recorded, "_capture", lambda work: made.append(1) or graph.replay)
     runs.clear()
     for key in [1, 1, 1, 1, 2, 2, 2, 1]:
         recorded.run("a", key, lambda: runs.append("plain"), here)

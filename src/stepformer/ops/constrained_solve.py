@@ -207,29 +207,43 @@ def _first_pass(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pass(  # type: ignore[no-untyped-def]
-    q, k, rows, origin, b, top, stride, length, full_tiles, last,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+def moments_pass(  # type: ignore[no-untyped-def]
+    q, k, below, rows, origin, keep2, b2, shift, kt, pitch, length, full_tiles, last,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The sums of exp(b (d - top)) d^n alone."""
-    b2 = b * LOG2E
-    zero = tl.zeros_like(b)
+    """Sums of 2^(b2 d - shift) d^n, n = 0..3, over d = S - origin; with a prior of 2^(l + b2 d - shift) d^n.
+
+    The shift is the largest exponent: known without a prior, found on the way with one, beginning from what is given.
+    """
+    zero = tl.zeros_like(origin)
     z, s1, s2, s3 = zero, zero, zero, zero
     for DIAGONAL in tl.static_range(2):
-        for n in range(full_tiles if DIAGONAL else 0, last if DIAGONAL else full_tiles, BLOCK_N):
+        for n in tl.range(full_tiles if DIAGONAL else 0, last if DIAGONAL else full_tiles, BLOCK_N, num_stages=STAGES):
             keys = n + tl.arange(0, BLOCK_N)
-            tile = load_rows(k, keys, stride, length, D, DIAGONAL)
+            tile = load_rows(k, keys, kt, length, D, DIAGONAL)
+            if below is not None:
+                prior = keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
             d = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - origin[:, None]
-            e = tl.exp2(b2[:, None] * d - (b2 * top)[:, None])
-            if DIAGONAL:
-                e = tl.where(keys[None, :] <= rows[:, None], e, 0.0)
+            if below is None:
+                e = tl.exp2(b2[:, None] * d - shift[:, None])
+                if DIAGONAL:
+                    e = tl.where(keys[None, :] <= rows[:, None], e, 0.0)
+            else:
+                level = prior + b2[:, None] * d
+                if DIAGONAL:
+                    level = tl.where(keys[None, :] <= rows[:, None], level, HIDDEN)
+                higher = tl.maximum(shift, tl.max(level, 1))
+                fade = tl.exp2(shift - higher)
+                shift = higher
+                e = tl.exp2(level - shift[:, None])
+                z, s1, s2, s3 = z * fade, s1 * fade, s2 * fade, s3 * fade
             z += tl.sum(e, 1)
             e = e * d
             s1 += tl.sum(e, 1)
             e = e * d
             s2 += tl.sum(e, 1)
             s3 += tl.sum(e * d, 1)
-    return z, s1, s2, s3
+    return z, shift, s1, s2, s3
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -295,7 +309,11 @@ def solve_rows(  # type: ignore[no-untyped-def]
         done = done | at_end | exact | close
         pending = tl.where(passes < PASSES, 1 - tl.min(done.to(tl.int32), 0), 0)
         if pending > 0:
-            z, s1, s2, s3 = _pass(q, k, rows, origin, b, top, kt, length, full_tiles, last, D, BLOCK_N, PRECISION)
+            shift = b * LOG2E * top
+            z, shift, s1, s2, s3 = moments_pass(
+                q, k, None, rows, origin, None, b * LOG2E, shift, kt, None, length, full_tiles, last,
+                D, BLOCK_N, False, PRECISION, None,
+            )  # fmt: skip
             passes += 1
 
     b = tl.where(ended, end, b)

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepformer.ops.graphs import capture
-
-WARM_UP = 2  # ordinary passes before the recording: libraries choose their algorithms, Triton compiles
+from stepformer.ops.graphs import WARM_UP, Recorder
 
 
 class CapturedPass:
@@ -30,8 +28,8 @@ class CapturedPass:
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> None:
         self.loss_of, self.parameters, self.autocast = loss_of, parameters, autocast
-        self.pool: Any = None
-        self.graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.recorder = Recorder()
+        self.graphs: dict[bool, tuple[Callable[[], None], Tensor]] = {}
         self.gradients: list[Tensor | None] = []
         self.inputs = self.targets = torch.empty(0)
 
@@ -46,10 +44,9 @@ class CapturedPass:
             self.record(inputs, targets, accumulate=not first)
         self.inputs.copy_(inputs, non_blocking=True)
         self.targets.copy_(targets, non_blocking=True)
-        graph, loss = self.graphs[first]
-        graph.replay()
-        for p, gradient in zip(self.parameters, self.gradients, strict=True):
-            p.grad = gradient
+        replay, loss = self.graphs[first]
+        replay()
+        self._hand_over()
         return loss
 
     @property
@@ -60,14 +57,14 @@ class CapturedPass:
         """Record the pass for micro-batches of this shape, and with `accumulate` the one that adds gradients."""
         if not self.graphs:
             self.inputs, self.targets = inputs.clone(), targets.clone()
-            self._warm_up()
-            self._record(True)
+            self.graphs[True] = self.recorder.record(self._pass, WARM_UP, before=self._clear)
+            self.gradients = [p.grad for p in self.parameters]
         if accumulate and False not in self.graphs:
-            self._record(False)
+            self.graphs[False] = self.recorder.record(self._pass, before=self._hand_over)
 
     def forget(self) -> None:
         """Give the memory back; the next run records anew."""
-        self.graphs, self.gradients, self.pool = {}, [], None
+        self.graphs, self.gradients, self.recorder = {}, [], Recorder()
         self._clear()
 
     def _pass(self) -> Tensor:
@@ -76,30 +73,9 @@ class CapturedPass:
         loss.backward()
         return loss.detach()
 
-    def _warm_up(self) -> None:
-        kept = [p.grad for p in self.parameters]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self._clear()
-                self._pass()
-        torch.cuda.current_stream().wait_stream(stream)
-        for p, gradient in zip(self.parameters, kept, strict=True):
+    def _hand_over(self) -> None:
+        for p, gradient in zip(self.parameters, self.gradients, strict=True):
             p.grad = gradient
-
-    def _record(self, first: bool) -> None:
-        """Record the pass that writes gradients (`first`), or the one that adds to what that one wrote."""
-        if first:
-            self._clear()
-        else:
-            for p, gradient in zip(self.parameters, self.gradients, strict=True):
-                p.grad = gradient
-        graph, loss = capture(self._pass, self.pool)
-        if first:
-            self.pool = graph.pool()
-            self.gradients = [p.grad for p in self.parameters]
-        self.graphs[first] = (graph, loss)
 
     def _clear(self) -> None:
         for p in self.parameters:

@@ -29,6 +29,7 @@ from stepformer.ops.constrained_solve import (
     halley,
     load_rows,
     load_tile,
+    moments_pass,
     query_block,
 )
 
@@ -75,37 +76,6 @@ def _prior_pass(  # type: ignore[no-untyped-def]
             q1 = q1 * fade + tl.sum(e, 1)
             q2 = q2 * fade + tl.sum(e * d, 1)
     return z, shift, q1, q2, ties, top, bottom, p1, p2
-
-
-@triton.jit
-def _moments_pass(  # type: ignore[no-untyped-def]
-    q, k, below, rows, origin, keep2, b2, kt, pitch, length, full_tiles, last,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sums of 2^(l + b2 d - shift) d^n, n = 0..3, over d = S - origin."""
-    zero = tl.zeros_like(origin)
-    z, shift, s1, s2, s3 = zero, zero + HIDDEN, zero, zero, zero
-    for DIAGONAL in tl.static_range(2):
-        for n in tl.range(full_tiles if DIAGONAL else 0, last if DIAGONAL else full_tiles, BLOCK_N, num_stages=STAGES):
-            keys = n + tl.arange(0, BLOCK_N)
-            tile = load_rows(k, keys, kt, length, D, DIAGONAL)
-            level = keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
-            d = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - origin[:, None]
-            level += b2[:, None] * d
-            if DIAGONAL:
-                level = tl.where(keys[None, :] <= rows[:, None], level, HIDDEN)
-            higher = tl.maximum(shift, tl.max(level, 1))
-            fade = tl.exp2(shift - higher)
-            shift = higher
-            e = tl.exp2(level - shift[:, None])
-            z = z * fade + tl.sum(e, 1)
-            e = e * d
-            s1 = s1 * fade + tl.sum(e, 1)
-            e = e * d
-            s2 = s2 * fade + tl.sum(e, 1)
-            s3 = s3 * fade + tl.sum(e * d, 1)
-    return z, shift, s1, s2, s3
 
 
 @triton.jit(do_not_specialize=PLAIN)
@@ -166,8 +136,8 @@ def solve_prior_rows(  # type: ignore[no-untyped-def]
     passes = 0
     pending = 1
     while pending > 0:
-        z, shift, s1, s2, s3 = _moments_pass(
-            q, k, below, rows, origin, keep2, b * LOG2E, kt, pitch, length, full_tiles, last,
+        z, shift, s1, s2, s3 = moments_pass(
+            q, k, below, rows, origin, keep2, b * LOG2E, zero + HIDDEN, kt, pitch, length, full_tiles, last,
             D, BLOCK_N, CHECK, PRECISION, STAGES,
         )  # fmt: skip
         passes += 1

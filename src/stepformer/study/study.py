@@ -24,7 +24,7 @@ import torch
 
 from stepformer.base import files
 from stepformer.base.errors import ConfigError, InputError, StepformerError
-from stepformer.base.plugins import package_digest
+from stepformer.base.plugins import is_ours, package_digest
 from stepformer.base.version import __version__
 from stepformer.base.words import parse_override
 from stepformer.study.comparison import Facts, grid_points
@@ -132,7 +132,7 @@ def carry_out(
     missing = [run for run in runs if not run.finished]
     if jobs is None:  # rules that only this process knows are trained in it
         rules = [rule for run in runs for rule in run.config.model.components().values()]
-        known = plugins or all(rule.__module__.partition(".")[0] == "stepformer" for rule in rules)
+        known = plugins or all(map(is_ours, rules))
         jobs = max(1, torch.cuda.device_count()) if known else 1
     several = jobs > 1 and len(runs) > 1  # also the last one, which then has as many threads as the others
     try:

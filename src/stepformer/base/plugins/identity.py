@@ -22,7 +22,7 @@ _USED: dict[str, str] = {}  # rule -> digest of what this process has used under
 def remember(component: type) -> None:
     """Note what is behind a rule while it is registered; its files may be edited before it is used."""
     module = sys.modules.get(component.__module__)
-    if not _ours(component):
+    if not is_ours(component):
         _SOURCES[component] = _source(component)
         if module is not None:
             remember_files(module)
@@ -34,7 +34,7 @@ def identity(plugins: Sequence[str], rules: Mapping[str, type]) -> dict[str, dic
     for where in plugins:
         found[called(where, found)] = named(hashed(files_at(place_of(where))))
     for name, component in rules.items():
-        if _ours(component):
+        if is_ours(component):
             continue
         module = sys.modules.get(component.__module__)
         if module is not None and files_of(module):
@@ -54,12 +54,13 @@ def identity(plugins: Sequence[str], rules: Mapping[str, type]) -> dict[str, dic
 def sources_of(plugins: Sequence[str], rules: Mapping[str, type]) -> list[dict[str, Path]]:
     """The files behind `identity`, each set of them once."""
     paths = [files_at(place_of(where)) for where in plugins]
-    paths += [files_of(sys.modules.get(part.__module__)) for part in rules.values() if not _ours(part)]
+    paths += [files_of(sys.modules.get(part.__module__)) for part in rules.values() if not is_ours(part)]
     found = [named({path: path for path in files}) for files in paths]
     return [files for i, files in enumerate(found) if files and files not in found[:i]]
 
 
-def _ours(component: type) -> bool:
+def is_ours(component: type) -> bool:
+    """Whether a class belongs to this package."""
     return component.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
@@ -67,7 +68,7 @@ def _source(component: type) -> str:
     """SHA-256 of what a class without a file says: its methods, also inherited ones, and its settings."""
     parts = []
     for cls in component.__mro__:
-        if cls is object or _ours(cls):
+        if cls is object or is_ours(cls):
             continue
         for name, value in sorted(vars(cls).items()):
             function = getattr(getattr(value, "fget", value), "__func__", getattr(value, "fget", value))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stepformer.base.plugins import is_ours
 from stepformer.decoding.cache import Cache
 from stepformer.model.backbone import Backbone
 from stepformer.model.engines.planning import EventStep, PassStep, Plan, plan_of
@@ -23,6 +24,8 @@ from stepformer.ops.sharding import is_managed, is_sharded
 from stepformer.ops.symbols import UntraceableError
 from stepformer.oracles import Call
 from stepformer.rules import State
+
+SETTINGS = (bool, int, float, str)  # of a rule or an extra
 
 
 def refusal(model: Backbone, s: State, call: Call) -> str | None:
@@ -57,16 +60,35 @@ def structural(model: Backbone) -> str | None:
 
 @torch.compiler.assume_constant_result
 def plan(model: Backbone, *, ready: bool = False) -> Plan | str:
-    """`Backbone.plan`: as it was made before, or anew if somebody has exchanged a block or a norm."""
-    parts: list[Any] = [model.final_norm]
-    for b in model.blocks:
-        parts += [b.template, b.splitting, b.attn_norm, b.mlp_norm, *b.aux_norms.values()]
-    made_of = (*model.blocks, *map(type, parts))
+    """`Backbone.plan`: as it was made before, or anew if somebody has exchanged a part or changed its settings.
+
+    With `ready`, to be run, it is the one that `refusal` has just looked at.
+    """
     found = model.plans.get(model.plain_layers)
-    if found is None or found[0] != made_of:
-        found = model.plans[model.plain_layers] = made_of, plan_for(model)
-    own: Any = found[1]
-    return own.ready(model.config.d_model) if ready else own
+    if found is None or (not ready and _changed(model, *found)):
+        own = plan_for(model)  # first: a rule may count how often it is followed
+        found = model.plans[model.plain_layers] = *made_of(model), own
+    own = found[-1]
+    return own.ready(model.config.d_model) if ready and isinstance(own, Plan) else own
+
+
+def _changed(model: Backbone, parts: list[Any], settings: list[Any], own: Plan | str) -> bool:
+    now = made_of(model)
+    # a rule that cannot be followed runs as it is written, and may change its own settings by that
+    return now[0] != parts or (isinstance(own, Plan) and now[1] != settings)
+
+
+def made_of(model: Backbone) -> tuple[list[Any], list[Any]]:
+    """What a plan depends on: the blocks and the types of their parts; the numbers and words that these were given."""
+    norms: list[Any] = [model.final_norm]
+    parts: list[Any] = []
+    for b in model.blocks:
+        norms += b.attn_norm, b.mlp_norm, *b.aux_norms.values()
+        parts += b.template, b.splitting, *b.parts
+    settings = [getattr(norm, "eps", None) for norm in norms]
+    for part in parts:
+        settings += [own for own in vars(part).items() if type(own[1]) in SETTINGS]
+    return [*model.blocks, *map(type, norms), *map(type, parts)], settings
 
 
 def plan_for(model: Backbone) -> Plan | str:
@@ -79,8 +101,16 @@ def plan_for(model: Backbone) -> Plan | str:
     except UntraceableError as why:
         return str(why)
     except (AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
+        if not _has_plug_ins(model):
+            raise  # ours can be followed: the fault is in the tracer
         # a rule may do anything with what it takes for tensors; as it is written it says better what is wrong
         return f"its rule cannot be followed on symbols ({type(error).__name__}: {error})"
+
+
+def _has_plug_ins(model: Backbone) -> bool:
+    """Whether any part of it was written by somebody else."""
+    parts = [part for b in model.blocks for part in (b, b.template, b.splitting, b.attn, b.mlp, *b.parts)]
+    return not all(is_ours(type(part)) for part in parts)
 
 
 def run(model: Backbone, start: State, call: Call, cache: Cache | None) -> Tensor:

@@ -29,7 +29,7 @@ from stepformer.model.engines import rows as row_steps
 from stepformer.model.engines.rows import SHORT, Memory
 from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
-from stepformer.ops.graphs import capture
+from stepformer.ops.graphs import WARM_UP, Recorder
 from stepformer.ops.slots import StateSlot, TokenSlot
 from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import Coefficient
@@ -139,13 +139,7 @@ class Decoder(Memory):
         return same and not self.busy and self.fingerprint == fingerprint(model)
 
     def _recorded(self, advance: Callable[[], None]) -> Callable[[], None]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries and kernels initialise themselves, which may not be recorded
-            for _ in range(2):
-                advance()
-        torch.cuda.current_stream().wait_stream(side)
-        return capture(advance, generator=self.generator if self.sampling.temperature else None)[0].replay
+        return Recorder(self.generator if self.sampling.temperature else None).record(advance, WARM_UP)[0]
 
     @contextlib.contextmanager
     def _constants(self) -> Iterator[None]:
