@@ -69,3 +69,15 @@ def interpreted(poisoned: None) -> Iterator[None]:
     """Kernels take CPU tensors, and memory that nobody has written is NaN."""
     with kernels.interpreted():
         yield
+
+
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that a test registers are gone after it."""
+    from stepformer.extras import extras
+    from stepformer.oracles import attentions, mlps
+    from stepformer.rules import templates
+
+    for registry in (templates, extras, attentions, mlps):
+        for table in ("_entries", "_aliases"):
+            monkeypatch.setattr(registry, table, dict(getattr(registry, table)))

@@ -21,13 +21,10 @@ import stepformer as sf
 from helpers import shake, tiny, tokens
 from row_cases import FP32, FP64, SINGLE, SIZE, gradients
 from row_references import run_plan
-from stepformer.extras import extras
 from stepformer.model.engines import fused
 from stepformer.ops import kernels
 from stepformer.ops.row_programs import extract
 from stepformer.ops.symbols import leaf
-from stepformer.oracles import attentions
-from stepformer.rules import templates
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,14 +129,6 @@ def test_plans_of_hybrids(layers: set[int]) -> None:
 
 
 # what a user writes
-
-
-@pytest.fixture
-def registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that a test registers are gone after it."""
-    for registry in (templates, extras, attentions):
-        for table in ("_entries", "_aliases"):
-            monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
 
 
 def documented(page: str, number: int) -> None:

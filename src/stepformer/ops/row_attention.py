@@ -243,8 +243,8 @@ def constrained(
     )  # fmt: skip
     blocks = triton.cdiv(triton.cdiv(capacity, block), STRETCHES if rows <= FEW else 1)
     split = triton.cdiv(capacity, block * blocks)
-    kind = torch.float32 if rows <= FEW else values.dtype
-    parts = torch.empty(rows, heads, split, head_dim, dtype=kind, device=device)
+    dtype = torch.float32 if rows <= FEW else values.dtype
+    parts = torch.empty(rows, heads, split, head_dim, dtype=dtype, device=device)
     tops, sums = (torch.empty(rows, heads, split, dtype=torch.float32, device=device) for _ in range(2))
     gather_kernel[(split, rows * heads)](
         weights, values, where.positions, parts, tops, sums,

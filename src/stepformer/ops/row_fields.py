@@ -3,8 +3,8 @@
 Linear (`advance_state`), one kernel: with the state S = sum_j k_j v_j^T of earlier tokens every program updates some
 columns, S' = S + k v^T, and gives q S' there. Traffic: the state once in and once out, 4 bytes a number.
 
-Hamiltonian (`hamiltonian`), two kernels: over stretches of keys sum_j e^{S_ij} k_j (1, a_j / z_j^2); then, of the merged
-sums and the token's own key, z_i and the total that W_Q^T turns into the force (oracles/hamiltonian.py).
+Hamiltonian (`hamiltonian`), two kernels: over stretches of keys sum_j e^{S_ij} k_j (1, a_j / z_j^2); then, of the
+merged sums and the token's own key, z_i and the total that W_Q^T turns into the force (oracles/hamiltonian.py).
 
 Overlap and everything else as in row_kernels.py.
 """
@@ -90,7 +90,7 @@ def key_sums_kernel(  # type: ignore[no-untyped-def]
     H: tl.constexpr, W: tl.constexpr, CAPACITY: tl.constexpr, DOCUMENTS: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Program (s, row and kernel): sum_j e^{S_j - top} k_j and the same with a_j / z_j^2, over a stretch of the past."""
+    """Program (s, row and kernel): sum_j e^{S_j - top} k_j and that with a_j / z_j^2, over a stretch of the past."""
     stretch, row_head = tl.program_id(0), tl.program_id(1)
     row = row_head // H
     w = tl.arange(0, BLOCK_W)
@@ -128,8 +128,8 @@ def key_sums_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fields_kernel(  # type: ignore[no-untyped-def]
-    qk, y, by, first, second, tops, sums, keys, log_z, a, positions, origins, kappa, out, inverse, tau, bound, n0, fixed,
-    H: tl.constexpr, W: tl.constexpr, CAPACITY: tl.constexpr, SPLIT: tl.constexpr, QUERY: tl.constexpr,
+    qk, y, by, first, second, tops, sums, keys, log_z, a, positions, origins, kappa, out, inverse, tau, bound, n0,
+    fixed, H: tl.constexpr, W: tl.constexpr, CAPACITY: tl.constexpr, SPLIT: tl.constexpr, QUERY: tl.constexpr,
     LEARNED: tl.constexpr, DOCUMENTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip

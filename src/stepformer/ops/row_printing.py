@@ -26,7 +26,8 @@ from stepformer.ops.symbols import Symbol, is_const, make, topological
 
 COMMON = (
     common.load_columns, common.load_gain, common.load_stored, common.numbers, common.over_row, common.row_statistics,
-    common.row_statistics_at_once, common.row_sum, common.row_sums, common.standardised, common.store_columns, common.thread_sums, common.tile_columns,
+    common.row_statistics_at_once, common.row_sum, common.row_sums, common.standardised, common.store_columns,
+    common.thread_sums, common.tile_columns,
 )  # fmt: skip
 ZERO, FINITE, ANYTHING = 0, 1, 2
 

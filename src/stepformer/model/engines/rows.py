@@ -335,8 +335,8 @@ class Walk:
             if own is not None:
                 if self.pending is not None and step.needs[1] in self.pending[1]:
                     self.pending[0].wanted.append(self.pending[1][step.needs[1]])
-                y = partial(self.value, step.needs[1])
-                self.fields = own(self, attn, self.source(step.needs[0]), y, self.slot(step.layer))
+                momentum = partial(self.value, step.needs[1])
+                self.fields = own(self, attn, self.source(step.needs[0]), momentum, self.slot(step.layer))
             else:
                 u, y = (self.value(at).to(self.step.dtype) for at in step.needs)
                 self.fields = Written(attn.fields(u, y, self._call(step.layer)), y)
