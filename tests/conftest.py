@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -13,6 +14,10 @@ import torch
 
 if not torch.cuda.is_available():  # before anything imports Triton: kernels run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with contextlib.suppress(ImportError):
+        import interpreting
+
+        interpreting.install()
 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: commands under test would not hear Ctrl-C

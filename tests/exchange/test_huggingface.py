@@ -79,7 +79,11 @@ def test_generate_with_extras(name: str, settings: dict[str, Any]) -> None:
     assert cached[:, 6:].tolist() == model.model.generate(WORDS, temperature=0, max_new_tokens=9).tokens
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: "-".join(map(str, a.values())))
+@pytest.mark.parametrize(
+    "architecture",  # every third, the others slow: `test_beam.py` has them all
+    [pytest.param(a, marks=[pytest.mark.slow] if i % 3 else []) for i, a in enumerate(ARCHITECTURES)],
+    ids=lambda a: "-".join(map(str, a.values())),
+)
 def test_beams_with_cache_are_beams_without_are_ours(architecture: dict[str, Any]) -> None:
     """Comparable while no hypothesis ends early: rules for ended ones differ between the two libraries."""
     ours = lively(**architecture, real_vocab=9)

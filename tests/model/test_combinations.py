@@ -32,6 +32,8 @@ def covering(sample: list[dict[str, Any]]) -> list[int]:
 
 
 QUICK = covering(SAMPLE)
+# of attentions that solve a problem in every row one will do: an audit of them takes ten times as long as of the others
+DEAR = [i for i in QUICK if cost(SAMPLE[i]) >= 4][1:]
 
 
 def test_the_sample_covers_what_there_is() -> None:
@@ -53,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """
     if "combination" not in metafunc.fixturenames:
         return
-    chosen = [pytest.param(SAMPLE[i], 3, id=title(SAMPLE[i])) for i in QUICK]
+    chosen = [pytest.param(SAMPLE[i], 3, id=title(SAMPLE[i])) for i in QUICK if i not in DEAR]
     chosen += [pytest.param(settings, 10, id=f"{title(settings)}-10", marks=pytest.mark.slow) for settings in SAMPLE]
     if metafunc.config.getoption("--all-combinations"):
         chosen = [pytest.param(settings, 10, id=title(settings)) for settings in all_combinations()]

@@ -345,7 +345,9 @@ def test_dtypes_under_autocast(interpreted: None) -> None:
         close((velocity, force), plain, 2 * BF16)
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n.endswith(("exp-euler", "-ab2")) else [pytest.mark.slow]) for n in LINEAR]
+)
 def test_presets_equal_the_twin(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and gradients of two layers with the plain rule for the streams, so that the fields alone differ.
 

@@ -239,9 +239,15 @@ def mlp_of(name: str, bias: bool) -> tuple[MLP, Tensor]:
 
 
 @in_interpreter
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "bias", "narrow"),
+    [
+        pytest.param(name, bias, narrow, marks=[] if narrow == (bias == (name == KINDS[0])) else [pytest.mark.slow])
+        for name in KINDS
+        for bias in (False, True)
+        for narrow in (False, True)
+    ],
+)
 def test_mlp_with_kernels(name: str, bias: bool, narrow: bool) -> None:
     """The module takes the operators where kernels may run, eager and compiled without a graph break."""
     module, u = mlp_of(name, bias)

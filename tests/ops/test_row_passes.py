@@ -50,7 +50,7 @@ def test_other_widths(case: tuple[str, int], d: int) -> None:
 
 
 @pytest.mark.parametrize("point", [SINGLE, pytest.param(HALF, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("case", quickly(FEW), ids=str)
+@pytest.mark.parametrize("case", quickly(FEW[1:4:2]), ids=str)
 def test_kernels_in_bf16(case: tuple[str, int], point: torch.dtype) -> None:
     """Streams in bf16, or in fp32 while oracles read bf16."""
     own = program(case)
@@ -87,7 +87,7 @@ def test_no_rows(case: tuple[str, int]) -> None:
         assert slope is None or (slope.shape == t.shape and not slope.any())
 
 
-@pytest.mark.parametrize("case", quickly(FEW), ids=str)
+@pytest.mark.parametrize("case", quickly(FEW[1:3]), ids=str)
 def test_rows_that_are_handed_on(case: tuple[str, int]) -> None:
     """A gradient that arrives for a row itself is added to its own; it may also be the only one."""
     own = program(case)

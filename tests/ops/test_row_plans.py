@@ -196,20 +196,20 @@ def texts(name, **changes):
         found.append([step.program.text, *printed])
     return [found, model.plan(ready=True).numbers.key]
 """
-LOOKED_AT = ("yurii", "symp-etd-ab2")
 
 
-def test_texts_do_not_depend_on_what_was_traced_before() -> None:
+@pytest.mark.parametrize("names", [["yurii"], pytest.param(["yurii", "symp-etd-ab2"], marks=pytest.mark.slow)], ids=len)
+def test_texts_do_not_depend_on_what_was_traced_before(names: list[str]) -> None:
     """A fresh process writes the same programs and kernels, though many others were traced in this one."""
     alive = [tiny(name, **SIZE) for name in sf.presets()[::4]]
     assert all(fused.structural(model) is None for model in alive)
     scope: dict[str, Any] = {}
     exec(TEXTS, scope)
-    code = TEXTS + f"print(json.dumps({{name: texts(name) for name in {LOOKED_AT!r}[::-1]}}))"
+    code = TEXTS + f"print(json.dumps({{name: texts(name) for name in {names[::-1]!r}}}))"
     done = forked.python(code, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
     fresh = json.loads(done.stdout)
-    for name in LOOKED_AT:
+    for name in names:
         assert scope["texts"](name) == fresh[name], name
 
 
