@@ -81,6 +81,7 @@ TARGETS = (
     Target("rmsnorm", ("vanilla",), "ratio", 0.99, words=RMSNORM),
     Target("swiglu", ("vanilla",), "ratio", 0.99, words=("mlp=swiglu",)),
     Target("soft-cap", ("vanilla",), "ratio", 0.99, words=("logit_softcap=30",)),
+    Target("documents", ("vanilla",), "ratio", 0.93, words=("document_separator=0",)),
     Target("all-extras", ("yurii",), "ratio", 0.91, words=(*ROTARY, *RMSNORM, *QK_NORM, *VALUES, *SKIP)),
     Target(
         "all-extras-memory", ("yurii",), "peak GiB", 12.0, True, words=(*ROTARY, *RMSNORM, *QK_NORM, *VALUES, *SKIP)

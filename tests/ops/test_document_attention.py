@@ -278,7 +278,7 @@ class TestOnTheDevice:
     def test_models(self, compiled: bool) -> None:
         """A model under autocast, with kernels and without: bf16 rounding in two layers."""
         size = {**SIZE, "n_head": 2, "d_model": 128, "context": 256}
-        model = shake(tiny("vanilla", dtype=torch.float32, document_separator=3, **size).cuda(), scale=0.1)
+        model = shake(tiny("vanilla", dtype=torch.float32, document_separator=3, **size), scale=0.1).cuda()
         ids, targets = tokens(2, 256, 17).cuda(), tokens(2, 256, 17, seed=1).cuda()
 
         def slopes(run: Any) -> list[Tensor]:

@@ -22,7 +22,8 @@ from stepformer.ops import kernels
 from stepformer.present.tables import GAP, Table
 from stepformer.training.parallel import choose_device
 
-LEAST = {"random": 1, "context": 2, "micro_batch": 1, "steps": 3, "decode_tokens": 2, "batch_tokens": 1}
+LEAST = {"random": 1, "context": 2, "micro_batch": 1, "steps": 3, "batch_tokens": 1}
+LEAST |= {"decode_tokens": 2, "decode_rows": 1}
 DEFAULTS: dict[str, dict[str, Any]] = {  # of options that are left out, by device
     "cpu": {"size": "tiny", "steps": 15, "batch_tokens": 4_096, "decode_tokens": 48},
     "cuda": {"size": "small", "steps": 20, "batch_tokens": 491_520, "decode_tokens": 512},
@@ -102,7 +103,7 @@ def settings_of(args: argparse.Namespace) -> BenchSettings:
     return BenchSettings(
         device=device,
         **chosen | ({"decode_tokens": 0} if args.no_decode or args.random else {}),
-        **given(args, "micro_batch", "optimizer", "profile", "seconds", "again"),
+        **given(args, "micro_batch", "decode_rows", "optimizer", "profile", "seconds", "again"),
         warmup=5 if on_cuda else 2,
         compile=args.compile if on_cuda else bool(args.compile),
         graph=on_cuda and args.graph is not False,
@@ -167,6 +168,7 @@ add_bench = command(
         option("--optimizer", "(muon)", choices=("muon", "adamw", "scion", "polargrad"), default="muon"),
         option("--batch-tokens N", "tokens in a whole step (CUDA: 491,520, CPU: 4,096)", type=int),
         option("--decode-tokens N", "tokens to decode (CUDA: 512, CPU: 48)", type=int),
+        option("--decode-rows N", "prompts to decode at once (1)", type=int),
         option("--seconds S", "limit per architecture; the rest of it is left out", type=float),
     ),
     group(

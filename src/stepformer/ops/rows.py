@@ -29,6 +29,7 @@ FEW = 4  # rows up to which a product takes them one by one, and beyond which ma
 WIDEST = 2048  # vectors that a product computes for itself are at most so long
 TILE = 8192  # numbers of a weight that one program of 128 threads holds at once
 KEYS = 128  # keys that one program looks at
+MANY_KEYS = 512  # where there are many rows, and one program has all keys of a head
 STRETCHES = 16  # at most so many programs share a row's keys
 WARPS = 4
 WIDE = 4096  # so much of a row of a weight is asked for at once
@@ -228,8 +229,9 @@ def _product(
 def many_rows_tile(rows: int, n: int, k: int) -> dict[str, int]:
     """The tile of a product of many rows: measured on an H200 for widths of 768 and 3072, 16 and 64 rows."""
     block_m, wide = max(16, triton.next_power_of_2(rows)), n >= 2048
-    block_k = 128 if wide and block_m <= 16 else 256
-    stages, warps = 4 if block_m <= 16 else 3, 2 if k > 1024 and block_m <= 16 else WARPS
+    long = k > 1024 and block_m <= 16
+    block_k = 512 if long else 128 if wide and block_m <= 16 else 256
+    stages, warps = 4 if block_m <= 16 else 3, 2 if long else WARPS
     return {"BLOCK_M": block_m, "BLOCK_N": 32 if wide else 16, "BLOCK_K": block_k, "STAGES": stages, "num_warps": warps}
 
 
@@ -270,10 +272,12 @@ def attend(
     many rows one program looks at all keys of a head, and the result is (B, d).
     """
     rows, heads, capacity, head_dim = keys.shape
-    split, blocks = 1, triton.cdiv(capacity, KEYS)
+    split, block, warps = 1, min(MANY_KEYS, triton.next_power_of_2(capacity)), 2 * WARPS
+    blocks = triton.cdiv(capacity, block)
     if rows <= FEW:
-        blocks = triton.cdiv(blocks, STRETCHES)
-        split = triton.cdiv(capacity, KEYS * blocks)
+        block, warps = min(KEYS, block), WARPS
+        blocks = triton.cdiv(triton.cdiv(capacity, block), STRETCHES)
+        split = triton.cdiv(capacity, block * blocks)
     kind = torch.float32 if rows <= FEW else keys.dtype
     parts = torch.empty(rows, heads, split, head_dim, dtype=kind, device=qkv.device)
     tops, sums = (torch.empty(rows, heads, split, dtype=torch.float32, device=qkv.device) for _ in range(2))
@@ -281,8 +285,8 @@ def attend(
         qkv, keys, values, where.positions, where.origins, *heads_arguments(qkv, where, mix), parts, tops, sums,
         head_dim**-0.5, qk_eps or 0.0, 0 if mix is None else mix.earlier.stride(0),
         H=heads, D=head_dim, CAPACITY=capacity, ROTARY=where.angles is not None, QK_NORM=qk_eps is not None,
-        MIXED=mix is not None, DOCUMENTS=where.documents, BLOCK=min(KEYS, triton.next_power_of_2(capacity)),
-        BLOCKS=blocks, WHOLE=rows > FEW, num_warps=WARPS, **dependent(qkv),
+        MIXED=mix is not None, DOCUMENTS=where.documents, BLOCK=block, BLOCKS=blocks, WHOLE=rows > FEW,
+        num_warps=warps, **dependent(qkv),
     )  # fmt: skip
     return parts.view(rows, -1) if rows > FEW else Stretches(parts, tops, sums)
 

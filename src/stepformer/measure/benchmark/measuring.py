@@ -27,6 +27,7 @@ from stepformer.training.parallel import ParallelModel, World, prepare_compiler
 from stepformer.training.speed import flops_per_token, peak_flops
 
 WARM_TOKENS = 24
+DOCUMENT = 300  # tokens in a document on average, where the architecture knows documents
 BATCHES = 4  # different inputs in turn, so that no step finds its data in a cache
 Stage = Callable[[str], None]
 Work = Callable[[], Any]
@@ -114,6 +115,9 @@ class _Bench:
         generator = torch.Generator().manual_seed(0)
         shape = (BATCHES, case.micro_batch, case.config.context + 1)
         windows = torch.randint(case.config.real_vocab or case.config.vocab_size, shape, generator=generator)
+        separator = case.config.document_separator
+        if separator is not None:
+            windows = windows.masked_fill(torch.rand(shape, generator=generator) < 1 / DOCUMENT, separator)
         self.batches = [[half.contiguous().to(self.device) for half in (w[:, :-1], w[:, 1:])] for w in windows]
         self.turn = self.updates = 0
         self.optimizers = Optimizers(self.model, OptimConfig(name=settings.optimizer), steps=1000)  # type: ignore[arg-type]
@@ -230,7 +234,7 @@ class _Bench:
         record["batch"] = {"tokens": parts * self.tokens, "micro_batches": parts, "ms": ms, **rates}
 
     def decoding(self) -> None:
-        """Greedy, cached, one row: the time between tokens, after a prompt that is not counted.
+        """Greedy, cached, one row or several: the time between tokens, after a prompt that is not counted.
 
         On CUDA the weights are made bf16, as a trained model is served; it is the last thing they are used for.
         """
@@ -241,7 +245,8 @@ class _Bench:
             self.model.to(torch.bfloat16)
         prompt = min(settings.prompt_tokens, context // 2)
         count = min(settings.decode_tokens, context - prompt)
-        ids = self.batches[0][0][0, :prompt].tolist()
+        some = torch.cat([tokens for tokens, _ in self.batches])
+        ids = some[: settings.decode_rows, :prompt].tolist()
         self.decoded(ids, count, WARM_TOKENS)
         marks, ordinary = self.decoded(ids, count, count)
         ms = [1000 * (b - a) for a, b in pairwise(marks)]
@@ -251,15 +256,16 @@ class _Bench:
         ahead = 0 if ordinary else min(BEHIND, len(ms) - 1)
         self.record["decode"] = {
             "prompt": prompt,
+            "rows": len(ids),
             "tokens": len(marks),
-            "tokens_per_second": 1000 * (len(ms) - ahead) / sum(ms),
+            "tokens_per_second": 1000 * len(ids) * (len(ms) - ahead) / sum(ms),
             "ordinary": ordinary,
             **spread(ms),
         }
         if self.on_cuda and ordinary and self.case.kernels == "on":
             self.note(f"decoded without a recorded step: {ordinary}")
 
-    def decoded(self, ids: list[int], count: int, enough: int) -> tuple[list[float], str | None]:
+    def decoded(self, ids: list[list[int]], count: int, enough: int) -> tuple[list[float], str | None]:
         """When each token came, until there are `enough` or the limit is reached; and why no recording was used."""
         result, marks = Generation([], []), []
         steps = stream(self.model, ids, max_new_tokens=count, temperature=0, result=result)

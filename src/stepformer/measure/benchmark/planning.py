@@ -41,6 +41,7 @@ class BenchSettings:
     optimizer: str = "muon"
     full_step: bool = True
     decode_tokens: int = 256  # 0: decoding is not measured
+    decode_rows: int = 1  # prompts at once
     prompt_tokens: int = 64
     profile: bool = False
     seconds: float | None = None

@@ -208,6 +208,8 @@ class Decoder(Memory):
         self.lengths.fill_(length)
         self.positions.zero_()
         self.origins.zero_()
+        for slot in (slot for slots in self.cache.slots for slot in slots if isinstance(slot, StateSlot)):
+            torch._foreach_zero_(slot.tensors())
         state = self.generator.get_state()
         blocks, single = divmod(length - 1, self.several)
         for _ in range(blocks):
