@@ -218,7 +218,7 @@ def constrained(
 ) -> tuple[Stretches | Tensor, Tensor | None]:  # fmt: skip
     """As `rows.attend`, at the b of the radius; with a prior also the logarithms of the weights (B, H, capacity)."""
     rows, heads, capacity, head_dim = keys.shape
-    device, like = qkv.device, dependent(qkv)
+    device, like = qkv.device, dependent(qkv, rows)
     scores = torch.empty(rows, heads, capacity, dtype=torch.float32, device=device)
     weights, log_weights = torch.empty_like(scores), None if prior is None else torch.empty_like(scores)
     block = min(KEYS, triton.next_power_of_2(capacity))

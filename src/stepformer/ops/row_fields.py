@@ -73,7 +73,7 @@ def advance_state(
         q, k, v, state, earlier, weights, out if factor is None else factor, where.positions, where.origins, out,
         q.stride(0), v.stride(0), earlier.stride(0), float(n0 or 1),
         D=d, MIXED=mix is not None, FACTOR=factor is not None, COUNTED=n0 == 0,
-        DOCUMENTS=where.documents, BLOCK_K=block_k, BLOCK_N=block_n, num_warps=WARPS, **dependent(k),
+        DOCUMENTS=where.documents, BLOCK_K=block_k, BLOCK_N=block_n, num_warps=WARPS, **dependent(k, rows),
     )  # fmt: skip
     return out
 
@@ -197,7 +197,7 @@ def hamiltonian(
     """
     keys = stored["k"]
     rows, heads, capacity, width = keys.shape
-    device, like = qk.device, dependent(qk)
+    device, like = qk.device, dependent(qk, rows)
     block_w, block = triton.next_power_of_2(width), max(1, min(64, 16_384 // triton.next_power_of_2(width)))
     blocks = triton.cdiv(triton.cdiv(capacity, block), 64)
     split = triton.cdiv(capacity, block * blocks)

@@ -261,12 +261,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     qkv, keys, values, positions, origins, cosines, sines, earlier, mix, parts, tops, sums, scale, eps, apart,
     H: tl.constexpr, D: tl.constexpr, CAPACITY: tl.constexpr, ROTARY: tl.constexpr, QK_NORM: tl.constexpr,
     MIXED: tl.constexpr, DOCUMENTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program (s, row and head): one query over the s-th stretch of its keys; the stretch of the new key stores it.
-
-    WHOLE: there is one stretch, and `parts` gets its average.
-    """
+    """Program (s, row and head): one query over the s-th stretch of its keys; the stretch of the new key stores it."""
     stretch, row_head = tl.program_id(0), tl.program_id(1)
     row, head = row_head // H, row_head % H
     d = tl.arange(0, D)
@@ -314,12 +310,58 @@ def attend_kernel(  # type: ignore[no-untyped-def]
         found = found * kept + tl.sum(weights[:, None] * these_v, axis=0)
         top = highest
     place = row_head * tl.num_programs(0) + stretch
-    if WHOLE:
-        tl.store(parts + place * D + d, found / total)
-    else:
-        tl.store(parts + place * D + d, found)
-        tl.store(tops + place, top)
-        tl.store(sums + place, total)
+    tl.store(parts + place * D + d, found)
+    tl.store(tops + place, top)
+    tl.store(sums + place, total)
+
+
+@triton.jit
+def attend_all_kernel(  # type: ignore[no-untyped-def]
+    qkv, keys, values, positions, origins, cosines, sines, earlier, mix, out, scale, eps, apart,
+    H: tl.constexpr, D: tl.constexpr, CAPACITY: tl.constexpr, ROTARY: tl.constexpr, QK_NORM: tl.constexpr,
+    MIXED: tl.constexpr, DOCUMENTS: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (row and head): one query over all of its keys, as products of matrices with 16 equal rows.
+
+    For many rows, where there are programs enough: sums inside a tile of keys would take longer than these products.
+    """
+    row_head = tl.program_id(0)
+    row, head = row_head // H, row_head % H
+    d = tl.arange(0, D)
+    await_others(OVERLAP)
+    p, origin = place_of(positions, origins, row, CAPACITY, DOCUMENTS)
+    q, k, v = new_heads(
+        qkv, cosines, sines, earlier, mix, row, head, p, scale, eps, apart, H, D, ROTARY, QK_NORM, MIXED
+    )
+    stored_k, stored_v = k.to(keys.dtype.element_ty), v.to(values.dtype.element_ty)
+    begin = row_head.to(tl.int64) * CAPACITY
+    tl.store(keys + (begin + p) * D + d, stored_k)
+    tl.store(values + (begin + p) * D + d, stored_v)
+    # the new key comes first, from the registers
+    alike = tl.zeros((16, D), tl.float32)
+    top = tl.zeros((16,), tl.float32) + tl.sum(q * stored_k.to(tl.float32))
+    total = tl.zeros((16,), tl.float32) + 1.0
+    found = alike + stored_v.to(tl.float32)[None, :]
+    queries = (alike + q[None, :]).to(keys.dtype.element_ty)
+    for first in tl.range(origin // BLOCK * BLOCK, p, BLOCK, num_stages=STAGES):
+        t = first + tl.arange(0, BLOCK)
+        past = (t < p) & (t >= origin)
+        at = (begin + t)[:, None] * D + d[None, :]
+        some_k = tl.load(keys + at, mask=past[:, None], other=0.0)
+        some_v = tl.load(values + at, mask=past[:, None], other=0.0)
+        scores = tl.dot(queries, tl.trans(some_k), input_precision=PRECISION)
+        scores = tl.where(past[None, :], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp(scores - highest[:, None])
+        kept = tl.exp(top - highest)
+        total = total * kept + tl.sum(weights, axis=1)
+        found = found * kept[:, None]
+        found = tl.dot(weights.to(values.dtype.element_ty), some_v, found, input_precision=PRECISION)
+        top = highest
+    one = (tl.arange(0, 16) == 0)[:, None] & (d >= 0)[None, :]
+    where = out + row_head * D + tl.zeros((16, 1), tl.int32) + d[None, :]
+    tl.store(where, found / total[:, None], mask=one)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stepformer.ops.row_kernels import (
     ask_weights,
+    attend_all_kernel,
     attend_kernel,
     await_others,
     embed_kernel,
@@ -29,7 +30,6 @@ FEW = 4  # rows up to which a product takes them one by one, and beyond which ma
 WIDEST = 2048  # vectors that a product computes for itself are at most so long
 TILE = 8192  # numbers of a weight that one program of 128 threads holds at once
 KEYS = 128  # keys that one program looks at
-MANY_KEYS = 512  # where there are many rows, and one program has all keys of a head
 STRETCHES = 16  # at most so many programs share a row's keys
 WARPS = 4
 WIDE = 4096  # so much of a row of a weight is asked for at once
@@ -48,9 +48,13 @@ def overlap(like: Tensor) -> int:
     return Launching.overlap if able else 0
 
 
-def dependent(like: Tensor) -> dict[str, Any]:
-    """The arguments of a launch that may begin before its predecessor ends."""
-    how = overlap(like)
+def dependent(like: Tensor, rows: int = 1) -> dict[str, Any]:
+    """The arguments of a launch that may begin before its predecessor ends.
+
+    Kernels of many rows fill the device: more than two of them at a time get in each other's way (16 rows of vanilla on
+    an H200: 349 us a step with two at a time, 408 with as many as fit, 410 without overlap).
+    """
+    how = min(overlap(like), 1 if rows > FEW else 2)
     return {"OVERLAP": how, "launch_pdl": True} if how else {"OVERLAP": 0}
 
 
@@ -93,7 +97,7 @@ class Pending:
             chunk = triton.next_power_of_2(d)
             kernel[(rows,)](
                 *self.arguments(printer), rows, D=d, CHUNK=chunk,
-                num_warps=min(16, max(WARPS, chunk // 256)), **dependent(self.like),
+                num_warps=min(16, max(WARPS, chunk // 256)), **dependent(self.like, rows),
             )  # fmt: skip
         return self.outs
 
@@ -146,6 +150,7 @@ def linear(
 ) -> Tensor:
     """act(W u + bias) for the u of some rows, (B, N) in fp32; for "swiglu" W holds the gate's rows, then the others.
 
+    W and the bias are asked for before the kernels before it have ended, so no kernel of this step may write them.
     `second`: another weight with as many columns, whose outputs follow those of the first.
     """
     if isinstance(source, Point):
@@ -208,7 +213,7 @@ def _product(
     place = torch.empty(rows, programs, dtype=torch.long, device=out.device)
     found = {"best": best, "where": place, "bad": bad, "cap": cap or 1.0}
     sizes = {"N": n, "K": k, "BIAS": bias is not None, "ACT": act, "CAP": cap is not None, "REAL": real}
-    sizes |= {"BLOCK_N": block_n, "BLOCK_K": block_k, **dependent(weight), **tile}
+    sizes |= {"BLOCK_N": block_n, "BLOCK_K": block_k, **dependent(weight, rows), **tile}
     offsets = out if bias is None else bias
     if many:
         first = where["FIRST"] if second is not None else n
@@ -272,23 +277,25 @@ def attend(
     many rows one program looks at all keys of a head, and the result is (B, d).
     """
     rows, heads, capacity, head_dim = keys.shape
-    split, block, warps = 1, min(MANY_KEYS, triton.next_power_of_2(capacity)), 2 * WARPS
-    blocks = triton.cdiv(capacity, block)
-    if rows <= FEW:
-        block, warps = min(KEYS, block), WARPS
-        blocks = triton.cdiv(triton.cdiv(capacity, block), STRETCHES)
-        split = triton.cdiv(capacity, block * blocks)
-    kind = torch.float32 if rows <= FEW else keys.dtype
-    parts = torch.empty(rows, heads, split, head_dim, dtype=kind, device=qkv.device)
+    arguments = [qkv, keys, values, where.positions, where.origins, *heads_arguments(qkv, where, mix)]
+    numbers = (head_dim**-0.5, qk_eps or 0.0, 0 if mix is None else mix.earlier.stride(0))
+    block = min(KEYS, triton.next_power_of_2(capacity))
+    sizes: dict[str, Any] = {"H": heads, "D": head_dim, "CAPACITY": capacity, "ROTARY": where.angles is not None}
+    sizes |= {"QK_NORM": qk_eps is not None, "MIXED": mix is not None, "DOCUMENTS": where.documents}
+    sizes |= {"num_warps": WARPS, **dependent(qkv, rows)}
+    if rows > FEW and head_dim >= 16:
+        out = torch.empty(rows, heads * head_dim, dtype=keys.dtype, device=qkv.device)
+        precision = "tf32x3" if keys.dtype == torch.float32 else "tf32"
+        attend_all_kernel[(rows * heads,)](
+            *arguments, out, *numbers, PRECISION=precision, BLOCK=max(16, block), STAGES=2, **sizes
+        )
+        return out
+    blocks = triton.cdiv(triton.cdiv(capacity, block), STRETCHES if rows <= FEW else 1)
+    split = triton.cdiv(capacity, block * blocks)
+    parts = torch.empty(rows, heads, split, head_dim, dtype=torch.float32, device=qkv.device)
     tops, sums = (torch.empty(rows, heads, split, dtype=torch.float32, device=qkv.device) for _ in range(2))
-    attend_kernel[(split, rows * heads)](
-        qkv, keys, values, where.positions, where.origins, *heads_arguments(qkv, where, mix), parts, tops, sums,
-        head_dim**-0.5, qk_eps or 0.0, 0 if mix is None else mix.earlier.stride(0),
-        H=heads, D=head_dim, CAPACITY=capacity, ROTARY=where.angles is not None, QK_NORM=qk_eps is not None,
-        MIXED=mix is not None, DOCUMENTS=where.documents, BLOCK=block, BLOCKS=blocks, WHOLE=rows > FEW,
-        num_warps=warps, **dependent(qkv),
-    )  # fmt: skip
-    return parts.view(rows, -1) if rows > FEW else Stretches(parts, tops, sums)
+    attend_kernel[(split, rows * heads)](*arguments, parts, tops, sums, *numbers, BLOCK=block, BLOCKS=blocks, **sizes)
+    return Stretches(parts, tops, sums) if rows <= FEW else (parts[:, :, 0] / sums).view(rows, -1)
 
 
 def heads_arguments(like: Tensor, where: Where, mix: Mix | None) -> list[Tensor]:
@@ -311,7 +318,8 @@ def embed(
     embed_kernel[(rows,)](
         tokens, where.positions, where.origins, given, lengths, tok, table, out, good,
         K=k, VOCABULARY=len(tok), CONTEXT=len(table), GIVEN=given.shape[1], LEARNED=pos is not None,
-        SEPARATOR=-1 if separator is None else separator, OVERLAP=overlap(tok), BLOCK_K=triton.next_power_of_2(k),
+        SEPARATOR=-1 if separator is None else separator, OVERLAP=dependent(tok, rows)["OVERLAP"],
+        BLOCK_K=triton.next_power_of_2(k),
     )  # fmt: skip
     return out
 
@@ -324,4 +332,4 @@ def finish(best: Best, tokens: Tensor, positions: Tensor, out: Tensor) -> None:
     rows, parts = best.values.shape
     block = triton.next_power_of_2(parts)
     sizes = {"ROWS": rows, "PARTS": parts, "BLOCK": block}
-    finish_kernel[(rows,)](*best, tokens, positions, out, num_warps=8, **sizes, **dependent(tokens))
+    finish_kernel[(rows,)](*best, tokens, positions, out, num_warps=8, **sizes, **dependent(tokens, rows))

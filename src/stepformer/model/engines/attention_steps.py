@@ -103,9 +103,9 @@ class LinearRows:
 
     def force(self) -> Tensor:
         """V u - A (S y) / n."""
-        linear, state = self.walk.fast.linear, self.slot.state
-        total = linear(self.y, state[0]) if len(state) == 1 else torch.bmm(state, self.y[..., None])[..., 0]
-        found = linear(total, self.attn.kernel.weight)
+        # not by a kernel that asks for its weight before it waits: this step has just written the state
+        total = torch.bmm(self.slot.state, self.y[..., None])[..., 0]
+        found = self.walk.fast.linear(total, self.attn.kernel.weight)
         count = self.attn.n0 or self.walk.counts
         return torch.sub(self.values, found / count)[:, None]
 
