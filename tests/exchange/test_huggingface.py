@@ -241,6 +241,13 @@ def test_labels_are_shifted_inside_and_gradients_are_the_models_own() -> None:
     assert output.past_key_values is None
     counted = model(ids, labels=labels, num_items_in_batch=torch.tensor(10)).loss
     torch.testing.assert_close(counted, output.loss.detach() * int((labels[:, 1:] != -100).sum()) / 10)
+    assert output.logits is None
+    model.keep_logits = True
+    kept = model(ids, labels=labels)
+    torch.testing.assert_close(kept.loss, output.loss, atol=1e-12, rtol=0)
+    assert kept.logits.shape == (3, 8, 11)
+    with pytest.raises(sf.InputError, match="Labels have shape"):
+        wrapped("tmm").train()(ids, labels=labels[:, 1:])
 
 
 def test_a_cache_is_not_made_while_training() -> None:

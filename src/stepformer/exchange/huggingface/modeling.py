@@ -106,6 +106,7 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _is_stateful = True  # some attentions keep a running sum, which cannot go back a few tokens
     _no_split_modules = ["Block"]
+    keep_logits = False  # whether there are logits in training with labels
 
     def __init__(self, config: StepformerConfig) -> None:
         super().__init__(config)
@@ -189,6 +190,8 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Any:
         """Logits, and with `labels` (not shifted; -100 is ignored) their mean cross-entropy.
 
+        In training with labels there is the loss alone, for which a GPU never holds the logits of all tokens: set
+        `model.keep_logits = True` for a loop that looks at them.
         With a cache (`past_key_values` from an earlier call, or `use_cache=True` outside training) no gradients are
         recorded. `attention_mask` covers the columns of the cache too. `next_token` is what `generate` asks for: the
         logits after each row's last real token alone, (B, 1, V), with ids that only pad the vocabulary ruled out.
@@ -203,6 +206,10 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
             _check_cache(past_key_values)
             cache = past_key_values.open(self.model, input_ids.shape[0])
         tokens, lengths, real = packed(input_ids, attention_mask, cached=cache is not None)
+        if labels is not None and self.training and cache is None and real is None and not self.keep_logits:
+            check_labels(labels, tokens)
+            loss = self._loss_alone(tokens, labels.to(tokens.device), num_items_in_batch)
+            return self._output(return_dict, loss=loss)
         logits = self.model(tokens, cache=cache, lengths=lengths, last_only=next_token).logits
         if past_key_values is not None:
             past_key_values.columns += input_ids.shape[1]
@@ -212,9 +219,21 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
             logits = unpacked(logits, real)
         loss = None if labels is None else causal_loss(logits, labels, num_items_in_batch)
         logits = logits[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return self._output(return_dict, loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _output(self, return_dict: bool | None, **found: Any) -> Any:
+        output = CausalLMOutputWithPast(**found)
         as_tuple = return_dict is False or (return_dict is None and not getattr(self.config, "return_dict", True))
         return output.to_tuple() if as_tuple else output
+
+    def _loss_alone(self, tokens: Tensor, labels: Tensor, count: int | Tensor | None) -> Tensor:
+        """As `causal_loss`."""
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        loss: Tensor = self.model(tokens, targets, loss_only=True).loss
+        if count is None:
+            return loss
+        share = (targets != IGNORE).sum() / (count.to(loss.device) if isinstance(count, Tensor) else count)
+        return loss * share
 
     def _refuse(self, given: dict[str, Any]) -> None:
         """Say so if something is asked for, in a call or in the config, that would be ignored."""
@@ -283,10 +302,14 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         return prepared
 
 
+def check_labels(labels: Tensor, tokens: Tensor) -> None:
+    if labels.shape != tokens.shape:
+        raise InputError(f"Labels have shape {tuple(labels.shape)}, the logits are for {tuple(tokens.shape)}.")
+
+
 def causal_loss(logits: Tensor, labels: Tensor, count: int | Tensor | None = None) -> Tensor:
     """Cross-entropy of every label given what stands before it; over `count` tokens, or their own number."""
-    if labels.shape != logits.shape[:2]:
-        raise InputError(f"Labels have shape {tuple(labels.shape)}, the logits are for {tuple(logits.shape[:2])}.")
+    check_labels(labels, logits[..., 0])
     flat, targets = wide(logits)[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device).long()
     total = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="mean" if count is None else "sum")
     return total if count is None else total / (count.to(total.device) if isinstance(count, Tensor) else count)
