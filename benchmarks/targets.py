@@ -71,8 +71,17 @@ TARGETS = (
     Target("entropy", ("entropy", "entropy-head", "entropy-token", "entropy-floor", "kl"), "ratio", 0.70),
     Target("prior", ("kl-previous", "kl-carried"), "ratio", 0.50),
     Target("optimizer", ("vanilla",), "optimizer % of a step", 1.0, at_most=True),
-    Target("decode", ("vanilla",), "decode tok/s", 4000.0),
+    Target("decode", ("vanilla",), "decode tok/s", 4500.0),
     Target("decode-momentum", ("hb", "yurii", "tmm"), "decode ratio", 0.90),
+    Target("decode-first-order", (*MOMENTUM, *IMEX_K1, "rmsprop", "adam", "adamw"), "decode tok/s", 4500.0),
+    Target(
+        "decode-extras", ("yurii", "adam"), "decode tok/s", 4500.0, words=(*ROTARY, *RMSNORM, *QK_NORM, *VALUES, *SKIP)
+    ),
+    Target("decode-muon", ("muon", "ortho"), "decode tok/s", 3000.0),
+    Target("decode-symp", tuple(f"symp-{scheme}" for scheme in SCHEMES), "decode tok/s", 2500.0),
+    Target("decode-constrained", ("entropy", "kl"), "decode tok/s", 2000.0),
+    Target("decode-prior", ("kl-previous",), "decode tok/s", 1000.0),
+    Target("decode-linear", ("linear",), "decode tok/s", 5000.0),
     Target("rotary", ("vanilla",), "ratio", 0.97, words=ROTARY),
     Target("qk-norm", ("vanilla",), "ratio", 0.975, words=QK_NORM),
     Target("rotary-qk-norm", ("vanilla",), "ratio", 0.965, words=(*ROTARY, *QK_NORM)),
@@ -178,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", metavar="FOLDER", help="measure nothing: judge the results in a folder or file")
     parser.add_argument("--append", metavar="FILE", help="add what is measured to the results in FILE")
     parser.add_argument("-o", "--out", metavar="FILE", help="--results: where the table goes as Markdown")
+    parser.add_argument("--only-passes", action="store_true", help="no optimizer, no whole step and no decoding")
     args = parser.parse_args(argv)
     try:
         rows = select(args.rows)
@@ -189,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 print(table.markdown())
             return 0
-        words = ["bench", "--append", args.append] if args.append else ["bench"]
+        words = ["bench", *(["--append", args.append] if args.append else [])]
+        words += ["--no-step", "--no-decode"] if args.only_passes else []
         given = command_line("bench").parse_args(words)
         settings = bench.settings_of(given)
         if settings.device.type != "cuda":

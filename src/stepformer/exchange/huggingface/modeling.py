@@ -208,8 +208,8 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         tokens, lengths, real = packed(input_ids, attention_mask, cached=cache is not None)
         if labels is not None and self.training and cache is None and real is None and not self.keep_logits:
             check_labels(labels, tokens)
-            loss = self._loss_alone(tokens, labels.to(tokens.device), num_items_in_batch)
-            return self._output(return_dict, loss=loss)
+            alone = self._loss_alone(tokens, labels.to(tokens.device), num_items_in_batch)
+            return self._output(return_dict, loss=alone)
         logits = self.model(tokens, cache=cache, lengths=lengths, last_only=next_token).logits
         if past_key_values is not None:
             past_key_values.columns += input_ids.shape[1]
@@ -229,7 +229,8 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
     def _loss_alone(self, tokens: Tensor, labels: Tensor, count: int | Tensor | None) -> Tensor:
         """As `causal_loss`."""
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-        loss: Tensor = self.model(tokens, targets, loss_only=True).loss
+        loss = self.model(tokens, targets, loss_only=True).loss
+        assert isinstance(loss, Tensor)
         if count is None:
             return loss
         share = (targets != IGNORE).sum() / (count.to(loss.device) if isinstance(count, Tensor) else count)

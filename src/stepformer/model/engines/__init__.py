@@ -43,5 +43,5 @@ def describe(model: Backbone) -> dict[str, str]:
     elif unfused is not None:
         decoded = f"as written, one CUDA graph a token, since {unfused}"
     else:
-        decoded = "in five kernels a layer, CUDA graphs of several tokens"
+        decoded = "fused: passes computed by the products that need them, CUDA graphs of several tokens"
     return {"training": trained, "decoding": decoded}
