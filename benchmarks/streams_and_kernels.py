@@ -1,6 +1,6 @@
 """300 training steps of one architecture with and without kernels, and with bf16 and fp32 streams, on paired seeds.
 
-python benchmarks/streams_and_kernels.py CORPUS [--name yurii] [--steps 300] [--seeds 3] [--batch 8] [--out FILE.json]
+python benchmarks/streams_and_kernels.py CORPUS [--name yurii] [--with key=value ...] [--steps 300] [--seeds 3] [--batch 8] [--out FILE.json]
 
 CORPUS is a folder made by `stepformer prepare`. Every seed draws the weights and the order of the data; the variants
 of one seed differ in nothing else. Noise is what the seeds show, and what two runs of the same variant show.
@@ -13,6 +13,7 @@ import contextlib
 import json
 import statistics
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ VARIANTS = {
 
 def train(args: argparse.Namespace, corpus: Corpus, seed: int, fused: bool, streams: torch.dtype | None) -> Any:
     device = torch.device("cuda")
-    config = sf.model_config(args.name, size=args.size, vocab_size=50_304)
+    words = {
+        key: tomllib.loads(f"value = {value}")["value"] for key, _, value in (w.partition("=") for w in args.words)
+    }
+    config = sf.model_config(args.name, **{"size": args.size, "vocab_size": 50_304, **words})
     model = sf.Model(config, seed=seed, device=device)
     model.stream_dtype = streams
     optimizers = Optimizers(model, OptimConfig(lr_embedding=3e-3, lr_norm=3e-3, warmup=args.steps // 10), args.steps)
@@ -76,6 +80,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("corpus")
     parser.add_argument("--name", default="yurii")
+    parser.add_argument(
+        "--with",
+        dest="words",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings of the model, in TOML: words in quotes",
+    )
     parser.add_argument("--size", default="small")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)

@@ -57,7 +57,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
 
 
 @in_interpreter
-@pytest.mark.parametrize("cap", [None, 30.0, 2.0])
+@pytest.mark.parametrize("cap", [None, 30.0, 2.0, 60.0])
 @pytest.mark.parametrize(("n", "d", "v", "ignored"), [(1, 8, 5, 0), (7, 16, 37, 2), (4, 3, 32, 0), (5, 8, 48, 4)])
 def test_values_and_gradients(
     n: int, d: int, v: int, ignored: int, cap: float | None, small_tiles: None, poisoned: None

@@ -36,16 +36,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)  # finite: -inf minus -inf has no value
 
+LOW_CAP = 40.0  # exp(-2 c), the smallest term of a sum that is relative to the cap, is far from underflow
+
 # Six chunks for 32,768 rows of 50,304 bf16 logits: products of 5,504 rows were the fastest of six sizes on an H200.
 CHUNK_BYTES = 560_000_000
 
 
 @triton.jit
-def _capped(z, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """c tanh(z / c); CAPPED = 2: by the one instruction that a GPU has for it, exact to 2^-11 relative."""
-    u = z
+def _inside(z, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """tanh(z / c), or z itself; CAPPED = 2: by the one instruction that a GPU has for it, exact to 2^-11 relative."""
+    x = z
     if CAPPED == 2:
-        u = cap * tl.inline_asm_elementwise(
+        x = tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [z * (1 / cap)], dtype=tl.float32, is_pure=True, pack=1
         )
     elif CAPPED:
@@ -53,25 +55,31 @@ def _capped(z, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
         square = a * a
         # near 0 the quotient cancels; the series is exact to fp32 below a quarter
         series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-        u = cap * tl.where(square < 0.0625, a * series, 1 - 2 / (1 + tl.exp2(a * (2 * LOG2E))))
-    return u
+        x = tl.where(square < 0.0625, a * series, 1 - 2 / (1 + tl.exp2(a * (2 * LOG2E))))
+    return x
 
 
 @triton.jit
-def _fold(largest, total, u):  # type: ignore[no-untyped-def]
-    """One tile into the running maxima (times log2 e) and sums of 2^(u log2 e - maximum), one of each per vector."""
-    larger = tl.maximum(largest, tl.max(u, axis=1) * LOG2E)
-    total = total * tl.exp2(largest - larger) + tl.sum(tl.exp2(u * LOG2E - larger[:, None]), axis=1)
+def _fold(largest, total, x, unit, BOUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One tile into the running maxima, in bits, and sums of 2^(x unit - maximum), one of each per vector.
+
+    BOUNDED: no logit is above the cap, which takes the place of the maxima.
+    """
+    if BOUNDED:
+        larger = largest
+        total += tl.sum(tl.exp2(x * unit - unit), axis=1)
+    else:
+        larger = tl.maximum(largest, tl.max(x, axis=1) * unit)
+        total = total * tl.exp2(largest - larger) + tl.sum(tl.exp2(x * unit - larger[:, None]), axis=1)
     return larger, total
 
 
 @triton.jit
-def _derivative(u, hot, largest, share, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _derivative(x, hot, unit, largest, share, scale, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
     """dz of a tile: softmax minus the target's one, over the number of targets, through the cap."""
-    dz = tl.exp2(u * LOG2E - largest) * share - tl.where(hot, scale, 0.0)
+    dz = tl.exp2(x * unit - largest) * share - tl.where(hot, scale, 0.0)
     if CAPPED:
-        tanh = u * (1 / cap)
-        dz = dz * (1 - tanh * tanh)
+        dz = dz * (1 - x * x)
     return dz
 
 
@@ -79,7 +87,7 @@ def _derivative(u, hot, largest, share, scale, cap, CAPPED: tl.constexpr):  # ty
 def _rows(  # type: ignore[no-untyped-def]
     logits, targets, count, losses, cap,
     V: tl.constexpr, WIDTH: tl.constexpr, VECTORS: tl.constexpr, LANES: tl.constexpr, CAPPED: tl.constexpr,
-    GRADIENT: tl.constexpr,
+    BOUNDED: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """One row of logits: its loss, and with GRADIENT dz in its place.
 
@@ -105,20 +113,24 @@ def _rows(  # type: ignore[no-untyped-def]
         hot = tl.where(known, target, -1).to(tl.int32)
         # before the maxima, whose exchange between threads keeps this ahead of every store
         at_target = tl.load(start + hot, mask=known, other=float("nan")).to(tl.float32)
-        at_target = _capped(at_target, cap, CAPPED)
+        unit = cap * LOG2E  # logits are x c in nats, x unit in bits; c = 1 without a cap
+        at_target = _inside(at_target, cap, CAPPED) * cap
         maxima = tl.full((VECTORS,), LOWEST, tl.float32)
         sums = tl.zeros((VECTORS,), tl.float32)
         for i in range(0, FULL):
             z = tl.load(start + i * TILE + columns, eviction_policy="evict_last").to(tl.float32)
-            u = _capped(z, cap, CAPPED)
-            maxima, sums = _fold(maxima, sums, u)
+            maxima, sums = _fold(maxima, sums, _inside(z, cap, CAPPED), unit, BOUNDED)
         if FULL * TILE < V:
             rest = FULL * TILE + columns
             z = tl.load(start + rest, mask=rest < WIDTH, other=0.0, eviction_policy="evict_last").to(tl.float32)
-            u = _capped(z, cap, CAPPED)
-            maxima, sums = _fold(maxima, sums, tl.where(rest < V, u, float("-inf")))
-        largest = tl.max(maxima, axis=0)
-        total = tl.sum(sums * tl.exp2(maxima - largest), axis=0)
+            x = tl.where(rest < V, _inside(z, cap, CAPPED), float("-inf"))
+            maxima, sums = _fold(maxima, sums, x, unit, BOUNDED)
+        if BOUNDED:
+            largest = unit
+            total = tl.sum(sums, axis=0)
+        else:
+            largest = tl.max(maxima, axis=0)
+            total = tl.sum(sums * tl.exp2(maxima - largest), axis=0)
         tl.store(losses + row, (largest + tl.log2(total)) * LN2 - at_target)
         if GRADIENT:
             scale = 1.0 / tl.load(count)
@@ -126,15 +138,13 @@ def _rows(  # type: ignore[no-untyped-def]
             if FULL * TILE < WIDTH:
                 rest = FULL * TILE + columns
                 z = tl.load(start + rest, mask=rest < WIDTH, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                u = _capped(z, cap, CAPPED)
-                dz = _derivative(u, rest == hot, largest, share, scale, cap, CAPPED)
+                dz = _derivative(_inside(z, cap, CAPPED), rest == hot, unit, largest, share, scale, CAPPED)
                 dz = tl.where(rest < V, dz, 0.0)
                 tl.store(start + rest, dz.to(logits.dtype.element_ty), mask=rest < WIDTH)
             for i in range(0, FULL):
                 at = (FULL - 1 - i) * TILE + columns  # backwards: what was read last is still near
                 z = tl.load(start + at, eviction_policy="evict_first").to(tl.float32)
-                u = _capped(z, cap, CAPPED)
-                dz = _derivative(u, at == hot, largest, share, scale, cap, CAPPED)
+                dz = _derivative(_inside(z, cap, CAPPED), at == hot, unit, largest, share, scale, CAPPED)
                 tl.store(start + at, dz.to(logits.dtype.element_ty))
 
 
@@ -207,7 +217,8 @@ def _loss(
             torch.mm(h[part], weight.t(), out=logits)
             _rows[(logits.shape[0],)](
                 logits, targets[part], count, losses[part], cap or 1.0,
-                V=vocabulary, WIDTH=width, CAPPED=capping(cap, h), GRADIENT=train, **settings,
+                V=vocabulary, WIDTH=width, CAPPED=capping(cap, h), BOUNDED=cap is not None and cap <= LOW_CAP,
+                GRADIENT=train, **settings,
             )  # fmt: skip
             if train:
                 torch.mm(logits, weight, out=dh[part])
