@@ -1,6 +1,6 @@
 """300 training steps of one architecture with and without kernels, and with bf16 and fp32 streams, on paired seeds.
 
-python benchmarks/streams_and_kernels.py CORPUS [--name yurii] [--with key=value ...] [--steps 300] [--seeds 3] [--batch 8] [--out FILE.json]
+python benchmarks/streams_and_kernels.py CORPUS [--name yurii] [--with key=value ...] [--steps 300] [--seeds 3]
 
 CORPUS is a folder made by `stepformer prepare`. Every seed draws the weights and the order of the data; the variants
 of one seed differ in nothing else. Noise is what the seeds show, and what two runs of the same variant show.

@@ -18,7 +18,6 @@ Traffic in d-vectors: forward 2 reads and 2 writes, with values 4 and 3; backwar
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,23 +27,7 @@ from torch import Tensor
 
 from stepformer.ops import common
 from stepformer.ops.operators import operator
-from stepformer.ops.scores import angles_of
-
-TOKENS = 4  # of a program
-WARPS = 4
-
-
-@triton.jit
-def _angles(cosines, sines, tokens, time, column, HALF: tl.constexpr, ROTATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """cos and sin (TOKENS, 1, HALF) of the tokens' positions."""
-    if ROTATE:
-        at = (tokens % time)[:, None, None] * HALF + column
-        inside = column < HALF
-        cos = tl.load(cosines + at, mask=inside, other=0.0)
-        sin = tl.load(sines + at, mask=inside, other=0.0)
-    else:
-        cos, sin = 1.0, 0.0
-    return cos, sin
+from stepformer.ops.rotation import TOKENS, WARPS, angles, sizes, tables
 
 
 @triton.jit
@@ -61,7 +44,7 @@ def heads_forward_kernel(  # type: ignore[no-untyped-def]
     mask = (token < n) & (head < H) & (column < HALF)
     at = token * (3 * D) + head * (2 * HALF) + column
     if NORM or ROTATE:
-        cos, sin = _angles(cosines, sines, tokens, time, column, HALF, ROTATE)
+        cos, sin = angles(cosines, sines, tokens, time, column, HALF, ROTATE)
         for part in tl.static_range(2):
             a = tl.load(qkv + at + part * D, mask=mask, other=0.0).to(tl.float32)
             b = tl.load(qkv + at + part * D + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -100,7 +83,7 @@ def heads_backward_kernel(  # type: ignore[no-untyped-def]
         mask = (token < n) & (head < H) & (column < HALF)
         at = token * (3 * D) + head * (2 * HALF) + column
         own_at = token * D + head * (2 * HALF) + column
-        cos, sin = _angles(cosines, sines, tokens, time, column, HALF, ROTATE)
+        cos, sin = angles(cosines, sines, tokens, time, column, HALF, ROTATE)
         for part in tl.static_range(2):
             source = dq if part == 0 else dk
             if source is not None:
@@ -145,19 +128,6 @@ def heads_backward_kernel(  # type: ignore[no-untyped-def]
         place = tl.arange(0, 8)
         totals = tl.where(place == 0, tl.sum(sum_own), tl.where(place == 1, tl.sum(sum_other), 0.0))
         tl.store(line + place, totals)
-
-
-@lru_cache(maxsize=32)
-def tables(time: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles at positions 0, 1, ..., (time, half) in fp32."""
-    with torch.inference_mode(False):
-        cos, sin = angles_of(torch.arange(time, device=device), half, torch.float32)
-    return cos.contiguous(), sin.contiguous()
-
-
-def sizes(heads: int, width: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(heads), triton.next_power_of_2(width // 2)
-    return {"H": heads, "HP": padded[0], "HALF": width // 2, "HALF_P": padded[1]}
 
 
 class How:

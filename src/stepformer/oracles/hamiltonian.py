@@ -166,12 +166,17 @@ class HamiltonianAttention(Attention):
         heads = (self.kernels, -1)
         q = self.query(u).unflatten(-1, heads).transpose(1, 2)
         k = q if self.key is None else self.key(u).unflatten(-1, heads).transpose(1, 2)
-        return (rotate(q, call.positions), rotate(k, call.positions)) if self.rotary else (q, k)
+        return (self.turned(q, call), self.turned(k, call)) if self.rotary else (q, k)
+
+    @operation
+    def turned(self, t: Tensor, call: Call, back: bool = False) -> Tensor:
+        """Vectors (B, kernels, T, width) turned by their positions, or back."""
+        return rotate(t, -call.positions if back else call.positions)
 
     def from_keys(self, total: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
         """W_Q^T of sums of keys (B, kernels, T, width), as A u_j = tau W_Q^T k_j."""
         if self.rotary:
-            total = rotate(total, -call.positions)
+            total = self.turned(total, call, back=True)
         return linear(total.transpose(1, 2).flatten(-2).to(dtype), self.weight("query").mT)
 
     def scores(self, q: Tensor, k: Tensor, visible: Tensor) -> Tensor:

@@ -268,6 +268,16 @@ def _refuses_fields(attention: HamiltonianAttention, u: Tensor, y: Tensor, call:
 
 
 @faster(
+    HamiltonianAttention.turned,
+    unless=lambda attention, t, call, back=False: "it continues a cache" if call.slots is not None else None,
+)
+def _turned(attention: HamiltonianAttention, t: Tensor, call: Call, back: bool = False) -> Tensor:
+    from stepformer.ops.rotation import rotated
+
+    return rotated(t, back)
+
+
+@faster(
     HamiltonianAttention.fields,
     also=(HamiltonianAttention.scores, HamiltonianAttention.lower),
     unless=_refuses_fields,
