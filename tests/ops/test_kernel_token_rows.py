@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from draws import seeded
+from stepformer.ops import token_rows
 from stepformer.ops.token_rows import row_dot, scale_rows
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -120,9 +121,10 @@ def test_no_rows() -> None:
 def test_the_operators_are_registered_properly() -> None:
     """Schema, fake tensors and autograd as torch checks them."""
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    a, b, s = draw(2, 3, 5), draw(2, 3, 5, seed=1), draw(3, seed=2)
-    torch.library.opcheck(torch.ops.stepformer.row_dot.default, (a, b, 0.5), test_utils=checks)
-    torch.library.opcheck(torch.ops.stepformer.scale_rows.default, (a, s.expand(2, 3), HALF), test_utils=checks)
+    a, b, s = draw(2, 3, 5), draw(2, 3, 5, seed=1), draw(2, 3, seed=2)
+    for program, tensors in ((token_rows._dot(0.5), [a, b]), (token_rows.SCALED, [a, s])):
+        arguments = (program.text, tensors, HALF, HALF, True)
+        torch.library.opcheck(torch.ops.stepformer.row_pass.default, arguments, test_utils=checks)
 
 
 def test_compiled_without_a_break() -> None:

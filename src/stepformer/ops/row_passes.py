@@ -11,6 +11,7 @@ the rows of `choose_kept`, copied to shared memory while the row before them is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from stepformer.ops.row_printing import Printer, Task, load_kernel, statistics_o
 from stepformer.ops.row_programs import Gradients, Program, by_text, choose_kept, differentiate, through
 from stepformer.ops.symbols import Symbol, leaf, topological
 
+KINDS = ("row", "stat")  # of outputs
 LIGHT = 4  # rows that a backward pass reads, at most, to have registers left for the next ones
 MOST_PROGRAMS = 16  # of a multiprocessor
 
@@ -124,6 +126,7 @@ class Pass:
         self.count = counts["num"]
         self.names = [*self.rows, *self.stats, *self.vectors, *(["scalars"] if self.count else [])]
         self.outputs = program.names()
+        row_outputs, stat_outputs = ({k: n for k, n in self.outputs.items() if n.kind == kind} for kind in KINDS)
         self.carried = len(self.outputs) - program.points
         learned = [*self.rows, *self.stats, *self.vectors, *(f"n{i}" for i in range(self.count))]
         self.kept = choose_kept(program, frozenset(learned))
@@ -137,7 +140,8 @@ class Pass:
             keep: Kernel(
                 Task(
                     "row_forward",
-                    dict(self.outputs),
+                    row_outputs,
+                    stat_outputs,
                     rounded=frozenset(k for k in self.kept if k in self.outputs),
                     leaves=self.statistics if keep else (),
                     divided=divided,
@@ -187,7 +191,12 @@ class Pass:
     ) -> tuple[list[Tensor], Tensor]:
         """Memory for the outputs and the statistics."""
         kinds = [carried] * self.carried + [point] * self.program.points
-        outs = [like.new_empty(like.shape, dtype=kind) for kind in kinds]
+        outs = [
+            like.new_empty(like.shape, dtype=kind)
+            if n.kind == "row"
+            else like.new_empty(like.shape[:-1], dtype=torch.float32)
+            for n, kind in zip(self.outputs.values(), kinds, strict=True)
+        ]
         lines = len(self.statistics) if keep else 0
         return outs, like.new_empty((lines, like.numel() // max(1, like.shape[-1])), dtype=torch.float32)
 
@@ -213,26 +222,27 @@ class Pass:
         plan = self.backward(tuple(grads), needed, dtypes)
         if not plan.found.rows and not plan.found.stats and not plan.found.sums:
             return {}  # nothing that is asked for depends on what has arrived
-        printer_rows = {**{f"d_{k}": t for k, t in grads.items()}, **dict(zip(self.kept, kept, strict=True))}
-        d = shape[-1]
-        n = statistics.shape[-1] if statistics.numel() else next(iter(grads.values())).numel() // max(1, d)
+        stats = {f"d_{k}": t for k, t in grads.items() if self.reached[k].kind == "stat"}
+        rows = {f"d_{k}": t for k, t in grads.items() if f"d_{k}" not in stats}
+        printer_rows = {**rows, **dict(zip(self.kept, kept, strict=True))}
+        d, n = shape[-1], math.prod(shape[:-1]) if shape[-1] else 0
         kinds = dict(zip(self.names, dtypes, strict=True))
         device = next(iter(grads.values())).device
         named: dict[str, Any] = {f"p_{k}": packed(t) for k, t in printer_rows.items()}
-        named |= {f"p_{k}": dense(t) for k, t in parameters.items()}
+        named |= {f"p_{k}": dense(t) for k, t in {**parameters, **stats}.items()}
         named["scalars"] = named.get("p_scalars")
         named["stats"] = statistics if statistics.numel() else None
         task = plan.kernel.task
         outs = {k: torch.empty(tuple(shape), dtype=kinds[k], device=device) for k in task.rows}
-        stats = {k: torch.empty(tuple(shape[:-1]), dtype=torch.float32, device=device) for k in task.stats}
-        named |= {f"o_{k}": t for k, t in (*outs.items(), *stats.items())}
+        singles = {k: torch.empty(tuple(shape[:-1]), dtype=torch.float32, device=device) for k in task.stats}
+        named |= {f"o_{k}": t for k, t in (*outs.items(), *singles.items())}
         vectors = sorted((k for k in plan.found.sums if k.startswith("g")), key=lambda k: int(k[1:]))
         width = -(-(len(vectors) * d + task.numbers) // 8) * 8
         reads = [t for k, t in printer_rows.items()]
         tile = backward_tile(d, len(reads), len(vectors), common.column_bytes(*reads))
         found: dict[str, Tensor] = {}
         partial = plan.kernel.launch(named, n, d, tile, width) if n else None
-        found |= {k: outs[at] for k, at in plan.stored.items()} | stats
+        found |= {k: outs[at] for k, at in plan.stored.items()} | singles
         if partial is not None:
             total = common.sum_lines(partial)
             for place, k in enumerate(vectors):

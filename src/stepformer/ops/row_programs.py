@@ -51,7 +51,7 @@ def is_statistic(n: Symbol) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Outputs over canonical inputs; `points` are those that an oracle reads, in the dtype of products."""
+    """Outputs over canonical inputs: rows or numbers per token; `points` are those that an oracle reads."""
 
     outputs: tuple[Symbol, ...]
     points: int  # how many of the last outputs are points
@@ -221,7 +221,7 @@ def differentiate(outputs: dict[str, Symbol], wanted: set[str]) -> Gradients:
         bars[to] = add(bars[to], what) if to in bars else what
 
     for name, n in outputs.items():
-        give(n, leaf("row", f"d_{name}"))
+        give(n, leaf(n.kind, f"d_{name}"))
     for n in reversed(order):
         if n.args and n in bars and not is_statistic(n):
             for to, what in pulls(n, bars[n]):
@@ -276,6 +276,7 @@ def choose_kept(program: Program, wanted: frozenset[str], points_too: bool = Tru
     found = differentiate(outputs, set(wanted))
     names = list(outputs)
     usable = names if points_too else names[: len(names) - program.points]
+    usable = [name for name in usable if outputs[name].kind == "row"]
     candidates = [*usable, *program.rows]
     for size in range(len(candidates) + 1):
         fits = []
