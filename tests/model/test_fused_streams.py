@@ -16,7 +16,6 @@ from helpers import shake, tiny, tokens
 from stepformer.model.engines import fused
 from stepformer.model.engines.planning import Plan
 from stepformer.ops import kernels
-from stepformer.ops.common import Scalar
 from stepformer.rules import State, Template
 from stepformer.rules.coefficients import Values
 from stepformer.rules.first_order import Nesterov
@@ -547,9 +546,3 @@ def test_a_stream_of_ones_own_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     for block in model.blocks:
         block.template.__class__ = Remembering
     compare_logits(model, monkeypatch)
-
-
-def test_scalar_values() -> None:
-    raw = torch.tensor([0.3])
-    assert Scalar(raw, "unit").times(-2.0).value() == -2 * torch.sigmoid(raw)
-    assert Scalar().value() == 1.0

@@ -1,10 +1,4 @@
-"""What kernels of rows share: learned scalars mapped inside a kernel, norms of rows, tiles and column sums.
-
-A scalar reaches a kernel as its raw parameter (shape (1,)), a range and a constant factor,
-
-    value = constant * map(raw),   map = identity (free), sigmoid (unit), softplus (positive),
-
-so that no tiny kernel maps it before; the backward returns the gradient of the raw parameter.
+"""What kernels of rows share: norms of rows, tiles and column sums.
 
 Gradients of parameters: every program of a persistent grid adds up its rows in registers and writes one line of a
 (programs, width) buffer; one sum over the lines follows. No atomics, so the same inputs give the same bits.
@@ -13,81 +7,12 @@ Gradients of parameters: every program of a persistent grid adds up its rows in 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-
-Range = Literal["free", "unit", "positive"]
-
-UNIT = tl.constexpr(1)
-POSITIVE = tl.constexpr(2)
-CODES: dict[str, int] = {"free": 0, "unit": 1, "positive": 2}
-
-
-class Scalar(NamedTuple):
-    """A coefficient as a kernel takes it: `constant * map(raw)`, or just `constant` without a raw parameter."""
-
-    raw: Tensor | None = None
-    kind: Range = "free"
-    constant: float = 1.0
-
-    def value(self) -> Tensor | float:
-        if self.raw is None:
-            return self.constant
-        mapped = self.raw
-        if self.kind != "free":
-            mapped = torch.sigmoid(self.raw) if self.kind == "unit" else F.softplus(self.raw)
-        return mapped if self.constant == 1.0 else self.constant * mapped
-
-    def times(self, factor: float) -> Scalar:
-        return Scalar(self.raw, self.kind, factor * self.constant)
-
-
-ONE = Scalar()
-
-
-def code(scalar: Scalar | None) -> int:
-    """The range of a scalar as the kernels read it."""
-    if scalar is None:
-        return -2
-    return -1 if scalar.raw is None else CODES[scalar.kind]
-
-
-@triton.jit
-def mapped(raw, constant, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The value of a scalar; `raw` points to its parameter."""
-    if KIND < 0:
-        value = constant
-    else:
-        y = tl.load(raw).to(tl.float32)
-        if KIND == UNIT:
-            y = 1 / (1 + tl.exp(-y))
-        elif KIND == POSITIVE:
-            # log(1 + e) loses the digits of a small e; log(1 + e) / ((1 + e) - 1) loses the same ones (Kahan)
-            e = tl.exp(-tl.abs(y))
-            one_more = 1 + e
-            lost = tl.where(one_more == 1, 1.0, one_more - 1)
-            y = tl.maximum(y, 0.0) + tl.where(one_more == 1, e, tl.log(one_more) * (e / lost))
-        value = y * constant
-    return value
-
-
-@triton.jit
-def slope(raw, constant, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """d value / d raw."""
-    y = tl.load(raw).to(tl.float32)
-    if KIND == UNIT:
-        e = 1 / (1 + tl.exp(-y))
-        result = constant * e * (1 - e)
-    elif KIND == POSITIVE:
-        result = constant / (1 + tl.exp(-y))
-    else:
-        result = y * 0 + constant
-    return result
 
 
 @triton.jit

@@ -59,10 +59,9 @@ def newton_schulz_of_mean(
     """m' = beta m + (1 - beta) g in the dtype of m, and NS5 of it: the kernel mixes while it reads."""
     if kernels.usable(g, m):
         from stepformer.ops import newton_schulz_kernels as fast
-        from stepformer.ops.common import Scalar
 
         if fast.supports(heads, g.shape[-1] // heads):
-            return fast.muon_pass(g, m, Scalar(beta), heads, dtype, low == torch.bfloat16)
+            return fast.muon_pass(g, m, beta, heads, dtype, low == torch.bfloat16)
     mean = (beta * m + (1 - beta) * g).to(m.dtype)
     return mean, newton_schulz(mean, heads=heads, dtype=dtype, low=low)
 

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepformer.ops.common import Scalar, code, dense, mapped, slope
+from stepformer.ops.common import dense
 from stepformer.ops.matrix_functions import NEWTON_SCHULZ
 from stepformer.ops.operators import differentiable, operator, unwritten
 
@@ -158,8 +158,8 @@ def _identity(R: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n"])  # no compilation of its own for one token
 def _newton_schulz_forward_kernel(  # type: ignore[no-untyped-def]
-    g, m, raw, constant, m_out, o, n,
-    KIND: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    g, m, mixing, m_out, o, n,
+    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, TOKENS: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Columns in chunks: three walks over Y keep fewer registers busy than holding it, and the later ones hit L1."""
@@ -170,7 +170,7 @@ def _newton_schulz_forward_kernel(  # type: ignore[no-untyped-def]
     one = _identity(R)
     G = tl.zeros((TOKENS, R, R), tl.float32)
     empty = tl.zeros((TOKENS, R, CHUNK), tl.float32)
-    beta = mapped(raw, constant, KIND) if m is not None else 0.0
+    beta = tl.load(mixing).to(tl.float32) if m is not None else 0.0
 
     squares = tl.sum(empty, 2)
     for c in tl.static_range(CHUNKS):
@@ -203,8 +203,8 @@ def _newton_schulz_forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n"])  # no compilation of its own for one token
 def _newton_schulz_backward_kernel(  # type: ignore[no-untyped-def]
-    g, m, raw, constant, do, dm_out, dg, dm, partial, n,
-    KIND: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    g, m, mixing, do, dm_out, dg, dm, partial, n,
+    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr, DERIVATIVES: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * TOKENS
@@ -214,7 +214,7 @@ def _newton_schulz_backward_kernel(  # type: ignore[no-untyped-def]
     one = _identity(R)
     zero = tl.zeros((TOKENS, R, R), tl.float32)
     empty = tl.zeros((TOKENS, R, CHUNK), tl.float32)
-    beta = mapped(raw, constant, KIND) if m is not None else 0.0
+    beta = tl.load(mixing).to(tl.float32) if m is not None else 0.0
 
     squares = tl.sum(empty, 2)
     G, dG = zero, zero
@@ -266,8 +266,7 @@ def _newton_schulz_backward_kernel(  # type: ignore[no-untyped-def]
             tl.store(dm + at + c * CHUNK, beta * t, mask=mask)
             tl.store(dg + at + c * CHUNK, (1 - beta) * t, mask=mask)
     if partial is not None:
-        total = tl.sum(tl.sum(change, 1), 0)
-        tl.store(partial + tl.program_id(0), total * slope(raw, constant, KIND))
+        tl.store(partial + tl.program_id(0), tl.sum(tl.sum(change, 1), 0))
 
 
 class Tile(NamedTuple):
@@ -297,59 +296,55 @@ def _shape(h: int, k: int, t: Tile) -> dict[str, Any]:
 
 
 def _outputs(
-    g: Tensor, m: Tensor | None, raw: Tensor | None, kind: int, constant: float, heads: int, dtype: torch.dtype,
-    fast: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    g: Tensor, m: Tensor | None, beta: Tensor | None, heads: int, dtype: torch.dtype, fast: bool
+) -> tuple[Tensor, Tensor]:
     """Unwritten memory for m', empty without an m, and o."""
     return g.new_empty(0) if m is None else unwritten(m), unwritten(g, dtype=dtype)
 
 
 @operator("newton_schulz", fake=_outputs)
 def _forward(
-    g: Tensor, m: Tensor | None, raw: Tensor | None, kind: int, constant: float, heads: int, dtype: torch.dtype,
-    fast: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    g: Tensor, m: Tensor | None, beta: Tensor | None, heads: int, dtype: torch.dtype, fast: bool
+) -> tuple[Tensor, Tensor]:
     k = g.shape[-1] // heads
     n = g.numel() // g.shape[-1]
-    m_out, o = _outputs(g, m, raw, kind, constant, heads, dtype, fast)
+    m_out, o = _outputs(g, m, beta, heads, dtype, fast)
     t = tile(heads, k, backward=False)
     if n:
         _newton_schulz_forward_kernel[(triton.cdiv(n, t.tokens),)](
-            g.contiguous(), dense(m), raw, constant, None if m is None else m_out, o, n,
-            KIND=kind, ACCURATE=not fast, **_shape(heads, k, t),
+            g.contiguous(), dense(m), beta, None if m is None else m_out, o, n,
+            ACCURATE=not fast, **_shape(heads, k, t),
         )  # fmt: skip
     return m_out, o
 
 
 def _gradients(g: Tensor, *learned: Tensor | None) -> tuple[Tensor, ...]:
-    """Unwritten memory for dg and, empty where there is none, dm and the gradient of the raw parameter."""
+    """Unwritten memory for dg and, empty where there is none, dm and dbeta."""
     return unwritten(g), *(g.new_empty(0) if t is None else unwritten(t) for t in learned)
 
 
-@operator("newton_schulz_backward", fake=lambda g, m, raw, *_: _gradients(g, m, raw))
+@operator("newton_schulz_backward", fake=lambda g, m, beta, *_: _gradients(g, m, beta))
 def _backward(
-    g: Tensor, m: Tensor | None, raw: Tensor | None, do: Tensor, dm_out: Tensor | None,
-    kind: int, constant: float, heads: int, fast: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    g: Tensor, m: Tensor | None, beta: Tensor | None, do: Tensor, dm_out: Tensor | None, heads: int, fast: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     k = g.shape[-1] // heads
     n = g.numel() // g.shape[-1]
     t = tile(heads, k, backward=True)
     programs = triton.cdiv(n, t.tokens)
-    dg, dm, draw = _gradients(g, m, raw)
-    partial = None if raw is None else torch.empty(programs, dtype=torch.float32, device=g.device)
+    dg, dm, dbeta = _gradients(g, m, beta)
+    partial = None if beta is None else torch.empty(programs, dtype=torch.float32, device=g.device)
     if n:
         _newton_schulz_backward_kernel[(programs,)](
-            g.contiguous(), dense(m), raw, constant, do.contiguous(), dense(dm_out), dg, None if m is None else dm,
-            partial, n, KIND=kind, VALUES=not fast, DERIVATIVES=not fast and do.dtype != torch.bfloat16,
-            **_shape(heads, k, t),
+            g.contiguous(), dense(m), beta, do.contiguous(), dense(dm_out), dg, None if m is None else dm,
+            partial, n, VALUES=not fast, DERIVATIVES=not fast and do.dtype != torch.bfloat16, **_shape(heads, k, t),
         )  # fmt: skip
-    return dg, dm, draw if raw is None or partial is None else partial.sum().to(raw.dtype).expand_as(raw).clone()
+    return dg, dm, dbeta if beta is None or partial is None else partial.sum().to(beta.dtype).expand_as(beta).clone()
 
 
 def _differentiate(needs: Any, kept: Any, constants: Any, dm_out: Tensor | None, do: Tensor | None) -> Any:
-    (g, m, raw), (kind, constant, heads, dtype, fast) = kept, constants
+    (g, m, beta), (heads, dtype, fast) = kept, constants
     do = g.new_zeros(g.shape, dtype=dtype) if do is None else do
-    return _backward(g, m, raw, do, dm_out, kind, constant, heads, fast)
+    return _backward(g, m, beta, do, dm_out, heads, fast)
 
 
 # the mean after the last turn has no gradient
@@ -358,12 +353,12 @@ differentiable(_forward, lambda inputs, _: (inputs[:3], inputs[3:]), _differenti
 
 def newton_schulz(g: Tensor, heads: int, dtype: torch.dtype | None = None, fast: bool = False) -> Tensor:
     """Newton-Schulz of the `heads` rows of every vector of g (..., d), in `dtype` (as g without one)."""
-    o: Tensor = _forward(g, None, None, code(None), 1.0, heads, g.dtype if dtype is None else dtype, fast)[1]
+    o: Tensor = _forward(g, None, None, heads, g.dtype if dtype is None else dtype, fast)[1]
     return o
 
 
 def muon_pass(
-    g: Tensor, m: Tensor, beta: Scalar, heads: int, dtype: torch.dtype | None = None, fast: bool = False
+    g: Tensor, m: Tensor, beta: Tensor, heads: int, dtype: torch.dtype | None = None, fast: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The mean m' = beta m + (1 - beta) g, in the dtype of m, and Newton-Schulz of it, in `dtype` (that of g)."""
-    return _forward(g, m, beta.raw, code(beta), beta.constant, heads, g.dtype if dtype is None else dtype, fast)
+    return _forward(g, m, beta, heads, g.dtype if dtype is None else dtype, fast)
