@@ -20,6 +20,7 @@ from stepformer.decoding.sampling import encode
 from stepformer.model.engines import rows as decoding_rows
 from stepformer.model.engines import steps as decoding
 from stepformer.ops import kernels
+from stepformer.ops import rows as row_launches
 
 SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "d_model": 32, "context": 12, "vocab_size": 29}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [3, 3], [2, 1], [7, 7, 7]]
@@ -221,7 +222,106 @@ def test_who_is_refused() -> None:
         pinned = build("yurii")
         pinned.pin_coefficients(mu=0.0, layer=1)
         assert "pinned" in (decoding_rows.refusal(pinned, 1) or "")
+        pinned = build("entropy-head")
+        pinned.blocks[0].attn.coefficients.pin_keys(["r"], "r", 0.3)
+        assert "pinned" in (decoding_rows.refusal(pinned, 1) or "")
+        turned = build("yurii")
+        weight = turned.blocks[0].mlp.up.weight
+        weight.data = weight.data.t().contiguous().t()
+        assert "another order" in (decoding_rows.refusal(turned, 1) or "")
     assert "cannot take" in (decoding_rows.refusal(build("yurii"), 1) or "")
+
+
+def test_extras_without_such_a_step_are_refused(registries: None) -> None:
+    @sf.register_extra("test-number", equation="x = x + mean(x_0)")
+    class Number(sf.Extra):
+        """Remembers one number per token."""
+
+        def start(self, x: Tensor) -> dict[str, Tensor]:
+            return {"mean": x.mean(dim=-1, keepdim=True)}
+
+        def enter(self, s: Any, c: Any) -> Any:
+            return s.replace(x=s.x + s.memory["mean"])
+
+    @sf.register_extra("test-cap", equation="logits = tanh(logits)")
+    class Cap(sf.Extra):
+        """A second cap."""
+
+        cap = 1.0
+
+        def logits(self, logits: Tensor) -> Tensor:
+            return torch.tanh(logits)
+
+    with kernels.interpreted():
+        model = sf.build("vanilla", dtype=torch.float32, extras=["test-number"], **SMALL)
+        assert "'mean' is not one row per token" in (decoding_rows.refusal(model, 1) or "")
+        model = sf.build("vanilla", dtype=torch.float32, extras=["test-cap"], logit_softcap=5.0, **SMALL)
+        assert "test-cap" in (decoding_rows.refusal(model, 1) or "")
+        assert decoding_rows.refusal(sf.build("vanilla", dtype=torch.float32, extras=["test-cap"], **SMALL), 1) is None
+
+
+@NO_GPU
+@pytest.mark.parametrize("layer", ["mlp.up", "attn.qkv"])
+def test_a_layer_in_the_place_of_another_is_called(layer: str) -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = shake(sf.build("vanilla", seed=0, dtype=torch.float32, **SMALL), scale=0.1).eval()
+    block = model.blocks[0]
+    old = block.get_submodule(layer)
+    new = Doubled(old.in_features, old.out_features, bias=False)
+    new.load_state_dict(old.state_dict())
+    block.set_submodule(layer, new)
+    assert worst_error(model, 2, 2) < 1e-5
+
+
+@NO_GPU
+@pytest.mark.parametrize("name", ["vanilla", "linear"])
+def test_a_text_that_went_wrong_leaves_nothing_behind(name: str) -> None:
+    """Heads of width 12 are called as they are written: what they may not see counts 0 times its value."""
+    model = shake(sf.build(name, seed=0, dtype=torch.float32, **{**SMALL, "d_model": 24}), scale=0.1).eval()
+    weight = model.embed.tok_emb.weight
+    with torch.no_grad(), kernels.interpreted(), decoding.anywhere():
+        decoder = decoding.Decoder(model, 1, 12, decoding.Sampling(0.0), record=False)
+        good, kept = list(decoder.after([[1, 2, 3]], 4)), weight.clone()
+        weight.fill_(torch.nan)
+        with pytest.raises(sf.StepformerError, match="not finite"):
+            list(decoder.after([[1, 2, 3]], 8))
+        weight.copy_(kept)
+        assert list(decoder.after([[1, 2, 3]], 4)) == good
+
+
+def test_a_decoder_notices_settings_that_change() -> None:
+    model = sf.build("entropy", seed=0, dtype=torch.float32, **SMALL)
+    with kernels.interpreted(), decoding.anywhere():
+        decoder = decoding.Decoder(model, 1, 12, decoding.Sampling(0.0), record=False)
+        settings = (model, 1, 12, decoding.Sampling(0.0))
+        assert decoder.fits(*settings)
+        for owner, name, value in ((model.blocks[1].attn_norm, "eps", 0.1), (model.blocks[0].attn, "ratio", 0.7)):
+            before = getattr(owner, name)
+            setattr(owner, name, value)
+            assert not decoder.fits(*settings)
+            setattr(owner, name, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [5, 16, 32, 64])
+def test_tiles_of_many_rows_fit(rows: int, dtype: torch.dtype) -> None:
+    """What a compiler needs at most, for every width: all stages of both factors, and the source once more."""
+    for n, k, gated in (
+        (768, 768, False),
+        (3072, 768, True),
+        (8192, 2048, True),
+        (2048, 8192, False),
+        (50304, 64, False),
+    ):
+        for kind in (torch.float32, dtype):
+            weight, source = torch.empty(1, k, dtype=dtype), torch.empty(1, 1, dtype=kind)
+            tile = row_launches.many_rows_tile(rows, n, weight, source, gated)
+            factors = tile["BLOCK_M"] * source.element_size() + tile["BLOCK_N"] * weight.element_size() * (1 + gated)
+            more = tile["BLOCK_M"] * weight.element_size()
+            assert (tile["STAGES"] * factors + more) * tile["BLOCK_K"] < row_launches.shared_memory(weight) - 32_000
 
 
 @contextlib.contextmanager

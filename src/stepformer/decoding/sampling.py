@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.decoding.cache import Cache
+from stepformer.ops import kernels
 from stepformer.ops.tables import check_ids
 
 Prompts = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -172,7 +173,7 @@ def recorded(
         return None, reason
     try:
         return held.enter_context(wanted), None
-    except RuntimeError as error:
+    except kernels.failures() as error:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a device that is lost says so here, and not as a reason to go on without it
         return None, f"recording its step failed: {error}"

@@ -129,3 +129,12 @@ def twice_differentiable() -> Iterator[None]:
 def interpreted() -> contextlib.AbstractContextManager[None]:
     """Let kernels take CPU tensors inside; they must have been imported under TRITON_INTERPRET=1."""
     return _switched("interpreting", True)
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What work on a GPU raises that cannot be done there: Triton's error for a kernel too large is no RuntimeError."""
+    if not has_triton():
+        return (RuntimeError,)
+    from triton.runtime.errors import OutOfResources
+
+    return RuntimeError, OutOfResources

@@ -72,7 +72,7 @@ def _statistics(x, rest, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _solved(x, rest, log_q, seen, rho, std, constant, full, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _solved(x, rest, log_q, seen, rho, constant, full, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     """(beta std, whether it was reached): Halley's method in ln b on logit(D / D(inf)) inside a bracket."""
     free = (rho > 0) & (constant == 0)
     goal = full - rho
@@ -160,7 +160,7 @@ def weights_kernel(  # type: ignore[no-untyped-def]
     most = tl.max(tl.where(on_top, log_q, -float("inf")))
     q_top = most + tl.log(tl.sum(tl.where(on_top, tl.exp(log_q - most), 0.0)))
     rest = tl.where(seen & (on_top == 0), log_q - q_top, HIDDEN)
-    b, free = _solved(x, rest, log_q, seen, rho, std, constant, -q_top, COUNT)
+    b, free = _solved(x, rest, log_q, seen, rho, constant, -q_top, COUNT)
     if CEILING:
         b = tl.minimum(tl.where(constant, ceiling * std, b), ceiling * std)
         free = rho > 0
@@ -185,7 +185,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     found = tl.zeros((D,), tl.float32)
     await_others(OVERLAP)
     p, _ = place_of(positions, positions, row_head // H, CAPACITY, False)
-    for block in tl.static_range(BLOCKS):
+    for block in range(BLOCKS):
         t = (stretch * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         at = (row_head.to(tl.int64) * CAPACITY + t)[:, None] * D + d[None, :]
         v = tl.load(values + at, mask=(t <= p)[:, None] & (d >= 0)[None, :], other=0.0).to(tl.float32)

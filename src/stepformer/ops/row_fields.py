@@ -95,7 +95,6 @@ def key_sums_kernel(  # type: ignore[no-untyped-def]
     row = row_head // H
     w = tl.arange(0, BLOCK_W)
     inside = w < W
-    p, _ = place_of(positions, origins, row, CAPACITY, False)
     top = tl.full((), -1e30, tl.float32)
     total = tl.zeros((), tl.float32)
     one, two = tl.zeros((BLOCK_W,), tl.float32), tl.zeros((BLOCK_W,), tl.float32)

@@ -118,10 +118,8 @@ def _merged(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ranked(  # type: ignore[no-untyped-def]
-    y, n, here, best, where, bad, place, REAL: tl.constexpr, AXIS: tl.constexpr
-):
-    """Store the largest of some logits, where it is, and NaN if one of them is not finite."""
+def _ranked(y, n, here, REAL: tl.constexpr, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest of some logits, where it is, and NaN if one of them is not finite."""
     ranked = tl.where((n < REAL) & (y == y), y, float("-inf"))  # among NaN an argmax may point beyond all of them
     return tl.max(ranked, axis=AXIS), tl.argmax(ranked, axis=AXIS), tl.sum(tl.where(here, y * 0.0, 0.0), axis=AXIS)
 
@@ -157,17 +155,13 @@ def linear_kernel(  # type: ignore[no-untyped-def]
         if ACT == 3:
             more = tl.load(weight + N * K + at, mask=here[:, None] & inside[None, :], other=0.0)
             gated += more.to(tl.float32) * u[None, :]
-    y = tl.sum(products, axis=1) + offset
-    if ACT == 3:
-        y = activated(y, tl.sum(gated, axis=1) + second_offset, ACT)
-    else:
-        y = activated(y, y, ACT)
+    y = activated(tl.sum(products, axis=1) + offset, tl.sum(gated, axis=1) + second_offset, ACT)
     if CAP:
         y = cap * (2.0 * tl.sigmoid(2.0 * y / cap) - 1.0)
     tl.store(out + row * N + n, y, mask=here)
     if REAL > 0:
         place = row * tl.num_programs(0) + pid
-        top, at, wrong = _ranked(y, n, here, best, where, bad, place, REAL, 0)
+        top, at, wrong = _ranked(y, n, here, REAL, 0)
         tl.store(best + place, top)
         tl.store(where + place, pid * BLOCK_N + at)
         tl.store(bad + place, wrong)
@@ -212,7 +206,7 @@ def many_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + m[:, None] * N + n[None, :], y, mask=here)
     if REAL > 0:
         place = m * tl.num_programs(0) + pid
-        top, at, wrong = _ranked(y, n[None, :], here, best, where, bad, place, REAL, 1)
+        top, at, wrong = _ranked(y, n[None, :], here, REAL, 1)
         tl.store(best + place, top, mask=m < rows)
         tl.store(where + place, (pid * BLOCK_N + at).to(tl.int64), mask=m < rows)
         tl.store(bad + place, wrong, mask=m < rows)

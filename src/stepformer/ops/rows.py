@@ -33,6 +33,7 @@ KEYS = 128  # keys that one program looks at
 STRETCHES = 16  # at most so many programs share a row's keys
 WARPS = 4
 WIDE = 4096  # so much of a row of a weight is asked for at once
+SPARE = 32_768  # bytes of shared memory that a compiler may take for itself
 
 
 class Launching:
@@ -168,23 +169,23 @@ def logits(u: Tensor, table: Tensor, cap: float | None = None, real: int | None 
     return _product(u, table, cap=cap, real=real or len(table))
 
 
-def joined(weight: Tensor, second: Tensor | None) -> dict[str, int]:
-    """How a kernel finds a second weight behind the first."""
+def joined(weight: Tensor, second: Tensor | None, act: int) -> tuple[int, int, int]:
+    """How many outputs there are, how many of them the first weight gives, and how far behind it the second lies."""
     if second is None:
-        return {"apart": 0, "N": len(weight), "FIRST": len(weight)}
-    numbers = (second.data_ptr() - weight.data_ptr()) // weight.element_size() - weight.numel()
-    return {"apart": numbers, "N": len(weight) + len(second), "FIRST": len(weight)}
+        n = len(weight) // (2 if act == 3 else 1)
+        return n, n, 0
+    apart = (second.data_ptr() - weight.data_ptr()) // weight.element_size() - weight.numel()
+    return len(weight) + len(second), len(weight), apart
 
 
 def _after_pass(source: Point, weight: Tensor, bias: Tensor | None, second: Tensor | None, act: int) -> Tensor:
     own = source.of
     printer, kernel = step_kernel(own.program.text, own.missing(), source.name)
-    where = joined(weight, second)
-    n, k, rows = where.pop("N") // (2 if act == 3 else 1), weight.shape[1], own.like.shape[0]
+    n, first, apart = joined(weight, second, act)
+    k, rows = weight.shape[1], own.like.shape[0]
     chunk = triton.next_power_of_2(k)
     block_n = outputs_per_program(n, chunk) if weight.is_cuda else 32  # the interpreter is slow per program
     out = torch.empty(rows, n, dtype=torch.float32, device=weight.device)
-    apart, first = where["apart"], where["FIRST"] if second is not None else n
     kernel[(triton.cdiv(n, block_n), rows)](
         weight, out if bias is None else bias, out, apart, *own.arguments(printer), rows,
         N=n, FIRST=first, ACT=act, BIAS=bias is not None, BLOCK_N=block_n, D=k, CHUNK=chunk,
@@ -197,14 +198,13 @@ def _product(
     source: Any, weight: Tensor, bias: Tensor | None = None, second: Tensor | None = None, *,
     act: int = 0, cap: float | None = None, real: int = 0,
 ) -> tuple[Tensor, Best]:  # fmt: skip
-    where = joined(weight, second)
-    n, k = where.pop("N") // (2 if act == 3 else 1), weight.shape[1]
+    (n, first, apart), k = joined(weight, second, act), weight.shape[1]
     like = source.parts if isinstance(source, Stretches) else source
     rows, whole = like.shape[0], triton.next_power_of_2(k)
     many = rows > FEW
     block_k = whole if isinstance(source, Stretches) else min(whole, WIDE)
     block_n = outputs_per_program(n, block_k) if weight.is_cuda else 32
-    tile = many_rows_tile(rows, n, k) if many else {}
+    tile = many_rows_tile(rows, n, weight, like, act == 3) if many else {}
     programs = triton.cdiv(n, tile.get("BLOCK_N", block_n))
     # what only another product reads is as wide as its weights where there are many rows
     narrow = many and act in (1, 2, 3)
@@ -216,10 +216,9 @@ def _product(
     sizes |= {"BLOCK_N": block_n, "BLOCK_K": block_k, **dependent(weight, rows), **tile}
     offsets = out if bias is None else bias
     if many:
-        first = where["FIRST"] if second is not None else n
         precision = "tf32x3" if weight.dtype == torch.float32 else "tf32"
         many_rows_kernel[(programs,)](
-            weight, offsets, out, source, where["apart"], rows=rows, FIRST=first, PRECISION=precision, **found, **sizes
+            weight, offsets, out, source, apart, rows=rows, FIRST=first, PRECISION=precision, **found, **sizes
         )
     else:
         split, head = source.parts.shape[-2:] if isinstance(source, Stretches) else (0, 1)
@@ -231,13 +230,24 @@ def _product(
     return out, Best(best, place, bad)
 
 
-def many_rows_tile(rows: int, n: int, k: int) -> dict[str, int]:
+def shared_memory(like: Tensor) -> int:
+    """Bytes that a program may have; in the interpreter as on an H200."""
+    if not like.is_cuda:
+        return 232_448
+    return getattr(torch.cuda.get_device_properties(like.device), "shared_memory_per_block_optin", 101_376)
+
+
+def many_rows_tile(rows: int, n: int, weight: Tensor, source: Tensor, gated: bool) -> dict[str, int]:
     """The tile of a product of many rows: measured on an H200 for widths of 768 and 3072, 16 and 64 rows."""
     block_m, wide = max(16, triton.next_power_of_2(rows)), n >= 2048
-    long = k > 1024 and block_m <= 16
+    long, block_n = weight.shape[1] > 1024 and block_m <= 16, 32 if wide else 16
     block_k = 512 if long else 128 if wide and block_m <= 16 else 256
     stages, warps = 4 if block_m <= 16 else 3, 2 if long else WARPS
-    return {"BLOCK_M": block_m, "BLOCK_N": 32 if wide else 16, "BLOCK_K": block_k, "STAGES": stages, "num_warps": warps}
+    column = stages * (block_m * source.element_size() + block_n * weight.element_size() * (2 if gated else 1))
+    column += block_m * weight.element_size()  # the source again, as it is multiplied
+    while block_k > 32 and column * block_k + SPARE > shared_memory(weight):
+        block_k //= 2
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages, "num_warps": warps}
 
 
 def outputs_per_program(n: int, block_k: int) -> int:
@@ -286,16 +296,22 @@ def attend(
     if rows > FEW and head_dim >= 16:
         out = torch.empty(rows, heads * head_dim, dtype=keys.dtype, device=qkv.device)
         precision = "tf32x3" if keys.dtype == torch.float32 else "tf32"
+        while block > 16 and 2 * block * head_dim * keys.element_size() + SPARE > shared_memory(qkv):
+            block //= 2
         attend_all_kernel[(rows * heads,)](
             *arguments, out, *numbers, PRECISION=precision, BLOCK=max(16, block), STAGES=2, **sizes
         )
         return out
-    blocks = triton.cdiv(triton.cdiv(capacity, block), STRETCHES if rows <= FEW else 1)
+    blocks = triton.cdiv(triton.cdiv(capacity, block), STRETCHES)
     split = triton.cdiv(capacity, block * blocks)
     parts = torch.empty(rows, heads, split, head_dim, dtype=torch.float32, device=qkv.device)
     tops, sums = (torch.empty(rows, heads, split, dtype=torch.float32, device=qkv.device) for _ in range(2))
     attend_kernel[(split, rows * heads)](*arguments, parts, tops, sums, *numbers, BLOCK=block, BLOCKS=blocks, **sizes)
-    return Stretches(parts, tops, sums) if rows <= FEW else (parts[:, :, 0] / sums).view(rows, -1)
+    if rows <= FEW:
+        return Stretches(parts, tops, sums)
+    shares = torch.exp(tops - tops.amax(dim=-1, keepdim=True))
+    merged = (shares[..., None] * parts).sum(dim=2) / (shares * sums).sum(dim=-1, keepdim=True)
+    return merged.view(rows, -1)
 
 
 def heads_arguments(like: Tensor, where: Where, mix: Mix | None) -> list[Tensor]:

@@ -11,17 +11,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from stepformer.ops import Linear
 from stepformer.oracles.constrained import ConstrainedAttention, EntropyAttention, KLAttention
 from stepformer.oracles.hamiltonian import RIDGE, HamiltonianAttention
 from stepformer.oracles.linear import LinearAttention, LinearHamiltonian
 from stepformer.oracles.softmax import QK_NORM_EPS, MultiHeadAttention, SoftmaxAttention
+from stepformer.rules.coefficients import CoefficientBank
+
+
+def has_plain_layers(module: nn.Module) -> bool:
+    """Whether its layers mean their weights: nobody has put another kind of layer in the place of one."""
+    return all(type(layer) in (Linear, nn.Linear, CoefficientBank) for layer in module.children())
 
 
 def known(attn: Any, context: int) -> Callable[..., Any] | None:
     """The step of an attention under its options; None if it is called as it is."""
     step = STEPS.get(type(attn))
+    if not has_plain_layers(attn):
+        return None
     if isinstance(attn, MultiHeadAttention) and attn.head_dim & (attn.head_dim - 1):
         return None
     if isinstance(attn, ConstrainedAttention):
@@ -63,7 +72,7 @@ def _constrained(walk: Any, attn: Any, point: Any, slot: Any, mix: Any) -> tuple
     return linear(seen, attn.out.weight, attn.out.bias), qkv[:, 2 * attn.d_model :]
 
 
-def _with_input(walk: Any, attn: Any, point: Any, *weights: Tensor) -> tuple[Tensor, Tensor]:
+def _with_input(walk: Any, point: Any, *weights: Tensor) -> tuple[Tensor, Tensor]:
     """The point itself, and both products of it (B, 2 d)."""
     if isinstance(point, Tensor):
         return point, walk.fast.linear(point, weights[0], second=weights[1])
@@ -75,7 +84,7 @@ def _with_input(walk: Any, attn: Any, point: Any, *weights: Tensor) -> tuple[Ten
 def _linear(walk: Any, attn: Any, point: Any, slot: Any, mix: Any) -> tuple[Tensor, Tensor]:
     from stepformer.ops.row_fields import advance_state
 
-    u, products = _with_input(walk, attn, point, attn.kernel.weight, attn.value.weight)
+    u, products = _with_input(walk, point, attn.kernel.weight, attn.value.weight)
     q, values = products[:, : attn.d_model], products[:, attn.d_model :]
     h = attn.coefficients.value("h")
     return advance_state(q, u, values, slot.state, walk.where, attn.n0, h, mix), values
@@ -88,7 +97,7 @@ class LinearRows:
         from stepformer.ops.row_fields import advance_state
 
         self.walk, self.attn, self.slot, self.advance = walk, attn, slot, advance_state
-        self.u, products = _with_input(walk, attn, point, attn.kernel.weight, attn.value.weight)
+        self.u, products = _with_input(walk, point, attn.kernel.weight, attn.value.weight)
         self.q, self.values = products[:, : attn.d_model], products[:, attn.d_model :]
         self.y = momentum().flatten(0, 1).contiguous()
         self.own = advance_state(self.q, self.u, self.y, slot.state, walk.where, attn.n0)

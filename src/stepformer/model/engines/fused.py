@@ -87,8 +87,13 @@ def made_of(model: Backbone) -> tuple[list[Any], list[Any]]:
         parts += b.template, b.splitting, *b.parts
     settings = [getattr(norm, "eps", None) for norm in norms]
     for part in parts:
-        settings += [own for own in vars(part).items() if type(own[1]) in SETTINGS]
+        settings += settings_of(part)
     return [*model.blocks, *map(type, norms), *map(type, parts)], settings
+
+
+def settings_of(part: Any) -> list[tuple[str, Any]]:
+    """The numbers and words that a part was given."""
+    return [own for own in vars(part).items() if type(own[1]) in SETTINGS]
 
 
 def plan_for(model: Backbone) -> Plan | str:

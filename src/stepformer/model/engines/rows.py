@@ -40,11 +40,24 @@ def refusal(model: Backbone, batch: int) -> str | None:
         return "kernels cannot take these weights"
     if batch > MOST_ROWS:
         return f"there are more than {MOST_ROWS} rows"
-    if len({p.dtype for p in model.parameters()}) > 1:
-        return "the weights have several dtypes"
-    if any(block.coefficients.pinned or block.extras.pinned for block in model.blocks):
+    if len({p.dtype for p in model.parameters()}) > 1 or not all(p.is_contiguous() for p in model.parameters()):
+        return "the weights have several dtypes, or another order in memory"
+    if is_pinned(model):
         return "coefficients are pinned"
-    return structural(model)
+    why = structural(model)
+    if why is None:
+        plan: Any = model.plan()
+        x = torch.zeros(1, 1, model.config.d_model, device=model.device)
+        made = {name: t for part in model.parts for name, t in part.start(x).items()}
+        for name in (name.removeprefix("memory ") for name, _ in plan.starts if name.startswith("memory ")):
+            if name not in made or made[name].shape != x.shape:
+                return f"what its extras remember as '{name}' is not one row per token"
+    return why
+
+
+def is_pinned(model: Backbone) -> bool:
+    """Whether somebody has put a value in the place of a learned coefficient."""
+    return any(bank.pinned for block in model.blocks for bank in block.banks())
 
 
 def structural(model: Backbone) -> str | None:
@@ -54,10 +67,11 @@ def structural(model: Backbone) -> str | None:
         return plan
     if not plan.mixes:
         return "its extras mix values in a way of their own"
-    for part in model.parts:
-        own = type(part)
-        if (part.changes("logits") and part.cap is None) or (part.changes("confine") and own is not Documents):
-            return f"{part.name} has no such step"
+    changing = [part for part in model.parts if part.changes("logits")]
+    strange = [part for part in changing if part.cap is None] or changing[1:]
+    strange += [part for part in model.parts if part.changes("confine") and type(part) is not Documents]
+    if strange:
+        return f"{strange[0].name} has no such step"
     if any(isinstance(part, Documents) for part in model.parts) and not all(
         attention_steps.known(block.attn, model.config.context) for block in model.blocks
     ):
@@ -130,8 +144,10 @@ class RowStep:
         self.where = rows.Where(decoder.positions, decoder.origins, self.separator is not None, angles)
         self.starts = {
             name: torch.full((decoder.batch, 1, config.d_model), float(start == "ones"), device=device)
+            if start != "identity"
+            else torch.eye(config.head_dim, device=device).expand(decoder.batch, 1, -1, -1)
             for name, start in model.starts.items()
-            if name not in model.aux_embed and isinstance(start, str) and start != "identity"
+            if name not in model.aux_embed and isinstance(start, str)
         }
         self.made: dict[Any, tuple[Tensor, Callable[[], Tensor]]] = {}  # what is made of the weights, and how
         self.keeps = _Kept(self)
@@ -223,9 +239,6 @@ class Walk:
         memory = {name: t for part in model.parts for name, t in part.start(x).items()}
         for name, at in self.plan.starts:
             kind, _, key = name.partition(" ")
-            if kind == "stream" and key not in streams:  # a matrix per token
-                eye = torch.eye(model.config.head_dim, device=x.device)
-                streams[key] = eye.expand(*x.shape[:2], -1, -1)
             self.places[at] = x if kind == "x" else streams[key] if kind == "stream" else memory[key]
 
     def finish(self) -> Tensor:
@@ -295,22 +308,24 @@ class Walk:
             found = self._field(step)
         else:
             numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
-            needs = [self.value(at) for at in step.needs]
+            self.settle(*step.needs)
+            needs = [self.places[at] for at in step.needs]
             answer = fused.FUNCTIONS[step.kind](*needs, *numbers, **dict(step.settings), dtype=torch.float32)
             found = [answer] if isinstance(answer, Tensor) else list(answer)
         for at, tensor in zip(step.gives, found, strict=True):
-            self.places[at] = tensor[:, None] if tensor.ndim == 2 and step.kind == "ask" else tensor
+            self.places[at] = tensor
 
     def ask(self, step: EventStep, oracle: str, at: int) -> Tensor:
         block = self.model.blocks[step.layer]
         if oracle == "attn":
             return self._attend(step, block.attn, at)
         mlp, linear = block.mlp, self.fast.linear
-        if type(mlp) not in MLPS:
-            return mlp(self.value(at).to(self.step.dtype)).float()
+        if type(mlp) not in MLPS or not attention_steps.has_plain_layers(mlp):
+            written: Tensor = mlp(self.value(at).to(self.step.dtype)).float()
+            return written
         h = linear(self.source(at), mlp.up.weight, mlp.up.bias, activation=mlp.name)
         found: Tensor = linear(h, mlp.down.weight, mlp.down.bias)
-        return found
+        return found[:, None]
 
     def slot(self, layer: int) -> Any:
         """The cache of the layer's attention call that comes next."""
@@ -326,7 +341,7 @@ class Walk:
         if step.mixture is not None and not step.mixes:
             self.places[step.mixture[0]] = values
         found: Tensor = answer
-        return found
+        return found[:, None]
 
     def _field(self, step: EventStep) -> list[Tensor]:
         attn = self.model.blocks[step.layer].attn

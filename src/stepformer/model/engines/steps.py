@@ -25,6 +25,7 @@ from stepformer.base.errors import StepformerError
 from stepformer.decoding.cache import Cache
 from stepformer.decoding.sampling import NOT_FINITE, Sampling
 from stepformer.model.backbone import Backbone
+from stepformer.model.engines import fused
 from stepformer.model.engines import rows as row_steps
 from stepformer.model.engines.rows import SHORT, Memory
 from stepformer.ops import kernels
@@ -208,8 +209,8 @@ class Decoder(Memory):
         self.lengths.fill_(length)
         self.positions.zero_()
         self.origins.zero_()
-        for slot in (slot for slots in self.cache.slots for slot in slots if isinstance(slot, StateSlot)):
-            torch._foreach_zero_(slot.tensors())
+        # states begin anew; and keys that are not visible count 0 times what they are, which an earlier text left
+        torch._foreach_zero_([t for slots in self.cache.slots for slot in slots for t in slot.tensors()])
         state = self.generator.get_state()
         blocks, single = divmod(length - 1, self.several)
         for _ in range(blocks):
@@ -272,11 +273,14 @@ def fixed_step(model: Backbone, own: Memory) -> None:
 
 def fingerprint(model: Backbone) -> tuple[object, ...]:
     """What a recording depends on besides the shapes: where the weights lie, and the settings of torch."""
-    weights = tuple((t.data_ptr(), t.dtype) for t in (*model.parameters(), *model.buffers()))
+    weights = tuple((t.data_ptr(), t.dtype, t.stride()) for t in (*model.parameters(), *model.buffers()))
+    settings = tuple(own for b in model.blocks for part in (b.attn, b.mlp) for own in fused.settings_of(part))
     return (
         weights,
         model.plain_layers,
-        any(block.coefficients.pinned or block.extras.pinned for block in model.blocks),
+        row_steps.is_pinned(model),
+        model.plan(),  # another object where a rule, a norm or their settings have changed
+        settings,
         kernels.switched_on(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
