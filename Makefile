@@ -3,6 +3,7 @@
 # make test-all   the complete set: also compiled models, every preset's full audit
 # make test-shaken  the fast tests under what differs between machines: kernels, threads, order, data, versions of torch
 # make test-gpu   CUDA tests, with a python that has pytest, xdist and a GPU build of torch (PYTHON=...)
+# make test-gpu-all  those of every shape too
 # make audit      every preset's audit as a table
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +15,7 @@ GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n > 14 ? 14 : n)))
 # The tests use tiny matrices: one thread per worker beats several fighting over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-shaken test-gpu lint audit format clean setup
+.PHONY: demo test test-all test-shaken test-gpu test-gpu-all lint audit format clean setup
 
 setup: $(STAMP)
 
@@ -43,7 +44,10 @@ test-shaken: $(STAMP)
 	$(BIN)/python tests/support/shaken.py --workers $(WORKERS) $(ONLY)
 
 test-gpu:
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) -rfEs tests
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "gpu and not slow" -n $(GPU_WORKERS) --dist worksteal -rfEs tests
+
+test-gpu-all:
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal -rfEs tests
 
 audit: $(STAMP)
 	$(BIN)/stepformer audit --all

@@ -234,8 +234,15 @@ class TestOnTheDevice:
     pytestmark = on_gpu
 
     @pytest.mark.parametrize("dtypes", [(SINGLE, SINGLE), (SINGLE, HALF), (HALF, HALF)], ids=str)
-    @pytest.mark.parametrize("shape", [(2, 1024, 768), (3, 517, 300), (1, 20), (5, 2048), (999, 21)], ids=str)
-    @pytest.mark.parametrize("case", CASES, ids=str)
+    @pytest.mark.parametrize(
+        ("case", "shape"),
+        [
+            pytest.param(case, shape, marks=[] if usual or case in FEW else [pytest.mark.slow], id=f"{case}-{shape}")
+            for usual, shapes in ((True, [(2, 1024, 768), (3, 517, 300)]), (False, [(1, 20), (5, 2048), (999, 21)]))
+            for shape in shapes
+            for case in CASES
+        ],
+    )
     def test_kernels(
         self, case: tuple[str, int], shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
     ) -> None:
