@@ -523,7 +523,7 @@ def test_names_that_no_disk_takes(capsys: pytest.CaptureFixture[str]) -> None:
         assert "File name too long" in said(capsys, words)
 
 
-@pytest.mark.parametrize("output", ["/dev/full", "closed"])
+@pytest.mark.parametrize("output", ["/dev/full", pytest.param("closed", marks=pytest.mark.slow)])
 def test_output_that_cannot_be_written(output: str) -> None:
     target = ">&-" if output == "closed" else f"> {output}"
     command = f"{sys.executable} -m stepformer list {target}"

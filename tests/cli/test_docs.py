@@ -96,6 +96,7 @@ def test_write_your_own_rule_page(tmp_path: Path, steps: int) -> None:
     assert "drifts along v alone" in refused.stderr
 
 
+@pytest.mark.slow
 @AUDITS
 def test_write_your_own_attention_page(tmp_path: Path, steps: int) -> None:
     """The attention and the integrator of the page, each in its file, pass the audits the page tells you to run."""

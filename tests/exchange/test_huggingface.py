@@ -494,6 +494,7 @@ def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_loading_without_importing_us_first(tmp_path: Path) -> None:
     """`trust_remote_code` runs the two-line file of the folder, which finds the installed package."""
     model = wrapped("muon")

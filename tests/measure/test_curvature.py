@@ -607,6 +607,7 @@ def test_protocols() -> None:
         ours.replace(context=256).plan(128)
 
 
+@pytest.mark.slow
 def test_legacy_on_a_run(run: LoadedRun) -> None:
     found = curvature.measure(run, curvature.SETTINGS(protocol="legacy"), quiet=True)
     assert found["method"] == "power"

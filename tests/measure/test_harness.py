@@ -110,7 +110,14 @@ def agree(ours: Any, theirs: Any, name: str, shots: int, items: int) -> None:
 
 
 @needs_tasks
-@pytest.mark.parametrize(("name", "shots", "items"), [("hellaswag", 0, 25), ("arc_easy", 0, 40), ("arc_easy", 10, 8)])
+@pytest.mark.parametrize(
+    ("name", "shots", "items"),
+    [
+        pytest.param("hellaswag", 0, 25, marks=pytest.mark.slow),
+        ("arc_easy", 0, 40),
+        pytest.param("arc_easy", 10, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_scores_are_those_of_the_hugging_face_backend(
     twins: tuple[Any, Any], name: str, shots: int, items: int
 ) -> None:

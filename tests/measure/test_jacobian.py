@@ -360,6 +360,7 @@ def test_a_run_is_measured(run: LoadedRun, tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_continues(run: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece is computed once, and the result is that of an uninterrupted measurement to the bit."""
     whole = jacobian.measure(run, SETTINGS, quiet=True)

@@ -425,6 +425,7 @@ def test_without_the_extra_one_sentence_says_so(
     )
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = (
         "import sys, stepformer, stepformer.cli.main\n"

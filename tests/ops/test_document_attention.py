@@ -102,7 +102,15 @@ def test_widths(d: int) -> None:
     check(inputs(1, 2, 33, d, torch.float32), packed(1, 33, [7, 20]), SINGLE)
 
 
-@pytest.mark.parametrize(("one", "other"), [((16, 32), (32, 16)), ((32, 16), (16, 32)), ((64, 16), (16, 64))], ids=str)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((16, 32), (32, 16)),
+        pytest.param((32, 16), (16, 32), marks=pytest.mark.slow),
+        pytest.param((64, 16), (16, 64), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_blocks_of_other_shapes(one: tuple[int, int], other: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """More keys than queries in a block and the reverse; borders on the edge of a block and beside it."""
     monkeypatch.setattr(fast, "INTERPRETED", (Tile(*one), Tile(*other), Tile(*one)))

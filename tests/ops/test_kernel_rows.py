@@ -116,7 +116,18 @@ FAMILIES = [
     ("symp-conformal-euler", {"metric": "derived"}, 5),
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]
-SLOW = {"soap", "entropy-head", "entropy-floor", "kl", "linear-symp-exp-euler", "symp-conformal-euler", "symp-etd-ab2"}
+SLOW = {
+    "soap",
+    "kl-carried",
+    "entropy-token",
+    "muon",
+    "entropy-head",
+    "entropy-floor",
+    "kl",
+    "linear-symp-exp-euler",
+    "symp-conformal-euler",
+    "symp-etd-ab2",
+}
 
 
 @NO_GPU
@@ -177,7 +188,13 @@ def test_a_hybrid_in_the_interpreter_and_sampling() -> None:
 
 @NO_GPU
 @pytest.mark.parametrize(
-    ("name", "how"), [("yurii", {"temperature": 0}), ("yurii", {"seed": 3}), ("linear", {"temperature": 0})], ids=str
+    ("name", "how"),
+    [
+        ("linear", {"temperature": 0}),
+        ("yurii", {"seed": 3}),
+        pytest.param("yurii", {"temperature": 0}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_steps_read_short_prompts(name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens after a pass over the whole prompt; a draw sees a rounding of 1e-6 in one case of 1e6."""
@@ -277,7 +294,7 @@ def test_a_layer_in_the_place_of_another_is_called(layer: str) -> None:
 
 
 @NO_GPU
-@pytest.mark.parametrize("name", ["vanilla", "linear"])
+@pytest.mark.parametrize("name", ["vanilla", pytest.param("linear", marks=pytest.mark.slow)])
 def test_a_text_that_went_wrong_leaves_nothing_behind(name: str) -> None:
     """Heads of width 12 are called as they are written: what they may not see counts 0 times its value."""
     model = shake(sf.build(name, seed=0, dtype=torch.float32, **{**SMALL, "d_model": 24}), scale=0.1).eval()
@@ -374,7 +391,7 @@ def checked_addresses() -> Iterator[list[str]]:
 @NO_GPU
 @pytest.mark.parametrize(
     ("name", "options"),
-    [pytest.param(*case, marks=[] if case[0] in ("tmm", "imex-ln-k2-mam") else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=[] if case[0] == "tmm" else pytest.mark.slow) for case in CASES],
     ids=[name for name, _ in CASES],
 )
 def test_no_address_lies_outside_the_arguments(name: str, options: dict[str, Any]) -> None:

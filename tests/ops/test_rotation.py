@@ -42,7 +42,7 @@ def test_values_and_gradients(shape: tuple[int, ...], back: bool, device: str) -
     assert found.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("options", [{}, {"kernel": "per-head"}], ids=str)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"kernel": "per-head"}], ids=str)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter was not chosen")
 def test_a_model_with_rotary_positions(options: dict[str, Any]) -> None:
     """With kernels and without: sums of fp32 in another order, 1e-5."""

@@ -198,6 +198,7 @@ def texts(name, **changes):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["yurii"], pytest.param(["yurii", "symp-etd-ab2"], marks=pytest.mark.slow)], ids=len)
 def test_texts_do_not_depend_on_what_was_traced_before(names: list[str]) -> None:
     """A fresh process writes the same programs and kernels, though many others were traced in this one."""

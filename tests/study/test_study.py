@@ -312,6 +312,7 @@ def test_dry_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @needs_gpt2
 @needs_tinystories
 def test_real_stories_from_prepare_to_text_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,6 +203,7 @@ def rule(folder: Path, factor: float) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_an_edited_plugin_is_another_rule(corpus: Path, tmp_path: Path) -> None:
     """In processes of their own, as people do it."""
     path, words = rule(tmp_path, 0.5), [*SMALL, f"corpus={corpus}", "--plugin", "tilted.py", "--quiet"]
@@ -414,6 +415,7 @@ def test_another_version_in_the_middle_is_written_down(
 # Coefficients over time, runs that go on.
 
 
+@pytest.mark.slow
 def test_coefficients_gains_and_norms_are_in_every_evaluation(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small_run(corpus, steps=6, eval_every=3, stream_norms=True), run, quiet=True)
