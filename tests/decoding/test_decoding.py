@@ -389,6 +389,22 @@ def test_why_steps_are_not_fixed() -> None:
         assert "looks" in (looked.ordinary or "")
 
 
+def test_a_kernel_too_large_for_the_device_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's error is no RuntimeError; tokens are decoded in the ordinary way."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    model = tiny()
+    free = model.generate([1, 2], max_new_tokens=3, temperature=0)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise errors.OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(decoding, "Decoder", fails)
+    with decoding.anywhere():
+        made = model.generate([1, 2], max_new_tokens=3, temperature=0)
+    assert "shared memory" in (made.ordinary or "")
+    assert made.tokens == free.tokens
+
+
 def test_no_step_runs_ahead_of_the_capacity() -> None:
     """The last token of a full context is still decoded, one more is refused, and a step too many does no harm."""
     model = lively(context=8)

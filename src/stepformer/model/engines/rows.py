@@ -25,7 +25,6 @@ from stepformer.model.engines.oracles import MLPS
 from stepformer.model.engines.planning import EventStep, PassStep, Plan
 from stepformer.ops import kernels
 from stepformer.ops.mixing import Mixed
-from stepformer.ops.scores import rotate
 from stepformer.ops.slots import StateSlot
 from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import CoefficientBank
@@ -100,6 +99,11 @@ class Memory:
             for key in bank.specs
         }
 
+    def call(self) -> Call:
+        """How attentions that are called as they are written see the new tokens."""
+        positions = self.positions.clamp(max=self.capacity - 1)  # a step too many writes over the last token
+        return Call(positions, (self.keys <= positions[..., None])[:, None], 0, self.capacity, uniform=False)
+
     def choose(self, logits: Tensor) -> None:
         """Draw the next tokens from logits (B, V), on the device and into the tensors of this memory."""
         ids = draw(logits, self.real_vocab, self.sampling, self.generator)
@@ -119,13 +123,10 @@ def draw(logits: Tensor, real_vocab: int | None, sampling: Sampling, generator: 
 
 
 class RowStep:
-    """One token per row, from the tensors of a decoder back into them, as `steps.fixed_step`.
-
-    `follow` is called where the weights may have changed: it computes again what the step has made of them.
-    """
+    """One token per row, from the tensors of a decoder back into them, as `steps.fixed_step`."""
 
     def __init__(self, model: Backbone, decoder: Memory) -> None:
-        from stepformer.ops import rows
+        from stepformer.ops import rotation, rows
 
         self.model, self.decoder, self.fast = model, decoder, rows
         plan = model.plan(ready=True)
@@ -135,12 +136,8 @@ class RowStep:
         self.dtype = model.embed.tok_emb.weight.dtype
         self.cap = next((part.cap for part in model.parts if part.cap is not None), None)
         self.separator = next((part.separator for part in model.parts if isinstance(part, Documents)), None)
-        angles = None
-        if model.blocks[0].attn.rotary:
-            first = torch.arange(config.head_dim, device=device) < config.head_dim // 2
-            turned = rotate(first.float().expand(1, 1, decoder.capacity, -1), decoder.keys)[0, 0]
-            cosines, sines = turned.chunk(2, dim=-1)
-            angles = cosines.contiguous(), sines.contiguous()
+        rotary = model.blocks[0].attn.rotary
+        angles = rotation.tables(decoder.capacity, config.head_dim // 2, device) if rotary else None
         self.where = rows.Where(decoder.positions, decoder.origins, self.separator is not None, angles)
         self.starts = {
             name: torch.full((decoder.batch, 1, config.d_model), float(start == "ones"), device=device)
@@ -365,11 +362,8 @@ class Walk:
 
     def _call(self, layer: int) -> Call:
         """The call as an attention sees it that is called as it is."""
-        own = self.decoder
         if self.call is None:
-            positions = own.positions.clamp(max=own.capacity - 1)  # a step too many writes over the last token
-            mask = (own.keys <= positions[..., None])[:, None]
-            self.call = Call(positions, mask, 0, own.capacity, uniform=False, memory=self.remembered)
+            self.call = replace(self.decoder.call(), memory=self.remembered)
         slot = self.slot(layer)
         if isinstance(slot, StateSlot):
             self.states.append((slot, slot.tensors()))

@@ -32,7 +32,6 @@ from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
 from stepformer.ops.graphs import WARM_UP, Recorder
 from stepformer.ops.slots import StateSlot, TokenSlot
-from stepformer.oracles.caches import Call
 from stepformer.rules.coefficients import Coefficient
 
 FEWEST = 16  # new tokens that repay a recording
@@ -254,10 +253,8 @@ class Decoder(Memory):
 
 def fixed_step(model: Backbone, own: Memory) -> None:
     """One token per row through the model's own blocks, from the tensors of a decoder back into them."""
-    positions = own.positions.clamp(max=own.capacity - 1)  # a step too many writes over the last token
-    call = Call(positions, (own.keys <= positions[..., None])[:, None], 0, own.capacity, uniform=False)
-    call = model.confined(call, own.tokens, own.origins)
-    s = model.start(own.tokens, positions)
+    call = model.confined(own.call(), own.tokens, own.origins)
+    s = model.start(own.tokens, call.positions)
     for i, block in enumerate(model.blocks):
         slots = own.cache.slots[i]
         before = [slot.tensors() for slot in slots]
