@@ -530,7 +530,9 @@ class TestRecorded:
         settings = {"max_new_tokens": 40, "temperature": 0}
         recorded_and_ordinary(model, [[1, 2]], **settings)
         first = decoding._kept[model]
-        shake(model.cpu(), seed=1, scale=0.1).cuda()  # other memory
+        before = [p.data for p in model.parameters()]  # kept, so that the allocator cannot give it again
+        shake(model.cpu(), seed=1, scale=0.1).cuda()
+        assert before[0].data_ptr() != next(model.parameters()).data_ptr()
         recorded_and_ordinary(model, [[1, 2]], **settings)
         assert decoding._kept[model] is not first
         second = decoding._kept[model]

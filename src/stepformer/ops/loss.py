@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepformer.base.errors import StepformerError
-from stepformer.ops.operators import differentiable, operator, unwritten
+from stepformer.ops.operators import differentiable, operator, traced, unwritten
 from stepformer.ops.token_rows import scale_rows
 
 IGNORE = tl.constexpr(-100)
@@ -228,7 +228,7 @@ def _loss(
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() and not traced(gradient):
         return scale_rows(gradient, factor.float())  # torch's own loads one entry at a time, to broadcast
     product = gradient * factor.view(1, 1)  # as a 0-D tensor it would be rounded to bf16 first
     return product.to(gradient.dtype)

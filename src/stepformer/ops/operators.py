@@ -31,6 +31,11 @@ def unwritten(t: Tensor, wanted: bool = True, dtype: torch.dtype | None = None) 
     return t.new_empty(t.shape if wanted else 0, dtype=dtype)
 
 
+def traced(t: Tensor) -> bool:
+    """Whether a compiler is looking: `is_compiling` says no while it traces the backward pass of an operator."""
+    return torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter)
+
+
 def shaped_as(*places: int) -> Callable[..., tuple[Tensor, ...]]:
     """A fake whose outputs are like the arguments at these places."""
     return lambda *arguments: tuple(unwritten(arguments[place]) for place in places)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stepformer.ops import common
 from stepformer.ops.common import Tile, dense, packed
-from stepformer.ops.operators import operator
+from stepformer.ops.operators import operator, traced
 from stepformer.ops.row_printing import Printer, Task, load_kernel, statistics_of
 from stepformer.ops.row_programs import Gradients, Program, by_text, choose_kept, differentiate, through
 from stepformer.ops.symbols import Symbol, leaf, topological
@@ -390,7 +390,7 @@ def row_pass(
     `tensors`: the rows, the numbers per token, the gains, and the line of numbers if the program has any; `point` is
     the dtype of what oracles read, `carried` that of all other outputs. Not twice differentiable.
     """
-    if torch.compiler.is_compiling():
+    if traced(tensors[0]):
         keep = torch.is_grad_enabled()
         *outs, _ = torch.ops.stepformer.row_pass(program.text, list(tensors), carried, point, keep)
         return outs, {name: tensors[int(name[1:])] for name in handed}
