@@ -63,7 +63,6 @@ def loss_of(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
 
 def trainer(name: str, steps: int) -> float:
     model, (tokens, targets) = made(name), data()
-    model.stream_dtype = torch.bfloat16
     optimizers = Optimizers(model, OptimConfig(), steps=1000)
     trained = [p for p in model.parameters() if p.requires_grad]
     own = CapturedPass(

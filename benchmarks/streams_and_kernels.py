@@ -31,13 +31,13 @@ from stepformer.training.parallel import World
 
 VARIANTS = {
     "kernels, bf16 streams": (True, torch.bfloat16),
-    "kernels, fp32 streams": (True, None),
-    "plain, fp32 streams": (False, None),
-    "plain, fp32 streams, again": (False, None),
+    "kernels, fp32 streams": (True, torch.float32),
+    "plain, fp32 streams": (False, torch.float32),
+    "plain, fp32 streams, again": (False, torch.float32),
 }
 
 
-def train(args: argparse.Namespace, corpus: Corpus, seed: int, fused: bool, streams: torch.dtype | None) -> Any:
+def train(args: argparse.Namespace, corpus: Corpus, seed: int, fused: bool, streams: torch.dtype) -> Any:
     device = torch.device("cuda")
     words = {
         key: tomllib.loads(f"value = {value}")["value"] for key, _, value in (w.partition("=") for w in args.words)

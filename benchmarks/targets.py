@@ -4,6 +4,7 @@ Each row names presets and a bound on one measured quantity. Ratios are to vanil
 
     python benchmarks/targets.py                           measure every row on this GPU, and judge
     python benchmarks/targets.py muon,symp --append FILE   some rows, added to the results in FILE
+    python benchmarks/targets.py muon --no-step --no-decode     options of `stepformer bench`
     python benchmarks/targets.py --results benchmarks/results -o benchmarks/TARGETS.md
 """
 
@@ -187,8 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", metavar="FOLDER", help="measure nothing: judge the results in a folder or file")
     parser.add_argument("--append", metavar="FILE", help="add what is measured to the results in FILE")
     parser.add_argument("-o", "--out", metavar="FILE", help="--results: where the table goes as Markdown")
-    parser.add_argument("--only-passes", action="store_true", help="no optimizer, no whole step and no decoding")
-    args = parser.parse_args(argv)
+    args, others = parser.parse_known_args(argv)  # the others are those of `stepformer bench`
     try:
         rows = select(args.rows)
         if args.results:
@@ -200,8 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(table.markdown())
             return 0
         words = ["bench", *(["--append", args.append] if args.append else [])]
-        words += ["--no-step", "--no-decode"] if args.only_passes else []
-        given = command_line("bench").parse_args(words)
+        given = command_line("bench").parse_args([*words, *others])
         settings = bench.settings_of(given)
         if settings.device.type != "cuda":
             raise InputError("The targets are for a GPU: `stepformer bench` measures on a CPU.")

@@ -53,8 +53,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.plain_layers: frozenset[int] = frozenset()
-        # under autocast: what x and the streams that start from tables are carried in; None: as the weights
-        self.stream_dtype: torch.dtype | None = None
+        self.stream_dtype: torch.dtype | None = None  # see `carried_in`
         self.parts = chosen(config)
         self.plans = Plans()
 
@@ -105,14 +104,24 @@ class Backbone(nn.Module):
             call = part.confine(call, tokens, origins)
         return call
 
+    def carried_in(self, device: str) -> torch.dtype | None:
+        """What x and the streams that start from tables are carried in; None: as the weights.
+
+        Under autocast as `stream_dtype` says. If it says nothing, bf16 autocast on CUDA carries bf16, in the trainer
+        and in anybody's loop (docs/performance.md has the difference in loss).
+        """
+        if not torch.is_autocast_enabled(device):
+            return None
+        usual = device == "cuda" and torch.get_autocast_dtype(device) == torch.bfloat16
+        return self.stream_dtype or (torch.bfloat16 if usual else None)
+
     def start(self, tokens: Tensor, positions: Tensor, *, from_zero: bool = False) -> State:
         """The state before the first layer: token embedding, and each auxiliary stream at its start.
 
         `from_zero` promises that the positions are 0, 1, ... in every row: a kernel counts for itself then.
         """
         order = token_order(tokens, (self.embed, self.aux_embed)) if from_zero else None
-        narrow = self.stream_dtype is not None and torch.is_autocast_enabled(tokens.device.type)
-        dtype = self.stream_dtype if narrow else None
+        dtype = self.carried_in(tokens.device.type)
 
         def look_up(tables: nn.Module) -> Tensor:
             found: Tensor = tables(tokens, positions, order, dtype)

@@ -222,11 +222,10 @@ class RunConfig:
     def autocast_on(self, device: torch.device) -> torch.dtype | None:
         return torch.bfloat16 if self.precision_on(device) == "bf16" else None
 
-    def streams_on(self, device: torch.device) -> torch.dtype | None:
-        """What x and the velocities are carried in: bf16 under bf16 autocast on CUDA unless fp32 is asked for
-        (docs/performance.md has the difference in loss); otherwise as the weights."""
-        chosen = self.train.streams == "bf16" or (self.train.streams == "auto" and device.type == "cuda")
-        return self.autocast_on(device) if chosen else None
+    @property
+    def stream_dtype(self) -> torch.dtype | None:
+        """What x and the velocities are carried in under autocast; auto is left to the model (`carried_in`)."""
+        return {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}[self.train.streams]
 
     def eval_every(self, eval_tokens: int) -> int:
         """Steps between evaluations: as asked, or ten in a run; fewer, but four, if they would read more than half as

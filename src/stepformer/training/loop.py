@@ -75,7 +75,7 @@ class Trainer:
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
-        self.model.stream_dtype = config.streams_on(device)
+        self.model.stream_dtype = config.stream_dtype
         if config.optim.own_init:
             scion_init(self.model, config.optim)
         self.flops = flops_per_token(self.model)

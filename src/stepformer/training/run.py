@@ -272,7 +272,7 @@ def _loaded(folder: RunFolder, which: str, device: str, allow_nan: bool) -> Load
     tokenizer = folder.read_tokenizer(record)
     dtype = torch.float64 if config.precision_on(on) == "fp64" else torch.float32
     model = Model(config.model, seed=0, device=on, dtype=dtype)
-    model.stream_dtype = config.streams_on(on)
+    model.stream_dtype = config.stream_dtype
     stored.load(checkpoint, "model", dict(model.named_parameters()))
     if not allow_nan:
         refuse_nan(dict(model.named_parameters()), f"The checkpoint '{checkpoint}'")

@@ -102,7 +102,7 @@ class _Bench:
         self.tokens = case.micro_batch * case.config.context
         self.held = torch.cuda.memory_allocated() if self.on_cuda else 0
         self.model = Model(case.config, seed=0, device=self.device)
-        self.model.stream_dtype = torch.bfloat16 if case.streams == "bf16" else None
+        self.model.stream_dtype = torch.bfloat16 if case.streams == "bf16" else torch.float32
         self.parallel = ParallelModel(self.model, World(0, 1, self.device), "ddp", compiled=False)
         self.compiled = case.compiled(settings)
         if self.compiled:

@@ -74,12 +74,9 @@ def record(model: Model, autocast: torch.dtype | None = None) -> Recorded:
     """The forward and backward pass of a model in a loop of your own, launched as one piece on a GPU.
 
     `loss = recorded(tokens, targets)` takes the place of `loss = model(...).loss; loss.backward()`: after
-    `optimizer.zero_grad()` it writes the gradients, without it adds to them. The first call of a shape records. With
-    `autocast = torch.bfloat16` x and the streams are carried in bf16 too, as the trainer does. Where nothing can be
-    recorded (on a CPU) the pass runs as it is; `recorded.refused` says why.
+    `optimizer.zero_grad()` it writes the gradients, without it adds to them. The first call of a shape records. Where
+    nothing can be recorded (on a CPU) the pass runs as it is; `recorded.refused` says why.
     """
     if not isinstance(model, Model):
         raise InputError("`record` takes a stepformer model as `build` makes it, before any wrapper.")
-    if autocast is not None and model.device.type == "cuda":
-        model.stream_dtype = autocast
     return Recorded(model, autocast)
