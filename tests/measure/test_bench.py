@@ -136,6 +136,7 @@ def test_a_file_says_what_was_measured_on_what(stored: Path) -> None:
         )
         assert record["memory"]["how"] == "estimated"
         assert record["decode"]["tokens"] == 4
+        assert record["decode"]["rows"] == 1
         assert record["decode"]["tokens_per_second"] > 0
         assert len(record["profile"]["top"]) <= 25
         assert sum(record["profile"]["groups_ms"].values()) == pytest.approx(record["profile"]["counted_ms"])

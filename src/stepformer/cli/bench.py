@@ -168,7 +168,7 @@ add_bench = command(
         option("--optimizer", "(muon)", choices=("muon", "adamw", "scion", "polargrad"), default="muon"),
         option("--batch-tokens N", "tokens in a whole step (CUDA: 491,520, CPU: 4,096)", type=int),
         option("--decode-tokens N", "tokens to decode (CUDA: 512, CPU: 48)", type=int),
-        option("--decode-rows N", "prompts to decode at once (1)", type=int),
+        option("--decode-rows N", "prompts to decode at once (1)", type=int, default=1),
         option("--seconds S", "limit per architecture; the rest of it is left out", type=float),
     ),
     group(

@@ -27,7 +27,7 @@ LEGEND = {
     "GiB": "peak of forward and backward pass, without the optimizer's memory",
     "MFU": "of {peak}, counting 6 operations per weight and token and 12 L T d for attention (linear does fewer)",
     "product": "of the measured rate of one large matrix product",
-    "decode": "tokens a second, greedy, cached, one row",
+    "decode": "tokens a second, greedy, cached, {rows}",
     "compile": "seconds of the first step",
 }
 # What stands in a column: of a record, and of the vanilla that it is compared with.
@@ -84,10 +84,12 @@ def legend(process: Process, table: Table) -> str:
     """What the columns of a table mean, and what makes its numbers rough."""
     results = [record for record in process["results"] if "mfu_of" in record]
     shown = {column.title.split(" ")[0] for column in table.columns}
+    rows = process["settings"].get("decode_rows") or 1
     text = "; ".join(f"{word}: {meaning}" for word, meaning in LEGEND.items() if word in shown)
     text = text.format(
         tokens=f"{process['settings']['batch_tokens']:,}",
         optimizer=process["settings"]["optimizer"],
+        rows="one row" if rows == 1 else f"{rows} rows together",
         peak=results[0]["mfu_of"] if results else "the data sheet",
     )
     if any(record["memory"]["how"] == "estimated" for record in results):
