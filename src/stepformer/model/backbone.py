@@ -110,10 +110,10 @@ class Backbone(nn.Module):
         Under autocast as `stream_dtype` says. If it says nothing, bf16 autocast on CUDA carries bf16, in the trainer
         and in anybody's loop (docs/performance.md has the difference in loss).
         """
-        if not torch.is_autocast_enabled(device):
+        if (self.stream_dtype is None and device != "cuda") or not torch.is_autocast_enabled(device):
             return None
-        usual = device == "cuda" and torch.get_autocast_dtype(device) == torch.bfloat16
-        return self.stream_dtype or (torch.bfloat16 if usual else None)
+        narrow = torch.get_autocast_dtype(device) == torch.bfloat16
+        return self.stream_dtype or (torch.bfloat16 if narrow else None)
 
     def start(self, tokens: Tensor, positions: Tensor, *, from_zero: bool = False) -> State:
         """The state before the first layer: token embedding, and each auxiliary stream at its start.
