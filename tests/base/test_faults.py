@@ -23,7 +23,7 @@ from stepformer.cli import main
 from stepformer.training import Stopped, resume
 from stepformer.training.metrics import Metrics, read_lines, read_metrics
 
-SAMPLE = 78  # cases in the fast set: six of every command
+SAMPLE = 52  # cases in the fast set: four of every command
 MANY = 2000
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import forked
 import stepformer as sf
+from architectures import covering_presets
 from stepformer.catalogue import citations
 from stepformer.catalogue.references import BIBTEX
 from stepformer.cli import main
@@ -34,7 +35,7 @@ def test_list_json_without_matches_is_an_empty_list(capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out) == []
 
 
-@pytest.mark.parametrize("name", sf.presets())
+@pytest.mark.parametrize("name", covering_presets())
 def test_show_every_preset(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", name, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import leaky  # noqa: F401  (registers the leaking templates)
 import stepformer as sf
-from architectures import covering_presets
 from stepformer.cli import main
 from stepformer.measure.diagnostics.audit import Audit, audit, load_transcription
 from stepformer.rules.first_order import GradientDescent, Nesterov
@@ -23,11 +22,11 @@ def failures(result: Audit) -> dict[int, str]:
     return {check.obligation: check.detail for check in result.checks if not check.passed}
 
 
-# Constrained attention takes seconds each; tests/model/test_combinations.py has it in the fast set.
-LONG = {name for name in sf.presets() if sf.preset(name).config.attention in ("entropy", "kl")}
+# tests/model/test_combinations.py audits every template, splitting and attention in the fast set
+QUICK = ("vanilla", "symplectic-euler", "adamw", "linear-yurii", "symp-ab2")
 
 
-@pytest.mark.parametrize("name", covering_presets(without=LONG))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in sf.presets()])
 def test_short_audit(name: str) -> None:
     """All six obligations; three training steps only show that it trains, test_full_audit takes all of them."""
     result = audit(sf.preset(name).config, name, steps=3, transcription=transcribe)

@@ -58,7 +58,7 @@ def real_rows(path: Path, begin: int, end: int) -> str:
 
 
 @needs_tasks
-@pytest.mark.parametrize("train", [True, False], ids=["train", "no-train"])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_hellaswag_prompts_are_the_harness_s(train: bool, tmp_path: Path) -> None:
     source = REAL_TASKS / "hellaswag" / "hellaswag_val.jsonl.xz"
     folder = tmp_path / "data" / "hellaswag"
@@ -79,7 +79,7 @@ def test_hellaswag_prompts_are_the_harness_s(train: bool, tmp_path: Path) -> Non
 
 
 @needs_tasks
-@pytest.mark.parametrize("name", ["arc_easy", "arc_challenge"])
+@pytest.mark.parametrize("name", ["arc_easy", pytest.param("arc_challenge", marks=pytest.mark.slow)])
 def test_arc_prompts_are_the_harness_s(name: str, tmp_path: Path) -> None:
     source = REAL_TASKS / "arc" / "arc_easy_validation.jsonl"  # in the original layout, as on the hub
     folder = tmp_path / "data" / "arc"

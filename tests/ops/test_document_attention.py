@@ -90,7 +90,7 @@ def check(given: list[Tensor], call: Call, bound: float, visible: Tensor | None 
         assert float((a.double() - b).norm()) <= bound * max(float(b.norm()), floor), name
 
 
-@pytest.mark.parametrize("length", [1, 17, 65, 200])
+@pytest.mark.parametrize("length", [1, 17, *(pytest.param(n, marks=pytest.mark.slow) for n in (65, 200))])
 @pytest.mark.parametrize("documents", [[1000], [1], [5, 40, 1, 16, 70], 20], ids=["one", "tokens", "mixed", "drawn"])
 def test_equals_a_masked_softmax(length: int, documents: int | list[int]) -> None:
     """One document, documents of one token, those of different lengths; every row has others."""

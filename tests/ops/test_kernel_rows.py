@@ -116,22 +116,15 @@ FAMILIES = [
     ("symp-conformal-euler", {"metric": "derived"}, 5),
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]
-SLOW = {
-    "soap",
-    "kl-carried",
-    "entropy-token",
-    "muon",
-    "entropy-head",
-    "entropy-floor",
-    "kl",
-    "linear-symp-exp-euler",
-    "symp-conformal-euler",
-    "symp-etd-ab2",
-}
+QUICK = [("yurii", 1), ("adam", 2), ("vanilla", 6), ("entropy", 2), ("kl-previous", 2), ("linear", 2), ("symp-ab2", 2)]
 
 
 @NO_GPU
-@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [pytest.param(*case, marks=[] if "euler" in case[0] else [pytest.mark.slow]) for case in CASES],
+    ids=[name for name, _ in CASES],
+)
 def test_steps_in_the_interpreter(name: str, options: dict[str, Any]) -> None:
     """fp32 sums in another order: 1e-6 in two layers, 1e-5 allowed."""
     model = shake(sf.build(name, seed=0, dtype=torch.float32, **{**SMALL, **options}), scale=0.1).eval()
@@ -141,7 +134,7 @@ def test_steps_in_the_interpreter(name: str, options: dict[str, Any]) -> None:
 @NO_GPU
 @pytest.mark.parametrize(
     ("name", "options", "rows"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case[0] in SLOW else []) for case in FAMILIES],
+    [pytest.param(*case, marks=[] if case[::2] in QUICK else [pytest.mark.slow]) for case in FAMILIES],
     ids=[f"{name} {rows}" for name, _, rows in FAMILIES],
 )
 def test_all_families_in_the_interpreter(name: str, options: dict[str, Any], rows: int) -> None:
@@ -191,8 +184,7 @@ def test_a_hybrid_in_the_interpreter_and_sampling() -> None:
     ("name", "how"),
     [
         ("linear", {"temperature": 0}),
-        ("yurii", {"seed": 3}),
-        pytest.param("yurii", {"temperature": 0}, marks=pytest.mark.slow),
+        *(pytest.param("yurii", how, marks=pytest.mark.slow) for how in ({"seed": 3}, {"temperature": 0})),
     ],
     ids=str,
 )
