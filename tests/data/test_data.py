@@ -238,6 +238,8 @@ def test_hugging_face_faults(hub: Path, tmp_path: Path, monkeypatch: pytest.Monk
         ("tinystories", "roneneldan/TinyStories", None, "tinystories"),
         ("openwebtext", "Skylion007/openwebtext", None, "openwebtext"),
         ("fineweb", "HuggingFaceFW/fineweb", "sample-10BT", "fineweb"),
+        ("wikitext", "Salesforce/wikitext", "wikitext-103-v1", "wikitext"),
+        ("c4", "allenai/c4", "en", "c4"),
         ("hf:some/where:de", "some/where", "de", "where-de"),
     ],
 )
@@ -249,7 +251,7 @@ def test_datasets_by_name(
 
     asked: list[Any] = []
 
-    def load(path: str, config: str | None, *, streaming: bool, revision: str | None) -> Any:
+    def load(path: str, config: str | None, *, data_dir: None, streaming: bool, revision: str | None) -> Any:
         asked.append((path, config, streaming, revision))
         return {"train": datasets.Dataset.from_list(stories(300)).to_iterable_dataset(num_shards=3)}
 

@@ -358,7 +358,6 @@ def test_what_was_measured_before_an_interrupted_part_is_not_measured_again(
         (["--on", "BOOK", "--tokens", "15"], "too few for one block of 16"),
         (["--on", "BOOK", "--micro-batch", "0"], "should be at least 1"),
         (["--ood", "--data", "nowhere"], "no data folder 'nowhere'"),
-        (["--ood"], "Say where wikitext/, lambada/ and c4/ are"),
         (["--on", "nowhere.txt"], "no file or folder and no prepared corpus 'nowhere.txt'"),
     ],
 )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import InputError
 from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, RUN, check, command, given, group, option
 from stepformer.cli.show import console
+from stepformer.data.sources import DATASETS
 from stepformer.measure import measured
-from stepformer.measure.evaluation import harness, open_text, out_of_domain, perplexity
+from stepformer.measure.evaluation import harness, open_text, perplexity
 from stepformer.measure.evaluation.tasks import data_folder, need
+from stepformer.measure.evaluation.texts import OUT_OF_DOMAIN, Text
 from stepformer.training import evaluate_run, load_run
 from stepformer.training.run import LoadedRun
 
@@ -51,14 +54,17 @@ A_TASK = "belongs to downstream tasks: name some with --tasks."
 def check_words(args: argparse.Namespace) -> None:
     """Options that would be ignored are mistakes."""
     texts, tasks = bool(args.on or args.ood), bool(args.tasks)
+    named = args.ood or any(where in DATASETS for where in args.on or ())
     ignored = {
         **dict.fromkeys(("stride", "random"), (not texts, A_TEXT)),
         **dict.fromkeys(("field", "document", "split"), (not args.on, A_TEXT)),
         **dict.fromkeys(("shots", "limit"), (not tasks, A_TASK)),
-        "data": (not (tasks or args.ood), "is where tasks and out-of-domain texts are: give --tasks or --ood as well."),
+        "data": (not (tasks or named), "is where tasks and named texts are: give --tasks, --ood or --on NAME as well."),
         "corpus": (texts or tasks, "is for the validation loss alone: name a text with --on."),
         "tokens": (tasks and not texts, "is for texts: a task is shortened with --limit, in items."),
     }
+    if args.corpus in DATASETS and not Path(args.corpus).is_dir():
+        raise InputError(f"--corpus takes a prepared corpus; held-out text of a dataset goes by --on {args.corpus}.")
     for name, (useless, sentence) in ignored.items():
         if useless and getattr(args, name) != args.parser.get_default(name):
             raise InputError(f"--{name} {sentence}")
@@ -92,14 +98,15 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
     reading = perplexity.Reading(args.stride, args.tokens, args.random)
     enough = None if args.random else args.tokens
     named = given(args, "field", "document", "split")
-    texts = [open_text(where, run.tokenizer, enough=enough, **named) for where in args.on or ()]
+    folder = data_folder(args.data)
+
+    def opened(where: str, **words: Any) -> Text:
+        here = folder if folder and (args.data or (folder / where).is_dir()) else None  # else from the Hub
+        return open_text(where, run.tokenizer, enough=enough, data=here, **words)
+
+    texts = [opened(where, **named) for where in args.on or ()]
+    foreign = [opened(name) for name in OUT_OF_DOMAIN if args.ood]
     found: dict[str, Any] = {"texts": []}
-    foreign = []
-    if args.ood:
-        folder = data_folder(args.data)
-        if folder is None:
-            raise InputError("Say where wikitext/, lambada/ and c4/ are, with --data DIR or in $STEPFORMER_DATA/eval.")
-        foreign = out_of_domain(folder, run.tokenizer, enough)
     for text in (*texts, *foreign):
         reading.windows(text, run.model.config.context)  # what is too short is said at once
     journal = perplexity.journal_of(run)
@@ -141,9 +148,9 @@ add_eval = command(
     option("--tokens N", "score at most N tokens (default: as in training; texts: all)", type=int),
     group(
         "perplexity",
-        option("--on TEXT", "files (.txt, .jsonl, ...), folders, prepared corpora", nargs="+"),
+        option("--on TEXT", f"files, folders, prepared corpora, or held out of {', '.join(DATASETS)}", nargs="+"),
         option("--stride N", "sliding window, N tokens further each time (no: blocks)", type=int),
-        option("--ood", "out of domain: wikitext/, lambada/ and c4/ of --data, and mean"),
+        option("--ood", "out of domain: wikitext, lambada and c4, and their mean"),
         option("--random", "1,600 random windows as in the momentum-streams paper"),
         option("--field NAME", "field of a row that holds the text (text)"),
         option("--document RULE", "how a .txt is cut: auto, file, line or paragraph (auto)"),
@@ -155,7 +162,7 @@ add_eval = command(
         option("--shots N[,N]", "examples in the prompt (hellaswag 10, arc 25, else the task's)"),
         option("--limit N", "the first N items of each task, to try it out", type=int),
     ),
-    option("--data DIR", "folder with hellaswag/, arc/, lambada/, wikitext/, c4/ ($STEPFORMER_DATA/eval)"),
+    option("--data DIR", "folder with hellaswag/, arc/, lambada/, wikitext/, c4/, ... ($STEPFORMER_DATA/eval)"),
     option("--micro-batch N", "sequences at once (8)", type=int, default=8),
     CHECKPOINT,
     DEVICE,

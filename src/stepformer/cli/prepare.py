@@ -25,7 +25,8 @@ from stepformer.present.tables import of_texts
 
 
 def run_prepare(args: argparse.Namespace) -> int:
-    source = open_source(args.source, **given(args, "dialect", "count", "seed", "field", "val_field", "document"))
+    words = ("dialect", "count", "seed", "field", "val_field", "document", "local", "revision", "split", "limit")
+    source = open_source(args.source, **given(args, *words))
     tokenizer = args.tokenizer or ("bpe:1024" if args.source == "tales" else "gpt2")
     out = args.out or corpus_folder(source.name, tokenizer)
     try:
@@ -101,7 +102,15 @@ add_prepare = command(
         ".txt: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
         choices=DOCUMENT_RULES,
     ),
-    option("--val-fraction X", "share of validation (default: 0.05, tales 0.02)", type=float),
+    option("--local DIR", "dataset: its files are in this folder, laid out as on the Hub; no network"),
+    option("--revision R", "dataset: a commit, tag or branch of it"),
+    option("--split S", "dataset: read this split alone, e.g. train; validation is a part of it"),
+    option("--limit N", "read only the first N documents (of each split)", type=int),
+    option(
+        "--val-fraction X",
+        "share of validation (default: 0.05, tales 0.02); not for a source that marks its validation documents",
+        type=float,
+    ),
     option("--workers N", "processes (default: one per core, 1 if it is little)", type=int),
     option("--verify", "read all shards again and compare their checksums"),
     option("--force", "replace another corpus in the folder"),

@@ -57,6 +57,7 @@ def prepare(
     `force` replaces a finished corpus; the old one is kept until the new one has been tokenised.
     """
     tokenizer_kind(tokenizer_spec)
+    asked = val_fraction is not None
     val_fraction = source.val_fraction if val_fraction is None else val_fraction
     if not 0 <= val_fraction < 1:
         raise InputError(f"The validation fraction must be at least 0 and below 1, not {val_fraction}.")
@@ -68,7 +69,7 @@ def prepare(
         workers = 1 if small else mine or 1
     if workers < 1:
         raise InputError(f"The number of workers must be at least 1, not {workers}.")
-    job = Job(source, tokenizer_spec, Path(out), val_fraction, shard_tokens, progress)
+    job = Job(source, tokenizer_spec, Path(out), val_fraction, shard_tokens, progress, asked)
     kept = (job.out / MANIFEST).exists() and not force
     if kept and not job.parts.exists():
         return job.finished()  # a finished corpus may lie where nothing can be written
@@ -124,6 +125,7 @@ class Job:
     val_fraction: float
     shard_tokens: int
     progress: Callable[[Progress], None] | None = None
+    asked: bool = False  # was the fraction given?
 
     def __post_init__(self) -> None:
         self.parts = self.out / PARTS
@@ -142,6 +144,8 @@ class Job:
     def finished(self) -> Corpus:
         """The corpus that is already there, if it is this one."""
         there = read_manifest(self.out)
+        if there.get("source") == self.source.description:
+            self.check_fraction(there.get("split_rule", {}).get("rule"))
         if there["job"] != self.fingerprint:
             known, asked = there["tokenizer"], self.settings["tokenizer"]
             same = asked in (known["name"], f"{known['name']}:{known['fingerprint'][:8]}")
@@ -158,6 +162,14 @@ class Job:
             )
         return Corpus(self.out)
 
+    def check_fraction(self, rule: str | None) -> None:
+        """Refuse a fraction that could not apply."""
+        if self.asked and rule == "marked":
+            raise InputError(
+                f"A validation fraction of {self.val_fraction} cannot apply: '{self.source.name}' says itself which "
+                "documents are for validation. Leave it out; of a dataset one split can be read alone (--split train)."
+            )
+
     def begin(self) -> None:
         """Take up the parts of this job, or clear those of another; then settle the split rule and the tokenizer."""
         state_file, saved = self.parts / "job.json", self.parts / TOKENIZER
@@ -165,6 +177,7 @@ class Job:
         begun = state.get("job") == self.fingerprint
         self.pinned = self.source.pin(state["pinned"] if begun else {})
         self.rule = state["rule"] if begun else self.choose_rule()
+        self.check_fraction(self.rule)
         if begun and (saved / "tokenizer.json").exists():
             self.tokenizer = load_tokenizer(saved)
         else:

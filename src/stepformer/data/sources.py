@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepformer.base import files
 from stepformer.base.errors import InputError, StepformerError, suggestion
@@ -23,11 +25,30 @@ from stepformer.data.readers import COMPRESSIONS, FORMATS, Document, Layout, Spl
 TALES_COUNT = 20_000
 TALE_BYTES = 1000  # about; for the progress bar
 SMALL = 64 * 2**20  # files up to this size are known by their content, larger ones by size and time
-# name: dataset, config
+PARQUET = "refs/convert/parquet"  # the branch with the Hub's own copy of a dataset, CONFIG/SPLIT/*.parquet
+PARTIAL = re.compile(r"(^|/)partial[-/]")  # a split of that copy which is only a beginning
+
+
+class Dataset(NamedTuple):
+    """A dataset of the Hub with a short name, and the text of it that measures a run."""
+
+    repository: str
+    config: str | None = None
+    revision: str | None = None
+    held_out: str | None = "validation"  # the split; None: there is none, so documents by their checksum
+    first: int | None = None  # how many of its documents
+
+
 DATASETS = {
-    "tinystories": ("roneneldan/TinyStories", None),
-    "openwebtext": ("Skylion007/openwebtext", None),
-    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+    "tinystories": Dataset("roneneldan/TinyStories"),
+    # 80 files plain_text/train-*.parquet, 8,013,769 rows; older revisions have a program
+    "openwebtext": Dataset(
+        "Skylion007/openwebtext", None, "79d93d786212f7344586290adb811d4ae6a1762c", held_out=None, first=5000
+    ),
+    "fineweb": Dataset("HuggingFaceFW/fineweb", "sample-10BT", held_out=None, first=5000),
+    "wikitext": Dataset("Salesforce/wikitext", "wikitext-103-v1"),
+    "lambada": Dataset("EleutherAI/lambada_openai", "default", PARQUET, held_out="test"),
+    "c4": Dataset("allenai/c4", "en", first=5000),
 }
 VALIDATION = ("validation", "valid", "val", "dev")
 # Texts that stand beside data and describe it.
@@ -42,6 +63,7 @@ class Source:
     approximate_bytes: int | None = None
     marked = False  # does it say itself which documents are for validation?
     val_fraction = 0.05  # of documents that are not marked, unless told otherwise
+    limit: int | None = None  # so many documents of each split, the first ones; they are one unit
 
     def units(self) -> Sequence[str]:
         raise NotImplementedError
@@ -119,10 +141,12 @@ class Files(Source):
         self.approximate_bytes = sum(map(readers.approximate_text, self.paths))
 
     def units(self) -> Sequence[str]:
-        return [str(path) for path in self.paths]
+        return [str(self.root)] if self.limit else [str(path) for path in self.paths]
 
     def documents(self, unit: int) -> Iterator[Document]:
-        return readers.read_documents(self.paths[unit], self.layout)
+        paths = self.paths if self.limit else self.paths[unit : unit + 1]
+        found = (document for path in paths for document in readers.read_documents(path, self.layout))
+        return itertools.islice(found, self.limit)
 
 
 def usable_files(folder: Path) -> list[Path]:
@@ -155,9 +179,17 @@ def describe_file(path: Path, root: Path) -> dict[str, Any]:
 class HuggingFace(Source):
     """A dataset of the Hub, or a local folder in its layout, streamed: nothing but its tokens is kept."""
 
-    def __init__(self, dataset: str, config: str | None, layout: Layout, name: str = "") -> None:
-        self.dataset, self.config, self.layout = dataset, config, layout
-        self.revision: str | None = None
+    def __init__(
+        self,
+        dataset: str,
+        config: str | None,
+        layout: Layout,
+        name: str = "",
+        revision: str | None = None,
+        split: str | None = None,
+    ) -> None:
+        self.dataset, self.config, self.layout, self.split = dataset, config, layout, split
+        self.asked = self.revision = revision
         self.local = Path(dataset).is_dir()
         self.name = name or "-".join(filter(None, (Path(dataset).name, config)))
         self.description = {"kind": "hf", "dataset": Path(dataset).name if self.local else dataset, "config": config}
@@ -169,11 +201,12 @@ class HuggingFace(Source):
         self.revision = pinned.get("revision")
         if self.revision is None and not self.local:
             try:
-                self.revision = readers.need("huggingface_hub").HfApi().dataset_info(self.dataset, timeout=10).sha
+                api = readers.need("huggingface_hub").HfApi()
+                self.revision = api.dataset_info(self.dataset, revision=self.asked, timeout=10).sha
             except StepformerError:
                 raise
             except Exception:  # opening the dataset says better what is wrong; with a cached copy nothing is
-                self.revision = None
+                self.revision = self.asked
         return {"revision": self.revision} if self.revision else {}
 
     @property
@@ -184,10 +217,12 @@ class HuggingFace(Source):
         return [name for name, _, _ in self._streams]
 
     def documents(self, unit: int) -> Iterator[Document]:
-        name, split, stream = self._streams[unit]
+        return itertools.islice(self._documents(*self._streams[unit]), self.limit)
+
+    def _documents(self, name: str, split: Split | None, stream: Any) -> Iterator[Document]:
         number = 0
         try:
-            for number, row in enumerate(stream, 1):
+            for number, row in enumerate(self._rows(stream), 1):
                 document = self.layout.row(row, f"Row {number:,} of {name} of the dataset '{self.dataset}'")
                 if document:
                     yield document if split is None or document.split else document._replace(split=split)
@@ -199,21 +234,29 @@ class HuggingFace(Source):
                 f"({sentence(error)[:300]}); the same command continues from there."
             ) from None
 
+    def _rows(self, stream: Any) -> Iterator[Any]:
+        """The rows of a stream; of a .txt, which it has line by line, the documents."""
+        if not (self.local and stream.info.builder_name == "text"):
+            return iter(stream)
+        texts = readers.cut_text((f"{row['text']}\n" for row in stream), self.layout.document)
+        return ({"text": text} for text in texts)
+
     @functools.cached_property
     def _streams(self) -> list[tuple[str, Split | None, Any]]:
-        """The streams of the dataset: each split, shard by shard."""
+        """The streams of the dataset: each split, shard by shard; with a limit, in one."""
         splits = self._load()
-        if "train" not in splits:
+        wanted = self.split or "train"
+        if wanted not in splits:
             raise InputError(
-                f"The dataset '{self.dataset}' has no split 'train'; it has {', '.join(map(str, splits))}."
+                f"The dataset '{self.dataset}' has no split '{wanted}'; it has {', '.join(map(str, splits))}."
             )
         held_out = next((name for name in VALIDATION if name in splits), None)
-        chosen: list[tuple[str, Split | None]] = [("train", None)]
-        if held_out and self.layout.val_field is None:  # else the field decides, and only `train` is read
+        chosen: list[tuple[str, Split | None]] = [(wanted, None)]
+        if held_out and self.split is None and self.layout.val_field is None:  # else only one split is read
             chosen = [("train", "train"), (held_out, "val")]
         found = []
         for name, split in chosen:
-            count = int(getattr(splits[name], "num_shards", 1))
+            count = 1 if self.limit else int(getattr(splits[name], "num_shards", 1))
             for i in range(count):
                 stream = splits[name].shard(num_shards=count, index=i) if count > 1 else splits[name]
                 found.append((f"{name} {i + 1}/{count}", split, stream))
@@ -222,8 +265,14 @@ class HuggingFace(Source):
     def _load(self) -> Any:
         datasets = readers.need("datasets")
         what = f"The dataset '{self.dataset}'" + (f" with config '{self.config}'" if self.config else "")
+        config, folder = self.config, None
+        if config and ((Path(self.dataset) / config).is_dir() if self.local else self.asked == PARQUET):
+            config, folder = None, config  # only the README of a dataset names configs: without one they are folders
+        elif self.local and not (Path(self.dataset) / "README.md").exists():
+            config = None  # the folder of the config itself
         try:
-            return datasets.load_dataset(self.dataset, self.config, streaming=True, revision=self.revision)
+            found = datasets.load_dataset(self.dataset, config, data_dir=folder, streaming=True, revision=self.revision)
+            partial = not self.limit and any(map(PARTIAL.search, self._names(folder)))
         except ConnectionError as error:
             raise StepformerError(f"{what} cannot be reached: {sentence(error)[:300]}.") from None
         except datasets.exceptions.DatasetNotFoundError as error:
@@ -231,10 +280,28 @@ class HuggingFace(Source):
         except Exception as error:  # unknown config, no data files, a folder in another layout
             if "script" in str(error) or "trust_remote_code" in str(error):
                 raise InputError(
-                    f"{what} is a program, which is not run here: look for a copy of it in parquet and name that one "
-                    "(hf:OWNER/NAME), or download its files and give the folder."
+                    f"{what} is a program, which is not run here: the Hub's own copy of it in parquet may be there "
+                    f"(--revision {PARQUET}); else name another copy (hf:OWNER/NAME), or download its files and give "
+                    "the folder."
                 ) from None
             raise InputError(f"{what} cannot be opened: {sentence(error)[:300]}.") from None
+        if partial:
+            raise InputError(
+                f"{what} is only a beginning here (its folders are called partial-...): take the first documents of it "
+                "with --limit, or another revision."
+            )
+        return found
+
+    def _names(self, folder: str | None) -> list[str]:
+        """The files of a folder or of the Hub's own copy; of any other revision nothing is asked."""
+        if self.local:
+            names = [path.relative_to(self.dataset).as_posix() for path in usable_files(Path(self.dataset))]
+        elif self.asked == PARQUET:
+            api = readers.need("huggingface_hub").HfApi()
+            names = api.list_repo_files(self.dataset, repo_type="dataset", revision=self.revision)
+        else:
+            names = []
+        return [name for name in names if folder is None or name.startswith(f"{folder}/")]
 
 
 def open_source(
@@ -246,30 +313,60 @@ def open_source(
     field: str | None = None,
     val_field: str | None = None,
     document: str | None = None,
+    local: str | Path | None = None,
+    revision: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
 ) -> Source:
-    """The source behind a word: `tales`, a short name, `hf:OWNER/NAME[:CONFIG]`, `hf:FOLDER`, or a path."""
-    options = {"dialect": dialect, "count": count, "seed": seed, "field": field, "val_field": val_field}
-    options["document"] = document
+    """The source behind a word: `tales`, a short name, `hf:OWNER/NAME[:CONFIG]`, `hf:FOLDER`, or a path.
+
+    Of a dataset: `local` is a folder with its files, laid out as on the Hub, `split` the only split that is read.
+    """
+    options: dict[str, Any] = {"dialect": dialect, "count": count, "seed": seed, "field": field, "val_field": val_field}
+    options |= {"document": document, "local": local, "revision": revision, "split": split, "limit": limit}
     is_tales, is_hf = spec == "tales", spec in DATASETS or spec.startswith("hf:")
-    kind, foreign = ("datasets", "dialect count seed document") if is_hf else ("files", "dialect count seed")
+    where = spec.removeprefix("hf:")
+    if where != spec and where and local is None and Path(where).expanduser().is_dir():
+        where, local = "", where
+    kind, foreign = "files", "dialect count seed local revision split"
     if is_tales:
-        kind, foreign = "the tales", "field val_field document"
+        kind, foreign = "the tales", "field val_field document local revision split limit"
+    elif is_hf:
+        kind, foreign = "datasets", "dialect count seed document"
+    if is_hf and local is not None:
+        kind, foreign = "local copies of datasets", "dialect count seed revision"
     for option in foreign.split():
         if options[option] is not None:
             raise InputError(f"The option '{option}' does not apply to {kind} ('{spec}').")
+    if limit is not None and limit < 1:
+        raise InputError(f"The limit of documents must be at least 1, not {limit}.")
     if is_tales:
         return Tales(dialect, TALES_COUNT if count is None else count, seed or 0)
     layout = Layout(field or "text", val_field, document or "auto")
-    if spec in DATASETS:
-        return HuggingFace(*DATASETS[spec], layout, name=spec)
-    if spec.startswith("hf:"):
-        where = spec.removeprefix("hf:")
-        if not where or where.startswith(":"):
+    source = _dataset(spec, where, layout, local, revision, split) if is_hf else _files(spec, layout)
+    source.limit = limit
+    source.name = "-".join(filter(None, (source.name, split, str(limit or ""))))
+    source.description |= {k: v for k, v in options.items() if k in ("revision", "split", "limit") and v is not None}
+    return source
+
+
+def _dataset(
+    spec: str, where: str, layout: Layout, local: str | Path | None, revision: str | None, split: str | None
+) -> HuggingFace:
+    name, known = (spec, DATASETS[spec]) if spec in DATASETS else ("", None)
+    if local is not None and not Path(local).expanduser().is_dir():
+        raise InputError(f"There is no folder '{local}' with the files of '{spec}'.")
+    if known is None:
+        repository, _, config = where.partition(":")
+        if local is None and not repository:
             raise InputError("hf: needs a dataset, e.g. hf:roneneldan/TinyStories or hf:OWNER/NAME:CONFIG.")
-        if (folder := Path(where).expanduser()).is_dir():
-            return HuggingFace(str(folder), None, layout)
-        dataset, _, config = where.partition(":")
-        return HuggingFace(dataset, config or None, layout)
+        known = Dataset(repository, config or None)
+    if local is not None:
+        return HuggingFace(str(Path(local).expanduser()), known.config, layout, name, None, split)
+    return HuggingFace(known.repository, known.config, layout, name, revision or known.revision, split)
+
+
+def _files(spec: str, layout: Layout) -> Files:
     path = Path(spec).expanduser()
     if not path.exists():
         words = ("tales", *DATASETS)

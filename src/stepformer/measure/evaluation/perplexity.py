@@ -70,7 +70,7 @@ class Reading:
         if self.random:
             count = RANDOM_WINDOWS if self.tokens is None else max(1, self.tokens // context)
             draw = np.random.Generator(np.random.PCG64(RANDOM_SEED))
-            starts = draw.integers(0, len(text) - context, size=count).tolist()
+            starts = draw.integers(0, max(1, len(text) - context - 2), size=count).tolist()  # as the paper's code does
         else:
             starts = [block * context for block in range(int(limit) // context)]
         return [(start, start + context + 1, context) for start in starts]

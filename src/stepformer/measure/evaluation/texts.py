@@ -1,10 +1,15 @@
-"""Texts to measure perplexity on: prepared corpora, files, and the three out-of-domain texts of the papers."""
+"""Texts to measure perplexity on: prepared corpora, files, and held-out text of datasets by name.
+
+Three of those, WikiText, LAMBADA and C4, are the out-of-domain texts of the momentum-streams paper.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stepformer.base.errors import InputError, suggestion
+from stepformer.base.errors import InputError, StepformerError, suggestion
 from stepformer.data.corpus import MANIFEST, Corpus
+from stepformer.data.pieces import divide
 from stepformer.data.readers import Layout, cut_text, extensions, opened, read_documents, reading
 from stepformer.data.sources import DATASETS, open_source, usable_files
 from stepformer.data.tokenizers import Tokenizer
@@ -59,8 +65,11 @@ def open_text(
     document: str | None = None,
     split: str = "val",
     enough: int | None = None,
+    data: Path | None = None,
 ) -> Text:
-    """A split of a prepared corpus, or the documents of a file, a folder of files or a dataset (as for `prepare`)."""
+    """A split of a prepared corpus, the documents of a file, a folder of files or hf:OWNER/NAME (as for `prepare`), or
+    the held-out text of a dataset with a name, from `data/NAME` if `data` is given.
+    """
     folder = Path(where).expanduser()
     if (folder / MANIFEST).is_file():
         corpus = checked(Corpus(folder))
@@ -68,9 +77,13 @@ def open_text(
         tokens = corpus.split(split)
         count = len(tokens) if enough is None else min(len(tokens), enough + 1)
         return Text(corpus.name, tokens.tokens(0, count), f"{corpus.folder.name}, {split} split")
+    if where in DATASETS:
+        if field or document or split != "val":
+            raise InputError(f"The layout and the part of '{where}' are known: field, document and split do not apply.")
+        return held_out(where, tokenizer, data, enough)
     if folder.is_dir() and (folder / "run.json").is_file():
         raise InputError(f"'{folder}' is a run, not a text: give a file, a folder of files or a prepared corpus.")
-    is_name = where == "tales" or where in DATASETS or where.startswith("hf:")
+    is_name = where == "tales" or where.startswith("hf:")
     if not is_name and not folder.exists():
         raise InputError(
             f"There is no file or folder and no prepared corpus '{where}'.{suggestion(where, ('tales', *DATASETS))}"
@@ -80,18 +93,44 @@ def open_text(
     return as_text(source.name, documents, tokenizer, folder.name if folder.exists() else where, enough)
 
 
-def out_of_domain(folder: Path, tokenizer: Tokenizer, enough: int | None = None) -> list[Text]:
-    """WikiText, LAMBADA and C4 from the folders of these names: the first readable file of each.
+def out_of_domain(folder: Path | None, tokenizer: Tokenizer, enough: int | None = None) -> list[Text]:
+    """WikiText, LAMBADA and C4 from the folders of these names, or from the Hub."""
+    return [held_out(name, tokenizer, folder, enough) for name in OUT_OF_DOMAIN]
+
+
+def held_out(name: str, tokenizer: Tokenizer, data: Path | None = None, enough: int | None = None) -> Text:
+    """The text of a dataset that measures a run: of the Hub or of `data/NAME`, laid out as there or with any files, of
+    which the first readable one is taken.
 
     WikiText: every line that is not blank is a document. LAMBADA: every passage, its last word included. C4: every row,
-    or every line of a text file.
+    or every line of a text file; the first 5,000. OpenWebText and FineWeb have no split for this: the first 5,000
+    documents that `stepformer prepare` keeps out of training.
     """
-    texts = []
-    for name in OUT_OF_DOMAIN:
-        path = first_file(folder, name)
+    known = DATASETS[name]
+    place = None if data is None else data / name
+    if data is not None and not as_on_the_hub(data / name):
+        path = first_file(data, name)
         with reading(path):
-            texts.append(as_text(name, _documents(name, path), tokenizer, f"{name}/{path.name}", enough))
-    return texts
+            documents = itertools.islice(_documents(name, path), known.first)
+            return as_text(name, documents, tokenizer, f"{name}/{path.name}", enough)
+    by_checksum = known.held_out is None
+    source = open_source(name, local=place, split=known.held_out, limit=None if by_checksum else known.first)
+    revision = source.pin({}).get("revision", "")[:8]
+    texts = (d.text for d in source if not by_checksum or divide(d, "hash", source.val_fraction)[0][0] == "val")
+    first = f"first {known.first:,}" if known.first else None
+    words = (name if place else known.repository, known.config, known.held_out or "by checksum", first, revision)
+    what = " ".join(filter(None, words))
+    try:
+        return as_text(name, itertools.islice(texts, known.first), tokenizer, what, enough)
+    except StepformerError as error:
+        hint = "" if place else f" A local copy is read with --data DIR: DIR/{name}/, laid out as on the Hub."
+        raise type(error)(f"{error}{hint}") from None
+
+
+def as_on_the_hub(folder: Path) -> bool:
+    """Whether a folder has subfolders of data, or files that are numbered as the Hub's are."""
+    names = (path.relative_to(folder).as_posix() for path in (usable_files(folder) if folder.is_dir() else ()))
+    return any("/" in name or re.search(r"\d{5}-of-\d{5}", name) for name in names)
 
 
 def first_file(folder: Path, name: str) -> Path:
@@ -113,7 +152,8 @@ def _documents(name: str, path: Path) -> Iterator[str]:
     elif form in ("", ".txt"):
         with opened(path) as raw:
             lines = (line.decode() for line in raw)
-            yield from (line for line in cut_text(lines, "line") if line.strip())
+            texts = cut_text(lines, "line" if name in OUT_OF_DOMAIN else "auto")
+            yield from (text for text in texts if text.strip())
     else:
         yield from (found.text for found in read_documents(path, Layout()))
 
