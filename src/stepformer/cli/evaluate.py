@@ -78,7 +78,7 @@ def validation_loss(args: argparse.Namespace) -> int:
         return 0
     print(
         f"{standing(run)}: loss {found.val_loss:.4f} nats/token, perplexity "
-        f"{found.perplexity:.3f}, on {found.val_tokens:,} tokens of the split {found.val_hash}"
+        f"{found.perplexity:.3f}, on {found.val_tokens:,} tokens of the split {found.val_hash}{found.remark}"
     )
     return 0
 

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,6 +97,7 @@ class Trainer:
         self.best: dict[str, Any] | None = None  # val_loss and step of the best evaluation
         self.last: Evaluation | None = None
         self.beside: dict[str, Any] = {}  # the losses on the other corpora, for metrics and result
+        self.at_end: dict[str, Any] = {}  # those that only the result has: of training tokens, of the whole split
 
     def begin_with(self, checkpoint: Path) -> None:
         """Take the weights of a checkpoint, perhaps of another run."""
@@ -152,6 +153,7 @@ class Trainer:
             if self.last is None:
                 self.display.note(f"{self.display.title}  was finished already; it is evaluated once more")
                 self._evaluate(logged=False)
+            self._evaluate_end()
             self.checkpoints.wait()
             return self._result()
         finally:
@@ -288,7 +290,7 @@ class Trainer:
 
     def _evaluate(self, *, logged: bool = True) -> None:
         self.display.waiting("evaluating")
-        found = self.last = self._evaluation(self.val)
+        found = self.last = self._evaluation(self.val, first=self.config.train.first)
         others = {name: self._evaluation(split) for name, split in self.also.items()}
         self.beside = {"also": {name: other.to_dict() for name, other in others.items()}} if others else {}
         said: dict[str, Any] = evaluation.reported(self.model, self.val, self.parallel, self.autocast)
@@ -306,14 +308,27 @@ class Trainer:
         capped = said.get("capped_rows", 0)
         remark = f"  (attention rows whose target is out of reach: {capped:.1%})" if capped >= 0.001 else ""
         remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in others.items()) + remark
+        remark = found.remark + remark
         self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
         if self.step and (self.best is None or found.val_loss < self.best["val_loss"]):
             self.best = {"val_loss": found.val_loss, "step": self.step}
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
 
-    def _evaluation(self, split: TokenSplit) -> Evaluation:
+    def _evaluate_end(self) -> None:
+        """What is measured once: the loss of as many training tokens, always the same, and of the whole split."""
+        assert self.last is not None
+        self.display.waiting("evaluating")
+        seen = self._evaluation(self.corpus.split("train"))
+        self.at_end = {"train_loss": seen.val_loss, "train_tokens": seen.val_tokens, "train_hash": seen.val_hash}
+        if self.config.train.eval_whole and len(self.val) > self.config.train.eval_tokens:
+            whole = self._evaluation(self.val, len(self.val))
+            self.at_end["first"] = {**self.last.first, str(whole.val_tokens): whole.val_loss}
+
+    def _evaluation(self, split: TokenSplit, tokens: int | None = None, first: Sequence[int] = ()) -> Evaluation:
         train, context = self.config.train, self.config.model.context
-        run = partial(evaluation.evaluate, self.model, split, context=context, tokens=train.eval_tokens)
+        run = partial(
+            evaluation.evaluate, self.model, split, context=context, tokens=tokens or train.eval_tokens, first=first
+        )
         try:
             return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
         except torch.OutOfMemoryError:
@@ -389,6 +404,7 @@ class Trainer:
             "tokens": self.step * config.step_tokens,
             **self.last.to_dict(),
             **self.beside,
+            **self.at_end,
             "best_val_loss": self.best["val_loss"],
             "best_step": self.best["step"],
             "train_seconds": round(self.seconds, 3),
