@@ -72,6 +72,8 @@ class Trainer:
         evaluated = (self.val, *self.also.values())
         blocks = sum(evaluation.check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
         self.eval_every = config.eval_every(blocks * config.model.context)
+        for tokens in train.first:
+            evaluation.check_blocks(self.val, config.model.context, tokens)
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
