@@ -21,6 +21,7 @@ from stepformer.training import RunConfig, run_config
 # What changes a result by rounding at most, or only what is kept and shown.
 IMMATERIAL = {"seed", "device", "micro_batch", "compile", "log_every", "save_every", "keep", "parallel", "eval_every"}
 IMMATERIAL |= {"tensorboard", "wandb", "tokenizer", "dialect", "count", "real_vocab", "precision", "deterministic"}
+IMMATERIAL |= {"eval_first", "eval_whole"}
 MOST_NAMED = 6
 
 # What recipes hold under [recipe.measured]: its name, and what the papers measured it on.
