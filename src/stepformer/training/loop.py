@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,8 +72,7 @@ class Trainer:
         evaluated = (self.val, *self.also.values())
         blocks = sum(evaluation.check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
         self.eval_every = config.eval_every(blocks * config.model.context)
-        for tokens in train.first:
-            evaluation.check_blocks(self.val, config.model.context, tokens)
+        evaluation.check_blocks(self.val, config.model.context, min(train.first, default=train.eval_tokens))
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
@@ -99,7 +98,6 @@ class Trainer:
         self.best: dict[str, Any] | None = None  # val_loss and step of the best evaluation
         self.last: Evaluation | None = None
         self.beside: dict[str, Any] = {}  # the losses on the other corpora, for metrics and result
-        self.at_end: dict[str, Any] = {}  # those that only the result has: of training tokens, of the whole split
 
     def begin_with(self, checkpoint: Path) -> None:
         """Take the weights of a checkpoint, perhaps of another run."""
@@ -155,7 +153,6 @@ class Trainer:
             if self.last is None:
                 self.display.note(f"{self.display.title}  was finished already; it is evaluated once more")
                 self._evaluate(logged=False)
-            self._evaluate_end()
             self.checkpoints.wait()
             return self._result()
         finally:
@@ -309,28 +306,26 @@ class Trainer:
             self._log("eval", line)
         capped = said.get("capped_rows", 0)
         remark = f"  (attention rows whose target is out of reach: {capped:.1%})" if capped >= 0.001 else ""
-        remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in others.items()) + remark
-        remark = found.remark + remark
+        remark = found.remark + "".join(f", {name} {o.val_loss:.4f}" for name, o in others.items()) + remark
         self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
         if self.step and (self.best is None or found.val_loss < self.best["val_loss"]):
             self.best = {"val_loss": found.val_loss, "step": self.step}
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
 
-    def _evaluate_end(self) -> None:
-        """What is measured once: the loss of as many training tokens, always the same, and of the whole split."""
+    def _measured_once(self) -> dict[str, Any]:
+        """At the end the loss of as many training tokens, the same for every run; if asked for, of the whole split."""
         assert self.last is not None
         self.display.waiting("evaluating")
-        seen = self._evaluation(self.corpus.split("train"))
-        self.at_end = {"train_loss": seen.val_loss, "train_tokens": seen.val_tokens, "train_hash": seen.val_hash}
+        seen, known = self._evaluation(self.corpus.split("train")), self.last.first
         if self.config.train.eval_whole and len(self.val) > self.config.train.eval_tokens:
-            whole = self._evaluation(self.val, len(self.val))
-            self.at_end["first"] = {**self.last.first, str(whole.val_tokens): whole.val_loss}
+            whole = self._evaluation(self.val, tokens=len(self.val))
+            known = {**known, str(whole.val_tokens): whole.val_loss}
+        found = {"train_loss": seen.val_loss, "train_tokens": seen.val_tokens, "train_hash": seen.val_hash}
+        return {**found, "first": known} if known else found
 
-    def _evaluation(self, split: TokenSplit, tokens: int | None = None, first: Sequence[int] = ()) -> Evaluation:
-        train, context = self.config.train, self.config.model.context
-        run = partial(
-            evaluation.evaluate, self.model, split, context=context, tokens=tokens or train.eval_tokens, first=first
-        )
+    def _evaluation(self, split: TokenSplit, **asked: Any) -> Evaluation:
+        asked = {"tokens": self.config.train.eval_tokens, "context": self.config.model.context, **asked}
+        run = partial(evaluation.evaluate, self.model, split, **asked)
         try:
             return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
         except torch.OutOfMemoryError:
@@ -406,7 +401,7 @@ class Trainer:
             "tokens": self.step * config.step_tokens,
             **self.last.to_dict(),
             **self.beside,
-            **self.at_end,
+            **self._measured_once(),
             "best_val_loss": self.best["val_loss"],
             "best_step": self.best["step"],
             "train_seconds": round(self.seconds, 3),
