@@ -102,6 +102,18 @@ def evaluate(
     return Evaluation(whole, blocks * context, split.hash, fewer)
 
 
+def measured_once(
+    evaluated: Callable[..., Evaluation], last: Evaluation, train: TokenSplit, whole: TokenSplit | None
+) -> dict[str, Any]:
+    """At the end: the loss of as many training tokens, the same for every run; and of a whole split, if it is given."""
+    seen = evaluated(train)
+    found = {"train_loss": seen.val_loss, "train_tokens": seen.val_tokens, "train_hash": seen.val_hash}
+    if whole is None:
+        return found
+    all_of_it = evaluated(whole, tokens=len(whole))
+    return {**found, "first": {**last.first, str(all_of_it.val_tokens): all_of_it.val_loss}}
+
+
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """Autocast to `dtype`, or nothing."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)

@@ -312,17 +312,6 @@ class Trainer:
             self.best = {"val_loss": found.val_loss, "step": self.step}
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
 
-    def _measured_once(self) -> dict[str, Any]:
-        """At the end the loss of as many training tokens, the same for every run; if asked for, of the whole split."""
-        assert self.last is not None
-        self.display.waiting("evaluating")
-        seen, known = self._evaluation(self.corpus.split("train")), self.last.first
-        if self.config.train.eval_whole and len(self.val) > self.config.train.eval_tokens:
-            whole = self._evaluation(self.val, tokens=len(self.val))
-            known = {**known, str(whole.val_tokens): whole.val_loss}
-        found = {"train_loss": seen.val_loss, "train_tokens": seen.val_tokens, "train_hash": seen.val_hash}
-        return {**found, "first": known} if known else found
-
     def _evaluation(self, split: TokenSplit, **asked: Any) -> Evaluation:
         asked = {"tokens": self.config.train.eval_tokens, "context": self.config.model.context, **asked}
         run = partial(evaluation.evaluate, self.model, split, **asked)
@@ -388,6 +377,8 @@ class Trainer:
         assert self.last is not None
         assert self.best is not None
         config, weights = self.config, stored.weights_sha256(dict(self.model.named_parameters()))
+        self.display.waiting("evaluating")
+        whole = self.val if config.train.eval_whole and len(self.val) > config.train.eval_tokens else None
         record = {
             "format": 1,
             "title": config.title,
@@ -401,7 +392,7 @@ class Trainer:
             "tokens": self.step * config.step_tokens,
             **self.last.to_dict(),
             **self.beside,
-            **self._measured_once(),
+            **evaluation.measured_once(self._evaluation, self.last, self.corpus.split("train"), whole),
             "best_val_loss": self.best["val_loss"],
             "best_step": self.best["step"],
             "train_seconds": round(self.seconds, 3),
