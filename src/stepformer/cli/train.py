@@ -71,9 +71,14 @@ def print_result(result: dict[str, Any]) -> None:
     rows = [
         ("validation loss", f"{loss:.4f} nats/token (perplexity {math.exp(loss):.2f})"),
         ("", f"on {result['val_tokens']:,} tokens of the split {result['val_hash']}"),
+        *(("", f"{some:.4f} on its first {int(tokens):,} tokens") for tokens, some in result.get("first", {}).items()),
     ]
     if result["best_step"] != result["steps"]:
         rows.append(("best", f"{result['best_val_loss']:.4f} after step {result['best_step']:,}"))
+    if "train_loss" in result:
+        rows.append(
+            ("training loss", f"{result['train_loss']:.4f} on {result['train_tokens']:,} fixed training tokens")
+        )
     if result["unigram_entropy"]:
         rows.append(("unigram entropy", f"{result['unigram_entropy']:.4f} (what counting single tokens would reach)"))
     rows += [
