@@ -82,6 +82,18 @@ def test_published_losses_stand_beside_losses_of_as_many_tokens(study: Path, tmp
     assert table(first={"1310720": 1.5, "2999984": 1.25}) == [beside, own, rest]
 
 
+def test_training_losses_of_fixed_tokens_are_compared(study: Path) -> None:
+    report = report_of(study)
+    assert report.comparison
+    details = report.comparison.details
+    cells = {column.title: [row[i] for row in details.rows] for i, column in enumerate(details.columns)}
+    for label, loss in zip(cells["architecture"], cells["train_loss"], strict=True):
+        stored = [json.loads(path.read_text())["train_loss"] for path in study.glob(f"{label.text}-s*/result.json")]
+        assert float(loss.text) == pytest.approx(sum(stored) / 2, abs=1e-6)  # margin: its digits
+    for table in ("comparison", "runs"):
+        assert "training loss" in [column.title for column in report.tables[table].columns]
+
+
 def with_recipe(folder: Path, name: str, tokenizer: str = "gpt2") -> Path:
     facts = json.loads((folder / "run.json").read_text())
     facts["config"]["recipe"] = name
