@@ -23,6 +23,7 @@ from stepformer.catalogue import preset, presets
 from stepformer.catalogue.recipes import FOLDER, load_recipe, recipe_names
 from stepformer.catalogue.references import BIBTEX
 from stepformer.optim import Optimizers, Schedule
+from stepformer.pages.reports.published import QUANTITIES
 from stepformer.training import train
 from stepformer.training.config import RunConfig, run_config
 from stepformer.training.runs import as_toml
@@ -75,25 +76,25 @@ MORE_SCALARS = {
     "speed": 3,
 }
 
-# YuriiFormer, Table 5: best and final validation loss.
+# YuriiFormer, Table 5: best and final validation loss, training loss at step 10,000.
 TABLE_5 = {
-    "gd-euler": (1.107, 1.113),
-    "vanilla": (1.106, 1.114),
-    "nesterov-euler": (1.101, 1.112),
-    "yurii": (1.078, 1.090),
-    "polyak-euler": (1.099, 1.110),
-    "hb": (1.083, 1.096),
-    "symplectic-euler": (1.080, 1.092),
-    "imex-k1-mam": (1.083, 1.095),
-    "imex-k1-ama": (1.086, 1.097),
-    "imex-ln-k1-mam": (1.112, 1.123),
-    "imex-ln-k1-ama": (1.078, 1.091),
-    "verlet-mam": (1.077, 1.090),
-    "verlet-ama": (1.074, 1.088),
-    "imex-k2-mam": (1.081, 1.096),
-    "imex-k2-ama": (1.078, 1.088),
-    "imex-ln-k2-mam": (1.097, 1.104),
-    "imex-ln-k2-ama": (1.070, 1.084),
+    "gd-euler": (1.107, 1.113, 0.962),
+    "vanilla": (1.106, 1.114, 0.985),
+    "nesterov-euler": (1.101, 1.112, 0.953),
+    "yurii": (1.078, 1.090, 0.896),
+    "polyak-euler": (1.099, 1.110, 0.933),
+    "hb": (1.083, 1.096, 0.899),
+    "symplectic-euler": (1.080, 1.092, 0.916),
+    "imex-k1-mam": (1.083, 1.095, 0.912),
+    "imex-k1-ama": (1.086, 1.097, 0.929),
+    "imex-ln-k1-mam": (1.112, 1.123, 1.008),
+    "imex-ln-k1-ama": (1.078, 1.091, 0.892),
+    "verlet-mam": (1.077, 1.090, 0.886),
+    "verlet-ama": (1.074, 1.088, 0.874),
+    "imex-k2-mam": (1.081, 1.096, 0.921),
+    "imex-k2-ama": (1.078, 1.088, 0.921),
+    "imex-ln-k2-mam": (1.097, 1.104, 0.966),
+    "imex-ln-k2-ama": (1.070, 1.084, 0.884),
 }
 
 # YuriiFormer, Table 3: best and final, small; best and final, medium.
@@ -104,6 +105,29 @@ TABLE_3 = {
     "vanilla": (2.990, 2.998, 2.758, 2.764),
     "hb": (2.925, 2.931, 2.705, 2.710),
     "yurii": (2.920, 2.926, 2.702, 2.707),
+}
+
+# YuriiFormer, Table 4, in percent: HellaSwag and ARC-Easy with 10 and 25 shots, then with none; small, then medium.
+TABLE_4 = {
+    "gd-euler": (29.9, 39.8, 30.2, 38.5, 34.7, 46.0, 34.4, 40.5),
+    "polyak-euler": (30.9, 41.3, 30.5, 39.8, 36.3, 48.2, 36.1, 43.4),
+    "nesterov-euler": (31.2, 41.6, 30.5, 41.2, 36.3, 48.0, 35.4, 43.5),
+    "vanilla": (30.0, 40.5, 29.7, 39.4, 35.5, 45.4, 35.2, 42.6),
+    "hb": (31.6, 42.5, 31.2, 41.1, 37.1, 49.0, 36.8, 44.0),
+    "yurii": (31.8, 42.6, 31.2, 41.1, 36.8, 48.5, 36.5, 45.7),
+}
+
+# Momentum Streams, persistence on OpenWebText: as the authors' files have it, and with the 64th singular values.
+PERSISTENCE = {
+    ("", "vanilla"): (20.42, 16.25),
+    ("", "adam"): (25.21, 19.20),
+    ("", "adamw"): (24.66, 18.96),
+    ("", "yurii"): (14.44, 10.35),
+    ("", "tmm"): (9.12, 6.11),
+    ("-sam", "yurii"): (11.25, 8.19),
+    ("-wsd", "yurii"): (13.90, 9.87),
+    ("-sam", "tmm"): (6.69, 4.83),
+    ("-wsd", "tmm"): (7.81, 5.62),
 }
 
 # Momentum Streams: best validation loss; None where no final value is public.
@@ -176,7 +200,7 @@ READS_THE_FUTURE = {
 SPEED = ("speed-baseline", "speed-value-residual-fixed", "speed-value-residual", "speed-momentum-warmup", "speed")
 
 PUBLISHED: dict[str, dict[str, float | None]] = {
-    "yuriiformer-tinystories": {name: best for name, (best, _) in TABLE_5.items()},
+    "yuriiformer-tinystories": {name: row[0] for name, row in TABLE_5.items()},
     "yuriiformer-openwebtext": {name: row[0] for name, row in TABLE_3.items()},
     "yuriiformer-openwebtext-medium": {name: row[2] for name, row in TABLE_3.items()},
     **{f"momentum-streams-{name}": values for name, values in STREAMS.items()},
@@ -250,8 +274,11 @@ def expected(name: str) -> dict[str, Any]:
         values["lr"] = 0.006
     if name.endswith("half-rate"):
         values["lr"] = 0.002
+    values["streams"] = "fp32"
+    if name.startswith("momentum"):  # the authors' 160 x 8 blocks of 1024; soap and shampoo on TinyStories 160 x 4
+        values |= {"eval_first": "1_310_720, 655_360" if "tinystories" in name else 160 * 8 * 1024, "eval_whole": True}
     if name.endswith("pure-adamw"):
-        values |= {"name": "adamw", "lr": 6e-4, "wd_matrix": 0.1, "scaling": "none"}
+        values |= {"name": "adamw", "lr": 6e-4, "lr_coefficient": 6e-4, "wd_matrix": 0.1, "scaling": "none"}
     if name.endswith(("wsd", "sawd")):
         values |= {"schedule": "wsd", "decay_start": decay_start}
     if name.endswith("sam"):
@@ -312,12 +339,16 @@ def test_a_recipe_says_what_it_is(name: str) -> None:
     for key in ("figure", "about", "published_what"):
         assert isinstance(recipe.about[key], str)
         assert recipe.about[key]
-    assert set(recipe.about) <= {"base", "paper", "figure", "about", "published_what", "seeds", "runs", "measured"}
+    known = {"base", "paper", "figure", "about", "published_what", "published_tokens", "seeds", "runs"}
+    assert set(recipe.about) <= known | {"measured", "measured_what", "measured_errors", "recomputed"}
+    assert ("measured" in recipe.about) == ("measured_what" in recipe.about)
+    assert {q for of in (recipe.measured, recipe.recomputed) for row in of.values() for q in row} <= set(QUANTITIES)
+    assert {*recipe.measured, *recipe.recomputed} <= set(recipe.runs)
     assert preset(recipe.document["model"]["preset"]) in [preset(run) for run in recipe.runs]
     for run, row in recipe.runs.items():
         assert {"parameters"} <= set(row), run
-        known = {"parameters", "published", "published_final", "published_std", "published_seeds", "note"}
-        assert set(row) <= known, run
+        of = {"published", *(f"published_{what}" for what in ("final", "train", "tokens", "std", "seeds"))}
+        assert set(row) <= {"parameters", "note", *of}, run
         assert "published" in row or "note" in row, f"{run}: no value, and no word why"
 
 
@@ -388,7 +419,8 @@ def test_published_values(name: str) -> None:
     assert {run: row.get("published") for run, row in runs.items()} == PUBLISHED[name]
     final = {run: row["published_final"] for run, row in runs.items() if "published_final" in row}
     if name == "yuriiformer-tinystories":
-        assert final == {run: last for run, (_, last) in TABLE_5.items()}
+        assert final == {run: row[1] for run, row in TABLE_5.items()}
+        assert {run: row["published_train"] for run, row in runs.items()} == {r: row[2] for r, row in TABLE_5.items()}
     elif name.startswith("yuriiformer"):
         assert final == {run: row[3 if name.endswith("medium") else 1] for run, row in TABLE_3.items()}
     elif name.startswith("sympformer"):
@@ -396,6 +428,41 @@ def test_published_values(name: str) -> None:
         assert final == {run: last for run, (_, last) in rows.items() if last is not None}
     else:
         assert not final
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith(("yurii", "momentum"))])
+def test_on_how_many_tokens_losses_were_published(name: str) -> None:
+    """160 batches: of 30 x 1024 tokens, of 8 in the main runs of Momentum Streams, of 4 for its largest streams."""
+    batch = 8 if name.startswith("momentum") else 30
+    batch = 30 if re.search("tinystories-(wsd|sam|sawd)", name) else batch
+    recipe = load_recipe(name)
+    wanted = dict.fromkeys(recipe.runs, 160 * batch * 1024)
+    if name == "momentum-streams-tinystories":
+        wanted |= dict.fromkeys(("soap", "shampoo"), 160 * 4 * 1024)
+    assert {run: recipe.published_tokens(run) for run in recipe.runs} == wanted
+    if name.startswith("momentum"):
+        train = run_config(name).train
+        assert set(wanted.values()) <= {train.eval_tokens, *train.first}
+
+
+@pytest.mark.parametrize(("name", "first"), [("yuriiformer-openwebtext", 0), ("yuriiformer-openwebtext-medium", 4)])
+def test_downstream_accuracies_of_table_4(name: str, first: int) -> None:
+    tasks = ("hellaswag", "arc_easy", "hellaswag_zero_shot", "arc_easy_zero_shot")
+    recipe = load_recipe(name)
+    for run, row in TABLE_4.items():
+        wanted = [percent / 100 for percent in row[first : first + 4]]
+        assert [recipe.measured[run][task] for task in tasks] == pytest.approx(wanted, abs=1e-12)
+    assert [recipe.error(task) for task in tasks] == [0.005, 0.01, 0.005, 0.01]
+
+
+def test_persistence_as_published_and_recomputed() -> None:
+    found = {}
+    for more in ("", "-wsd", "-sam"):
+        recipe = load_recipe(f"momentum-streams-openwebtext{more}")
+        for run, row in recipe.recomputed.items():
+            assert "persistence" not in recipe.measured[run]
+            found[more, run] = (recipe.measured[run]["persistence_11"], row["persistence"])
+    assert found == PERSISTENCE
 
 
 def ranks(values: list[float]) -> list[int]:
@@ -598,7 +665,7 @@ def test_base_chain() -> None:
     own, root = load_recipe(chain[0]).document, load_recipe(chain[-1]).document
     assert own["model"] == {**root["model"], "preset": "tmm"}
     assert own["data"] == {**root["data"], "corpus": "openwebtext"}
-    assert own["train"] == {**root["train"], "steps": 30_000}
+    assert own["train"] == {**root["train"], "steps": 30_000, "eval_first": 1_310_720, "eval_whole": True}
     changed = {key for key in own["optim"] if own["optim"][key] != root["optim"].get(key)}
     assert changed == {"lr", "warmup", "schedule", "decay_start", "sam", "rho"}
     assert root["train"]["steps"] == 10_000

@@ -19,7 +19,7 @@ from stepformer.base.errors import InputError, StepformerError
 from stepformer.cli import main
 from stepformer.measure import measured
 from stepformer.measure.evaluation import measure_tasks, tasks
-from stepformer.measure.evaluation.harness import notes, read_metrics, settled, with_error
+from stepformer.measure.evaluation.harness import notes, read_metrics, settled, with_error, with_shots
 from stepformer.measure.evaluation.scoring import Scorer
 from stepformer.measure.evaluation.tasks import open_task
 from stepformer.training import load_run, train
@@ -348,6 +348,28 @@ def test_the_command_prints_a_table(run: LoadedRun, data: Path, capsys: pytest.C
     captured = capsys.readouterr()
     assert json.loads(captured.out)["tasks"]["tasks"]["arc_easy@1"]["items"] == 3
     assert captured.err == ""
+
+
+def test_every_task_may_have_its_own_shots(run: LoadedRun, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", str(run.folder.path), "--data", str(data), "--limit", "2", "--json", "--tasks"]
+    for named, more, found in (
+        ("hellaswag:1,arc_easy:2", [], ["hellaswag@1", "arc_easy@2"]),
+        ("hellaswag:0,hellaswag:1,hellaswag:0", [], ["hellaswag@0", "hellaswag@1"]),
+        ("hellaswag:1,arc_easy", ["--shots", "0,2"], ["hellaswag@1", "arc_easy@0", "arc_easy@2"]),
+    ):
+        assert main([*words, named, *more]) == 0
+        assert list(json.loads(capsys.readouterr().out)["tasks"]["tasks"]) == found
+    assert with_shots("hellaswag") == [("hellaswag", 10)]
+    assert with_shots("arc_easy:3", [1]) == [("arc_easy", 3)]
+    assert with_shots("a:b/mine.yaml", [1]) == [("a:b/mine.yaml", 1)]
+    assert with_shots("mine.yaml:4") == [("mine.yaml", 4)]
+    for named, more, sentence in (
+        ("hellaswag:ten", [], "'hellaswag:ten' should be a task and its number of shots, as in hellaswag:10."),
+        ("hellaswag:-1", [], "'hellaswag:-1' should be a task and its number of shots, as in hellaswag:10."),
+        ("hellaswag:1", ["--shots", "2"], "--shots is for tasks without a number of their own, and all of these have"),
+    ):
+        assert main([*words, named, *more]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def test_sentences_for_what_is_wrong(run: LoadedRun, data: Path, tmp_path: Path) -> None:

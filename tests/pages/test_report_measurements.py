@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from reported import copied, measured_as, measurements, report_of, with_measurements
+from reported import changed, copied, measured_as, measurements, report_of, with_measurements
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_json
 from stepformer.cli import main
@@ -22,6 +22,7 @@ from stepformer.pages.reports.collect import Gathered, RunData, gather, read_run
 from stepformer.pages.reports.contents import Report, build
 from stepformer.pages.reports.page import page_html, script_json
 from stepformer.pages.reports.paper import markdown_report
+from stepformer.present.tables import NOTHING
 from stepformer.study.comparison import Facts
 from stepformer.training import load_run
 
@@ -35,17 +36,62 @@ def test_published_figures_come_with_their_caveats(study: Path, tmp_path: Path) 
     write_json(folder / "run.json", facts)
     report = report_of(folder)
     (table,) = report.published
-    assert report.runs[0].record
-    assert [cell.text for cell in table.rows[0][:5]] == [
-        "yurii", "1.0780", f"{report.runs[0].record.best_val_loss:.4f}", "1.0900",
-        f"{report.runs[0].record.val_loss:.4f}",
-    ]  # fmt: skip
+    record = report.runs[0].record
+    assert record
+    ours = [f"{loss:.4f}" for loss in (record.best_val_loss, record.val_loss, record.train_loss)]
+    # 512 tokens are not what the paper evaluated on: no number of ours stands beside its losses
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["yurii", "4,915,200", "1.0780", NOTHING, "1.0900", NOTHING, "0.8960", ours[2], "0", NOTHING],
+        ["yurii", "512", NOTHING, ours[0], NOTHING, ours[1], NOTHING, NOTHING, "1", NOTHING],
+    ]
     notes = " ".join(table.notes)
+    assert "of the first 4,915,200 tokens of a validation split, on which ours was not evaluated" in notes
     assert "best validation loss" in notes
     assert "Not the published setting, so not a reproduction: " in notes
     assert "model.n_layer 2 instead of 12" in notes
     assert "163,812,168 parameters" in notes
     assert "Published figures" in page_html(report)
+
+
+def test_published_losses_stand_beside_losses_of_as_many_tokens(study: Path, tmp_path: Path) -> None:
+    """1,310,720 tokens of a recipe's split, and here, where the split has fewer, all of them."""
+    folder = with_recipe(copied(study, tmp_path), "momentum-streams-tinystories")
+    facts = json.loads((folder / "run.json").read_text())
+    length = facts["corpus"]["splits"]["val"]["tokens"]
+    whole = (length - 1) // 16 * 16
+    assert whole > 512
+
+    def table(**values: Any) -> list[list[str]]:
+        changed(folder / "result.json", **values)
+        (found,) = report_of(folder).published
+        assert any("on which ours was not evaluated" in note for note in found.notes) != ("first" in values)
+        assert [column.title for column in found.columns[1:6]] == [
+            "validation tokens", "published best", "ours best", "published final", "ours final",
+        ]  # fmt: skip
+        return [[cell.text for cell in row[1:6]] for row in found.rows]
+
+    record = report_of(folder).runs[0].record
+    assert record
+    own = ["512", NOTHING, f"{record.best_val_loss:.4f}", NOTHING, f"{record.val_loss:.4f}"]
+    assert table() == [["1,310,720", "1.1299", NOTHING, NOTHING, NOTHING], own]
+    assert table(first={str(whole): 1.25}) == [[f"{whole:,}", "1.1299", NOTHING, NOTHING, "1.2500"], own]
+    facts["corpus"]["splits"]["val"]["tokens"] = 3_000_000
+    write_json(folder / "run.json", facts)
+    beside = [f"{1_310_720:,}", "1.1299", NOTHING, NOTHING, "1.5000"]
+    rest = [f"{2_999_984:,}", NOTHING, NOTHING, NOTHING, "1.2500"]
+    assert table(first={"1310720": 1.5, "2999984": 1.25}) == [beside, own, rest]
+
+
+def test_training_losses_of_fixed_tokens_are_compared(study: Path) -> None:
+    report = report_of(study)
+    assert report.comparison
+    details = report.comparison.details
+    cells = {column.title: [row[i] for row in details.rows] for i, column in enumerate(details.columns)}
+    for label, loss in zip(cells["architecture"], cells["train_loss"], strict=True):
+        stored = [json.loads(path.read_text())["train_loss"] for path in study.glob(f"{label.text}-s*/result.json")]
+        assert float(loss.text) == pytest.approx(sum(stored) / 2, abs=1e-6)  # margin: its digits
+    for table in ("comparison", "runs"):
+        assert "training loss" in [column.title for column in report.tables[table].columns]
 
 
 def with_recipe(folder: Path, name: str, tokenizer: str = "gpt2") -> Path:
@@ -62,6 +108,7 @@ def like_the_paper(folder: Path, shift: float = 0.0) -> str:
     found["hessian"]["curve"] |= {"alpha": [-0.5, 0.0, 0.5], "range": 8.0 + shift}
     for layer in found["jacobian"]["layers"]:
         layer["block"] = {**layer["block"], "k": 64}
+    found["jacobian"]["summary"]["block"] |= {"legacy": {"persistence": 1.2}}
     found["perplexity"] = {
         "texts": [
             {"name": "wikitext", "mode": "blocks", "stride": None, "perplexity": 90.0 + shift, "tokens": 512},
@@ -72,7 +119,7 @@ def like_the_paper(folder: Path, shift: float = 0.0) -> str:
         "protocol": "mean over wikitext, lambada, c4; blocks",
     }
     entry = {"shots": 10, "items": 200, "of": 10_042, "acc": 0.26, "acc_norm": 0.25 + shift}
-    found["tasks"] = {"tasks": {"hellaswag@10": entry, "hellaswag@0": entry, "arc_easy@0": entry}}
+    found["tasks"] = {"tasks": {"hellaswag@10": entry, "hellaswag@0": entry, "arc_easy@0": entry | {"items": None}}}
     for kind, result in found.items():
         measured.save(folder, kind, step=12, settings={}, result=result)
     return str(json.loads((folder / "run.json").read_text())["id"])
@@ -87,20 +134,22 @@ def test_published_measurements_stand_beside_ours(study: Path, tmp_path: Path) -
     table = {"settings": {"native": False}, "runs": [entry, {"init": {"id": "another"}, "forgetting": 9.0}]}
     gathered.forgetting = [(tmp_path, table), (tmp_path, {"settings": {"native": True}, "runs": [entry]})]
     losses, found = build(gathered).published
-    assert losses.rows[0][1].text == "2.9413"
+    assert losses.rows[0][2].text == "2.9413"
     assert {cells[0].text for cells in found.rows} == {"yurii"}
-    assert [[cell.text for cell in (*cells[1:5], cells[6])] for cells in found.rows] == [
-        ["HellaSwag, acc_norm as a fraction", "0.3158", "0.255", "2", "200 of 10,042 items"],
-        ["trace of the Hessian per parameter", "0.0001394", "0.31", "2", "4,096 tokens"],
-        ["eigenvalue of largest magnitude", "167.7", "20", "2", "4,096 tokens"],
-        ["range of the loss curve", "8.54", "8.005", "2", "4,096 tokens"],
-        ["persistence, sum of log sigma_64 of the blocks", "10.35", "0.8", "2", "2 layers"],
-        ["forgetting", "0.6735", "0.5", "1", "9 steps, a -> b"],
-        ["perplexity of WikiText", "51.78", "90", "2", "512 tokens, blocks"],
-        ["perplexity of WikiText", "51.78", "80", "2", "600 tokens, sliding 8"],
-        ["mean perplexity of the three", "44.08", "100", "2", "blocks"],
+    assert [[cell.text for cell in (*cells[1:6], cells[7])] for cells in found.rows] == [
+        ["HellaSwag, acc_norm as a fraction", "0.3158", "published", "0.255", "2", "200 of 10,042 items"],
+        ["trace of the Hessian per parameter", "0.0001394", "published", "0.31", "2", "4,096 tokens"],
+        ["eigenvalue of largest magnitude", "167.7", "published", "20", "2", "4,096 tokens"],
+        ["range of the loss curve", "8.54", "published", "8.005", "2", "4,096 tokens"],
+        ["persistence, sum of log sigma_64 of the blocks", "10.35", "recomputed by us", "0.8", "2", "2 layers"],
+        ["sum of log sigma_11, given as persistence", "14.44", "published", "1.2", "2", "2 layers"],
+        ["forgetting", "0.6735", "published", "0.5", "1", "9 steps, a -> b"],
+        ["perplexity of WikiText", "51.78", "published", "90", "2", "512 tokens, blocks"],
+        ["perplexity of WikiText", "51.78", "published", "80", "2", "600 tokens, sliding 8"],
+        ["mean perplexity of WikiText, LAMBADA and C4", "44.08", "published", "100", "2", "blocks"],
     ]  # fmt: skip
     notes = " ".join(found.notes)
+    assert "Published: gai2026momentum, the authors' result files. Recomputed by us: from values that" in notes
     assert "Not the same scale: the published model has 163,812,168 parameters and 14,745,600,000 training" in notes
     assert "neither confirm nor contradict" in notes
     assert "what else was measured" in page_html(build(gathered))
@@ -121,6 +170,13 @@ def test_other_quantities_are_not_put_beside_published_ones(study: Path, tmp_pat
     ]
     assert "Ours has the tokenizer 'bytes', the published one 'gpt2'" in " ".join(losses.notes)
     assert len(report_of(with_recipe(folder, "yuriiformer-tinystories")).published) == 1  # which measured nothing else
+    _, found = report_of(with_recipe(folder, "yuriiformer-openwebtext")).published
+    assert [[cell.text for cell in (*cells[1:5], cells[6])] for cells in found.rows] == [
+        ["HellaSwag, acc_norm as a fraction", "0.318 ± 0.005", "published", "0.25", "10 shots"],
+        ["HellaSwag, acc_norm as a fraction", "0.312 ± 0.005", "published", "0.25", "0 shots"],
+        ["ARC-Easy, acc_norm as a fraction", "0.411 ± 0.01", "published", "0.25", "0 shots"],
+    ]
+    assert found.notes[0] == "Published: zimin2026yuriiformer, Table 4."
 
 
 def test_settings_that_differ_are_marked(study: Path) -> None:

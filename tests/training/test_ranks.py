@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from stepformer.training.stopping import Watch
 
 # 37 blocks of evaluation: the last round is ragged on one rank and idle on the other
 SETTINGS: dict[str, Any] = {"steps": 20, "clip": 0.3, "eval_every": 10, "save_every": 5, "eval_tokens": 37 * 16}
+SETTINGS |= {"eval_first": 11 * 16}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,9 @@ def on_two_ranks(jobs: list[dict[str, Any]], folder: Path) -> None:
 
 def numbers(folder: Path) -> list[float]:
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["kind"] != "saved"]
-    return [line.get("loss", line.get("val_loss")) for line in lines]
+    found = [line.get("loss", line.get("val_loss")) for line in lines]
+    found += [loss for line in lines for loss in line.get("first", {}).values()]
+    return [*found, json.loads((folder / "result.json").read_text())["train_loss"]]
 
 
 def norms(folder: Path) -> list[float]:

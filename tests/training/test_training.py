@@ -28,6 +28,7 @@ from stepformer.base.errors import DivergedError
 from stepformer.base.files import write_json
 from stepformer.data.corpus import Corpus
 from stepformer.optim import Optimizers
+from stepformer.study import RunRecord
 from stepformer.training import Stopped, checkpoints, evaluate_run, load_run, memory, resume, run_config, train
 from stepformer.training.evaluation import evaluate
 from stepformer.training.loop import Trainer
@@ -407,7 +408,7 @@ def test_the_best_evaluation_is_the_best(corpus: Path, tmp_path: Path, monkeypat
     from stepformer.training import evaluation
 
     table = {0: 9.0, 2: 5.0, 4: 3.0, 6: 4.0, 8: 3.5, 10: 3.1, 12: 3.2}
-    numbers = iter([*table.values(), *(table[step] for step in (0, 2, 4, 6, 8, 10, 12))])
+    numbers = iter([*table.values(), 2.0] * 2)  # of each run the last one is of training tokens
     original = evaluation.evaluate
 
     def evaluated(*args: Any, **kwargs: Any) -> Any:
@@ -615,9 +616,45 @@ def test_a_damaged_shard_stops_before_training(corpus: Path, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
+def test_one_pass_tells_the_loss_of_the_first_tokens_and_of_all(corpus: Path, tmp_path: Path) -> None:
+    """Beginnings of the split that end inside a micro-batch, the whole split and training tokens, each by hand."""
+    result = go(corpus, tmp_path / "run", eval_first="112, 20, 4_000_000", eval_whole=True, micro_batch=4)
+    run, opened = load_run(tmp_path / "run", "last", "cpu"), Corpus(corpus)
+
+    def by_hand(split: str, tokens: int) -> float:
+        losses = []
+        with torch.no_grad():
+            for block in range(tokens // 16):
+                row = torch.from_numpy(opened.split(split).tokens(16 * block, 16 * block + 17).astype(np.int64))[None]
+                losses.append(torch.nn.functional.cross_entropy(run.model(row[:, :-1]).logits[0], row[0, 1:]).item())
+        return float(np.mean(losses))
+
+    whole = (len(opened.split("val")) - 1) // 16 * 16
+    assert result["val_tokens"] == 512 < whole
+    assert result["val_loss"] == pytest.approx(by_hand("val", 512), abs=1e-12)
+    assert result["first"] == pytest.approx({str(n): by_hand("val", n) for n in (16, 112, whole)}, abs=1e-12)
+    assert (result["train_tokens"], result["train_hash"]) == (512, opened.split("train").hash)
+    assert result["train_loss"] == pytest.approx(by_hand("train", 512), abs=1e-12)
+    lines = [m for m in read_metrics(tmp_path / "run" / "metrics.jsonl") if m["kind"] == "eval"]
+    assert [list(m["first"]) for m in lines] == [["16", "112"]] * 4
+    record = RunRecord.load(tmp_path / "run")
+    assert record.train_loss == result["train_loss"]
+    for tokens in (16, 112):
+        best = min(m["first"][str(tokens)] for m in lines[1:])
+        assert record.first[tokens] == (best, result["first"][str(tokens)])
+    assert record.first[whole] == (None, result["first"][str(whole)])
+    assert evaluate_run(tmp_path / "run", which="last")[0].first == pytest.approx(lines[-1]["first"], abs=1e-12)
+    plain = go(corpus, tmp_path / "plain", micro_batch=4)
+    assert plain["weights_sha256"] == result["weights_sha256"]
+    assert "first" not in plain
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ({"eval_first": "many"}, "eval_first = 'many' should be a number of tokens, or several with commas"),
+        ({"eval_first": "32,0"}, "eval_first = '32,0' should be a number of tokens, or several with commas"),
+        ({"eval_first": 8}, "too few for one block of 16"),
         ({"corpus": "no-such-corpus"}, "There is no source 'no-such-corpus': it is neither a file or folder nor"),
         ({"corpus": "tinystories"}, "is not prepared .* run `stepformer prepare tinystories --tokenizer gpt2` first"),
         ({"eval_tokens": 8}, "too few for one block of 16"),

@@ -24,6 +24,7 @@ LOSS = Limits(float, least=0, most=1e6)
 HEX = Limits(str, form=r"[0-9a-f]*", longest=64, called="a checksum")
 SHA256 = Limits(str, form=r"[0-9a-f]{64}", called="a SHA-256")
 INSIDE = Limits(str, form=r"(?!\.)[\w.=+-]+(/(?!\.)[\w.=+-]+)?", longest=255, called="a file inside the folder")
+COUNTED = Limits(str, form=r"[0-9]{1,18}", called="a number of tokens")
 SCALAR = (str, int, float, bool, None)
 PRECISION = Literal["fp32", "bf16", "fp64"]
 ANYTHING = {str: Any}
@@ -43,8 +44,9 @@ STATE = Fields(
     {"run": HEX, "logged": COUNT},
 )
 SHARD = Fields({"file": INSIDE, "tokens bytes": COUNT, "sha256": SHA256})
+FIRST = {COUNTED: LOSS}  # of the first so many tokens
 SPLIT = Fields({"shards": [SHARD], "hash": HEX, "entropy": SECONDS, "tokens documents bytes": COUNT})
-EVALUATED = Fields({"val_loss": LOSS, "val_tokens": COUNT, "val_hash": HEX})
+EVALUATED = Fields({"val_loss": LOSS, "val_tokens": COUNT, "val_hash": HEX}, {"first": FIRST})
 EVALUATION = Fields(  # a line of metrics.jsonl with kind = eval
     {"kind": Literal["eval"], "step tokens": COUNT, "val_loss": LOSS},
     {
@@ -52,6 +54,7 @@ EVALUATION = Fields(  # a line of metrics.jsonl with kind = eval
         "val_tokens": COUNT,
         "val_hash": HEX,
         "also": {str: EVALUATED},
+        "first": FIRST,
         "coefficients gains norms": [ANYTHING],
     },
 )
@@ -139,6 +142,9 @@ RESULT = Kind(
         {
             "recipe device": str,
             "also": {str: EVALUATED},
+            "train_loss": LOSS,
+            "train_tokens": COUNT,
+            "train_hash": HEX,
             "unigram_entropy": (float, None),
             "precision": PRECISION,
             "ranks": POSITIVE,

@@ -78,7 +78,7 @@ def validation_loss(args: argparse.Namespace) -> int:
         return 0
     print(
         f"{standing(run)}: loss {found.val_loss:.4f} nats/token, perplexity "
-        f"{found.perplexity:.3f}, on {found.val_tokens:,} tokens of the split {found.val_hash}"
+        f"{found.perplexity:.3f}, on {found.val_tokens:,} tokens of the split {found.val_hash}{found.remark}"
     )
     return 0
 
@@ -126,6 +126,8 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
 
 def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    if args.shots is not None and all(":" in name for name in names):
+        raise InputError("--shots is for tasks without a number of their own, and all of these have one.")
     try:
         shots = None if args.shots is None else [int(word) for word in args.shots.split(",")]
     except ValueError:
@@ -158,7 +160,7 @@ add_eval = command(
     ),
     group(
         "downstream tasks",
-        option("--tasks NAMES", "tasks of lm-evaluation-harness, or YAML files, by commas"),
+        option("--tasks NAME[:SHOTS],...", "of lm-evaluation-harness, or YAML files: hellaswag:10,piqa"),
         option("--shots N[,N]", "examples in the prompt (hellaswag 10, arc 25, else the task's)"),
         option("--limit N", "the first N items of each task, to try it out", type=int),
     ),

@@ -14,11 +14,11 @@ from rich.markup import escape
 from stepformer.base.errors import InputError, command_line
 from stepformer.base.units import duration
 from stepformer.base.words import parse_overrides
-from stepformer.catalogue.recipes import load_recipe, recipe_names
+from stepformer.catalogue.recipes import Recipe, load_recipe, recipe_names
 from stepformer.cli.options import NO_DISPLAY, SETTINGS, command, fields_help, option, pairs
 from stepformer.cli.show import console
 from stepformer.model import Model
-from stepformer.present.tables import of_texts
+from stepformer.present.tables import Table, of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
@@ -71,9 +71,14 @@ def print_result(result: dict[str, Any]) -> None:
     rows = [
         ("validation loss", f"{loss:.4f} nats/token (perplexity {math.exp(loss):.2f})"),
         ("", f"on {result['val_tokens']:,} tokens of the split {result['val_hash']}"),
+        *(("", f"{some:.4f} on its first {int(tokens):,} tokens") for tokens, some in result.get("first", {}).items()),
     ]
     if result["best_step"] != result["steps"]:
         rows.append(("best", f"{result['best_val_loss']:.4f} after step {result['best_step']:,}"))
+    if "train_loss" in result:
+        rows.append(
+            ("training loss", f"{result['train_loss']:.4f} on {result['train_tokens']:,} fixed training tokens")
+        )
     if result["unigram_entropy"]:
         rows.append(("unigram entropy", f"{result['unigram_entropy']:.4f} (what counting single tokens would reach)"))
     rows += [
@@ -133,12 +138,20 @@ def run_recipes(args: argparse.Namespace) -> int:
         recipe = load_recipe(args.name)
         out.print(f"[bold]{recipe.name}[/bold]  {recipe.about.get('about', '')}")
         out.print(f"{recipe.about.get('paper', '')}: {recipe.about.get('figure', '')}", markup=False)
-        out.print(f"published: {recipe.about.get('published_what', '')}", markup=False)
+        tokens = recipe.about.get("published_tokens")
+        on = f"; validation losses are of {tokens:,} tokens" if tokens else ""
+        out.print(f"published: {recipe.about.get('published_what', '')}{on}", markup=False)
+        titles = ("published", "published_final", "published_train", "published_tokens", "note")
+        keys = [key for key in titles if any(key in facts for facts in recipe.runs.values())]
         runs = [
-            (name, f"{facts['parameters']:,}", str(facts.get("published", "")), facts.get("note", ""))
+            (name, f"{facts['parameters']:,}", *(_shown(facts.get(key, "")) for key in keys))
             for name, facts in recipe.runs.items()
         ]
-        out.print(of_texts(("architecture", "parameters", "published", "note"), runs, words=("published", "note")))
+        header = ("architecture", "parameters", *(key.removeprefix("published_") for key in keys))
+        out.print(of_texts(header, runs, words=("published", "note")))
+        if recipe.measured:
+            out.print(f"also published: {recipe.about.get('measured_what', '')}", markup=False)
+            out.print(measured_table(recipe))
         for section, values in recipe.document.items():
             out.print(f"[bold]\\[{section}][/bold] " + ", ".join(f"{k} = {v}" for k, v in values.items()))
         return 0
@@ -146,6 +159,21 @@ def run_recipes(args: argparse.Namespace) -> int:
     rows = [(recipe.name, str(len(recipe.runs)), recipe.about.get("about", "")) for recipe in recipes]
     out.print(of_texts(("recipe", "runs", "what"), rows, words=("what",)))
     return 0
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def measured_table(recipe: Recipe) -> Table:
+    """What else was published about the trained models, and what we recomputed."""
+    rows = []
+    for source, of in (("", recipe.measured), (", recomputed by us", recipe.recomputed)):
+        for name in dict.fromkeys(name for found in of.values() for name in found):
+            error = "" if recipe.error(name) is None else f" ± {recipe.error(name):g}"
+            found = (of.get(run, {}).get(name) for run in recipe.measured)
+            rows.append([f"{name}{source}", *("" if value is None else f"{value:g}{error}" for value in found)])
+    return of_texts(("quantity", *recipe.measured), rows)
 
 
 LIMITS = (option("--max-time TIME", "save and stop after e.g. 90s, 15m, 1h30m (exit status 142)"), NO_DISPLAY)

@@ -193,6 +193,7 @@ def _row(
 ) -> Row:
     common = sorted(base.keys() & runs.keys())
     records = tuple(runs[seed] for seed in sorted(runs))
+    known = [record.train_loss for record in records if record.train_loss is not None]
     reached = {seed: statistics.tokens_to_reach(runs[seed].curve, base[seed].val_loss) for seed in common}
     fractions = [tokens / base[seed].tokens for seed, tokens in reached.items() if tokens is not None]
     alike = [(runs[s].weights_sha256, runs[s].val_loss) == (base[s].weights_sha256, base[s].val_loss) for s in common]
@@ -213,6 +214,7 @@ def _row(
         records=records,
         loss=statistics.summarise(record.val_loss for record in records),
         best=statistics.summarise(record.best_val_loss for record in records),
+        train=statistics.summarise(known) if len(known) == len(records) else None,
         difference=difference,
         common_seeds=tuple(common),
         reached=len(fractions),

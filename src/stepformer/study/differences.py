@@ -24,7 +24,17 @@ SIZES = ("n_layer", "n_head", "d_model", "context", "vocab_size", "real_vocab", 
 MATCHED = ("d_model", "mlp_hidden")  # of those, what a baseline is made larger by
 HOW = (*NOT_THE_FUNCTION, "norm_eps")  # of [model], but not what a row is named for
 # Seeds pair the runs; the others say what is written down, and when.
-WRITTEN = ("seed", "log_every", "save_every", "keep", "stream_norms", "tensorboard", "wandb")
+WRITTEN = (
+    "seed",
+    "log_every",
+    "save_every",
+    "keep",
+    "stream_norms",
+    "tensorboard",
+    "wandb",
+    "eval_first",
+    "eval_whole",
+)
 NOT_COMPARED = frozenset(f"train.{key}" for key in WRITTEN)
 
 LATER = {"stepformer", "code.stepformer", "precision", "train.precision"}  # what is compared once runs are there

@@ -45,6 +45,9 @@ class RunRecord:
     weights_sha256: str
     curve: tuple[tuple[int, float], ...]
     settings: Mapping[str, Any]
+    train_loss: float | None = field(default=None, kw_only=True)  # of fixed training tokens at the end
+    # best and final loss of other numbers of tokens of the split; no best where only the end was evaluated
+    first: Mapping[int, tuple[float | None, float]] = field(default_factory=dict, kw_only=True)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -53,17 +56,18 @@ class RunRecord:
         if not folder.is_dir():
             raise InputError(f"There is no run folder '{folder}'.")
         result = documents.read(folder / "result.json", documents.RESULT)
-        known = {f.name for f in dataclasses.fields(cls)} - {"folder", "curve", "settings"}
+        known = {f.name for f in dataclasses.fields(cls)} - {"folder", "curve", "settings", "first"}
         fields = {"unigram_entropy": None, **{key: value for key, value in result.items() if key in known}}
         fields["label"] = fields["label"] or fields["title"]
-        curve, settings, run = _read_curve(folder / "metrics.jsonl", result), recorded(folder), RunFolder(folder)
+        curve, first = _read_curve(folder / "metrics.jsonl", result)
+        settings, run = recorded(folder), RunFolder(folder)
         try:
             record, config = run.read(), run.config()
         except StepformerError:  # rules that are gone cannot be asked
             pass
         else:
             run.read_result(record, config)
-        return cls(folder=folder, curve=curve, settings=settings, **fields)
+        return cls(folder=folder, curve=curve, first=first, settings=settings, **fields)
 
 
 Kind = TypeVar("Kind", bound=RunRecord)
@@ -103,8 +107,10 @@ def values(runs: Mapping[int, RunRecord], name: str) -> dict[int, float]:
     return {seed: getattr(run, name) for seed, run in runs.items()}
 
 
-def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
-    """The evaluations of a run in order of steps, ending with its result."""
+def _read_curve(
+    path: Path, result: Mapping[str, Any]
+) -> tuple[tuple[tuple[int, float], ...], dict[int, tuple[float | None, float]]]:
+    """The evaluations of a run in order of steps, ending with its result; and `RunRecord.first`."""
     lines = read_lines(path)
     if lines.faults or result.get("metrics", f"{lines.check:08x}") != f"{lines.check:08x}":
         fault = lines.faults[0] if lines.faults else "it does not end as it did when the run was finished"
@@ -112,6 +118,7 @@ def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float
     warn_unchecked(lines)
     steps, tokens, val_loss = result["steps"], result["tokens"], result["val_loss"]
     evaluations: dict[int, tuple[int, float]] = {}
+    fewer: dict[int, dict[str, float]] = {}
     for number, entry in enumerate(lines.entries, 1):
         if entry["kind"] == "eval":
             known = {key: entry[key] for key in documents.EVALUATION.known if key in entry}  # oracles add their own
@@ -119,13 +126,18 @@ def _read_curve(path: Path, result: Mapping[str, Any]) -> tuple[tuple[int, float
                 raise InputError(f"The metrics file '{path}' is damaged in line {number}: {fault}.")
             # a resumed run repeats the evaluations after its checkpoint: the later line is of the weights that stayed
             evaluations[entry["step"]] = (entry["tokens"], entry["val_loss"])
+            fewer[entry["step"]] = entry.get("first", {}) if entry["step"] else {}  # a best one is of trained weights
     if not evaluations:
         raise InputError(f"The metrics file '{path}' has no evaluation in it.")
     logged = evaluations.get(steps, (tokens, val_loss))
     if max(evaluations) > steps or logged[0] != tokens or abs(logged[1] - val_loss) > SAME_LOSS:
         raise InputError(f"The evaluations in '{path}' do not end with the loss in result.json: they are of two runs.")
     evaluations[steps] = (tokens, val_loss)
-    return tuple(evaluations[step] for step in sorted(evaluations))
+    first = {
+        int(name): (min((found[name] for found in fewer.values() if name in found), default=None), final)
+        for name, final in result.get("first", {}).items()
+    }
+    return tuple(evaluations[step] for step in sorted(evaluations)), first
 
 
 @dataclass(frozen=True)
@@ -169,6 +181,7 @@ class Row:
     records: tuple[RunRecord, ...]
     loss: Summary
     best: Summary
+    train: Summary | None  # of fixed training tokens; None if a run does not know
     difference: PairedDifference | None
     common_seeds: tuple[int, ...]
     reached: int

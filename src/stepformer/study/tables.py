@@ -115,6 +115,7 @@ def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
         "loss_standard_error": _number(row.loss.standard_error),
         "loss_std": _number(row.loss.std),
         "best_loss": _number(row.best.mean),
+        "train_loss": _number(row.train.mean if row.train else None),
         "paired_seeds": " ".join(map(str, difference.seeds)) if difference else "",
         "difference": _of(difference, "mean"),
         "difference_standard_error": _of(difference, "standard_error", ".6f"),

@@ -63,6 +63,10 @@ class TrainConfig(Settings):
         None, "steps between evaluations (unset: ten in a run, four if it is short)", least=1
     )
     eval_tokens: int = setting(EVAL_TOKENS, "tokens of an evaluation, or the whole split if it is smaller", least=1)
+    eval_first: int | str | None = setting(
+        None, "evaluations also say the loss of their first so many tokens; several with commas between", least=1
+    )
+    eval_whole: bool = setting(False, "the last evaluation also says the loss of the whole validation split")
     eval_half: Literal["all", "first", "second"] = setting(
         "all", "the part of the validation split that is read: tuning chooses on the first half, tables show the second"
     )
@@ -88,8 +92,19 @@ class TrainConfig(Settings):
     tensorboard: bool = setting(False, "also write TensorBoard files (extra: tensorboard)")
     wandb: str | None = setting(None, "also log to this Weights & Biases project (extra: wandb)")
 
+    @property
+    def first(self) -> list[int]:
+        """The numbers that eval_first asks for."""
+        return [] if self.eval_first is None else [int(word) for word in str(self.eval_first).split(",")]
+
     def problems(self) -> list[str]:
         problems = []
+        try:
+            good = all(n > 0 for n in self.first)
+        except ValueError:
+            good = False
+        if not good:
+            problems.append(f"eval_first = '{self.eval_first}' should be a number of tokens, or several with commas.")
         if self.micro_batch is not None and self.batch % self.micro_batch:
             problems.append(
                 f"micro_batch = {self.micro_batch} does not divide the {self.batch} sequences of a step (batch)."

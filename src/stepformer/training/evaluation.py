@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,19 @@ class Evaluation:
     val_loss: float
     val_tokens: int
     val_hash: str
+    first: dict[str, float] = field(default_factory=dict)  # of its first so many tokens
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.val_loss, 700.0))
 
+    @property
+    def remark(self) -> str:
+        """The losses of its first tokens in words, if any were asked for."""
+        return "".join(f", first {int(tokens):,} tokens {loss:.4f}" for tokens, loss in self.first.items())
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "first" or value}
 
 
 def check_blocks(split: TokenSplit, context: int, tokens: int) -> int:
@@ -60,30 +67,51 @@ def evaluate(
     tokens: int,
     micro_batch: int,
     world: World,
+    first: Iterable[int] = (),
     autocast: torch.dtype | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Mean loss over the first `tokens` tokens of a split, in full blocks; ranks share the blocks."""
+    """Mean loss over the first `tokens` tokens of a split, in full blocks; ranks share the blocks. `first` asks for the
+    mean over fewer tokens as well, which costs nothing.
+    """
     blocks = check_blocks(split, context, tokens)
+    ends = sorted({blocks, *(n for n in (check_blocks(split, context, some) for some in first) if n < blocks)})
+    sums: list[float] = []
     stride = micro_batch * world.size
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     was_training = model.training
     model.eval()
     try:
-        for begin in range(0, blocks, stride):
-            mine = np.arange(begin + world.rank * micro_batch, begin + (world.rank + 1) * micro_batch, dtype=np.int64)
-            mine = mine[mine < blocks]
-            # a rank with nothing left still takes part (sharded models gather their weights together), at weight 0
-            starts = (mine if len(mine) else np.zeros(1, dtype=np.int64)) * context
-            window = torch.from_numpy(split.gather(starts, context + 1)).to(world.device)
-            with autocasting(world.device, autocast):
-                loss = model(window[:, :-1], window[:, 1:], loss_only=True).loss
-            total += loss.double() * len(mine)
-            if progress:
-                progress(min(begin + stride, blocks), blocks)
+        for start, end in pairwise((0, *ends)):
+            for begin in range(start, end, stride):
+                mine = np.arange(micro_batch, dtype=np.int64) + begin + world.rank * micro_batch
+                mine = mine[mine < end]
+                # a rank with nothing left still takes part (sharded models gather their weights together), at weight 0
+                starts = (mine if len(mine) else np.zeros(1, dtype=np.int64)) * context
+                window = torch.from_numpy(split.gather(starts, context + 1)).to(world.device)
+                with autocasting(world.device, autocast):
+                    loss = model(window[:, :-1], window[:, 1:], loss_only=True).loss
+                total += loss.double() * len(mine)
+                if progress:
+                    progress(min(stride, end - begin))
+            sums.append(float(world.sum(total)))
     finally:
         model.train(was_training)
-    return Evaluation(float(world.sum(total)) / blocks, blocks * context, split.hash)
+    *some, whole = (value / end for value, end in zip(sums, ends, strict=True))
+    fewer = {str(end * context): loss for end, loss in zip(ends, some, strict=False)}
+    return Evaluation(whole, blocks * context, split.hash, fewer)
+
+
+def measured_once(
+    evaluated: Callable[..., Evaluation], last: Evaluation, train: TokenSplit, whole: TokenSplit | None
+) -> dict[str, Any]:
+    """At the end: the loss of as many training tokens, the same for every run; and of a whole split, if it is given."""
+    seen = evaluated(train)
+    found = {"train_loss": seen.val_loss, "train_tokens": seen.val_tokens, "train_hash": seen.val_hash}
+    if whole is None:
+        return found
+    all_of_it = evaluated(whole, tokens=len(whole))
+    return {**found, "first": {**last.first, str(all_of_it.val_tokens): all_of_it.val_loss}}
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -88,7 +88,7 @@ def finetune_config(source: RunConfig, run: Path, corpus: Path, target: Path, se
     same = ("steps", "batch", "eval_every", "eval_tokens", "micro_batch", "compile")
     changes = {key: getattr(settings, key) for key in same}
     changes |= {"init": str(run), "device": settings.device or source.train.device, "save_every": None, "keep": 1}
-    changes |= {"max_loss": None, "tensorboard": False, "wandb": None}
+    changes |= {"max_loss": None, "tensorboard": False, "wandb": None, "eval_first": None, "eval_whole": False}
     train, data = source.train.replace(**changes), DataConfig(corpus=str(target), also=str(corpus))
     return RunConfig(source.model, data, _optimizer(source.optim, settings), train, own_vocabulary=True)
 

@@ -72,6 +72,7 @@ class Trainer:
         evaluated = (self.val, *self.also.values())
         blocks = sum(evaluation.check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
         self.eval_every = config.eval_every(blocks * config.model.context)
+        evaluation.check_blocks(self.val, config.model.context, min(train.first, default=train.eval_tokens))
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
@@ -288,7 +289,7 @@ class Trainer:
 
     def _evaluate(self, *, logged: bool = True) -> None:
         self.display.waiting("evaluating")
-        found = self.last = self._evaluation(self.val)
+        found = self.last = self._evaluation(self.val, first=self.config.train.first)
         others = {name: self._evaluation(split) for name, split in self.also.items()}
         self.beside = {"also": {name: other.to_dict() for name, other in others.items()}} if others else {}
         said: dict[str, Any] = evaluation.reported(self.model, self.val, self.parallel, self.autocast)
@@ -305,15 +306,15 @@ class Trainer:
             self._log("eval", line)
         capped = said.get("capped_rows", 0)
         remark = f"  (attention rows whose target is out of reach: {capped:.1%})" if capped >= 0.001 else ""
-        remark = "".join(f", {name} {other.val_loss:.4f}" for name, other in others.items()) + remark
+        remark = found.remark + "".join(f", {name} {o.val_loss:.4f}" for name, o in others.items()) + remark
         self.display.note(f"{self.display.title}  step {self.step:>6}  validation loss {found.val_loss:.4f}{remark}")
         if self.step and (self.best is None or found.val_loss < self.best["val_loss"]):
             self.best = {"val_loss": found.val_loss, "step": self.step}
             self._save_part(stored.step_name(self.step, "best"), {"model": dict(self.model.named_parameters())})
 
-    def _evaluation(self, split: TokenSplit) -> Evaluation:
-        train, context = self.config.train, self.config.model.context
-        run = partial(evaluation.evaluate, self.model, split, context=context, tokens=train.eval_tokens)
+    def _evaluation(self, split: TokenSplit, **asked: Any) -> Evaluation:
+        asked = {"tokens": self.config.train.eval_tokens, "context": self.config.model.context, **asked}
+        run = partial(evaluation.evaluate, self.model, split, **asked)
         try:
             return run(micro_batch=self.micro_batch, world=self.world, autocast=self.autocast)
         except torch.OutOfMemoryError:
@@ -376,6 +377,8 @@ class Trainer:
         assert self.last is not None
         assert self.best is not None
         config, weights = self.config, stored.weights_sha256(dict(self.model.named_parameters()))
+        self.display.waiting("evaluating")
+        whole = self.val if config.train.eval_whole and len(self.val) > config.train.eval_tokens else None
         record = {
             "format": 1,
             "title": config.title,
@@ -389,6 +392,7 @@ class Trainer:
             "tokens": self.step * config.step_tokens,
             **self.last.to_dict(),
             **self.beside,
+            **evaluation.measured_once(self._evaluation, self.last, self.corpus.split("train"), whole),
             "best_val_loss": self.best["val_loss"],
             "best_step": self.best["step"],
             "train_seconds": round(self.seconds, 3),

@@ -28,7 +28,7 @@ from stepformer.base.errors import InputError, StepformerError, StepformerWarnin
 from stepformer.training.config import RunConfig
 
 BY_LAYER = ("coefficients", "gains", "norms")  # lists over layers in the lines of evaluations
-_LEFT_OUT = {"kind", "step", "val_hash", "also", *BY_LAYER}
+_LEFT_OUT = {"kind", "step", "val_hash", "also", "first", *BY_LAYER}
 KINDS = ("train", "eval", "saved")
 LONGEST = 1 << 24  # bytes of a line: coefficients of every layer are in some
 
@@ -268,6 +268,8 @@ class Loggers:
         numbers = {f"{line['kind']}/{k}": v for k, v in line.items() if k not in _LEFT_OUT}
         for name, other in line.get("also", {}).items():
             numbers[f"{line['kind']}/{name}/val_loss"] = other["val_loss"]
+        for tokens, loss in line.get("first", {}).items():
+            numbers[f"{line['kind']}/first {tokens} tokens/val_loss"] = loss
         for what in BY_LAYER:
             for layer, values in enumerate(line.get(what, [])):
                 numbers |= {f"{what}/{name}/layer {layer}": value for name, value in values.items()}

@@ -314,6 +314,7 @@ def evaluate_run(
     run = load_run(path, which, device)
     split, context = corpus_of(run, corpus).split("val"), run.config.model.context
     split = split if corpus else split.half(run.config.train.eval_half)
+    first = () if corpus or tokens else run.config.train.first
     tokens = run.config.train.eval_tokens if tokens is None else tokens
     with counting("validation loss", check_blocks(split, context, tokens), quiet=quiet) as count:
         found = evaluate(
@@ -323,8 +324,9 @@ def evaluate_run(
             tokens=tokens,
             micro_batch=micro_batch,
             world=World(0, 1, run.device),
+            first=first,
             autocast=run.config.autocast_on(run.device),
-            progress=lambda done, blocks: count((done - 1) % micro_batch + 1),
+            progress=count,
         )
     return found, run
 

@@ -91,8 +91,9 @@ def forecast(config: RunConfig, device: torch.device, ranks: int = 1) -> Forecas
         once, update = _measured(config, micro, device)
         batch, how = once * accumulation, "from one micro-batch and an update, not compiled"
     step = batch * passes + update
-    # a forward pass is a third of a forward and backward pass; evaluated at the start, on the way and at the end
-    evaluations = 2 + (train.steps - 1) // config.eval_every(train.eval_tokens)
+    # a forward pass is a third of a forward and backward pass; evaluated at the start, on the way and at the end, there
+    # on training tokens too
+    evaluations = 3 + (train.steps - 1) // config.eval_every(train.eval_tokens)
     evaluation = batch / 3 * train.eval_tokens / config.step_tokens
     return Forecast(step, step * train.steps + evaluation * evaluations, how)
 

@@ -2,7 +2,9 @@
 
 A recipe has the sections of any run, and `[recipe]`: which paper and figure it reproduces, `base` (another recipe whose
 keys it changes), and `[recipe.runs]`: for each architecture its parameter count and the published value, and
-`[recipe.measured]`: what else was published about the trained models (downstream accuracy, curvature, forgetting, ...).
+`[recipe.measured]`: what else was published about the trained models (downstream accuracy, curvature, forgetting, ...),
+`[recipe.measured_errors]`: their standard errors, where they are published, and `[recipe.recomputed]`: what we computed
+from the authors' files.
 """
 
 from __future__ import annotations
@@ -35,6 +37,19 @@ class Recipe:
     def measured(self) -> dict[str, dict[str, float]]:
         """What was published about trained models besides their loss: preset -> {hellaswag, ood, ...}."""
         return dict(self.about.get("measured", {}))
+
+    @property
+    def recomputed(self) -> dict[str, dict[str, float]]:
+        """What we computed from the authors' files, where they published another quantity under its name."""
+        return dict(self.about.get("recomputed", {}))
+
+    def error(self, quantity: str) -> float | None:
+        """The standard error that was published with a quantity."""
+        return self.about.get("measured_errors", {}).get(quantity)
+
+    def published_tokens(self, run: str) -> int | None:
+        """How many validation tokens, from the first on, the published losses of an architecture are of."""
+        return self.runs[run].get("published_tokens", self.about.get("published_tokens"))
 
 
 @lru_cache

@@ -41,9 +41,10 @@ def measure_tasks(
 ) -> dict[str, Any]:
     """Score a run on tasks, each with every number of `shots`, and keep the result in RUN/measured/tasks.json.
 
-    Without `shots` HellaSwag has 10 and ARC 25, as in the papers, and other tasks what they define. `limit` takes the
-    first so many items of each task. Results of the same weights that were measured before stay in the file; those on
-    more items are not replaced by a trial on fewer, and `not_kept` names such trials.
+    A task may have its own number: `hellaswag:10`. Without either HellaSwag has 10 and ARC 25, as in the papers, and
+    other tasks what they define. `limit` takes the first so many items of each task. Results of the same weights that
+    were measured before stay in the file; those on more items are not replaced by a trial on fewer, and `not_kept`
+    names such trials.
     """
     if not tasks:
         raise InputError("There is no task to measure: name some, e.g. hellaswag,arc_easy.")
@@ -51,15 +52,13 @@ def measure_tasks(
         raise InputError(f"limit = {limit} should be at least 1.")
     if any(n < 0 for n in shots or ()):
         raise InputError(f"shots = {min(shots or ())} should be at least 0.")
+    asked = dict.fromkeys(pair for word in tasks for pair in with_shots(word, shots))
     harness = need("lm_eval.evaluator")
     settings = {**about_run(run), **SEEDS, "lm_eval": importlib.metadata.version("lm_eval")}
     found: dict[str, Any] = {}
     not_kept: list[str] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(settled(quiet))
-        # the papers' number of shots, else what the task defines
-        usual = {name: LOCAL[name].shots if name in LOCAL else None for name in tasks}
-        asked = [(name, n) for name in usual for n in (dict.fromkeys(shots) if shots else [usual[name]])]
         # all are opened before the first is scored, so that a typing error does not wait for hours
         opened = [(stack.enter_context(open_task(name, data, quiet=quiet)), n) for name, n in asked]
         for task, n in opened:
@@ -72,6 +71,17 @@ def measure_tasks(
             not_kept += [] if save_tasks(run, settings, made) else list(made)
     journal.close_used()
     return {"tasks": found, **({"not_kept": not_kept} if not_kept else {})}
+
+
+def with_shots(word: str, shots: Sequence[int] | None = None) -> list[tuple[str, int | None]]:
+    """A task with each number of examples: its own, `hellaswag:10`, else `shots`, else the papers', else its file's."""
+    name, colon, own = word.rpartition(":")
+    if not colon or word.endswith((".yaml", ".yml")):
+        usual = LOCAL[word].shots if word in LOCAL else None
+        return [(word, n) for n in shots] if shots else [(word, usual)]
+    if not name or not own.isdecimal():
+        raise InputError(f"'{word}' should be a task and its number of shots, as in hellaswag:10.")
+    return [(name, int(own))]
 
 
 def set_shots(task: OpenedTask, shots: int | None) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from stepformer.base.errors import StepformerError
 from stepformer.catalogue import closest_preset, preset
@@ -14,37 +15,52 @@ from stepformer.catalogue.recipes import Recipe, load_recipe
 from stepformer.pages.reports.collect import RunData
 from stepformer.pages.reports.values import grouped, inside, real, records, values
 from stepformer.present.tables import Cell, Column, Field, Table, number, numbers, tabulated, text, words
-from stepformer.study import summarise
+from stepformer.study import RunRecord, summarise
 from stepformer.training import RunConfig, run_config
 
 # What changes a result by rounding at most, or only what is kept and shown.
 IMMATERIAL = {"seed", "device", "micro_batch", "compile", "log_every", "save_every", "keep", "parallel", "eval_every"}
 IMMATERIAL |= {"tensorboard", "wandb", "tokenizer", "dialect", "count", "real_vocab", "precision", "deterministic"}
+IMMATERIAL |= {"eval_first", "eval_whole"}
 MOST_NAMED = 6
 
 # What recipes hold under [recipe.measured]: its name, and what the papers measured it on.
 QUANTITIES = {
     "hellaswag": ("HellaSwag, acc_norm as a fraction", "10 shots"),
     "arc_easy": ("ARC-Easy, acc_norm as a fraction", "25 shots"),
+    "arc_easy_acc": ("ARC-Easy, acc as a fraction", "25 shots"),
+    "hellaswag_zero_shot": ("HellaSwag, acc_norm as a fraction", "0 shots"),
+    "arc_easy_zero_shot": ("ARC-Easy, acc_norm as a fraction", "0 shots"),
     "trace_per_parameter": ("trace of the Hessian per parameter", "2,048 tokens, 10 probes"),
     "largest_eigenvalue": ("eigenvalue of largest magnitude", "2,048 tokens, 15 power iterations"),
     "curve_range": ("range of the loss curve", "2,048 tokens"),
     "persistence": ("persistence, sum of log sigma_64 of the blocks", "12 layers, no rounds after the first sketch"),
-    "forgetting": ("forgetting", "1,000 steps, OpenWebText to TinyStories"),
-    "plasticity": ("plasticity", "1,000 steps, OpenWebText to TinyStories"),
+    "persistence_11": ("sum of log sigma_11, given as persistence", "12 layers, no rounds after the first sketch"),
+    "forgetting": ("forgetting", "1,000 steps on the other corpus"),
+    "plasticity": ("plasticity", "1,000 steps on the other corpus"),
+    "openwebtext": ("perplexity of OpenWebText", "1,638,400 tokens, random windows"),
     "wikitext": ("perplexity of WikiText", "1,638,400 tokens, random windows"),
     "lambada": ("perplexity of LAMBADA", "1,638,400 tokens, random windows"),
     "c4": ("perplexity of C4", "1,638,400 tokens, random windows"),
-    "ood": ("mean perplexity of the three", "1,638,400 tokens each, random windows"),
+    "ood": ("mean perplexity of WikiText, LAMBADA and C4", "1,638,400 tokens each, random windows"),
 }
-PER_TOKEN = {"forgetting", "plasticity", "wikitext", "lambada", "c4", "ood"}  # as many numbers as there are tokenizers
+# as many numbers as there are tokenizers
+PER_TOKEN = {"forgetting", "plasticity", "openwebtext", "wikitext", "lambada", "c4", "ood"}
 CURVATURE: dict[str, tuple[str | int, ...]] = {  # where it is among what was measured
     "trace_per_parameter": ("trace_per_parameter",),
     "largest_eigenvalue": ("eigenvalues", 0, "value"),
     "curve_range": ("curve", "range"),
 }
-TASKS = {"hellaswag": "hellaswag@10", "arc_easy": "arc_easy@25"}
-PERSISTENT = 64  # which singular value the published persistence is about
+TASKS = {
+    "hellaswag": ("hellaswag@10", "acc_norm"),
+    "arc_easy": ("arc_easy@25", "acc_norm"),
+    "arc_easy_acc": ("arc_easy@25", "acc"),
+    "hellaswag_zero_shot": ("hellaswag@0", "acc_norm"),
+    "arc_easy_zero_shot": ("arc_easy@0", "acc_norm"),
+}
+PERSISTENT = 64  # how many singular values persistence is about
+PERSISTENCE = {"persistence": ("persistence",), "persistence_11": ("legacy", "persistence")}
+RECOMPUTED = "recomputed by us"
 
 
 def published_tables(runs: Sequence[RunData], forgetting: Sequence[Any] = ()) -> list[Table]:
@@ -75,58 +91,104 @@ def _for_each(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _table(recipe: Recipe, runs: Sequence[RunData]) -> Table:
-    def mean(entry: Any, name: str) -> Cell:
-        values = [float(getattr(run.record, name)) for run in entry.mine if run.record]
-        return number(summarise(values).mean if values else None)
+    """Losses in one row where both are of as many tokens, from the first of the split on; ours of others below."""
+
+    def both(what: str, key: str) -> tuple[Field, Field]:
+        theirs = Column(f"published {what}", True), lambda entry: number(entry.published.get(key))
+        return theirs, (Column(f"ours {what}", True), lambda entry: number(getattr(entry, what)))
 
     fields: list[Field] = [
         words("architecture", lambda entry: entry.label),
-        (Column("published best", True), lambda e: number(e.best, ".4f" if e.best is None or e.best >= 1 else ".4g")),
-        (Column("ours best", True), lambda entry: mean(entry, "best_val_loss")),
-        numbers("published final", "final"),
-        (Column("ours final", True), lambda entry: mean(entry, "val_loss")),
-        (Column("our runs", True), lambda entry: number(sum(bool(run.record) for run in entry.mine), "d")),
-        words("remark", lambda entry: entry.note),
+        numbers("validation tokens", "tokens", ",d", "that the validation losses of a row are of"),
+        *(field for of in ("best", "final", "train") for field in both(of, f"published_{of}".removesuffix("_best"))),
+        numbers("our runs", "count", "d"),
+        words("remark", lambda entry: entry.published.get("note", "")),
     ]
     entries, caveats = [], []
     for label, key, mine in _architectures(recipe, runs):
-        best, final, note = (recipe.runs[key].get(name) for name in ("published", "published_final", "note"))
-        entries.append(SimpleNamespace(label=label, mine=mine, best=best, final=final, note=note or ""))
-        caveats.append((_caveat(recipe, key, mine), label))
+        on, same = recipe.published_tokens(key), _alike(recipe.published_tokens(key), mine[0])
+        records = [run.record for run in mine if run.record]
+        ours = grouped(pair for record in records for pair in _losses(record).items())
+        for tokens in dict.fromkeys((same, *ours)):
+            found, beside = ours.get(tokens, []), tokens == same
+            row = SimpleNamespace(label=label, tokens=tokens if found else on, count=len(found))
+            row.published = recipe.runs[key] if beside else {}
+            row.best, row.final = (_mean(losses[i] for losses in found) for i in (0, 1))
+            row.train = _mean(record.train_loss for record in records) if beside else None
+            entries.append(row)
+        caveats.append((_caveat(recipe, key, mine, None if same in ours else on), label))
     about = recipe.about
     notes = [f"Published: {about.get('published_what', '')} ({about.get('paper', '')}, {about.get('figure', '')})."]
-    return tabulated(entries, fields, f"Recipe {recipe.name}", notes + _for_each(caveats))
+    trained = any("published_train" in entry.published for entry in entries)
+    if trained:
+        notes.append(
+            "Ours train: loss of fixed training tokens at the end. Of which tokens theirs is, is not published."
+        )
+    table = tabulated(entries, fields, f"Recipe {recipe.name}", notes + _for_each(caveats))
+    return table if trained else table.without((6, 7))
+
+
+def _losses(record: RunRecord) -> dict[int, tuple[float | None, float]]:
+    """Best and final loss of a run, by the number of tokens that they are of."""
+    return {record.val_tokens: (record.best_val_loss, record.val_loss), **record.first}
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if not known or None in known else summarise(cast("list[float]", known)).mean
+
+
+def _alike(published: int | None, run: RunData) -> int | None:
+    """How many tokens of a run's own split an evaluation on so many has: whole blocks, and no more than there are."""
+    tokens, context = (
+        real(run.facts, "corpus", "splits", "val", "tokens"),
+        run.config.model.context if run.config else 1,
+    )
+    if published is None:
+        return run.record.val_tokens if run.record else None
+    return min(published, int(tokens or published + 1) - 1) // context * context
 
 
 def _measured(recipe: Recipe, runs: Sequence[RunData], forgetting: Sequence[Any]) -> Table:
     """What was published about the trained models beside what was measured of ours, where that is the same quantity."""
-    titles = ("architecture", "quantity", "published", "ours", "our runs", "published on", "ours on")
+    titles = ("architecture", "quantity", "theirs", "source", "ours", "our runs", "theirs on", "ours on")
     rows: list[list[Cell]] = []
     scales: list[tuple[str, str]] = []
     for label, key, mine in _architectures(recipe, runs):
-        published, before = recipe.measured.get(key, {}), len(rows)
-        for name in (name for name in QUANTITIES if name in published):
+        before = len(rows)
+        sources = (("published", recipe.measured.get(key, {})), (RECOMPUTED, recipe.recomputed.get(key, {})))
+        for name, (source, known) in itertools.product(QUANTITIES, sources):
+            if name not in known:
+                continue
             title, on = QUANTITIES[name]
+            error = "" if (e := recipe.error(name)) is None else f" ± {e:g}"
+            theirs = Cell(f"{number(known[name], '.4g').text}{error}", known[name])
             alike = [run for run in mine if not (name in PER_TOKEN and _other_tokenizer(recipe, run))]
             found = ((where, real(value)) for run in alike for where, value in _ours(run, name, forgetting))
             for where, ours in grouped(pair for pair in found if pair[1] is not None).items():
-                both = (number(value, ".4g") for value in (published[name], math.fsum(ours) / len(ours)))
-                rows.append([text(label), text(title), *both, number(len(ours), "d"), text(on), text(where)])
+                mean, count = number(math.fsum(ours) / len(ours), ".4g"), number(len(ours), "d")
+                rows.append([text(label), text(title), theirs, text(source), mean, count, text(on), text(where)])
         if len(rows) > before:
             scales.append((_scale(recipe, key, mine), label))
-    hints = {"published": "", "ours": "mean over our runs", "our runs": ""}
+    hints = {"theirs": "", "ours": "mean over our runs", "our runs": ""}
     columns = [Column(title, title in hints, hints.get(title, "")) for title in titles]
-    notes = [f"Published: {recipe.about.get('paper', '')}, from the authors' public results."]
+    notes = [f"Published: {recipe.about.get('paper', '')}, {recipe.about.get('measured_what', '')}."]
+    if any(row[3].text == RECOMPUTED for row in rows):
+        notes.append(
+            f"{RECOMPUTED.capitalize()}: from values that the authors' files hold. What they published under this name "
+            "is another quantity, in a row of its own."
+        )
     return Table(columns, rows, f"Recipe {recipe.name}: what else was measured", notes + _for_each(scales))
 
 
 def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Our values of a published quantity, each with what it was measured on; none where ours is another quantity."""
     if name in TASKS:
-        found = inside(run.result("tasks"), "tasks", TASKS[name])
+        asked, metric = TASKS[name]
+        found = inside(run.result("tasks"), "tasks", asked)
         items, whole = real(found, "items"), real(found, "of")
         of = f" of {whole:,.0f}" if whole is not None and whole != items else ""
-        yield "" if items is None else f"{items:,.0f}{of} items", inside(found, "acc_norm")
+        yield "" if items is None else f"{items:,.0f}{of} items", inside(found, metric)
     elif name in CURVATURE:
         found = run.result("hessian")
         tokens = real(found, "tokens")
@@ -135,10 +197,10 @@ def _ours(run: RunData, name: str, forgetting: Sequence[Any]) -> Iterator[tuple[
         alike = ends == [-0.5, 0.5] and inside(found, "curve", "normalise") == "tensor"
         if name != "curve_range" or alike:
             yield "" if tokens is None else f"{tokens:,.0f} tokens", inside(found, *CURVATURE[name])
-    elif name == "persistence":
+    elif name in PERSISTENCE:
         kept = [inside(layer, "block", "k") for layer in run.layers("jacobian")]
         if set(kept) == {PERSISTENT}:
-            yield f"{len(kept)} layers", inside(run.result("jacobian"), "summary", "block", "persistence")
+            yield f"{len(kept)} layers", inside(run.result("jacobian"), "summary", "block", *PERSISTENCE[name])
     elif name in ("forgetting", "plasticity"):
         # in the fine-tunings that began with the run, those by one AdamW for all
         mine, shared = run.facts.get("id"), [f for f in forgetting if inside(f, "settings", "native") is not True]
@@ -181,8 +243,10 @@ def _other_tokenizer(recipe: Recipe, run: RunData) -> str:
     return "" if name in (None, run_config(recipe.name).data.tokenizer) else str(name)
 
 
-def _caveat(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
-    """What keeps our number from being a reproduction, in a sentence."""
+def _caveat(recipe: Recipe, key: str, runs: Sequence[RunData], elsewhere: int | None) -> str:
+    """What keeps our number from being a reproduction, in a sentence; `elsewhere`: on how many tokens the published one
+    is, if ours is not.
+    """
     config, facts = runs[0].config, recipe.runs[key]
     assert config is not None
     theirs, ours = _flat(run_config(recipe.name, [f"model.preset={key}"])), _flat(config)
@@ -201,6 +265,11 @@ def _caveat(recipe: Recipe, key: str, runs: Sequence[RunData]) -> str:
         )
     if record and facts.get("parameters") not in (None, record.parameters):
         sentences.append(f"The published model has {facts['parameters']:,} parameters, ours {record.parameters:,}.")
+    if record and elsewhere:
+        sentences.append(
+            f"The published loss is of the first {elsewhere:,} tokens of a validation split, on which ours was not "
+            "evaluated: no number of ours stands beside it."
+        )
     if record:
         sentences.append(f"Ours was evaluated on {record.val_tokens:,} tokens of the split {record.val_hash[:12]}.")
     if not differing:
