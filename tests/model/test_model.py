@@ -42,6 +42,9 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
     **{f"imex-ln-k{k}-{order}": 163_812_156 for k in (1, 2) for order in ("ama", "mam")},
     "verlet-ama": 163_812_156,
     "verlet-mam": 163_812_156,
+    # Vanilla and one pair of tables; a norm of d = 768 and one mu in each of the 24 calls, or one lambda in each layer.
+    "tables": 124_373_760 + (50_304 + 1024) * 768 + 24 * (768 + 1),
+    "value-tables": 124_373_760 + (50_304 + 1024) * 768 + 12,
     # By hand, d = 768, 12 layers: one pair of tables 39,419,904; per layer MLP 8 d^2, norms d each, and attention
     # W_Q, W_K, C (Hamiltonian), A, V (linear) or 4 d^2; gainless norms have none. Coefficients per layer: h_x, h_y,
     # mu, beta, gamma and alpha, or c_log and c_lin; h of linear attention; r and keep per head; a map r of d x heads.
@@ -63,7 +66,8 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
 
 def test_counts_cover_the_catalogue() -> None:
     assert {sf.preset(name).name for name in COUNTS} == set(sf.presets())
-    assert len(sf.presets()) == 47
+    assert len(sf.presets()) == 49
+    assert (COUNTS["tables"], COUNTS["value-tables"]) == (163_812_120, 163_793_676)
 
 
 @pytest.mark.parametrize("name", COUNTS)

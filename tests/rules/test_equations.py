@@ -55,6 +55,8 @@ def assert_same(
 @pytest.mark.parametrize("aux_init", ["embed", "zero"])
 @pytest.mark.parametrize("pair", ACCEPTED, ids=pair_id)
 def test_pair_equals_transcription(pair: dict[str, Any], aux_init: str, norm: str) -> None:
+    if pair["template"] == "tables" and aux_init == "zero":
+        pytest.skip("there would be no tables")
     model = shake(tiny(**pair, aux_init=aux_init, norm=norm))
     assert_same(model, tokens(2, 7), tokens(2, 7, seed=1))
 

@@ -70,6 +70,7 @@ ACCEPTED: list[dict[str, Any]] = [
         "heavy-ball": BASIC + imex(1) + SYMPLECTIC,
         "nesterov": BASIC + imex(1, 2, 3) + SYMPLECTIC,
         "triple-momentum": BASIC + imex(1, 2, 3),
+        "tables": BASIC,
     }.items()
     for splitting in splits
 ]
@@ -93,9 +94,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         ({"template": template, "splitting": splitting}, "works on a velocity stream")
-        for template in ("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo")
+        for template in ("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo", "tables")
         for splitting in ("imex", "symplectic-euler")
     ),
+    ({"template": "tables", "aux_init": "zero"}, "has no tables"),
     ({"template": "heavy-ball", "splitting": "imex", "k": 2}, "repeats itself"),
     ({"template": "triple-momentum", "splitting": "symplectic-euler"}, "delta"),
     *(

@@ -184,8 +184,10 @@ def split(qkv: Tensor, heads: int) -> list[Tensor]:
 
 
 def _flat(t: Tensor | None) -> Tensor | None:
-    """(B, H, T, width) -> (B, T, d)"""
-    return t if t is None or t.ndim == 3 else t.transpose(1, 2).contiguous().flatten(-2)
+    """(B, H, T, width) -> (B, T, d), and rows as they are"""
+    if t is None or t.ndim == 3:
+        return None if t is None else t.contiguous()
+    return t.transpose(1, 2).contiguous().flatten(-2)
 
 
 class _Heads(torch.autograd.Function):
