@@ -57,7 +57,13 @@ def test_every_pair_decodes(pair: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"positions": "rotary", "n_head": 2}, {"attention_backend": "math"}, {"bias": True}, {"mlp": "swiglu"}, {"head": "untied"}],
+    [
+        {"positions": "rotary", "n_head": 2},
+        {"attention_backend": "math"},
+        {"bias": True},
+        {"mlp": "swiglu"},
+        {"head": "untied"},
+    ],
     ids=str,
 )
 def test_options_decode(options: dict[str, Any]) -> None:

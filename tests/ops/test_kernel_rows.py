@@ -89,7 +89,6 @@ CASES = [
     ("polyak-euler", {"bias": True, "mlp": "swiglu"}),
     ("imex-ln-k2-mam", {"mlp": "gelu-tanh", "logit_softcap": 5.0}),
     ("symplectic-euler", {"d_model": 24, "n_head": 3, "aux_init": "zero"}),
-    ("tables", {"mlp": "relu2", "head": "untied"}),
 ]
 # what has steps of its own, or none: other attentions, extras, functions that no pass can do, many rows
 FAMILIES = [
@@ -100,9 +99,9 @@ FAMILIES = [
     ("soap", {"n_layer": 1}, 1),
     ("vanilla", {"n_head": 2, "d_model": 24}, 2),
     ("vanilla", {"mlp": "swiglu", "bias": True, "value_residual": "unit"}, 6),
-    ("vanilla", {"mlp": "relu2", "head": "untied", "value_tables": True, "positions": "rotary"}, 6),
-    ("value-tables", {"document_separator": 3}, 2),
-    ("linear", {"value_tables": True}, 2),
+    ("tables", {"mlp": "relu2", "head": "untied", "value_tables": True}, 2),
+    ("value-tables", {"mlp": "relu2", "head": "untied", "positions": "rotary", "document_separator": 3}, 6),
+    ("linear", {"value_tables": True}, 1),
     ("entropy", {**EXTRAS, "document_separator": 3}, 2),
     ("entropy-token", {"target_form": "support"}, 2),
     ("entropy-floor", {}, 2),
@@ -121,6 +120,7 @@ FAMILIES = [
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]
 QUICK = [("yurii", 1), ("adam", 2), ("vanilla", 6), ("entropy", 2), ("kl-previous", 2), ("linear", 2), ("symp-ab2", 2)]
+QUICK.append(("tables", 2))
 
 
 @NO_GPU
