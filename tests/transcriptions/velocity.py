@@ -1,4 +1,4 @@
-"""Gradient descent, the velocity rules and tables without dynamics, one function per splitting; notation in parts.py."""
+"""Gradient descent, velocity rules and tables without dynamics, one function per splitting; notation in parts.py."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def tables_lie_trotter(x: Tensor, w_0: Tensor, b: Block, rule: Rule) -> tuple[Te
 
 
 def tables_strang(x: Tensor, w_0: Tensor, b: Block, rule: Rule) -> tuple[Tensor, Tensor]:
-    """x <- x + outer(.)/2;  x <- x + inner(.);  x <- x + outer(.)/2, each asked at x + mu LN(w_0) with its mu and LN."""
+    """x <- x + outer(.)/2;  x <- x + inner(.);  x <- x + outer(.)/2, asked at x + mu LN(w_0), its own mu and LN."""
     outer, inner = outer_inner(rule)
     for name, share in ((outer, 0.5), (inner, 1.0), (outer, 0.5)):
         x = x + share * oracle(name, x + coef(b, f"mu_{name}") * ln_aux(w_0, b, name), b, rule)
