@@ -66,4 +66,4 @@ def test_the_largest_file_and_the_mathematics() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert max(lines.values()) <= 420, max(lines, key=lambda path: lines[path])
     above = [path for path in lines if path.relative_to(PACKAGE).parts[0] in ("rules", "oracles", "extras", "model")]
-    assert sum(lines[path] for path in above if "engines" not in path.parts) <= 3500
+    assert sum(lines[path] for path in above if "engines" not in path.parts) <= 3620

@@ -74,6 +74,7 @@ MORE_SCALARS = {
     "speed-value-residual": 1,
     "speed-momentum-warmup": 1,
     "speed": 3,
+    "speed-public": 3,
 }
 
 # YuriiFormer, Table 5: best and final validation loss, training loss at step 10,000.
@@ -198,6 +199,7 @@ READS_THE_FUTURE = {
 }
 
 SPEED = ("speed-baseline", "speed-value-residual-fixed", "speed-value-residual", "speed-momentum-warmup", "speed")
+SPEED += ("speed-public",)
 
 PUBLISHED: dict[str, dict[str, float | None]] = {
     "yuriiformer-tinystories": {name: row[0] for name, row in TABLE_5.items()},
@@ -240,6 +242,7 @@ TOTALS = {  # known in full from the authors' own counts and by hand
     ("speed-value-residual-fixed", "vanilla"): 124_373_760,
     ("speed-value-residual", "vanilla"): 124_373_772,
     ("speed", "vanilla"): 124_373_796,
+    ("speed-public", "vanilla"): 162_201_636,
 }
 
 RUNS = [(name, run) for name in recipe_names() for run in load_recipe(name).runs]
@@ -266,8 +269,9 @@ def expected(name: str) -> dict[str, Any]:
         first = "table-1" in name
         return {**_SYMP, "batch": 6 * (16 if first else 12), "lr_coefficient": 0.0015 if first else 0.03}
     if name.startswith("speed"):
-        warm = name in ("speed", "speed-momentum-warmup")
-        return {**_SPEED, "momentum_start": 0.85, "momentum_warmup": 500 if warm else 0}
+        warm = name in ("speed", "speed-momentum-warmup", "speed-public")
+        head = {"lr_head": 0.002} if name == "speed-public" else {}
+        return {**_SPEED, **head, "momentum_start": 0.85, "momentum_warmup": 500 if warm else 0}
     values = {**_MUON, **(_TINYSTORIES if "tinystories" in name else _OPENWEBTEXT)}
     decay_start = 8_300 if "tinystories" in name else 25_000
     if name.endswith("medium"):
@@ -298,6 +302,8 @@ def count(name: str, run: str) -> int:
     L, d, _, T = geometry(name)
     scalars, norms, tables = EXTRAS[family(run)]
     scalars += MORE_SCALARS.get(name, 0)
+    if name == "speed-public":  # gainless norms, no position table, a head beside the token table
+        return L * (12 * d**2 + scalars) + 2 * V * d
     squares = 11 if run.startswith("symp-") else 10 if run.startswith("linear") else 12
     return L * (squares * d**2 + (2 + norms) * d + scalars) + (V + T) * d * (2 if tables else 1) + d
 
@@ -310,7 +316,8 @@ def geometry(name: str) -> tuple[int, int, int, int]:
         return 4, 64, 4, 128
     if name.startswith("sympformer"):
         return 8, 64, 8, 512 if "table-1" in name else 1024
-    return 18 if name.endswith("depth-18") else 12, 900 if name.endswith("width-900") else 768, 12, 1024
+    heads = 6 if name == "speed-public" else 12
+    return 18 if name.endswith("depth-18") else 12, 900 if name.endswith("width-900") else 768, heads, 1024
 
 
 def shrunk(name: str, run: str, **more: Any) -> RunConfig:
@@ -534,7 +541,11 @@ def test_the_speed_recipes_add_one_thing_at_a_time() -> None:
         "speed-value-residual": ("free", False, 30.0, *constant),
         "speed-momentum-warmup": ("free", False, 30.0, *rising),
         "speed": ("free", True, 30.0, *rising),
+        "speed-public": ("free", True, 30.0, *rising),
     }
+    public = run_config("speed-public").model
+    assert (public.head, public.output_init, public.mlp, public.n_head) == ("untied", "zero", "relu2", 6)
+    assert (public.positions, public.norm, public.option("qk_norm")) == ("rotary", "rmsnorm", True)
 
 
 def test_three_seeds() -> None:
@@ -588,9 +599,10 @@ def test_one_step_shrunk(name: str, run: str) -> None:
         if p.numel() == 1 and p.grad is not None and 0 < p.grad.abs() < 1e-10:
             continue  # far below AdamW's eps, as of a friction of 1e-4: the step may round away
         moved = not torch.equal(p, old[n])
-        assert moved == (n not in unused and bool(p.grad.any() or p.ndim == 2)), n
+        drawn = p.ndim == 2 and config.model.output_init != "zero"  # from zero, gradients reach the head alone at first
+        assert moved == (n not in unused and bool(p.grad.any() or drawn)), n
     peaks = expected(name)
-    rates = {"matrix": "lr", "embedding": "lr_embedding", "norm": "lr_norm", "coefficient": "lr_coefficient"}
+    rates = {"matrix": "lr"} | {role: f"lr_{role}" for role in ("embedding", "head", "norm", "coefficient")}
     for role, rate in optimizers.rates().items():
         assert rate == peaks[rates[role]], role
     assert math.isfinite(model(tokens, targets=tokens.roll(-1, dims=1)).loss.item())

@@ -57,7 +57,13 @@ def test_every_pair_decodes(pair: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"positions": "rotary", "n_head": 2}, {"attention_backend": "math"}, {"bias": True}, {"mlp": "swiglu"}],
+    [
+        {"positions": "rotary", "n_head": 2},
+        {"attention_backend": "math"},
+        {"bias": True},
+        {"mlp": "swiglu"},
+        {"head": "untied"},
+    ],
     ids=str,
 )
 def test_options_decode(options: dict[str, Any]) -> None:
@@ -309,6 +315,7 @@ def test_fixed_steps_of_every_preset(name: str) -> None:
     [
         {"positions": "rotary", "n_head": 2},
         {"value_residual": "free"},
+        {"value_tables": True},
         {"embedding_skip": True},
         {"document_separator": 3},
         {"bias": True, "mlp": "swiglu", "logit_softcap": 2.0},

@@ -318,7 +318,14 @@ def test_what_export_refuses(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "model.safetensors" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("settings", [{}, {"bias": True, "mlp": "gelu-tanh", "mlp_hidden": 20, "norm_eps": 1e-4}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bias": True, "mlp": "gelu-tanh", "mlp_hidden": 20, "norm_eps": 1e-4},
+        {"mlp": "relu2", "head": "untied", "output_init": "zero"},
+    ],
+)
 def test_gpt2_form_gives_the_same_logits(settings: dict[str, Any]) -> None:
     ours = shake(tiny("vanilla", real_vocab=9, **settings))
     theirs = as_gpt2(ours)
@@ -338,6 +345,7 @@ def test_gpt2_form_gives_the_same_logits(settings: dict[str, Any]) -> None:
         {"alpha": 0.5},
         {"logit_softcap": 5.0},
         {"value_residual": "fixed"},
+        {"value_tables": True},
         {"embedding_skip": True},
         {"document_separator": 1},
     ],

@@ -69,7 +69,7 @@ def test_a_padded_batch_is_each_prompt_alone(name: str) -> None:
     assert together == alone
 
 
-@pytest.mark.parametrize("settings", [{"document_separator": 5}, {"value_residual": "free"}, {"embedding_skip": True}])
+@pytest.mark.parametrize("settings", [{"document_separator": 5}, {"value_tables": True}, {"embedding_skip": True}])
 @pytest.mark.parametrize("name", ["vanilla", "linear-yurii"])
 def test_generate_with_extras(name: str, settings: dict[str, Any]) -> None:
     model = wrapped(name, **settings)
@@ -284,13 +284,21 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     assert not model.is_gradient_checkpointing
 
 
-@pytest.mark.parametrize("name", ["symp-etd-ab2", "kl-carried", "imex-ln-k2-mam", "adamw"])
-def test_saved_and_loaded_again(name: str, tmp_path: Path) -> None:
-    model = wrapped(name)
+OWN_HEAD = {"head": "untied", "mlp": "relu2", "output_init": "zero", "value_tables": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, {}) for name in ("symp-etd-ab2", "kl-carried", "imex-ln-k2-mam", "adamw")), ("tables", OWN_HEAD)],
+)
+def test_saved_and_loaded_again(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = wrapped(name, **settings)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is StepformerForCausalLM
     assert loaded.model.config == model.model.config
+    assert loaded.config.tie_word_embeddings is (settings.get("head") != "untied")
+    assert loaded.get_output_embeddings() is loaded.model.lm_head
     assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
     frozen = {n for n, p in loaded.named_parameters() if not p.requires_grad}
     assert frozen == {n for n, p in model.named_parameters() if not p.requires_grad}

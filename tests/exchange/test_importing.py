@@ -237,7 +237,14 @@ def gpt2_folder(folder: Path, **settings: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("settings", [{}, {"activation_function": "gelu", "n_inner": 20, "layer_norm_epsilon": 1e-3}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"activation_function": "gelu", "n_inner": 20, "layer_norm_epsilon": 1e-3},
+        {"activation_function": "relu2", "tie_word_embeddings": False},
+    ],
+)
 def test_gpt2_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
     theirs = gpt2_folder(tmp_path / "gpt2", **settings)
     made = import_checkpoint(tmp_path / "gpt2", tmp_path / "run", tokenizer="bytes")

@@ -137,6 +137,23 @@ def test_neutral_extras_change_nothing(name: str) -> None:
     assert not same(plain, extra, 1e-6)
 
 
+def test_value_tables_add_to_the_values_of_every_layer() -> None:
+    """lambda = 0 is the model without them; what they add is as a bias of the values where all tokens are alike."""
+    plain, tabled = pair({"name": "vanilla", "bias": True}, {"name": "value-tables", "bias": True})
+    tabled.pin_coefficients(lambda_table=0.0)
+    assert same(plain, tabled)
+    tabled.unpin_coefficients()
+    assert not same(plain, tabled, 1e-3)
+    tables = tabled.aux_embed["value_tables"]
+    with torch.no_grad():
+        tables.pos_emb.weight.zero_()
+        tables.tok_emb.weight.copy_(tables.tok_emb.weight[:1].expand(11, -1))
+        for values, mine, theirs in zip(tabled.coefficients(), tabled.blocks, plain.blocks, strict=True):
+            theirs.attn.qkv.bias.copy_(mine.attn.qkv.bias)
+            theirs.attn.qkv.bias[24:] += values["lambda_table"] * tables.tok_emb.weight[0]
+    assert same(plain, tabled)
+
+
 def test_values_of_the_first_layer_reach_the_others() -> None:
     """lambda = 1: the second layer gathers the first layer's values; its own value map has no effect."""
     model = shake(tiny("vanilla", value_residual="unit"))
@@ -208,6 +225,7 @@ def test_qk_norm_is_blind_to_the_scale_of_queries_and_keys() -> None:
     [
         {"name": "vanilla", "value_residual": "unit", "embedding_skip": True},
         {"name": "kl-carried", "value_residual": "fixed"},
+        {"name": "value-tables", "template": "tables"},
         {"name": "symp-etd-ab2", "embedding_skip": True},
         {"name": "linear-symp-ab2"},
         {"name": "entropy-token", "query_chunk": 3},

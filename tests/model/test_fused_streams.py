@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")  # memory that nobody has writt
 SCHEMES = ("plain-euler", "presymp-euler", "exp-euler", "conformal-euler", "ab2", "etd-ab2")
 SIZE = {"n_layer": 2, "n_head": 2, "d_model": 16, "context": 8, "vocab_size": 17}
 FUSED = [
-    *("vanilla", "hb", "yurii", "tmm", "rmsprop", "adam", "adamw", "ortho", "muon", "shampoo", "soap"),
+    *("vanilla", "hb", "yurii", "tmm", "tables", "rmsprop", "adam", "adamw", "ortho", "muon", "shampoo", "soap"),
     *("polyak-euler", "nesterov-euler", "symplectic-euler", "verlet-ama", "verlet-mam"),
     *("imex-k1-ama", "imex-ln-k1-mam", "imex-ln-k2-ama", "linear", "entropy", "kl-carried"),
 ]
@@ -48,6 +48,8 @@ EXTRAS: dict[str, tuple[str, dict[str, object]]] = {
     "embedding skip": ("yurii", {"embedding_skip": True, "embedding_skip_start": 0.2}),
     "value residual": ("vanilla", {"value_residual": "free"}),
     "value residual, two calls": ("verlet-ama", {"value_residual": "unit"}),
+    "value tables": ("value-tables", {"mlp": "relu2", "head": "untied"}),
+    "value tables and a value residual": ("vanilla", {"value_tables": True, "value_residual": "free"}),
     "rotary and QK-norm": ("adam", {"positions": "rotary", "qk_norm": True}),
     "documents and a soft cap": ("yurii", {"document_separator": 3, "logit_softcap": 4.0}),
     "biases": ("yurii", {"bias": True}),
@@ -79,7 +81,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-QUICK = ("yurii", "adamw")
+QUICK = ("yurii", "tables", "adamw")
 
 
 def quickly(names: Any, quick: Any) -> list[Any]:
@@ -154,7 +156,7 @@ def test_fused_integrators_equal_the_plain_ones(case: str, monkeypatch: pytest.M
     compare_with_plain(model, monkeypatch)
 
 
-@pytest.mark.parametrize("case", quickly(EXTRAS, ("everything",)))
+@pytest.mark.parametrize("case", quickly(EXTRAS, ("everything", "value tables")))
 def test_fused_extras_equal_the_plain_ones(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = EXTRAS[case]
     compare_with_plain(shake(tiny(name, dtype=torch.float32, **SIZE, **changes), scale=0.05), monkeypatch)
@@ -183,7 +185,7 @@ def is_pass(node: Any) -> bool:
     ("name", "changes"),
     [
         ("yurii", {}), ("imex-k2-ama", {}), ("symp-exp-euler", {}), ("adam", {}),
-        ("yurii", {"embedding_skip": True}), ("nesterov-euler", {}),
+        ("yurii", {"embedding_skip": True}), ("nesterov-euler", {}), ("tables", {}), ("value-tables", {}),
     ],
     ids=str,
 )  # fmt: skip

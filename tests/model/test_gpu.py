@@ -236,9 +236,10 @@ def test_kernels_equal_the_plain_step(name: str) -> None:
         assert error <= max(tolerance, 3 * allowed), f"bf16 {bf16}: {error:.1e}, plain {allowed:.1e}"
 
 
-def test_value_residual_under_autocast() -> None:
-    """The mixed values stay in bf16: fused attention reads queries, keys and values in one dtype."""
-    changes = {**HEADS, "value_residual": "unit"}
+@pytest.mark.parametrize("extra", [{"value_residual": "unit"}, {"value_tables": True}], ids=str)
+def test_mixed_values_under_autocast(extra: dict[str, Any]) -> None:
+    """They stay in bf16: fused attention reads queries, keys and values in one dtype."""
+    changes = {**HEADS, **extra}
     model = shake(tiny("vanilla", dtype=torch.float32, **changes), scale=0.05).cuda()
     ids, targets = tokens(3, 64, 101).cuda(), tokens(3, 64, 101, seed=1).cuda()
     with torch.autocast("cuda", torch.bfloat16):

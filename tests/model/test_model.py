@@ -42,6 +42,9 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
     **{f"imex-ln-k{k}-{order}": 163_812_156 for k in (1, 2) for order in ("ama", "mam")},
     "verlet-ama": 163_812_156,
     "verlet-mam": 163_812_156,
+    # Vanilla and one pair of tables; a norm of d = 768 and one mu in each of the 24 calls, or one lambda in each layer.
+    "tables": 124_373_760 + (50_304 + 1024) * 768 + 24 * (768 + 1),
+    "value-tables": 124_373_760 + (50_304 + 1024) * 768 + 12,
     # By hand, d = 768, 12 layers: one pair of tables 39,419,904; per layer MLP 8 d^2, norms d each, and attention
     # W_Q, W_K, C (Hamiltonian), A, V (linear) or 4 d^2; gainless norms have none. Coefficients per layer: h_x, h_y,
     # mu, beta, gamma and alpha, or c_log and c_lin; h of linear attention; r and keep per head; a map r of d x heads.
@@ -63,7 +66,8 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
 
 def test_counts_cover_the_catalogue() -> None:
     assert {sf.preset(name).name for name in COUNTS} == set(sf.presets())
-    assert len(sf.presets()) == 47
+    assert len(sf.presets()) == 49
+    assert (COUNTS["tables"], COUNTS["value-tables"]) == (163_812_120, 163_793_676)
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -438,7 +442,7 @@ def test_rotary_scores_depend_on_distance_only() -> None:
     assert (here - there).abs().max() < 1e-12
 
 
-def test_gated_mlp_and_tanh_gelu_are_what_they_say() -> None:
+def test_mlps_are_what_they_say() -> None:
     u = torch.randn(2, 3, 12, dtype=torch.float64)
     mlp = tiny(mlp="swiglu").blocks[0].mlp
     gate, value = (mlp.up.weight[:32], mlp.up.weight[32:])
@@ -447,6 +451,37 @@ def test_gated_mlp_and_tanh_gelu_are_what_they_say() -> None:
     h = u @ mlp.up.weight.T
     tanh = 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))
     assert torch.allclose(mlp(u), tanh @ mlp.down.weight.T)
+    mlp = tiny(mlp="relu2").blocks[0].mlp
+    h = u @ mlp.up.weight.T
+    assert torch.allclose(mlp(u), (h * h * (h > 0)) @ mlp.down.weight.T)
+
+
+def test_an_untied_head() -> None:
+    """V d parameters with a role of their own; with the token table in its place it is the tied model."""
+    tied, untied = (sf.build("vanilla", size="small", head=head, device="meta") for head in ("tied", "untied"))
+    assert untied.num_parameters() - tied.num_parameters() == 50_304 * 768
+    assert untied.roles().keys() - tied.roles().keys() == {"lm_head.weight"}
+    assert untied.roles()["lm_head.weight"] is sf.Role.HEAD
+    tied, untied = shake(tiny("yurii")), shake(tiny("yurii", head="untied"), seed=1)
+    untied.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.embed.tok_emb.weight})
+    assert torch.equal(untied(tokens()).logits, tied(tokens()).logits)
+    with torch.no_grad():
+        untied.embed.tok_emb.weight.zero_()
+    assert untied(tokens()).logits.abs().max() > 0
+
+
+def test_output_layers_may_start_at_zero() -> None:
+    """Then x stays at the embedding at first; other weights are as they were; from an untied head all logits are 0."""
+    usual, zero = tiny("vanilla"), tiny("vanilla", output_init="zero")
+    names = {name for name, p in zero.named_parameters() if not p.any()}
+    assert names == {f"blocks.{i}.{layer}.weight" for i in (0, 1) for layer in ("attn.out", "mlp.down")}
+    others = dict(zero.named_parameters())
+    assert all(torch.equal(p, others[name]) for name, p in usual.named_parameters() if name not in names)
+    call = zero.call_of(tokens())
+    s = zero.start(tokens(), call.positions)
+    assert torch.equal(zero.blocks[1](zero.blocks[0](s, call), call).x, s.x)
+    assert not tiny("vanilla", output_init="zero", head="untied")(tokens()).logits.any()
+    assert tiny("linear", output_init="zero").blocks[0].attn.value.weight.any()  # it has no output layer
 
 
 def test_biases_are_an_option() -> None:

@@ -20,8 +20,11 @@ def test_all_are_recorded() -> None:
 
 
 def same(name: str, found: list[Any], recorded: list[Any], scale: float) -> None:
-    """The same bits with the same torch on the same CPU; elsewhere sums and norms to 1e-11: their order differs."""
-    if SAME_MACHINE and torch.get_num_threads() == 1:
+    """The same bits with the same torch on the same CPU; elsewhere sums and norms to 1e-11: their order differs.
+
+    A digest that is null was not recorded on that machine.
+    """
+    if SAME_MACHINE and torch.get_num_threads() == 1 and recorded[0] is not None:
         assert found[0] == recorded[0], name
     for a, b in zip(found[1:], recorded[1:], strict=True):
         assert abs(a - b) <= 1e-11 * max(1.0, scale), name

@@ -69,13 +69,15 @@ def check(
     arrive: str = "qkve",
     learned: tuple[bool, bool, bool] = (True, True, True),
     device: str = "cpu",
+    rows: bool = False,
 ) -> None:
     """Results and gradients for (batch, time, heads, width of a head); `arrive` names the results that have a user."""
     batch, time, heads, width = shape
     tolerance = FP32 if dtype == SINGLE else BF16
     qkv = draw(batch, time, 3 * heads * width, seed=0, dtype=dtype, device=device)
     weights = torch.tensor([0.7, -0.4, 9.0, 9.0], device=device).requires_grad_() if mix else None  # two are padding
-    earlier = draw(batch, heads, time, width, seed=1, dtype=dtype, device=device) if mix else None
+    mixed_in = (batch, time, heads * width) if rows else (batch, heads, time, width)
+    earlier = draw(*mixed_in, seed=1, dtype=dtype, device=device) if mix else None
     given = [qkv, weights, earlier]
     given = [None if t is None else t.detach().requires_grad_(need) for t, need in zip(given, learned, strict=True)]
     wide = [None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in given]
@@ -141,6 +143,12 @@ def test_gradients_that_do_not_arrive(arrive: str, norm: bool, rotary: bool, mix
 @pytest.mark.parametrize("learned", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
 def test_inputs_that_need_no_gradient(learned: tuple[bool, bool, bool], norm: bool, rotary: bool, mix: bool) -> None:
     check((1, 3, 3, 6), norm, rotary, mix, learned=learned)
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
+@pytest.mark.parametrize("arrive", ["qkve", "v", "qe"])
+def test_rows_in_the_place_of_earlier_values(arrive: str, dtype: torch.dtype) -> None:
+    check((2, 3, 3, 6), True, True, True, rows=True, arrive=arrive, dtype=dtype)
 
 
 @ALL_WAYS
@@ -243,6 +251,7 @@ CHANGES: list[dict[str, Any]] = [
     {"qk_norm": True},
     {"positions": "rotary"},
     {"value_residual": "free"},
+    {"value_tables": True},
     {"qk_norm": True, "positions": "rotary", "value_residual": "unit"},
 ]
 

@@ -30,6 +30,7 @@ HALF = 2e-2  # bf16 operands and results have 8 bits, 4e-3 a rounding, and there
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu-tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "relu2": lambda h: F.relu(h).square(),
     "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
 }
 KINDS = list(PLAIN)
@@ -156,7 +157,7 @@ def test_bf16_entries(kind: str) -> None:
 
 
 @in_interpreter
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "relu2"])
 @pytest.mark.filterwarnings("ignore:overflow")  # NumPy says what fp32 does: exp2(-inf) = 0
 def test_far_entries(kind: str) -> None:
     """Far from 0 nothing overflows: 0 on the left, the entry itself on the right, with slopes 0 and 1."""

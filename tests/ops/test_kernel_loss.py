@@ -203,8 +203,10 @@ def test_loss_only_on_the_cpu(name: str) -> None:
 
 
 @in_interpreter
-@pytest.mark.parametrize("cap", [None, 0.5])
-def test_model_with_the_kernel(cap: float | None, small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cap", "head"), [(None, "tied"), (0.5, "tied"), (None, "untied")])
+def test_model_with_the_kernel(
+    cap: float | None, head: str, small_tiles: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loss of a model reaches the kernel where kernels may run, with the plain gradients."""
     calls: list[int] = []
     real = loss_file._loss
@@ -214,11 +216,11 @@ def test_model_with_the_kernel(cap: float | None, small_tiles: None, monkeypatch
         return real(*args)
 
     monkeypatch.setattr(loss_file, "_loss", counted)
-    model = tiny("vanilla", dtype=torch.float32, logit_softcap=cap)
+    model = tiny("vanilla", dtype=torch.float32, logit_softcap=cap, head=head)
     targets = tokens(seed=1)
     targets[0, :3] = IGNORE
     h = torch.randn(*targets.shape, model.config.d_model, requires_grad=True)
-    trained = (h, model.embed.tok_emb.weight)
+    trained = (h, model.embed.tok_emb.weight if model.lm_head is None else model.lm_head.weight)
     plain = model._loss(h, targets)
     with kernels.off(), kernels.interpreted():
         assert torch.equal(model._loss(h, targets), plain)

@@ -99,6 +99,9 @@ FAMILIES = [
     ("soap", {"n_layer": 1}, 1),
     ("vanilla", {"n_head": 2, "d_model": 24}, 2),
     ("vanilla", {"mlp": "swiglu", "bias": True, "value_residual": "unit"}, 6),
+    ("tables", {"mlp": "relu2", "head": "untied", "value_tables": True}, 2),
+    ("value-tables", {"mlp": "relu2", "head": "untied", "positions": "rotary", "document_separator": 3}, 6),
+    ("linear", {"value_tables": True}, 1),
     ("entropy", {**EXTRAS, "document_separator": 3}, 2),
     ("entropy-token", {"target_form": "support"}, 2),
     ("entropy-floor", {}, 2),
@@ -117,6 +120,7 @@ FAMILIES = [
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]
 QUICK = [("yurii", 1), ("adam", 2), ("vanilla", 6), ("entropy", 2), ("kl-previous", 2), ("linear", 2), ("symp-ab2", 2)]
+QUICK.append(("tables", 2))
 
 
 @NO_GPU

@@ -29,7 +29,8 @@ from stepformer.ops.symbols import leaf
 pytestmark = pytest.mark.usefixtures("interpreted")
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS: list[dict[str, Any]] = [
-    {"value_residual": "free"}, {"embedding_skip": True}, {"positions": "rotary"}, {"qk_norm": True},
+    {"value_residual": "free"}, {"value_tables": True}, {"embedding_skip": True}, {"positions": "rotary"},
+    {"qk_norm": True},
     {"norm": "rmsnorm"}, {"bias": True},
 ]  # fmt: skip
 
@@ -106,6 +107,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "a last drift": ("symplectic-euler", {"final_drift": True}),
     "a value residual and two calls": ("verlet-ama", {"value_residual": "unit", "embedding_skip": True}),
     "half of the first values": ("imex-k2-mam", {"value_residual": "fixed"}),
+    "value tables and two calls": ("verlet-ama", {"value_tables": True}),
+    "value tables after a value residual": ("yurii", {"value_tables": True, "value_residual": "free"}),
+    "strang, tables": ("tables", {"splitting": "strang", "order": "mam"}),
+    "parallel, tables": ("tables", {"splitting": "parallel", "embedding_skip": True}),
     "strang, adamw": ("adamw", {"splitting": "strang", "order": "mam"}),
     "strang, muon": ("muon", {"splitting": "strang", "order": "ama"}),
     "strang, soap": ("soap", {"splitting": "strang", "order": "mam"}),

@@ -13,6 +13,7 @@ from helpers import tiny
 from stepformer.base.errors import ConfigError
 from stepformer.model.roles import Role, declare
 from stepformer.optim import OptimConfig, Optimizers, Schedule, global_norm, scion_init
+from stepformer.training.config import run_config
 from stepping import METHODS, batch_of, both_recipes, roles_of, trainable
 from transcriptions import optimizers as naive
 
@@ -91,6 +92,7 @@ def test_when_sam_perturbs() -> None:
         ({"floor": 1.5}, "floor = 1.5 should be at most 1"),
         ({"eps": 0.0}, "eps = 0.0 should be above 0"),
         ({"lr": -0.1}, "lr = -0.1 should be at least 0"),
+        ({"lr_head": 101}, "lr_head = 101 is no sensible rate"),
         ({"lr_norm": float("nan")}, "lr_norm = nan is not finite"),
         ({"name": "moun"}, "Did you mean 'muon'?"),
         ({"schedule": "cosin"}, "Did you mean 'cosine'?"),
@@ -106,6 +108,30 @@ def test_refusals(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Schedule(OptimConfig.from_dict(settings), 100)
     assert sentence in str(caught.value)
+
+
+def test_an_untied_head_has_its_own_rate() -> None:
+    """Unset it has that of the tables, decay too; Scion steps it by signs; a tied head has none to set."""
+    model = tiny("vanilla", head="untied")
+
+    def group(**settings: Any) -> dict[str, Any]:
+        optimizers = Optimizers(model, OptimConfig(**settings), 10)
+        (found,) = (group for group in optimizers.groups() if group["role"] == "head")
+        assert found["params"] == [model.lm_head.weight]
+        assert "lr_head" in OptimConfig(**settings).rates_text() or not settings.get("lr_head")
+        return found
+
+    assert (group()["peak"], group()["weight_decay"]) == (6e-4, 0.1)
+    assert (group(lr_embedding=0.3)["peak"], group(wd_embedding=0.0)["weight_decay"]) == (0.3, 0.0)
+    own = group(lr_embedding=0.3, lr_head=0.002, wd_head=0.5)
+    assert (own["peak"], own["weight_decay"]) == (0.002, 0.5)
+    assert group(name="scion", lr_head=1)["geometry"] == "sign"
+    for key in ("lr_head", "wd_head"):
+        with pytest.raises(ConfigError, match=f"{key} needs .model. head = 'untied'"):
+            run_config("vanilla", **{key: 0.1})
+    assert run_config("vanilla", head="untied", lr_head=0.1).optim.rate("head") == 0.1
+    with pytest.raises(ConfigError, match="output_init = 'zero'"):
+        run_config("vanilla", name="scion", own_init=True, output_init="zero")
 
 
 # Sharpness-aware steps.

@@ -274,6 +274,7 @@ def test_the_momentum_that_nobody_reads() -> None:
     [
         ({"force": "full"}, "reading-the-future.md"),
         ({"value_residual": "unit"}, "mixes values"),
+        ({"value_tables": True}, "adds to values"),
         ({"kernel": "per-head", "metric": "derived"}, "low rank"),
         ({"learned_kappa": True, "kappa": 0.0}, "kappa > 0"),
         ({"kappa": 0.0, "mlp_step": "A"}, "does nothing"),

@@ -250,3 +250,20 @@ def test_16_hybrid_with_all_layers_is_the_model_and_with_none_is_vanilla() -> No
     copy_shared(yurii, vanilla)
     assert_equal(vanilla, yurii.hybrid(layers=set()), exact=True)
     assert_equal(yurii.hybrid(cutoff=1), yurii.hybrid(layers={0}), exact=True)
+
+
+@splitting
+def test_tables_are_a_look_ahead_without_dynamics(how: dict[str, Any]) -> None:
+    """mu = 0 is vanilla, to the bit; no layer changes w; with one layer's tables at zero it is vanilla too."""
+    tables, vanilla = pair("tables", "gd", **how)
+    ids, call = tokens(), sf.oracles.Call(torch.arange(8))
+    s = tables.start(ids, torch.arange(8))
+    assert tables.blocks[0](s, call).w is s.w
+    assert (tables(ids).logits - vanilla(ids).logits).abs().max() > 1e-3
+    tables.pin_coefficients(mu=0.0)
+    assert_equal(tables, vanilla, exact=True)
+    tables.unpin_coefficients()
+    with torch.no_grad():
+        for table in tables.aux_embed["w"].parameters():
+            table.zero_()
+    assert_equal(tables, vanilla, exact=True)

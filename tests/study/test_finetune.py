@@ -271,6 +271,9 @@ def test_the_native_option_divides_the_runs_own_rates(home: Path) -> None:
     assert (optim.wd_matrix, optim.wd_embedding, optim.wd_norm) == (0.0, 0.1, 0.0)
     assert (optim.momentum, optim.nesterov, optim.warmup, optim.floor) == (0.95, True, 50, 0.1)
     assert optim.lr_coefficient == pytest.approx(3e-3 / 6)
+    public = run_config("speed-public")
+    settings = FinetuneConfig(native=True).settled([public])
+    assert finetune_config(public, Path("run"), Path("a"), Path("b"), settings).optim.lr_head == pytest.approx(2e-3 / 6)
     for values, sentence in (
         ({"native": True, "lr": 0.1}, "lr belongs to the one AdamW"),
         ({"divisor": 2.0}, "--native"),

@@ -83,12 +83,14 @@ EXTRAS: list[Settings] = [
     {"value_residual": "fixed"},
     {"value_residual": "free"},
     {"value_residual": "unit"},
+    {"value_tables": True},
     {"embedding_skip": True},
     {"embedding_skip": True, "embedding_skip_start": 0.1},
     {"logit_softcap": 3.0},
     {"document_separator": 3},
     {"qk_norm": True},
     {"positions": "rotary", "n_head": 2},
+    {"mlp": "relu2", "head": "untied"},
 ]
 ATTENTIONS: list[Settings] = [{}, *LINEAR[:1], *CONSTRAINED]
 # For samples: constrained attention in a quarter of them, as it takes several times longer than the others.

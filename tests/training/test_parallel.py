@@ -24,6 +24,7 @@ from stepformer.training.parallel import ParallelModel, World
 ARCHITECTURES: tuple[dict[str, Any], ...] = (
     *({"name": name} for name in ("vanilla", "yurii", "symplectic-euler", "imex-k2-mam", "soap")),
     *({"name": name} for name in ("symp-etd-ab2", "linear-symp-conformal-euler", "entropy-token")),
+    {"name": "tables", "value_tables": True, "head": "untied", "mlp": "relu2"},
     {"name": "kl-carried", "value_residual": "unit", "embedding_skip": True, "logit_softcap": 5.0},
 )
 

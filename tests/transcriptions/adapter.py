@@ -21,8 +21,9 @@ def rule_of(model: Model) -> dict[str, Any]:
     """A config in the vocabulary of the transcriptions."""
     config = model.config
     options = {SPELLED.get(key, key): config.option(key) for key in declared_options(config) if key not in NOT_A_RULE}
-    fields = ("template", "splitting", "attention", "norm", "n_head", "positions", "value_residual", "embedding_skip")
-    rule = {key: getattr(config, key) for key in (*fields, "logit_softcap", "document_separator")}
+    fields = ("template", "splitting", "attention", "mlp", "norm", "n_head", "positions", "value_residual")
+    extras = ("value_tables", "embedding_skip", "logit_softcap", "document_separator")
+    rule = {key: getattr(config, key) for key in (*fields, *extras)}
     if options.get("etd") == "lawson":
         options["etd_start"] = "lawson"  # the integrating factor from the first layer on
     return {**rule, **options}
@@ -33,10 +34,13 @@ def weights_of(model: Model) -> dict[str, Any]:
     w: dict[str, Any] = {"tok_emb": model.embed.tok_emb.weight}
     if model.embed.pos_emb is not None:
         w["pos_emb"] = model.embed.pos_emb.weight
-    for tables in model.aux_embed.values():
-        w["aux_tok_emb"] = tables.tok_emb.weight
+    for name, tables in model.aux_embed.items():
+        prefix = "value" if name == "value_tables" else "aux"
+        w[f"{prefix}_tok_emb"] = tables.tok_emb.weight
         if tables.pos_emb is not None:
-            w["aux_pos_emb"] = tables.pos_emb.weight
+            w[f"{prefix}_pos_emb"] = tables.pos_emb.weight
+    if model.lm_head is not None:
+        w["head"] = model.lm_head.weight
     gained = model.config.norm == "layernorm"
     if gained:
         w["final_norm"] = model.final_norm.weight
@@ -82,7 +86,7 @@ def transcribe(model: Model, tokens: Tensor) -> Tensor | None:
     config = model.config
     known = (config.template, config.splitting) in rules.LAYERS
     shipped = config.attention in rules.CHOICES["attention"]
-    if model.config.extras or not known or not shipped or config.mlp != "gelu" or config.bias:
+    if model.config.extras or not known or not shipped or config.mlp not in rules.CHOICES["mlp"] or config.bias:
         return None
     return rules.logits(tokens, weights_of(model), rule_of(model))
 

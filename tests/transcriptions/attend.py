@@ -49,7 +49,7 @@ def multi_head_attention(u: Tensor, b: Block, rule: Rule) -> Tensor:
     head_dim = width // rule["n_head"]
     q = u @ b["qkv"][:width].T
     k = u @ b["qkv"][width : 2 * width].T
-    v = with_value_residual(u @ b["qkv"][2 * width :].T, b, rule)
+    v = with_value_tables(with_value_residual(u @ b["qkv"][2 * width :].T, b, rule), b, rule)
     scores, values = [], []
     for h in range(rule["n_head"]):
         part = slice(h * head_dim, (h + 1) * head_dim)
@@ -101,9 +101,14 @@ def with_value_residual(values: Tensor, b: Block, rule: Rule) -> Tensor:
     return (1 - lam) * values + lam * memory.first_values
 
 
+def with_value_tables(values: Tensor, b: Block, rule: Rule) -> Tensor:
+    """v + lambda (F[token] + Q[position]), lambda this layer's coefficient as it is."""
+    return values + free_coef(b, "lambda_table") * rule["memory"].value_rows if rule["value_tables"] else values
+
+
 def linear_attention(u: Tensor, b: Block, rule: Rule) -> Tensor:
     """answer_i = h (1/n_i) sum_{j seen by i} (u_j^T A u_i) v_j, v_j = V u_j; no output projection."""
-    values = with_value_residual(u @ b["V"].T, b, rule)
+    values = with_value_tables(with_value_residual(u @ b["V"].T, b, rule), b, rule)
     h = softplus(b["attn_coef"]["h"])
     sequences = []
     for s, rows in enumerate(rule["memory"].visible):

@@ -16,6 +16,7 @@ They are slow on purpose: nothing is fused, batched over heads, or shared betwee
 Weights `w`
     tok_emb (V, d), pos_emb (Tmax, d) [absent for rotary positions], final_norm (d,) [absent for rmsnorm],
     aux_tok_emb (V, d), aux_pos_emb (Tmax, d) [optional: without them v, m, y start at zero],
+    value_tok_emb (V, d), value_pos_emb (Tmax, d) [F and Q of the value tables], head (V, d) [if it is not tok_emb],
     blocks: list of dicts with attn_norm (d,), mlp_norm (d,) [absent for rmsnorm],
         up (4d, d), down (d, 4d), aux_norm {"attn", "mlp"} or {"both"} -> (d,), coef {key: raw (1,)},
         and optionally coef_value {key: value}, which replaces the mapped coefficient (for exact 0 and 1);
@@ -60,6 +61,8 @@ DEFAULTS: Rule = {
     "document_separator": None,
     "qk_norm": False,
     "value_residual": "off",
+    "value_tables": False,
+    "mlp": "gelu",
     "embedding_skip": False,
     "logit_softcap": None,
     # linear and Hamiltonian attention
@@ -97,6 +100,7 @@ class Memory:
 
     visible: list[list[list[int]]]
     first_values: Tensor | None = None  # v_1 of the value residual
+    value_rows: Tensor | None = None  # F[token] + Q[position] of the value tables, (B, T, d)
     log_weights: dict[tuple[int, int, int], Tensor] | None = None  # log a of the latest call, by (sequence, head, i)
 
 
@@ -159,8 +163,10 @@ def pre_norm(z: Tensor, weights: dict[str, Any], key: str, rule: Rule) -> Tensor
 
 
 def mlp(z: Tensor, b: Block, rule: Rule) -> Tensor:
-    """M(z) = W_down GELU(W_up LN_mlp(z))."""
-    return gelu(pre_norm(z, b, "mlp_norm", rule) @ b["up"].T) @ b["down"].T
+    """M(z) = W_down act(W_up LN_mlp(z)), act = GELU, or ReLU^2: the square of what is positive, else 0."""
+    h = pre_norm(z, b, "mlp_norm", rule) @ b["up"].T
+    act = gelu(h) if rule["mlp"] == "gelu" else torch.where(h > 0, h * h, torch.zeros_like(h))
+    return act @ b["down"].T
 
 
 def ln_aux(z: Tensor, b: Block, key: str) -> Tensor:

@@ -57,6 +57,9 @@ from transcriptions.velocity import (
     nesterov_parallel,
     nesterov_strang,
     nesterov_symplectic_euler,
+    tables_lie_trotter,
+    tables_parallel,
+    tables_strang,
     triple_momentum_imex,
     triple_momentum_lie_trotter,
     triple_momentum_parallel,
@@ -81,6 +84,9 @@ LAYERS: dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]] = {
     ("triple-momentum", "lie-trotter"): triple_momentum_lie_trotter,
     ("triple-momentum", "strang"): triple_momentum_strang,
     ("triple-momentum", "imex"): triple_momentum_imex,
+    ("tables", "parallel"): tables_parallel,
+    ("tables", "lie-trotter"): tables_lie_trotter,
+    ("tables", "strang"): tables_strang,
     ("adam", "parallel"): adam_parallel,
     ("adam", "lie-trotter"): adam_lie_trotter,
     ("adam", "strang"): adam_strang,
@@ -110,6 +116,7 @@ CHOICES = {
     "attention": ("softmax", "linear", "entropy", "kl", "hamiltonian", "linear-hamiltonian"),
     "positions": ("learned", "rotary"),
     "value_residual": ("off", "fixed", "free", "unit"),
+    "mlp": ("gelu", "relu2"),
     "target": ("fixed", "head", "token"),
     "target_form": ("log", "support"),
     "constraint": ("equality", "floor"),
@@ -152,7 +159,7 @@ def check_attention(rule: Rule) -> None:
     attention, has_momentum = rule["attention"], rule["attention"] in ("hamiltonian", "linear-hamiltonian")
     if has_momentum != (rule["template"] in hamiltonian.TEMPLATES):
         raise ValueError(f"template {rule['template']!r} and attention {attention!r} do not belong together")
-    if has_momentum and rule["value_residual"] != "off":
+    if has_momentum and (rule["value_residual"] != "off" or rule["value_tables"]):
         raise ValueError("Hamiltonian attention has no values")
     if rule["qk_norm"] and attention not in ("softmax", "entropy", "kl"):
         raise ValueError(f"qk_norm has no meaning for {attention} attention")
@@ -165,7 +172,7 @@ def check_attention(rule: Rule) -> None:
 
 
 def embed(tokens: Tensor, w: dict[str, Any], prefix: str, rule: Rule) -> Tensor:
-    """tok_emb[token at t] + pos_emb[t]; no position table with rotary positions. Prefix "aux_": the second tables."""
+    """tok_emb[token at t] + pos_emb[t]; no position table with rotary positions. Prefix "aux_", "value_": others."""
     x = w[prefix + "tok_emb"][tokens]
     if rule["positions"] == "learned":
         return x + w[prefix + "pos_emb"][: tokens.shape[1]]
@@ -198,12 +205,15 @@ def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Any, ...]:
         return x, to_matrix(aux, rule), identities
     if template in hamiltonian.TEMPLATES:
         return x, aux, torch.zeros_like(x), torch.ones((), dtype=x.dtype, device=x.device), None
-    return x, aux  # the velocity v, or the momentum m of muon
+    return x, aux  # the velocity v, the momentum m of muon, or w_0 of tables
 
 
 def head(x: Tensor, w: dict[str, Any], rule: Rule) -> Tensor:
-    """LN_final(x) tok_emb^T, soft-capped to c tanh(. / c) if the rule says so; every other stream is discarded."""
-    answer = pre_norm(x, w, "final_norm", rule) @ w["tok_emb"].T
+    """LN_final(x) H^T, H = tok_emb unless there is a head of its own; soft-capped to c tanh(. / c) if the rule says so.
+
+    Every other stream is discarded.
+    """
+    answer = pre_norm(x, w, "final_norm", rule) @ w.get("head", w["tok_emb"]).T
     cap = rule["logit_softcap"]
     return answer if cap is None else cap * torch.tanh(answer / cap)
 
@@ -217,6 +227,8 @@ def logits(tokens: Tensor, w: dict[str, Any], rule: Rule) -> Tensor:
     """Logits (B, T, V) of the model whose every layer takes one step of `rule`."""
     rule = complete_rule(rule)
     rule["memory"] = Memory(visible_tokens(tokens, rule["document_separator"]))
+    if rule["value_tables"]:
+        rule["memory"].value_rows = embed(tokens, w, "value_", rule)
     layer = LAYERS[rule["template"], rule["splitting"]]
     state = start(tokens, w, rule)
     x_0 = state[0]
@@ -243,6 +255,8 @@ def hybrid_logits(tokens: Tensor, w: dict[str, Any], rule: Rule, momentum_layers
         if not 0 <= index < len(w["blocks"]):
             raise ValueError(f"there is no layer {index}")
     rule["memory"] = Memory(visible_tokens(tokens, rule["document_separator"]))
+    if rule["value_tables"]:
+        rule["memory"].value_rows = embed(tokens, w, "value_", rule)
     layer = LAYERS[template, "lie-trotter"]
     x_0, v = start(tokens, w, rule)
     x = x_0

@@ -1,4 +1,4 @@
-"""Gradient descent and the velocity rules, one function per splitting; notation in parts.py."""
+"""Gradient descent, velocity rules and tables without dynamics, one function per splitting; notation in parts.py."""
 
 from __future__ import annotations
 
@@ -260,3 +260,24 @@ def triple_momentum_imex(x: Tensor, v: Tensor, b: Block, rule: Rule) -> tuple[Te
         v_j = ln_aux(v_j, b, "both")
     x = x + nu * v_j
     return x, v_j
+
+
+def tables_parallel(x: Tensor, w_0: Tensor, b: Block, rule: Rule) -> tuple[Tensor, Tensor]:
+    """X_in = x + mu LN^both(w_0);  x' = x + A(X_in) + M(X_in); w_0 is the same in every layer."""
+    x_in = x + coef(b, "mu") * ln_aux(w_0, b, "both")
+    return x + attention(x_in, b, rule) + mlp(x_in, b, rule), w_0
+
+
+def tables_lie_trotter(x: Tensor, w_0: Tensor, b: Block, rule: Rule) -> tuple[Tensor, Tensor]:
+    """x <- x + A(x + mu^a LN^a(w_0));  x <- x + M(x + mu^m LN^m(w_0))."""
+    x = x + attention(x + coef(b, "mu_attn") * ln_aux(w_0, b, "attn"), b, rule)
+    x = x + mlp(x + coef(b, "mu_mlp") * ln_aux(w_0, b, "mlp"), b, rule)
+    return x, w_0
+
+
+def tables_strang(x: Tensor, w_0: Tensor, b: Block, rule: Rule) -> tuple[Tensor, Tensor]:
+    """x <- x + outer(.)/2;  x <- x + inner(.);  x <- x + outer(.)/2, asked at x + mu LN(w_0), its own mu and LN."""
+    outer, inner = outer_inner(rule)
+    for name, share in ((outer, 0.5), (inner, 1.0), (outer, 0.5)):
+        x = x + share * oracle(name, x + coef(b, f"mu_{name}") * ln_aux(w_0, b, name), b, rule)
+    return x, w_0

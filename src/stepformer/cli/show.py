@@ -202,6 +202,8 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
         *((f"stream {name}", f"{s['meaning']}; starts from {s['start']}") for name, s in facts["streams"].items()),
         *([] if facts["streams"] else [("streams", "x alone")]),
         *([("auxiliary norms", auxiliary)] if norms else []),
+        *([("head", "weights of its own, not the token table")] if config.head == "untied" else []),
+        *([("output layers", "start at zero")] if config.output_init == "zero" else []),
         *((f"extra {name}", equation) for name, equation in facts["extras"].items()),
         *((f"option {name}", f"{o['value']}  ({o['values']}: {o['help']})") for name, o in facts["options"].items()),
         *((f"{work} on a GPU", how) for work, how in facts["engines"].items()),

@@ -20,6 +20,7 @@ class Extra(Component):
     into the memory of the state, which belongs to the tokens of one forward pass; nothing here may mix tokens.
     """
 
+    tables: tuple[str, ...] = ()  # pairs of token and position tables; the memory has the rows of each, (B, T, d)
     cap: float | None = None  # c of logits = c tanh(logits / c), for an extra that does this and no more to them
 
     def __init__(self, config: Selection) -> None:

@@ -1,8 +1,8 @@
-"""What a language model is made of: embedding tables, blocks, a final norm and the head tied to the token table."""
+"""What a language model is made of: embedding tables, blocks, a final norm and a head, usually the token table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from stepformer.decoding.cache import Cache
 from stepformer.extras import chosen
 from stepformer.model.block import Block
 from stepformer.model.config import ModelConfig
+from stepformer.model.roles import Role, declare
 from stepformer.model.start import draw_parameters
 from stepformer.ops.adapters import weight_of
 from stepformer.ops.cross_entropy import wide
@@ -66,9 +67,14 @@ class Backbone(nn.Module):
             blocks = Blocks(Block(config, layer=i) for i in range(config.n_layer))
             self.starts = {name: stream.start for name, stream in blocks[0].template.streams.items()}
             tabled = [name for name, start in self.starts.items() if start == "embed" and config.aux_init == "embed"]
+            tabled += [name for part in self.parts for name in part.tables]
             self.aux_embed = nn.ModuleDict({name: tables() for name in tabled})
             self.blocks = blocks
             self.final_norm = make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
+            self.lm_head: nn.Module | None = None
+            if config.head == "untied":
+                self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+                declare(self.lm_head, weight=Role.HEAD)
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type == "cuda" and not torch.cuda.is_available():
             raise InputError(f"device = '{target}' was asked for, but this torch sees no CUDA device.")
@@ -86,7 +92,7 @@ class Backbone(nn.Module):
             for oracle in ("attn", "mlp")
             if getattr(block, oracle).output_map is not None
         }
-        draw_parameters(self, seed, deep, self.config.n_layer)
+        draw_parameters(self, seed, deep, self.config.n_layer, zero=self.config.output_init == "zero")
 
     @property
     def device(self) -> torch.device:
@@ -128,10 +134,11 @@ class Backbone(nn.Module):
             return found if dtype is None else found.to(dtype)
 
         x = look_up(self.embed)
+        tabled = {name: look_up(tables) for name, tables in self.aux_embed.items()}
         streams = {}
         for name, start in self.starts.items():
-            if name in self.aux_embed:
-                streams[name] = look_up(self.aux_embed[name])
+            if name in tabled:
+                streams[name] = tabled[name]
             elif isinstance(start, float):
                 wide_dtype = torch.promote_types(x.dtype, torch.float32)
                 streams[name] = torch.full((1,), start, dtype=wide_dtype, device=x.device)
@@ -140,18 +147,25 @@ class Backbone(nn.Module):
                 streams[name] = eye.expand(*x.shape[:2], -1, -1)
             else:
                 streams[name] = torch.ones_like(x) if start == "ones" else torch.zeros_like(x)
-        return State(x, streams, {name: t for part in self.parts for name, t in part.start(x).items()})
+        return State(x, streams, self.remembered(x, tabled))
+
+    def remembered(self, x: Tensor, tabled: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What extras remember from before the first layer, by name; `tabled` are the rows of all tables but x's."""
+        rows = {name: tabled[name] for part in self.parts for name in part.tables}
+        return rows | {name: t for part in self.parts for name, t in part.start(x).items()}
 
     def plan(self, *, ready: bool = False) -> Any:
         """What an engine does between the oracles, `ready` to be run, or a sentence about why it cannot."""
         raise NotImplementedError
 
     def table(self) -> Tensor:
-        """The token table as the head has it, adapters included."""
+        """The head (V, d), the token table unless it has weights of its own, adapters included."""
+        if self.lm_head is not None:
+            return weight_of(self.lm_head, "The loss needs the weights of the head")
         return weight_of(self.embed.tok_emb, "The token table is also the head")
 
     def head(self, x: Tensor) -> Tensor:
-        """Logits (B, T, V) from the last x: final norm, the token table, and what extras make of them."""
+        """Logits (B, T, V) from the last x: final norm, the head's weights, and what extras make of them."""
         return self.logits_of(self.final_norm(x))
 
     def logits_of(self, h: Tensor) -> Tensor:

@@ -54,10 +54,17 @@ class ModelConfig(Selection):
     norm_eps: float = setting(1e-5, "epsilon of every norm", above=0)
     positions: Literal["learned", "rotary"] = setting("learned", "position table, or rotation of queries and keys")
     bias: bool = setting(False, "biases in linear maps and norms (imported GPT-2 weights need them)")
+    head: Literal["tied", "untied"] = setting("tied", "the output head: the token table itself, or weights of its own")
+    output_init: Literal["scaled", "zero"] = setting(
+        "scaled", "output layers of attention and MLP start smaller the deeper the model, or at zero; so an untied head"
+    )
     aux_init: Literal["embed", "zero"] = setting("embed", "auxiliary streams start from own tables, or at zero")
     aux_norm_gain: float = setting(1.0, "initial gain of the auxiliary norms LN_v and LN_u", above=0)
     value_residual: Literal["off", "fixed", "free", "unit"] = setting(
         "off", "values mix with those of the first layer: half and half, or by a learned lambda (unit: in (0, 1))"
+    )
+    value_tables: bool = setting(
+        False, "values gain a learned share of a token and a position table, one pair for all layers"
     )
     embedding_skip: bool = setting(False, "before each layer x becomes a learned mix of itself and the embedding")
     embedding_skip_start: float = setting(0.0, "initial share of the embedding in that mix")

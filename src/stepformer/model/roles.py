@@ -14,6 +14,7 @@ from stepformer.rules.coefficients import CoefficientBank
 class Role(StrEnum):
     MATRIX = "matrix"
     EMBEDDING = "embedding"
+    HEAD = "head"  # an output head that is not the token table
     NORM = "norm"  # gains of the norms, and biases where an option adds them
     COEFFICIENT = "coefficient"
 

@@ -16,8 +16,11 @@ INIT_STD = 0.02
 
 
 @torch.no_grad()
-def draw_parameters(model: nn.Module, seed: int | None, deep: Collection[str], n_layer: int) -> None:
-    """Draw N(0, 0.02^2), and the weights named in `deep` with std 0.02 / sqrt(2 n_layer).
+def draw_parameters(
+    model: nn.Module, seed: int | None, deep: Collection[str], n_layer: int, *, zero: bool = False
+) -> None:
+    """Draw N(0, 0.02^2), and the weights named in `deep` with std 0.02 / sqrt(2 n_layer); with `zero` these are zero,
+    and so is an output head of its own.
 
     Two architectures built from one seed agree on all parameters they share, whatever else they have. Without a seed
     one is drawn from torch's global generator. Afterwards every module that has a method `initialise` sets what
@@ -33,6 +36,8 @@ def draw_parameters(model: nn.Module, seed: int | None, deep: Collection[str], n
     for name, parameter, role in named_roles(model):
         if role is Role.NORM:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        elif zero and (name in deep or role is Role.HEAD):
+            parameter.zero_()
         elif role is not Role.COEFFICIENT:
             std = INIT_STD / math.sqrt(2 * n_layer) if name in deep else INIT_STD
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

@@ -184,8 +184,10 @@ def split(qkv: Tensor, heads: int) -> list[Tensor]:
 
 
 def _flat(t: Tensor | None) -> Tensor | None:
-    """(B, H, T, width) -> (B, T, d)"""
-    return None if t is None else t.transpose(1, 2).contiguous().flatten(-2)
+    """(B, H, T, width) -> (B, T, d), and rows as they are"""
+    if t is None or t.ndim == 3:
+        return None if t is None else t.contiguous()
+    return t.transpose(1, 2).contiguous().flatten(-2)
 
 
 class _Heads(torch.autograd.Function):
@@ -195,9 +197,9 @@ class _Heads(torch.autograd.Function):
     def forward(
         ctx: Any, how: How, qkv: Tensor, weights: Tensor | None, earlier: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        flat = None if earlier is None else earlier.transpose(1, 2).contiguous().flatten(-2)
+        flat = _flat(earlier)
         v, scales = how.forward(qkv, weights, flat)
-        ctx.how = how
+        ctx.how, ctx.in_heads = how, earlier is None or earlier.ndim == 4
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(qkv, weights, flat, scales)
         q, k, own = split(qkv, how.heads)
@@ -212,7 +214,7 @@ class _Heads(torch.autograd.Function):
         qkv, weights, earlier, scales = ctx.saved_tensors
         dq, dk, dv, dearlier = map(_flat, grads)
         dqkv, dweights, before = ctx.how.backward([dq, dk, dv], dearlier, qkv, weights, earlier, scales)
-        if before is not None:
+        if before is not None and ctx.in_heads:
             before = before.unflatten(-1, (ctx.how.heads, -1)).transpose(1, 2)
         return None, dqkv, dweights, before
 
@@ -291,13 +293,14 @@ def heads_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values (B, H, T, width) of tokens at positions 0, 1, ..., and what later calls mix in.
 
-    `eps`: of QK-norm; `weights` (2 or more numbers, fp32) of the own values and of `earlier` ones (B, H, T, width).
+    `eps`: of QK-norm; `weights` (2 or more numbers, fp32) of the own values and of `earlier` ones (B, H, T, width), or
+    of rows (B, T, d) in their place.
     The last result is the earlier values as they come through this pass; without any, the own values, which somebody
     asks for if this call `shares` them. Outside of a compiler the product is written over.
     """
     qkv = qkv.contiguous()
     if torch.compiler.is_compiling():
-        flat = None if earlier is None else earlier.transpose(1, 2).flatten(-2).contiguous()
+        flat = _flat(earlier)
         turned, mixed, _ = torch.ops.stepformer.heads(qkv, weights, flat, heads, eps, rotary)
         q, k, v = split(turned, heads)
         if weights is not None:

@@ -15,6 +15,7 @@ Phi the normal distribution and sigma the logistic function:
 
     gelu       h Phi(h)                                     act' = Phi + h Phi'
     gelu-tanh  h s,  s = sigma(2 c (h + 0.044715 h^3))      act' = s + h s (1 - s) 2 c (1 + 3 * 0.044715 h^2)
+    relu2      h s,  s = max(h, 0)                          act' = 2 s
     swiglu     silu(g) v,  h = (g, v),  silu = g sigma(g)   dg = da v silu'(g),  dv = da silu(g)
 
 with c = sqrt(2 / pi). fp32 storage takes Phi from erf. bf16 storage takes it from Abramowitz and Stegun, Handbook of
@@ -49,7 +50,8 @@ CUBIC = tl.constexpr(0.044715)
 GELU = tl.constexpr(0)
 TANH_GELU = tl.constexpr(1)
 SWIGLU = tl.constexpr(2)
-CODES: dict[str, int] = {"gelu": 0, "gelu-tanh": 1, "swiglu": 2}
+RELU2 = tl.constexpr(3)
+CODES: dict[str, int] = {"gelu": 0, "gelu-tanh": 1, "swiglu": 2, "relu2": 3}
 
 # Entries of a program and its warps: one or two 16-byte loads of each tensor per thread are on their way at a time.
 FORWARD = {"BLOCK": 4096, "num_warps": 8}
@@ -85,6 +87,9 @@ def _value_and_slope(h, KIND: tl.constexpr, EXACT: tl.constexpr):  # type: ignor
         square = h * h
         s = _logistic(h * (1 + square * CUBIC) * TANH_SLOPE)
         slope = s + h * s * (1 - s) * (TANH_SLOPE * (1 + square * (3 * CUBIC)))
+    elif KIND == RELU2:
+        s = tl.where(h < 0, 0.0, h)  # NaN stays NaN
+        slope = 2 * s
     else:
         s = _logistic(h)
         slope = s + h * s * (1 - s)

@@ -28,9 +28,16 @@ def mix(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     return (weights[0] * a + weights[1] * b).to(a.dtype)
 
 
+def like_values(rows: Tensor, v: Tensor) -> Tensor:
+    """Rows (B, T, d) in the shape of values, which may be that of heads (B, H, T, head_dim)."""
+    if not isinstance(v, Tensor) or rows.ndim == v.ndim:
+        return rows
+    return rows.unflatten(-1, (v.shape[1], -1)).transpose(1, 2)
+
+
 @dataclass
 class Mixed:
-    """What a plan makes of an attention's values: weights[0] v + weights[1] `earlier`, those of another call.
+    """What a plan makes of an attention's values: weights[0] v + weights[1] `earlier`, those of another call or rows.
 
     Without weights they stay as they are, and become the earlier ones of later calls.
     """
@@ -43,4 +50,4 @@ class Mixed:
             self.earlier = v
             return v
         assert self.earlier is not None
-        return mix(v, self.earlier, self.weights)
+        return mix(v, like_values(self.earlier, v), self.weights)

@@ -74,7 +74,7 @@ def ask_weights(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def activated(y, gated, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What stands behind a product: nothing, gelu, its tanh form, swiglu or a sigmoid."""
+    """What stands behind a product: nothing, gelu, its tanh form, swiglu, a sigmoid or relu^2."""
     if ACT == 1:
         y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476))
     elif ACT == 2:
@@ -83,6 +83,8 @@ def activated(y, gated, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
         y = y * tl.sigmoid(y) * gated
     elif ACT == 4:
         y = tl.sigmoid(y)
+    elif ACT == 5:
+        y = tl.where(y < 0, 0.0, y * y)
     return y
 
 

@@ -25,7 +25,7 @@ from stepformer.ops.row_kernels import (
 from stepformer.ops.row_printing import StepPrinter, load_kernel
 from stepformer.ops.row_programs import Program, by_text
 
-ACTIVATIONS = {"": 0, "gelu": 1, "gelu-tanh": 2, "swiglu": 3, "sigmoid": 4}
+ACTIVATIONS = {"": 0, "gelu": 1, "gelu-tanh": 2, "swiglu": 3, "sigmoid": 4, "relu2": 5}
 FEW = 4  # rows up to which a product takes them one by one, and beyond which matrices are faster
 WIDEST = 2048  # vectors that a product computes for itself are at most so long
 TILE = 8192  # numbers of a weight that one program of 128 threads holds at once
@@ -207,7 +207,7 @@ def _product(
     tile = many_rows_tile(rows, n, weight, like, act == 3) if many else {}
     programs = triton.cdiv(n, tile.get("BLOCK_N", block_n))
     # what only another product reads is as wide as its weights where there are many rows
-    narrow = many and act in (1, 2, 3)
+    narrow = many and act in (1, 2, 3, 5)
     out = torch.empty(rows, n, dtype=weight.dtype if narrow else torch.float32, device=weight.device)
     best, bad = (torch.empty(rows, programs, dtype=torch.float32, device=out.device) for _ in range(2))
     place = torch.empty(rows, programs, dtype=torch.long, device=out.device)

@@ -76,10 +76,14 @@ class OptimConfig(Settings):
     )
     lr: float | None = _usual("lr", "peak rate of the block matrices")
     lr_embedding: float | None = _usual("lr_embedding", "peak rate of token and position tables")
+    lr_head: float | None = setting(None, "peak rate of an untied output head (unset: that of the tables)", least=0)
     lr_norm: float | None = _usual("lr_norm", "peak rate of norm gains and biases")
     lr_coefficient: float | None = _usual("lr_coefficient", "peak rate of the learned step coefficients")
     wd_matrix: float | None = _usual("wd_matrix", "decoupled weight decay of the block matrices")
     wd_embedding: float | None = _usual("wd_embedding", "decoupled weight decay of the tables")
+    wd_head: float | None = setting(
+        None, "decoupled weight decay of an untied head (unset: that of the tables)", least=0
+    )
     wd_norm: float = setting(0.0, "decoupled weight decay of norm gains and biases", least=0)
     wd_coefficient: float = setting(0.0, "decoupled weight decay of the coefficients", least=0)
     beta1: float = setting(0.9, "AdamW: memory of the gradient", least=0)
@@ -120,16 +124,26 @@ class OptimConfig(Settings):
             object.__setattr__(self, key, value)
         object.__setattr__(self, "unset", frozenset(unset))
         super().__post_init__()
-        for key in ("lr", "lr_embedding", "lr_norm", "lr_coefficient", "wd_matrix", "wd_embedding"):
-            object.__setattr__(self, key, float(getattr(self, key)))
+        for key in (
+            "lr",
+            "lr_embedding",
+            "lr_norm",
+            "lr_coefficient",
+            "wd_matrix",
+            "wd_embedding",
+            "lr_head",
+            "wd_head",
+        ):
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, float(getattr(self, key)))
 
     def problems(self) -> list[str]:
         problems = []
         for key in ("beta1", "beta2", "momentum", "momentum_start"):
             if getattr(self, key) >= 1:
                 problems.append(f"{key} = {getattr(self, key)} should be below 1.")
-        for key in ("lr", "lr_embedding", "lr_norm", "lr_coefficient"):
-            if getattr(self, key) > 100:
+        for key in ("lr", "lr_embedding", "lr_head", "lr_norm", "lr_coefficient"):
+            if (getattr(self, key) or 0) > 100:
                 problems.append(f"{key} = {getattr(self, key):g} is no sensible rate: it should be at most 100.")
         if self.floor > 1:
             problems.append(f"floor = {self.floor} should be at most 1: it is a fraction of the peak rate.")
@@ -166,16 +180,19 @@ class OptimConfig(Settings):
         return self.replace(**shared)
 
     def rate(self, role: str) -> float:
-        """Peak rate of a role."""
-        return float(getattr(self, "lr" if role == "matrix" else f"lr_{role}"))
+        """Peak rate of a role; a head without one has that of the tables."""
+        own = getattr(self, "lr" if role == "matrix" else f"lr_{role}")
+        return self.rate("embedding") if own is None else float(own)
 
     def decay(self, role: str) -> float:
-        return float(getattr(self, f"wd_{role}"))
+        own = getattr(self, f"wd_{role}")
+        return self.decay("embedding") if own is None else float(own)
 
     def rates_text(self) -> str:
         """Peak rate and decay of every role, and which of them were not set."""
         words = []
-        for role in ("matrix", "embedding", "norm", "coefficient"):
+        head = ["head"] if (self.lr_head, self.wd_head) != (None, None) else []
+        for role in ("matrix", "embedding", *head, "norm", "coefficient"):
             rate, decay = "lr" if role == "matrix" else f"lr_{role}", f"wd_{role}"
             marks = ["*" if key in self.unset else "" for key in (rate, decay)]
             decays = f" (decay {self.decay(role):g}{marks[1]})" if self.decay(role) else ""

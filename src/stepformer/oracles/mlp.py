@@ -62,6 +62,14 @@ class TanhGeluMLP(MLP):
         return F.gelu(h, approximate="tanh")
 
 
+@register_mlp("relu2", equation="g = W_2 relu(W_1 u)^2", cite="so2021primer")
+class SquaredReluMLP(MLP):
+    """Two maps with the square of the positive part between them; hidden width 4 d."""
+
+    def activation(self, h: Tensor) -> Tensor:
+        return F.relu(h).square()
+
+
 @register_mlp("swiglu", equation="g = W_2 (silu(W_g u) * W_1 u)", cite="shazeer2020glu")
 class SwigluMLP(MLP):
     """A gated MLP; hidden width 8/3 d (to a multiple of 8), so that it has as many parameters as GELU's 4 d."""

@@ -1,4 +1,4 @@
-"""Gradient descent and the velocity methods: heavy ball, Nesterov, triple momentum."""
+"""Gradient descent, the velocity methods (heavy ball, Nesterov, triple momentum), and tables without a velocity."""
 
 from __future__ import annotations
 
@@ -120,3 +120,33 @@ class TripleMomentum(Nesterov):
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
         return s.replace(x=s.x + c.nu * s.v)
+
+
+@register_template("tables", equation="x' = x + g(x + mu LN_v(w)), w as it starts", cite="gai2026momentum")
+class TablesAlone(Template):
+    """Nesterov's tables without its dynamics: the look-ahead is along the tables in every layer, and no stream moves.
+
+    The control for momentum with parameters of its own: what is better than this comes from the velocity's motion.
+    """
+
+    streams = {"w": Stream("embed", "what a velocity would start from, which stays")}
+    coefficients = {"mu": unit(0.5, "lookahead")}
+    normalises = "w"
+    normalises_point = True
+
+    @classmethod
+    def refusal(cls, config: Selection) -> str | None:
+        if config.aux_init == "zero":
+            return (
+                "Template 'tables' with aux_init = 'zero' has no tables: it would be gradient descent, template 'gd'."
+            )
+        return None
+
+    def query(self, s: State, c: Values) -> Tensor:
+        return s.x + c.mu * s.w
+
+    def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        return s.replace(u=scaled(scale, g))
+
+    def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
+        return s.without("u").replace(x=s.x + s.u)

@@ -33,13 +33,17 @@ class Substep:
 
     def ask(self, s: State, scale: float = 1.0) -> Tensor:
         """The oracle's answer at the point where the template looks; `scale` is that of the kick to come."""
+        if self.norm is not None and self.template.normalises_point:
+            s = self.template.normalise(s, self.norm)
         return self.oracle(self.template.query(s, self.c))
 
     def kick(self, s: State, g: Tensor, scale: float = 1.0) -> State:
         return self.template.kick(s, self.c, g, scale)
 
     def normalise(self, s: State) -> State:
-        return s if self.norm is None else self.template.normalise(s, self.norm)
+        if self.norm is None or self.template.normalises_point:
+            return s
+        return self.template.normalise(s, self.norm)
 
     def drift(self, s: State, scale: float = 1.0) -> State:
         return self.template.drift(s, self.c, scale)

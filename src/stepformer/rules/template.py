@@ -41,7 +41,8 @@ class Template(Component):
 
     * `query(s, c)`: the point at which the oracle is evaluated;
     * `kick(s, c, g, scale)`: what the oracle's answer g does to the streams. `x` stays where it is;
-    * `normalise(s, norm)`: the auxiliary norm, on the stream named by `normalises`;
+    * `normalise(s, norm)`: the auxiliary norm, on the stream named by `normalises`; with `normalises_point` before the
+      query and for it alone, so that what is carried stays as it is;
     * `drift(s, c, scale)`: how x moves.
 
     `scale` is the step fraction: 1/2 in a half step, -1 where a kick subtracts. A rule that works on a velocity
@@ -55,6 +56,7 @@ class Template(Component):
     streams: Mapping[str, Stream] = {}
     coefficients: Mapping[str, Coefficient] = {}
     normalises: str | None = None
+    normalises_point = False
     integrates = False
     attention_calls = 1  # how often an integrator evaluates its attention in one turn
     goes_with: Mapping[str, str] = {}  # settings without which the bare name of this template has no meaning

@@ -152,6 +152,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "optim", self.optim.for_run(**self._shape))
         Schedule(self.optim, self.train.steps)  # refuses schedules that do not fit the length
+        keys = [key for key in ("lr_head", "wd_head") if getattr(self.optim, key) is not None]
+        problems = [f"[optim] {key} needs [model] head = 'untied': a tied head is the token table." for key in keys]
+        problems = problems if self.model.head == "tied" else []
+        if self.model.output_init == "zero" and self.optim.own_init:
+            problems.append(
+                "[optim] own_init = true starts output layers on a unit ball: leave output_init = 'zero' out."
+            )
+        if problems:
+            raise ConfigError(problems)
 
     @property
     def _shape(self) -> dict[str, int]:

@@ -101,7 +101,8 @@ def _optimizer(own: OptimConfig, settings: FinetuneConfig) -> OptimConfig:
     schedule |= {key: getattr(settings, key) for key in ("warmup", "floor", "clip")}
     if settings.native:
         assert settings.divisor is not None
-        slower = {key: getattr(own, key) / settings.divisor for key in RATES}
+        rates = {key: getattr(own, key) for key in (*RATES, "lr_head")}
+        slower = {key: rate / settings.divisor for key, rate in rates.items() if rate is not None}
         return own.replace(**slower, **schedule, momentum_warmup=0, own_init=False, sam="off")
     rates = {**dict.fromkeys(RATES, settings.lr), **dict.fromkeys(DECAYS, settings.weight_decay)}
     betas = {"beta1": settings.beta1, "beta2": settings.beta2}

@@ -50,7 +50,7 @@ class StepformerConfig(PretrainedConfig):
             value = getattr(config, key)
             setattr(self, key, dict(value) if key == "options" else value)
         kwargs.pop("auto_map", None)
-        kwargs.setdefault("tie_word_embeddings", True)  # the head is the token table
+        kwargs["tie_word_embeddings"] = config.head == "tied"  # the head is the token table
         super().__init__(**kwargs)
         self.auto_map = dict(AUTO_MAP)
 

@@ -185,11 +185,14 @@ def as_tokenizers(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 
 # The plain GPT among our models, for programs that know GPT-2 but not stepformer.
 
-ACTIVATIONS = {"gelu": "gelu", "gelu-tanh": "gelu_new"}
+ACTIVATIONS = {"gelu": "gelu", "gelu-tanh": "gelu_new", "relu2": "relu2"}
 FIXED = {"template": "gd", "splitting": "lie-trotter", "attention": "softmax"}
-FREE = {"n_layer", "n_head", "d_model", "context", "vocab_size", "real_vocab", "mlp_hidden", "norm_eps", "bias"}
+FREE = {"n_layer", "n_head", "d_model", "context", "vocab_size", "real_vocab", "mlp_hidden", "norm_eps", "bias", "head"}
 # Keys without any meaning for the plain GPT, or that only say how it is computed.
-IDLE = {"aux_init", "aux_norm_gain", "embedding_skip_start", "activation_checkpointing", "attention_backend"}
+IDLE = {
+    *("aux_init", "aux_norm_gain", "embedding_skip_start", "output_init", "activation_checkpointing"),
+    "attention_backend",
+}
 
 
 def as_gpt2(model: Model, **ids: int) -> GPT2LMHeadModel:
@@ -199,7 +202,7 @@ def as_gpt2(model: Model, **ids: int) -> GPT2LMHeadModel:
         if key not in FREE | IDLE and FIXED.get(key) != value and not (key == "mlp" and value in ACTIVATIONS):
             raise InputError(
                 f"{key} = {value!r} has no place in GPT-2, which is gd-lie-trotter with softmax attention, layernorm, "
-                "learned positions and GELU: use the format 'stepformer'."
+                "learned positions and GELU or ReLU^2: use the format 'stepformer'."
             )
     theirs = GPT2Config(
         vocab_size=config.vocab_size,
@@ -213,6 +216,7 @@ def as_gpt2(model: Model, **ids: int) -> GPT2LMHeadModel:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        tie_word_embeddings=config.head == "tied",
         **ids,
     )
     made = GPT2LMHeadModel(theirs).to(model.embed.tok_emb.weight.dtype)
@@ -223,7 +227,7 @@ def as_gpt2(model: Model, **ids: int) -> GPT2LMHeadModel:
 def gpt2_weights(model: Model) -> dict[str, Tensor]:
     """Our weights under GPT-2's names."""
     ours = {name: p.detach() for name, p in model.named_parameters()}
-    weights = {"lm_head.weight": ours["embed.tok_emb.weight"]}
+    weights = {"lm_head.weight": ours.get("lm_head.weight", ours["embed.tok_emb.weight"])}
     for name, source in gpt2_sources(model.config.n_layer, "transformer.", transposed=True, bias=True).items():
         weight = ours[f"{name.rpartition('.')[0]}.weight"]
         value = ours[name] if name in ours else torch.zeros(weight.shape[0], dtype=weight.dtype)

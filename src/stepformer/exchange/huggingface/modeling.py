@@ -150,10 +150,12 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embed.tok_emb
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        raise InputError("The token table of a stepformer model is also its head: it cannot be exchanged alone.")
+        raise InputError(
+            "The token table of a stepformer model cannot be exchanged alone: head and streams go with it."
+        )
 
-    def get_output_embeddings(self) -> None:
-        return None
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.model.lm_head
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
         """Refused unless nothing changes."""

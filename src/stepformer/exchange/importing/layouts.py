@@ -94,8 +94,8 @@ def carry(layout: Layout, tensors: Mapping[str, Tensor], where: str) -> dict[str
     table = layout.sources["embed.tok_emb.weight"].name
     if layout.head is not None and layout.head in tensors and not torch.equal(tensors[layout.head], tensors[table]):
         raise InputError(
-            f"'{where}' has a head of its own ('{layout.head}' differs from '{table}'), and stepformer's is the token "
-            "table: it cannot be imported."
+            f"'{where}' has a head of its own ('{layout.head}' differs from '{table}') and does not say so: without "
+            f"tie_word_embeddings = false in its config, the head of {layout.kind} is the token table."
         )
     dtype = torch.float64 if {value.dtype for value in carried.values()} == {torch.float64} else torch.float32
     return {name: value.to(dtype).contiguous() for name, value in carried.items()}
@@ -160,7 +160,10 @@ GPT2_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu": "gelu"}
+ACTIVATIONS = {
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu-tanh"),
+    **{"gelu": "gelu", "relu2": "relu2"},
+}
 BUFFERS = r"(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias"  # causal masks
 
 
@@ -208,6 +211,7 @@ def huggingface(found: Found) -> Layout:
         if config.get(key, needed) != needed:
             raise InputError(f"{key} = {config[key]} in '{found.where}' has no counterpart here.")
     prefix = "transformer." if "transformer.wte.weight" in found.tensors else ""
+    untied = config.get("tie_word_embeddings") is False
     made = gpt_config(
         found,
         prefix,
@@ -218,10 +222,15 @@ def huggingface(found: Found) -> Layout:
         mlp_hidden=config.get("n_inner"),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         bias=True,
+        head="untied" if untied else "tied",
     )
     sources = gpt2_sources(made.n_layer, prefix, transposed=True, bias=True)
+    if untied:
+        sources["lm_head.weight"] = Source("lm_head.weight")
     notes = {"biases": about_biases(found.tensors)}
-    return Layout("a Hugging Face GPT-2", made, sources, head="lm_head.weight", ignored=BUFFERS, notes=notes)
+    return Layout(
+        "a Hugging Face GPT-2", made, sources, head=None if untied else "lm_head.weight", ignored=BUFFERS, notes=notes
+    )
 
 
 def about_biases(tensors: Mapping[str, Tensor]) -> str:

@@ -16,12 +16,12 @@ from stepformer.oracles.caches import Call
 from stepformer.oracles.constrained import ConstrainedAttention, EntropyAttention, KLAttention
 from stepformer.oracles.hamiltonian import HamiltonianAttention
 from stepformer.oracles.linear import BilinearAttention, LinearAttention, LinearHamiltonian
-from stepformer.oracles.mlp import MLP, GeluMLP, SwigluMLP, TanhGeluMLP
+from stepformer.oracles.mlp import MLP, GeluMLP, SquaredReluMLP, SwigluMLP, TanhGeluMLP
 from stepformer.oracles.softmax import QK_NORM_EPS, MultiHeadAttention, SoftmaxAttention
 
 CUDA_CHUNK = 1024  # a state of d x d for so many tokens costs less to move than to multiply
 LONGEST = 16_384  # tokens, as a kernel of Hamiltonian attention holds a whole row of scores
-MLPS = (GeluMLP, TanhGeluMLP, SwigluMLP)  # kernels know their activations by these names
+MLPS = (GeluMLP, TanhGeluMLP, SquaredReluMLP, SwigluMLP)  # kernels know their activations by these names
 ACTIVATIONS: dict[str, Callable[..., Any]] = {mlp.name: mlp.activation for mlp in MLPS}
 
 

@@ -45,7 +45,7 @@ class EventStep:
     line: int = -1
     count: int = 0  # of numbers
     settings: tuple[tuple[str, Any], ...] = ()
-    mixture: tuple[int] | None = None  # the place of a call's values: read and mixed in, or written
+    mixture: tuple[int] | None = None  # the place of values or rows that are mixed in, or of a call's values
     mixes: bool = False
     drops: tuple[int, ...] = ()
 
@@ -236,14 +236,14 @@ class Assembly:
     def _values(self) -> dict[int, Symbol]:
         """The values of calls that others mix in, by their event."""
         mixtures = [event.mixture for event in self.trace.events if event.mixture is not None]
-        sources = {m.earlier for m in mixtures if m.weights}
-        return {event: n for n, event in self.trace.values.items() if event in sources} if self.trace.mixes else {}
+        sources = {m.others for m in mixtures if m.weights}
+        return {event: n for n, event in self.trace.values.items() if n in sources} if self.trace.mixes else {}
 
     def _event(self, k: int, event: Event, values: dict[int, Symbol]) -> EventStep:
         mixture, mixes, numbers = None, False, list(event.numbers)
         own = event.mixture or Mixture()
-        if self.trace.mixes and own.weights and own.earlier is not None:
-            numbers, mixes, mixture = list(own.weights), True, (self.place(values[own.earlier]),)
+        if self.trace.mixes and own.others is not None:
+            numbers, mixes, mixture = list(own.weights), True, (self.place(own.others),)
         elif k in values:
             mixture = (self.place(values[k]),)
         return EventStep(

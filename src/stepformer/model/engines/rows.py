@@ -47,7 +47,7 @@ def refusal(model: Backbone, batch: int) -> str | None:
     if why is None:
         plan: Any = model.plan()
         x = torch.zeros(1, 1, model.config.d_model, device=model.device)
-        made = {name: t for part in model.parts for name, t in part.start(x).items()}
+        made = model.remembered(x, dict.fromkeys(model.aux_embed, x))
         for name in (name.removeprefix("memory ") for name, _ in plan.starts if name.startswith("memory ")):
             if name not in made or made[name].shape != x.shape:
                 return f"what its extras remember as '{name}' is not one row per token"
@@ -174,7 +174,7 @@ class RowStep:
     def __call__(self) -> None:
         own = self.decoder
         u = Walk(self).finish()
-        found, best = self.fast.logits(u, self.model.embed.tok_emb.weight, self.cap, own.real_vocab)
+        found, best = self.fast.logits(u, self.model.table(), self.cap, own.real_vocab)
         if own.sampling.temperature == 0:
             self.fast.finish(best, own.tokens, own.positions, own.out)
         else:
@@ -231,9 +231,10 @@ class Walk:
                 self.step.separator,
             )[:, None]  # fmt: skip
 
-        streams = {name: of(tables) for name, tables in model.aux_embed.items()} | self.step.starts
+        tabled = {name: of(tables) for name, tables in model.aux_embed.items()}
+        streams = tabled | self.step.starts
         x = of(model.embed)  # an embedding comes last: what overlaps begins behind it
-        memory = {name: t for part in model.parts for name, t in part.start(x).items()}
+        memory = model.remembered(x, tabled)
         for name, at in self.plan.starts:
             kind, _, key = name.partition(" ")
             self.places[at] = x if kind == "x" else streams[key] if kind == "stream" else memory[key]
@@ -333,7 +334,10 @@ class Walk:
         own = attention_steps.known(attn, self.model.config.context)
         if own is None:
             return self._as_written(step, attn, at)
-        mix = self.fast.Mix(self.places[step.mixture[0]], self.lines[step.line]) if step.mixes else None  # type: ignore
+        mix = None
+        if step.mixes and step.mixture is not None:
+            earlier = self.places[step.mixture[0]]  # values (B, d), or rows (B, 1, d)
+            mix = self.fast.Mix(earlier.flatten(1), self.lines[step.line])
         answer, values = own(self, attn, self.source(at), self.slot(step.layer), mix)
         if step.mixture is not None and not step.mixes:
             self.places[step.mixture[0]] = values

@@ -37,10 +37,13 @@ MAPS = {"unit": "sigmoid", "positive": "softplus"}
 
 @dataclass(frozen=True)
 class Mixture:
-    """Values of an attention call: weights of its own and of those of an earlier event, None for its own alone."""
+    """Values of an attention call: weights of its own and of other ones, None for its own alone.
+
+    The others are those of an earlier call, or the rows of an extra's tables.
+    """
 
     weights: tuple[Symbol, ...] = ()
-    earlier: int | None = None
+    others: Symbol | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,9 +204,10 @@ class Trace:
                 return Mixture()
             terms = {y: a for a, y in map(factored, found.args)} if found.op == "add" else {}
             if len(terms) == 2 and own in terms:
-                earlier = next(y for y in terms if y is not own)
-                if earlier in self.values and not self.events[self.values[earlier]].mixture.weights:  # type: ignore
-                    return Mixture((terms[own], terms[earlier]), self.values[earlier])
+                others = next(y for y in terms if y is not own)
+                tabled = others.attr in {f"memory {name}" for part in block.parts for name in part.tables}
+                if tabled or (others in self.values and not self.events[self.values[others]].mixture.weights):  # type: ignore
+                    return Mixture((terms[own], terms[others]), others)
         except UntraceableError:
             pass
         self.mixes = False
