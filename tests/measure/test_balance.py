@@ -104,7 +104,7 @@ def test_oracles_of_a_model(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["rmsprop", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["rmsprop", "adam", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_streams_of_rules_that_divide(name: str) -> None:
     """s' = beta2 s + (1 - beta2) g^2 token by token from s = 1, and m' = beta1 m + (1 - beta1) g for Adam."""
     model, ids = shake(tiny(name)), tokens(2, 8)

@@ -16,6 +16,7 @@ from stepformer.pages.reports.collect import RunData, read_run
 from stepformer.pages.reports.figures import factorial
 from stepformer.pages.reports.page import page_html
 from stepformer.pages.reports.paper import markdown_report, plot_charts
+from stepformer.pages.reports.published import tokens_alike
 
 NAMES = [f"{name}-s{seed}" for name in ("vanilla", "yurii", "tmm") for seed in (42, 43)]
 
@@ -136,7 +137,7 @@ def test_the_grid_needs_two_rows_and_two_columns(study: Path) -> None:
     assert factorial(parallel) is None
 
 
-def test_the_grid_has_published_losses_and_leaves_out_other_budgets(study: Path) -> None:
+def test_the_grid_has_published_losses_of_as_many_tokens_and_leaves_out_other_budgets(study: Path) -> None:
     runs = cell_runs(study, {"vanilla": [3.0], "hb": [2.9], "rmsprop": [3.1], "adam": [2.95]})
     for run in runs:
         assert run.config is not None
@@ -145,10 +146,30 @@ def test_the_grid_has_published_losses_and_leaves_out_other_budgets(study: Path)
     runs[-1].record = dataclasses.replace(runs[-1].record, tokens=1)
     table = factorial(runs)
     assert table is not None
-    assert table.rows[1][1].text == "hb 2.9000 (published 2.9453)"
-    assert table.rows[1][2].text == "–"  # noqa: RUF001
-    assert any("gai2026momentum" in note for note in table.notes)
-    assert "Left out, as measured or trained on something else: adam s0." in table.notes
+    assert [cell.text for cell in table.rows[1][1:3]] == ["hb 2.9000", "–"]  # noqa: RUF001
+    assert table.notes[-1] == "Left out, as measured or trained on something else: adam s0."
+    as_many = tokens_alike(1_310_720, runs[0])
+    assert as_many is not None
+    for run in runs:
+        assert run.record is not None
+        first = {as_many: (run.record.best_val_loss - 0.5, 9.0)}
+        run.record = dataclasses.replace(run.record, first=first)
+    table = factorial(runs)
+    assert table is not None
+    assert table.rows[1][1].text == "hb 2.4000 (published 2.9453)"
+    assert table.rows[0][2].text == "rmsprop 2.6000 (published 3.0153)"
+    assert table.notes[0].endswith("Published ones are of as many tokens.")
+
+
+def test_other_architectures_are_in_no_cell(study: Path) -> None:
+    losses = {"vanilla": [3.0], "hb": [2.9], "rmsprop": [3.1], "value-tables": [2.0], "tmm-zero": [2.1], "adamw": [2.2]}
+    table = factorial(cell_runs(study, losses))
+    assert table is not None
+    shown = " ".join(cell.text for row in table.rows for cell in row)
+    assert not any(name in shown for name in ("value-tables", "tmm-zero", "adamw"))
+    rotary = factorial(cell_runs(study, {name: losses[name] for name in list(losses)[:3]}, positions="rotary"))
+    assert rotary is not None
+    assert rotary.rows[1][1].text == "hb 2.9000"
 
 
 def test_hybrids_and_balance_have_their_tables(study: Path, tmp_path: Path) -> None:

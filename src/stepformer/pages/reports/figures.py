@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 
 from stepformer.base.errors import StepformerError
-from stepformer.catalogue import preset
+from stepformer.catalogue import closest_preset, preset
 from stepformer.catalogue.recipes import load_recipe
-from stepformer.model import ModelConfig
 from stepformer.pages.reports.agreement import facts_of
 from stepformer.pages.reports.charts import Chart, Charts, Line
 from stepformer.pages.reports.collect import RunData
 from stepformer.pages.reports.parts import SUMMARY, generic_table, loss_at
+from stepformer.pages.reports.published import losses_of, tokens_alike
 from stepformer.pages.reports.values import grouped, real, records
 from stepformer.present.tables import MINUS, NOTHING, Cell, Column, Table, listed, number, text
 from stepformer.study.statistics import rank_correlation, summarise
@@ -22,12 +22,13 @@ DRAWN = ("persistence", "mean_stable_rank", "mean_spread", "sum_log_rms_gain")  
 FEWEST = 3  # runs: of two every rank correlation is 1 or -1
 
 PRECONDITIONERS = ("no preconditioner", "per coordinate", "spectral", "full matrix")
-GRID = {  # momentum: a template for each preconditioner
-    "none": ("gd", "rmsprop", "ortho", "shampoo"),
-    "heavy ball": ("heavy-ball", "adam", "muon", "soap"),
-    "Nesterov": ("nesterov", "", "", ""),
-    "triple momentum": ("triple-momentum", "", "", ""),
+GRID = {  # momentum: a preset for each preconditioner
+    "none": ("vanilla", "rmsprop", "ortho", "shampoo"),
+    "heavy ball": ("hb", "adam", "muon", "soap"),
+    "Nesterov": ("yurii", "", "", ""),
+    "triple momentum": ("tmm", "", "", ""),
 }
+CELLS = {preset(name).name: name for row in GRID.values() for name in row if name}
 
 
 def _alike(runs: Sequence[RunData], by: Callable[[RunData], Hashable]) -> tuple[list[RunData], list[str]]:
@@ -84,13 +85,13 @@ def factorial(runs: Sequence[RunData]) -> Table | None:
         assert run.record is not None
         return run.record.tokens, run.record.val_tokens, run.record.val_hash
 
-    mine, notes = _alike([run for run in runs if run.config and _usual(run.config.model)], trained_as)
-    losses = grouped(((run.config.model.template, run.label), run.record.best_val_loss) for run in mine)  # type: ignore[union-attr]
+    mine, notes = _alike([run for run in runs if _cell(run)], trained_as)
+    published, found = _beside_published(mine)
+    losses = grouped(((_cell(run), run.label), loss) for run, loss in found)
     means = grouped((name, (label, summarise(found).mean)) for (name, label), found in losses.items())
     filled = [(row, place) for row, names in GRID.items() for place, name in enumerate(names) if name in means]
     if min(len({row for row, _ in filled}), len({place for _, place in filled})) < 2:
         return None
-    published, what = _published(mine)
 
     def shown(name: str) -> Cell:
         words = ", ".join(f"{label} {mean:.4f}" for label, mean in means.get(name, ()))
@@ -105,26 +106,32 @@ def factorial(runs: Sequence[RunData]) -> Table | None:
     rows.append([text(f"heavy ball {MINUS} none"), *map(effect, GRID["none"], GRID["heavy ball"])])
     columns = [Column("momentum"), *(Column(name, True) for name in PRECONDITIONERS)]
     about = "Lowest validation loss in nats per token, mean over seeds; the last row is the effect of momentum."
-    return Table(columns, rows, "Momentum by preconditioner", [about, *what, *notes])
+    about += " Published ones are of as many tokens." if published else ""
+    return Table(columns, rows, "Momentum by preconditioner", [about, *notes])
 
 
-def _usual(model: ModelConfig) -> bool:
-    """Whether only the template is in question."""
-    return (model.splitting, model.attention) == ("lie-trotter", "softmax")
+def _cell(run: RunData) -> str:
+    """Which architecture of the grid a run is, whatever its size and options; nothing if it is none."""
+    row = closest_preset(run.config.model)[0] if run.config else None
+    return CELLS.get(row.name, "") if row else ""
 
 
-def _published(runs: Sequence[RunData]) -> tuple[dict[str, float], list[str]]:
-    """Published losses by template, and what they are, if one recipe made all these runs."""
-    (name, *others) = {run.config.recipe for run in runs if run.config}
+def _beside_published(runs: Sequence[RunData]) -> tuple[dict[str, float], list[tuple[RunData, float]]]:
+    """Published losses by cell and ours of as many tokens, if one recipe made all runs and says both; else ours."""
+    names = {run.config.recipe for run in runs if run.config}
     try:
-        recipe = load_recipe(name) if name and not others else None
+        recipe = load_recipe(names.pop()) if len(names) == 1 and "" not in names else None
     except StepformerError:  # of another version
         recipe = None
-    if recipe is None:
-        return {}, []
-    known = [(preset(key).config, facts["published"]) for key, facts in recipe.runs.items() if "published" in facts]
-    what = f"Published: {recipe.about.get('published_what', '')} ({recipe.about.get('paper', '')})."
-    return {config.template: value for config, value in known if _usual(config)}, [what]
+    if recipe is not None:
+        on = recipe.about.get("published_tokens")
+        same = [key for key in recipe.runs if recipe.published_tokens(key) == on and "published" in recipe.runs[key]]
+        theirs = {CELLS.get(preset(key).name, ""): recipe.runs[key]["published"] for key in same}
+        ours = [(run, losses_of(run.record).get(tokens_alike(on, run) or 0)) for run in runs if run.record]
+        found = [(run, losses[0]) for run, losses in ours if losses is not None and losses[0] is not None]
+        if len(found) == len(runs):
+            return theirs, found
+    return {}, [(run, run.record.best_val_loss) for run in runs if run.record]
 
 
 def hybrid_table(runs: Sequence[RunData]) -> Table:
