@@ -22,6 +22,7 @@ from stepformer.measure.flows import (
     Result,
     SoftmaxFlow,
     accelerated,
+    depths,
     energies,
 )
 from stepformer.measure.flows.convergence import ellipse, moment_rate, order, token_rate
@@ -296,3 +297,76 @@ def test_command_explains_bad_input(words: list[str], sentence: str, capsys: pyt
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
+
+
+# How deep, and what is best (Momentum Streams, appendix F)
+
+
+def mode(curvature: float, depth: int, gamma: float, beta: float = 0.0, mu: float = 0.0, nu: float = 1.0) -> float:
+    """|e_T| by u' = beta u - gamma lambda (e + mu u), e' = e + nu u', from e = 1 and u = 0, with plain numbers."""
+    e, u = 1.0, 0.0
+    for _ in range(depth):
+        u = beta * u - gamma * curvature * (e + mu * u)
+        e = e + nu * u
+    return abs(e)
+
+
+@pytest.mark.parametrize("name", ["gd", "heavy-ball", "nesterov", "triple-momentum"])
+def test_errors_after_any_depth_are_those_of_the_modes(name: str) -> None:
+    curvatures, c = depths.spectrum(0.02, 1.0, 9), tuned(0.02, 1.0)[name]
+    plain = {"gamma": c.get("step"), **c} if name == "gd" else dict(c)
+    plain.pop("step", None)
+    for depth, left in enumerate(itertools.islice(depths.errors(name, curvatures, c), 30)):
+        expected = [mode(value, depth, **plain) for value in curvatures.tolist()]
+        assert left.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-13)
+
+
+def test_the_depth_from_which_on_momentum_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T > ln C_T / ln(rho / rho_v) there, and not one layer before; gradient descent leaves rho^T, C_T grows like T."""
+    monkeypatch.setattr(depths, "CONDITIONS", (10, 100))
+    monkeypatch.setattr(depths, "DEEPEST", 60)
+    result = depths.threshold(0, 8, silent)
+    assert len(result.rows) == 6
+    for row in result.rows:
+        name, depth, kappa = str(row["template"]), int(row["threshold"] or 0), float(row["condition"] or 0)
+        momentum, plain = (depths.worst(rule, 1 / kappa, 1.0, 60) for rule in (name, "gd"))
+        rates = worst_rates(1 / kappa, 1.0)
+        assert plain == pytest.approx([((kappa - 1) / (kappa + 1)) ** T for T in range(61)], rel=1e-9)
+        for T in (depth - 1, depth):
+            bound = math.log(momentum[T] / rates[name] ** T) / math.log(rates["gd"] / rates[name])
+            assert (bound < T) == (depth == T)
+            assert depth != T or row["ln C / ln ratio"] == pytest.approx(bound)
+        assert all(one < other for one, other in zip(momentum[depth:], plain[depth:], strict=True))
+    ball = depths.worst("heavy-ball", 0.01, 1.0, 60)
+    constants = [ball[T] / worst_rates(0.01, 1.0)["heavy-ball"] ** T for T in (15, 30, 60)]
+    assert constants[1] / constants[0] == pytest.approx(2, abs=0.1)
+    assert constants[2] / constants[1] == pytest.approx(2, abs=0.1)
+    assert next(row["threshold"] for row in result.rows if row["condition"] == 100) == 21  # more than twelve layers
+
+
+def test_the_best_filters(tmp_path: Path) -> None:
+    """Classes contain each other, Chebyshev bounds all, and no coefficients of a dense grid are better."""
+    result = depths.best(0, 8, silent)
+    found = {str(row["class"]): row for row in result.rows}
+    gains = [float(row["best worst gain"] or 0) for row in result.rows]
+    plain, ball, nesterov, triple, layerwise = gains
+    bound = 2 / sum((11 / 9) ** (sign * 12) for sign in (1, -1))  # T_12 at 101/99: (x + sqrt(x^2 - 1)) = 11/9
+    assert layerwise == pytest.approx(bound, rel=1e-9)
+    assert plain > ball > nesterov > layerwise
+    assert plain == pytest.approx((99 / 101) ** 12, rel=1e-4)
+    assert triple == pytest.approx(nesterov, rel=1e-6)  # gamma nu and mu / nu
+    best = {name: float(found["triple-momentum"][name] or 0) for name in ("gamma", "mu", "nu")}
+    assert best["gamma"] * best["nu"] == pytest.approx(float(found["nesterov"]["gamma"] or 0), rel=1e-3)
+    assert best["mu"] / best["nu"] == pytest.approx(float(found["nesterov"]["mu"] or 0), rel=1e-3)
+    gammas, betas = torch.meshgrid(
+        torch.linspace(2.0, 3.6, 60, dtype=torch.float64),
+        torch.linspace(0.5, 0.95, 60, dtype=torch.float64),
+        indexing="ij",
+    )
+    e, u = torch.ones(60, 60, 200, dtype=torch.float64), torch.zeros(60, 60, 200, dtype=torch.float64)
+    curvatures = torch.logspace(-2, 0, 200, dtype=torch.float64)
+    for _ in range(12):
+        u = betas[..., None] * u - gammas[..., None] * curvatures * e
+        e = e + u
+    assert ball <= e.abs().amax(dim=-1).min() * (1 + 1e-3)
+    assert_drawn("best", result, tmp_path)

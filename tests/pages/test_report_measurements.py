@@ -207,6 +207,7 @@ def test_every_measurement_has_its_place(study: Path, tmp_path: Path) -> None:
         "coefficients",
         "depth",
         "jacobian",
+        "balance",
         "hessian",
     }
     (surface,) = report.charts["hessian"].surfaces

@@ -6,11 +6,13 @@ import csv
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import math
 import struct
 import sys
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from stepformer.study import (
     t_quantile,
     tokens_to_reach,
 )
+from stepformer.study.statistics import rank_correlation
 from stepformer.training import run_config
 
 BUDGET, EVALUATIONS = 8000, 8
@@ -118,6 +121,56 @@ def test_quantiles_of_student_t(p: float, df: float, value: float) -> None:
     assert t_quantile(p, df) == pytest.approx(value, rel=2e-8, abs=1e-12)
     if p > 0.01:
         assert t_quantile(1 - p, df) == pytest.approx(-value, rel=2e-8, abs=1e-12)
+
+
+def naive_ranks(values: Sequence[float]) -> list[float]:
+    """1 for the smallest; equal ones have the mean of their places."""
+    return [sum(v < value for v in values) + (1 + sum(v == value for v in values)) / 2 for value in values]
+
+
+def pearson(x: Sequence[float], y: Sequence[float]) -> float:
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+# Published (Momentum Streams, from the authors' public results on OpenWebText): validation loss, then mean spread,
+# largest spread, stable rank, persistence, mean largest singular value, sum of log rms gain of nine variants.
+PUBLISHED = (
+    (3.0078, 6.94, 9.79, 3110, 20.42, 58.40, 3.53),
+    (2.9911, 6.30, 11.86, 1951, 25.21, 55.52, 3.10),
+    (2.9883, 6.33, 11.11, 2037, 24.66, 63.12, 2.05),
+    (2.9413, 8.12, 10.52, 4175, 14.44, 36.49, 2.55),
+    (2.9342, 9.83, 21.26, 10614, 9.12, 24.51, 1.43),
+    (2.9481, 9.68, 19.57, 5362, 11.25, 39.51, 2.66),
+    (2.9275, 10.00, 19.23, 3601, 13.90, 37.78, 2.14),
+    (2.9395, 8.50, 15.20, 26077, 6.69, 19.90, 1.35),
+    (2.9236, 12.00, 32.64, 16906, 7.81, 25.73, 1.33),
+)
+
+
+def test_rank_correlations_are_those_that_were_published() -> None:
+    loss, *columns = zip(*PUBLISHED, strict=True)
+    found = [rank_correlation(list(zip(column, loss, strict=True)))[0] for column in columns]
+    assert found == pytest.approx([-0.90, -0.77, -0.70, 0.75, 0.75, 0.80], abs=0.005)
+
+
+@pytest.mark.parametrize("n", [3, 5, 7, 8, 20])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_rank_correlation_is_the_correlation_of_ranks(n: int, ties: bool) -> None:
+    draw = np.random.default_rng(shifted(n))
+    for _ in range(5):
+        pairs = draw.integers(0, 3, (n, 2)).tolist() if ties else draw.normal(size=(n, 2)).tolist()
+        x, y = (naive_ranks([pair[i] for pair in pairs]) for i in (0, 1))
+        rho, p = rank_correlation(pairs)
+        if len(set(x)) == 1 or len(set(y)) == 1:
+            assert (rho, p) == (None, None)
+            continue
+        assert rho == pytest.approx(pearson(x, y), abs=1e-12)
+        assert p is not None
+        if n <= 5:
+            others = [abs(pearson(x, order)) for order in itertools.permutations(y)]
+            assert p == pytest.approx(sum(other >= abs(rho) - 1e-9 for other in others) / len(others))
+    assert rank_correlation([(i, -i) for i in range(n)])[0] == pytest.approx(-1)
+    assert rank_correlation([(i, i * i) for i in range(n)])[1] == pytest.approx(2 / math.factorial(n))
 
 
 @pytest.mark.parametrize(("p", "df"), [(0.0, 3), (1.0, 3), (float("nan"), 3), (0.9, 0)])

@@ -48,6 +48,7 @@ def measurements(layers: int = 2) -> dict[str, dict[str, Any]]:
     part = {"singular_values": values, "sigma_max": 3.0, "spread": 15.6, "stable_rank": 2.5, "rms_gain": 1.1}
     part |= {"k": 12, "converged": False}
     reach = [-1.0, -0.5, 0.0, 0.5, 1.0]
+    even = {"ratio": 4.0, "distance": 1.0, "bound": 1.5, "deviation": 0.2, "cosine": 0.97}
     summary = {"persistence": 0.8, "mean_spread": 15.6, "max_spread": 16.0, "mean_stable_rank": 2.5}
     return {
         "hessian": {
@@ -81,11 +82,16 @@ def measurements(layers: int = 2) -> dict[str, dict[str, Any]]:
             ],
             "start": {"norms": {"x": 0.5}},
         },
+        "balance": {
+            "layers": [{"layer": i, "oracle": {"attn": even, "mlp": even}, "stream": {}} for i in range(layers)],
+            "summary": {"oracle": even, "stream": None},
+        },
         "perplexity": {
             "texts": [{"name": "tales", "mode": "blocks", "nats": 2.5, "perplexity": 12.182, "tokens": 512}],
             "mean_perplexity": 12.182,
         },
         "tasks": {"tasks": {"choice": {"shots": 0, "items": 40, "acc": 0.325, "acc_stderr": 0.074}}},
+        "hybrid": {"rows": [{"momentum in": "all layers", "loss": 2.5}, {"momentum in": "cutoff 1", "loss": 2.75}]},
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from stepformer.base.errors import ConfigError, InputError, suggestion
 from stepformer.base.settings import Settings
 from stepformer.base.words import parse_overrides
+from stepformer.cli.hybrids import HYBRID, hybrid_of
 from stepformer.cli.options import CHECKPOINT, DEVICE, QUIET, RUN, command, drawn, option
 from stepformer.cli.show import console
 from stepformer.measure import measured
@@ -23,6 +24,7 @@ KINDS = {
     "hessian": ("curvature", "sharpness: eigenvalues and trace of the Hessian, loss curve"),
     "jacobian": ("jacobian", "how perturbations travel through depth: singular values by layer"),
     "depth": ("depth", "inside the network: coefficients, stream norms, attention entropy, ..."),
+    "balance": ("balance", "second moments of the oracles: how far a diagonal preconditioner is from a scalar"),
 }
 
 
@@ -60,7 +62,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
     if not kinds:
         raise InputError(f"Say what to measure: {', '.join(f'--{kind}' for kind in KINDS)}.")
     settings = _settings(kinds, args.overrides)
-    run = load_run(args.folder, args.checkpoint, args.device)
+    run = hybrid_of(args, load_run(args.folder, args.checkpoint, args.device))
     found = {}
     for kind in kinds:
         module = _module(kind)
@@ -69,13 +71,13 @@ def run_diagnose(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print("stepformer: interrupted; finished parts are kept, the same command continues", file=sys.stderr)
             return 130
-        path = run.folder.path / measured.FOLDER / f"{kind}.json"
+        path = run.folder.path / measured.FOLDER / f"{measured.kind_of(kind, run.model)}.json"
         made = [path, *drawn(module.plot, found[kind], path.with_suffix(".png"))]
         if not args.json:
             console().print(module.text(found[kind]))
             print(f"written: {', '.join(map(str, made))}")
     if args.json:
-        print(json.dumps({"run": str(Path(args.folder)), "step": run.step, **found}))
+        print(json.dumps({"run": str(Path(args.folder)), "step": run.step, **measured.variant_of(run.model), **found}))
     return 0
 
 
@@ -95,6 +97,7 @@ def add_diagnose(commands: Any, common: argparse.ArgumentParser) -> None:
         RUN,
         option("overrides key=value", "settings to change (kind.key=value for one)", nargs="*"),
         *(option(f"--{kind}", help) for kind, (_, help) in KINDS.items()),
+        HYBRID,
         CHECKPOINT,
         DEVICE,
         option("--json", "print the results as JSON"),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import InputError
+from stepformer.cli.hybrids import HYBRID, Row, as_table, hybrids, over_hybrids
+from stepformer.cli.hybrids import KIND as TABLE
 from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, RUN, check, command, given, group, option
 from stepformer.cli.show import console
 from stepformer.data.sources import DATASETS
@@ -16,19 +18,25 @@ from stepformer.measure import measured
 from stepformer.measure.evaluation import harness, open_text, perplexity
 from stepformer.measure.evaluation.tasks import data_folder, need
 from stepformer.measure.evaluation.texts import OUT_OF_DOMAIN, Text
-from stepformer.training import evaluate_run, load_run
-from stepformer.training.run import LoadedRun
+from stepformer.training import load_run
+from stepformer.training.evaluation import Evaluation
+from stepformer.training.run import LoadedRun, validation_loss
 
 
 def run_eval(args: argparse.Namespace) -> int:
     check(args, "micro_batch")
     check_words(args)
-    if not (args.on or args.ood or args.tasks):
-        return validation_loss(args)
     run = load_run(args.folder, args.checkpoint, args.device)
     if args.tasks:
         need("lm_eval.evaluator")  # before a long text is measured
+    chosen = hybrids(args, run)
+    args.several = len(chosen) > 1
+    run = chosen[0] if len(chosen) == 1 else run
+    if not (args.several or args.on or args.ood or args.tasks):
+        return show_loss(args, run)
     try:
+        if args.several:
+            return choices_of_layers(args, run)
         found: dict[str, Any] = {}
         journal: measured.Journal | None = None
         if args.on or args.ood:
@@ -41,7 +49,7 @@ def run_eval(args: argparse.Namespace) -> int:
         print("stepformer: interrupted; what was measured is kept, the same command continues", file=sys.stderr)
         return 130
     if args.json:
-        print(json.dumps({"run": args.folder, "step": run.step, **found}))
+        print(json.dumps({"run": args.folder, "step": run.step, **measured.variant_of(run.model), **found}))
     elif is_unfinished(run):
         print(standing(run))
     return 0
@@ -70,11 +78,41 @@ def check_words(args: argparse.Namespace) -> None:
             raise InputError(f"--{name} {sentence}")
 
 
-def validation_loss(args: argparse.Namespace) -> int:
-    chosen = given(args, "corpus", "tokens", "micro_batch", "device")
-    found, run = evaluate_run(args.folder, which=args.checkpoint, quiet=args.quiet or args.json, **chosen)
+def choices_of_layers(args: argparse.Namespace, run: LoadedRun) -> int:
+    """A table of what is asked for over choices of the layers that have momentum."""
+
+    def measure(run: LoadedRun) -> Row:
+        row: Row = {}
+        if not (args.on or args.ood or args.tasks):
+            loss = own_loss(args, run)
+            row |= {"tokens": loss.val_tokens, "split": loss.val_hash, "loss": loss.val_loss}
+        if args.on or args.ood:
+            found, journal = perplexities(args, run)
+            row |= {f"perplexity of {entry['name']}": entry["perplexity"] for entry in found["texts"]}
+            journal.close_used()
+        for key, entry in downstream(args, run)["tasks"].items() if args.tasks else ():
+            name = "acc_norm" if "acc_norm" in entry else "acc"
+            row |= {f"{key} {name} %": 100 * entry[name]} if name in entry else {}
+        return row
+
+    rows = over_hybrids(args, run, measure)
     if args.json:
-        print(json.dumps({**found.to_dict(), "perplexity": found.perplexity, "step": run.step, "run": args.folder}))
+        print(json.dumps({"run": args.folder, "step": run.step, "rows": rows}))
+    else:
+        console().print(as_table(rows))
+        print(f"{standing(run)}; kept in {run.folder.path / measured.FOLDER / TABLE}.json")
+    return 0
+
+
+def own_loss(args: argparse.Namespace, run: LoadedRun) -> Evaluation:
+    return validation_loss(run, quiet=args.quiet or args.json, **given(args, "corpus", "tokens", "micro_batch"))
+
+
+def show_loss(args: argparse.Namespace, run: LoadedRun) -> int:
+    found = own_loss(args, run)
+    if args.json:
+        about = {"perplexity": found.perplexity, "step": run.step, "run": args.folder, **measured.variant_of(run.model)}
+        print(json.dumps(found.to_dict() | about))
         return 0
     print(
         f"{standing(run)}: loss {found.val_loss:.4f} nats/token, perplexity "
@@ -90,7 +128,8 @@ def is_unfinished(run: LoadedRun) -> bool:
 def standing(run: LoadedRun) -> str:
     """Which weights were measured; those of a run that is not finished are said to be."""
     steps = f" of {run.config.train.steps:,}, unfinished" if is_unfinished(run) else ""
-    return f"{run.config.title} after step {run.step:,}{steps}"
+    variant = measured.called(run.model)
+    return f"{run.config.title}{f', {variant},' if variant else ''} after step {run.step:,}{steps}"
 
 
 def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, Any], measured.Journal]:
@@ -115,12 +154,12 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
             settings = {"micro_batch": args.micro_batch, "quiet": args.quiet or args.json, "journal": journal}
             made = perplexity.measure_texts(run, some, reading, mean=mean, **settings)
             found = {**made, "texts": [*found["texts"], *made["texts"]]}
-    if not args.json:
+    if not (args.json or args.several):
         console().print(perplexity.as_table(found))
         if "mean_perplexity" in found:
             files = ", ".join(entry["source"] for entry in found["texts"][-len(foreign) :])
             print(f"mean perplexity {found['mean_perplexity']:.3f} over {files}")
-        print(f"kept in {run.folder.path / measured.FOLDER / perplexity.KIND}.json")
+        print(f"kept in {run.folder.path / measured.FOLDER / measured.kind_of(perplexity.KIND, run.model)}.json")
     return found, journal
 
 
@@ -134,12 +173,12 @@ def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
         raise InputError(f"--shots {args.shots} should be a number, or several with commas: --shots 0,10.") from None
     chosen = given(args, "limit", "data", "micro_batch")
     found = harness.measure_tasks(run, names, shots=shots, quiet=args.quiet or args.json, **chosen)
-    if not args.json:
+    if not (args.json or args.several):
         console().print(harness.as_table(found))
         for note in harness.notes(found):
             print(note)
         if len(found.get("not_kept", ())) < len(found["tasks"]):
-            print(f"kept in {run.folder.path / measured.FOLDER / harness.KIND}.json")
+            print(f"kept in {run.folder.path / measured.FOLDER / measured.kind_of(harness.KIND, run.model)}.json")
     return found
 
 
@@ -165,6 +204,7 @@ add_eval = command(
         option("--limit N", "the first N items of each task, to try it out", type=int),
     ),
     option("--data DIR", "folder with hellaswag/, arc/, lambada/, wikitext/, c4/, ... ($STEPFORMER_DATA/eval)"),
+    HYBRID,
     option("--micro-batch N", "sequences at once (8)", type=int, default=8),
     CHECKPOINT,
     DEVICE,

@@ -8,13 +8,14 @@ import sys
 import torch
 
 from stepformer.base.errors import InputError
+from stepformer.cli.hybrids import HYBRID, hybrid_of
 from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, option
 from stepformer.training import load_run
 from stepformer.training.run import LoadedRun, continue_text, prompt_ids, readable
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    run = load_run(args.folder, args.checkpoint, args.device)
+    run = hybrid_of(args, load_run(args.folder, args.checkpoint, args.device))
     set_precision(run, args.precision)
     check(args, "samples")
     if args.beams is not None:
@@ -71,4 +72,5 @@ add_generate = command(
         default="auto",
     ),
     CHECKPOINT,
+    HYBRID,
 )

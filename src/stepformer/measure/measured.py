@@ -2,11 +2,15 @@
 
 RUN/measured/KIND.json         the result, with the settings, the checkpoint and the command that made it
 RUN/measured/KIND.jsonl        its journal while it is being made: the same command continues from it
+
+Of a hybrid or pinned model KIND has its name behind it (`perplexity@cutoff-6`), so that the run's own numbers stay.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +20,7 @@ from stepformer.base import documents, files
 from stepformer.base.errors import InputError, command_line
 from stepformer.base.progress import counting, say
 from stepformer.base.version import __version__
+from stepformer.model import Model
 
 FOLDER = "measured"
 FORMAT = 1
@@ -86,6 +91,41 @@ class Journal:
             self._write()
         elif self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+LONGEST = 60  # letters of a variant's name in the name of a file
+
+
+def variant_of(model: Model) -> dict[str, Any]:
+    """What makes a model another function than the one that was trained: the momentum layers of a hybrid, and pinned
+    coefficients; empty for the model itself.
+    """
+    banks = [(i, bank) for i, block in enumerate(model.blocks) for bank in block.banks()]
+    pinned = {f"{i}.{key}": value.tolist() for i, bank in banks for key, value in bank.pinned.items()}
+    momentum = [i for i in range(model.config.n_layer) if i not in model.plain_layers]
+    return ({"momentum_layers": momentum} if model.plain_layers else {}) | ({"pinned": pinned} if pinned else {})
+
+
+def called(model: Model) -> str:
+    """A variant in few words, `cutoff 6` or `layers 0,11`; nothing for the model as it was trained."""
+    words, variant = [], variant_of(model)
+    if "momentum_layers" in variant:
+        layers = variant["momentum_layers"]
+        first = layers == list(range(len(layers)))
+        words.append(f"cutoff {len(layers)}" if first else f"layers {','.join(map(str, layers))}")
+    return " ".join([*words, *([f"pinned {_digest(variant['pinned'])}"] if "pinned" in variant else [])])
+
+
+def kind_of(kind: str, model: Model) -> str:
+    """The name under which measurements of this model are kept: a hybrid or pinned one has its own."""
+    words = called(model)
+    if not words:
+        return kind
+    return f"{kind}@{re.sub('[ ,]', '-', words) if len(words) <= LONGEST else _digest(variant_of(model))}"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def journal(run: Path, kind: str, about: Mapping[str, Any], *, quiet: bool = True) -> Journal:

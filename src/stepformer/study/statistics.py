@@ -8,6 +8,7 @@ pairs there are.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from stepformer.base.errors import InputError
 
 SMALL_DIFFERENCE = 0.003  # about two run-to-run standard deviations at the scale of the speed-run
 PAIRS_FOR_SMALL = 4
+EXACT_ORDERS = 7  # pairs whose orders can all be tried, 5,040
 
 
 def t_tail(t: float, df: float) -> float:
@@ -151,6 +153,33 @@ def paired(baseline: Mapping[int, float], other: Mapping[int, float], confidence
     half = t_quantile((1 + confidence) / 2, n - 1) * error
     p_value = 2 * t_tail(abs(mean) / error, n - 1) if error else float(mean == 0)
     return PairedDifference(n, mean, error, mean - half, mean + half, p_value, seeds, unpaired, confidence)
+
+
+def rank_correlation(pairs: Sequence[Sequence[float]]) -> tuple[float | None, float | None]:
+    """Spearman's rank correlation of (x, y) pairs, equal values sharing their mean rank; None where one never changes.
+
+    With it the chance of one at least as far from zero if all orders were as likely: over all orders of up to seven
+    pairs, by Student's t for more.
+    """
+    centred = []
+    for values in zip(*pairs, strict=True):
+        ordered = sorted(values)
+        ranks = [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+        centred.append([rank - (len(pairs) - 1) / 2 for rank in ranks])
+    x, y = centred
+    scale = math.sqrt(math.fsum(a * a for a in x) * math.fsum(b * b for b in y))
+    if scale == 0:
+        return None, None
+
+    def correlation(other: Sequence[float]) -> float:
+        return math.fsum(a * b for a, b in zip(x, other, strict=True)) / scale
+
+    rho, n = correlation(y), len(pairs)
+    if n <= EXACT_ORDERS:
+        orders = [abs(correlation(order)) >= abs(rho) - 1e-12 for order in itertools.permutations(y)]
+        return rho, sum(orders) / len(orders)
+    by_chance = 2 * t_tail(abs(rho) * math.sqrt((n - 2) / max(1e-300, 1 - rho * rho)), n - 2)
+    return rho, max(by_chance, 2 / math.factorial(n))
 
 
 def check_confidence(confidence: float) -> None:

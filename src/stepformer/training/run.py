@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,10 @@ class LoadedRun:
     def device(self) -> torch.device:
         return self.model.embed.tok_emb.weight.device
 
+    def hybrid(self, *, layers: Collection[int] | None = None, cutoff: int | None = None) -> LoadedRun:
+        """The same run with momentum in some layers only (`Model.hybrid`)."""
+        return replace(self, model=self.model.hybrid(layers=layers, cutoff=cutoff))
+
 
 ATTEMPTS = 20  # at reading a checkpoint before the next one takes its place
 
@@ -312,12 +316,24 @@ def evaluate_run(
 ) -> tuple[Evaluation, LoadedRun]:
     """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus."""
     run = load_run(path, which, device)
+    return validation_loss(run, corpus=corpus, tokens=tokens, micro_batch=micro_batch, quiet=quiet), run
+
+
+def validation_loss(
+    run: LoadedRun,
+    *,
+    corpus: str | Path | None = None,
+    tokens: int | None = None,
+    micro_batch: int = 8,
+    quiet: bool = True,
+) -> Evaluation:
+    """The same for a run that is loaded, a hybrid say."""
     split, context = corpus_of(run, corpus).split("val"), run.config.model.context
     split = split if corpus else split.half(run.config.train.eval_half)
     first = () if corpus or tokens else run.config.train.first
     tokens = run.config.train.eval_tokens if tokens is None else tokens
     with counting("validation loss", check_blocks(split, context, tokens), quiet=quiet) as count:
-        found = evaluate(
+        return evaluate(
             run.model,
             split,
             context=context,
@@ -328,7 +344,6 @@ def evaluate_run(
             autocast=run.config.autocast_on(run.device),
             progress=count,
         )
-    return found, run
 
 
 def prompt_ids(run: LoadedRun, prompt: str) -> list[int]:

@@ -40,7 +40,7 @@ def windows_of(run: LoadedRun, settings: Any) -> tuple[Tensor, dict[str, Any]]:
     windows = fixed_windows(corpus_of(run, settings.corpus).split("val"), settings.windows, context, settings.seed)
     digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:16]
     same = {"run": run.record.get("id"), "step": run.step, "settings": settings.to_dict(), "windows_hash": digest}
-    return windows, same
+    return windows, same | measured.variant_of(run.model)
 
 
 def generator_of(*names: object) -> torch.Generator:
@@ -53,7 +53,8 @@ def generator_of(*names: object) -> torch.Generator:
 
 def kept(run: LoadedRun, settings: Any, result: dict[str, Any]) -> dict[str, Any]:
     """Keep a result beside its run, and only then let its journal go, which nothing else shares; returns the result."""
-    path = measured.save(run.folder.path, settings.section, step=run.step, settings=settings.to_dict(), result=result)
+    kind, asked = measured.kind_of(settings.section, run.model), settings.to_dict() | measured.variant_of(run.model)
+    path = measured.save(run.folder.path, kind, step=run.step, settings=asked, result=result)
     path.with_suffix(".jsonl").unlink(missing_ok=True)
     return result
 

@@ -118,7 +118,8 @@ def measure(run: LoadedRun, settings: CurvatureSettings, *, quiet: bool = False)
         "settings": plan.to_dict(),
     }
     about = {**found, "run": run.record.get("id"), "step": run.step}
-    pieces = _Pieces(operator, plan, measured.journal(run.folder.path, "hessian", about, quiet=quiet), quiet)
+    journal = measured.journal(run.folder.path, measured.kind_of("hessian", run.model), about, quiet=quiet)
+    pieces = _Pieces(operator, plan, journal, quiet)
     found["loss"] = pieces.journal.get("loss", pieces.loss)
     found["check"] = pieces.journal.get("check", partial(operator.check, settings.seed))
     found |= pieces.eigenvalues()

@@ -73,7 +73,7 @@ SETTINGS = DepthSettings
 def measure(run: LoadedRun, settings: DepthSettings, *, quiet: bool = False) -> dict[str, Any]:
     """Norms, updates, entropies and losses by layer on fixed windows; interrupted, the same call continues."""
     windows, about = windows_of(run, settings)
-    journal = measured.journal(run.folder.path, "depth", about, quiet=quiet)
+    journal = measured.journal(run.folder.path, measured.kind_of("depth", run.model), about, quiet=quiet)
     batches = enumerate(windows.split(settings.window_batch))
     parts = {f"batch {number}": partial(_look, run.model, batch) for number, batch in batches}
     found = journal.each("inside the network", parts, quiet=quiet)

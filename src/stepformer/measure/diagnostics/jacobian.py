@@ -112,7 +112,7 @@ def measure(run: LoadedRun, settings: JacobianSettings, *, quiet: bool = False) 
             f"windows = {settings.windows} is no multiple of window_batch = {settings.window_batch}: the last batch "
             "would be smaller, and Jacobians of different size have no common mean."
         )
-    journal = measured.journal(run.folder.path, "jacobian", about, quiet=quiet)
+    journal = measured.journal(run.folder.path, measured.kind_of("jacobian", run.model), about, quiet=quiet)
     pieces: defaultdict[tuple[int, str], list[Spectrum]] = defaultdict(list)
     layers, kinds = range(len(model.blocks)), settings.kinds()
     with counting("Jacobians", len(batches) * len(layers) * len(kinds), quiet=quiet) as step:

@@ -63,7 +63,7 @@ def measure_tasks(
         opened = [(stack.enter_context(open_task(name, data, quiet=quiet)), n) for name, n in asked]
         for task, n in opened:
             set_shots(task, n)
-        journal = measured.journal(run.folder.path, KIND, settings)
+        journal = measured.journal(run.folder.path, measured.kind_of(KIND, run.model), settings)
         model = adapter()(scorer_of(run, micro_batch), run.tokenizer, journal, quiet=quiet)
         for task, n in opened:
             made = score_task(harness, model, task, n, limit)
@@ -139,12 +139,13 @@ def read_metrics(values: Mapping[str, Any]) -> dict[str, float | None]:
 
 def save_tasks(run: LoadedRun, settings: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
     """Keep the numbers of a task, beside those of the same weights that are there; not if these are of more items."""
-    earlier = measured.load(run.folder.path, KIND, own=False)
+    kind = measured.kind_of(KIND, run.model)
+    earlier = measured.load(run.folder.path, kind, own=False)
     kept = earlier["result"]["tasks"] if earlier and earlier["settings"] == settings else {}
     for known, entry in ((kept[name], entry) for name, entry in found.items() if name in kept):
         if known["source"] == entry["source"] and (known["items"] or 0) > (entry["items"] or 0):
             return False
-    measured.save(run.folder.path, KIND, step=run.step, settings=settings, result={"tasks": {**kept, **found}})
+    measured.save(run.folder.path, kind, step=run.step, settings=settings, result={"tasks": {**kept, **found}})
     return True
 
 

@@ -121,7 +121,7 @@ def measure_texts(
 
 def journal_of(run: LoadedRun) -> measured.Journal:
     """What was found so far with these weights."""
-    return measured.journal(run.folder.path, KIND, about_run(run))
+    return measured.journal(run.folder.path, measured.kind_of(KIND, run.model), about_run(run))
 
 
 def total_nats(
@@ -172,14 +172,14 @@ def entry_of(text: Text, reading: Reading, windows: Sequence[Window], nats: floa
 
 def save_texts(run: LoadedRun, result: Mapping[str, Any]) -> None:
     """Keep the numbers, beside those of the same weights on other texts or read in other ways."""
-    settings = about_run(run)
-    earlier = measured.load(run.folder.path, KIND, own=False)
+    settings, kind = about_run(run), measured.kind_of(KIND, run.model)
+    earlier = measured.load(run.folder.path, kind, own=False)
     kept = earlier["result"] if earlier and earlier["settings"] == settings else {"texts": []}
     identity = operator.itemgetter("name", "mode", "stride", "hash")
     names = [identity(entry) for entry in result["texts"]]
     others = [entry for entry in kept["texts"] if identity(entry) not in names]
     whole = {**kept, **result, "texts": [*others, *result["texts"]]}
-    measured.save(run.folder.path, KIND, step=run.step, settings=settings, result=whole)
+    measured.save(run.folder.path, kind, step=run.step, settings=settings, result=whole)
 
 
 def as_table(result: Mapping[str, Any]) -> Table:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.measure import measured
 from stepformer.model import Model, check_ids
 from stepformer.training.checkpoints import weights_sha256
 from stepformer.training.evaluation import autocasting
@@ -116,4 +117,5 @@ def about_run(run: LoadedRun) -> dict[str, object]:
         "step": run.step,
         "context": run.model.config.context,
         "precision": run.config.precision_on(run.device),
+        **measured.variant_of(run.model),
     }

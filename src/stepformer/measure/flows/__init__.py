@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from stepformer.measure.flows.convergence import ellipse, order
+from stepformer.measure.flows.depths import best, threshold
 from stepformer.measure.flows.energies import energy, hamiltonian
 from stepformer.measure.flows.filters import filter_
 from stepformer.measure.flows.integrators import SCHEMES, Friction, accelerated, standard
@@ -15,6 +16,8 @@ EXPERIMENTS: dict[str, Callable[[int, int, Tell], Result]] = {
     "ellipse": ellipse,
     "hamiltonian": hamiltonian,
     "filter": filter_,
+    "threshold": threshold,
+    "best": best,
 }
 
 __all__ = ["EXPERIMENTS", "SCHEMES", "Flow", "Friction", "LinearFlow", "Moments", "Result", "SoftmaxFlow"]

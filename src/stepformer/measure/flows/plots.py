@@ -140,6 +140,31 @@ def _filter(figure: Any, result: Result) -> None:
     _finish(right, f"what {depth} steps from rest leave", "curvature", f"|e_{depth} / e_0|")
 
 
+def _threshold(figure: Any, result: Result) -> None:
+    left, right = figure.subplots(1, 2)
+    for label, values in result.curves["left"].items():
+        _line(left, label, range(len(values)), values)
+    for label, depths in result.curves["threshold"].items():
+        _line(right, label, result.curves["condition"], depths, marker="o", markersize=3)
+    left.set_yscale("log")
+    left.legend(frameon=False, fontsize=8.5, loc="lower left")
+    right.loglog()
+    _finish(
+        left, f"condition {result.settings['shown']}: what is left of the worst mode", "depth", "largest |e| / |e_0|"
+    )
+    _finish(right, "depth from which on momentum leaves less", "condition number", "depth")
+
+
+def _best(figure: Any, result: Result) -> None:
+    axes = figure.subplots()
+    for place, (label, values) in enumerate(result.curves["gain"].items()):
+        more = {"color": COLOURS[6], "linestyle": (0, (1, 1))} if place == 4 else {}
+        _line(axes, label, result.curves["curvature"], values, **more)
+    axes.set_xscale("log")
+    axes.legend(frameon=False, fontsize=8.5)
+    _finish(axes, f"the best filters of {result.settings['depth']} layers", "curvature", "|e / e_0|")
+
+
 Painter = Callable[[Any, Result], None]
 PAINTERS: dict[str, tuple[tuple[float, float], Painter]] = {
     "energy": ((9, 6.6), _energy),
@@ -147,4 +172,6 @@ PAINTERS: dict[str, tuple[tuple[float, float], Painter]] = {
     "ellipse": ((12, 4.6), _ellipse),
     "hamiltonian": ((9, 3.8), _hamiltonian),
     "filter": ((9, 3.6), _filter),
+    "threshold": ((9, 3.6), _threshold),
+    "best": ((6, 3.8), _best),
 }

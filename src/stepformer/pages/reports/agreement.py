@@ -20,6 +20,7 @@ SETTINGS = {
     "hessian": ("protocol", "method", "windows", "context", "normalise"),
     "jacobian": ("windows", "window_batch", "context", "iterations"),
     "depth": ("windows", "context"),
+    "balance": ("windows", "context"),
 }
 SENTENCES = {
     "perplexity": ("scored on other tokens or read in another way", "these rows"),

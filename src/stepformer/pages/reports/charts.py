@@ -41,6 +41,7 @@ class Chart:
     lines: list[Line]
     log: bool = False  # whether y is better read on a logarithmic axis
     whole_x: bool = True  # layers and indices: ticks at whole numbers only
+    points: bool = False  # one point of each run, not a line
 
     @property
     def choices(self) -> list[str]:
@@ -204,6 +205,23 @@ def jacobian_charts(runs: Sequence[RunData]) -> Charts:
     ):
         lines = [_by_layer(run, "jacobian", (part, key), choice) for part, choice in PARTS.items() for run in measured]
         charts += _chart(title, unit, lines)
+    return Charts(charts)
+
+
+def balance_charts(runs: Sequence[RunData]) -> Charts:
+    """How far a diagonal preconditioner is from a scalar, layer by layer."""
+    charts: list[Chart] = []
+    measured = [run for run in runs if run.layers("balance")]
+    turns = [(kind, turn) for kind in ("oracle", "stream") for turn in ("attn", "mlp", "both")]
+    for key, title in (
+        ("distance", "Distance of D from a scalar"),
+        ("deviation", "Deviation of D from a scalar, Frobenius norm"),
+        ("cosine", "Cosine of the update with and without D"),
+    ):
+        lines = [
+            _by_layer(run, "balance", (kind, turn, key), f"{kind}, {turn}") for kind, turn in turns for run in measured
+        ]
+        charts += _chart(title, "", lines, log=key == "distance")
     return Charts(charts)
 
 

@@ -12,6 +12,7 @@ from stepformer.base.errors import InputError, StepformerError, UnknownNameError
 from stepformer.pages.reports import charts, parts
 from stepformer.pages.reports.agreement import cautions
 from stepformer.pages.reports.collect import Curve, Gathered, RunData, mean_curve
+from stepformer.pages.reports.figures import factorial, hybrid_table, propagation
 from stepformer.pages.reports.published import published_tables
 from stepformer.pages.reports.samples import Samples, first_of_each
 from stepformer.pages.reports.values import grouped, inside, real, records
@@ -28,6 +29,7 @@ MEASURES = {
     "hessian": ("the curvature of the loss", "stepformer diagnose RUN --hessian"),
     "jacobian": ("the Jacobians of the layers", "stepformer diagnose RUN --jacobian"),
     "depth": ("what happens inside, layer by layer", "stepformer diagnose RUN --depth"),
+    "balance": ("the balance of second moments", "stepformer diagnose RUN --balance"),
     "perplexity": ("perplexity on other texts", "stepformer eval RUN --on TEXT"),
     "tasks": ("downstream tasks", "stepformer eval RUN --tasks NAMES"),
 }
@@ -86,11 +88,16 @@ def build(
     runs = sorted(runs, key=lambda run: labels.index(run.label))  # stable: seeds stay in order
     comparison, incomparable = _compared(runs, chosen, confidence, gathered.facts)
     differing, common = parts.config_tables(runs)
+    against_loss, scatter = propagation(runs)
     tables = {
         "comparison": parts.comparison_table(comparison) if comparison else None,
         "runs": parts.runs_table(runs),
         "hessian": parts.hessian_table(runs),
         "jacobian": parts.jacobian_table(runs),
+        "propagation": against_loss,
+        "balance": parts.balance_table(runs),
+        "factorial": factorial(runs),
+        "hybrid": hybrid_table(runs),
         "perplexity": parts.perplexity_table(runs),
         "tasks": parts.tasks_table(runs),
         "differing": differing,
@@ -116,6 +123,8 @@ def build(
             "coefficients": charts.coefficient_charts(runs),
             "depth": charts.depth_charts(runs),
             "jacobian": charts.jacobian_charts(runs),
+            "propagation": scatter,
+            "balance": charts.balance_charts(runs),
             "hessian": charts.hessian_charts(runs),
             "forgetting": charts.forgetting_charts(runs, forgotten),
         },

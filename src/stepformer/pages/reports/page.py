@@ -32,6 +32,7 @@ CURVES_LEAD = (
     "Drag over a chart to zoom, double-click to go back; click a name to hide it. With the keyboard: arrows read "
     "values, plus and minus zoom, Escape resets. Thin lines are seeds, bold ones their mean."
 )
+FACTORIAL = "Momentum by preconditioner"
 PARTS = {
     "coefficients": (
         "Coefficients",
@@ -39,6 +40,14 @@ PARTS = {
     ),
     "depth": ("Inside the network", "What happens to the streams from layer to layer, on fixed validation windows."),
     "jacobian": ("Jacobians", "How a small change of a layer's input travels through the layer: singular values."),
+    "propagation": (
+        "Jacobians and loss",
+        "Do the runs whose layers damp or spread perturbations more reach a lower loss? One point for each run.",
+    ),
+    "balance": (
+        "Balance of second moments",
+        "Whether a preconditioner coordinate by coordinate would do more than a scalar, which norms take away.",
+    ),
     "hessian": ("Curvature", "How sharply the loss bends around the trained weights."),
     "forgetting": ("Forgetting", "What is lost of the first corpus while the second is learned."),
 }
@@ -53,7 +62,7 @@ def page_html(report: Report) -> str:
         facts=_facts(report),
         forest=_forest(report.comparison) if report.comparison else None,
         has_curves=any(len(run.training) or len(run.evaluation) for run in report.runs),
-        titles={name: title for name, (title, _) in PARTS.items()},
+        titles={"factorial": FACTORIAL, **{name: title for name, (title, _) in PARTS.items()}},
         leads={"curves": CURVES_LEAD, **{name: lead for name, (_, lead) in PARTS.items()}},
         mark=lambda name: _swatch(labels.index(name)) if name in labels else "",
         swatch=_swatch,
@@ -182,7 +191,14 @@ def _charts(found: Charts, labels: Sequence[str]) -> dict[str, Any]:
     for chart in found.charts:
         log = chart.log and all(value > 0 for line in chart.lines for value in line.y)
         lines = [{**of(line), "choice": line.choice, "x": short(line.x), "y": short(line.y)} for line in chart.lines]
-        axes = {"title": chart.title, "x": chart.x, "y": chart.y, "log": log, "whole": chart.whole_x}
+        axes = {
+            "title": chart.title,
+            "x": chart.x,
+            "y": chart.y,
+            "log": log,
+            "whole": chart.whole_x,
+            "points": chart.points,
+        }
         charts.append({**axes, "lines": lines})
     for surface in found.surfaces:
         across, down = (1 + len(side) // MOST_CELLS for side in (surface.x, surface.y))

@@ -22,7 +22,7 @@ from stepformer.data.tokenizers import valid
 from stepformer.pages.reports.charts import Chart, Charts, Line
 from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
-from stepformer.pages.reports.page import PARTS
+from stepformer.pages.reports.page import FACTORIAL, PARTS
 from stepformer.pages.reports.samples import Samples
 from stepformer.present.style import COLOURS, as_written, clean, look_of, new_figure, save_figure, short_number
 from stepformer.present.tables import Table, markdown_block, markdown_text
@@ -157,10 +157,11 @@ def markdown_report(report: Report, pictures: Container[str], note: str = "") ->
         return [*cautions, *picture, *tables] if picture or tables else []
 
     section("Comparison", *([report.comparison.table] if report.comparison else []))
+    section(FACTORIAL, *([shown["factorial"]] if "factorial" in shown else []))
     for name, title in TITLES.items():
         one = [shown[name]] if name in shown else []
         section(title, *measured(name, report.forgetting if name == "forgetting" else one))
-    evaluated = [measured(name, [shown[name]]) for name in ("perplexity", "tasks") if name in shown]
+    evaluated = [measured(name, [shown[name]]) for name in ("perplexity", "tasks", "hybrid") if name in shown]
     section("Other texts and tasks", *itertools.chain(*evaluated))
     section("Published figures", *report.published)
     section("Text side by side", *(_samples(report.samples, report.labels) if report.samples else []))
@@ -259,7 +260,7 @@ def plot_charts(charts: Charts, labels: Sequence[str], path: Path) -> None:
             thin = line.seed is not None and line.label in averaged
             weight: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4} if thin else {"linewidth": 1.6}
             if not thin and len(line.x) <= 40:
-                weight |= {"marker": "o", "markersize": 2.5}
+                weight |= {"marker": "o", "markersize": 5 if chart.points else 2.5}
             axes.plot(line.x, line.y, **weight, **look(labels.index(line.label)))
         if chart.log and all(value > 0 for line in lines for value in line.y):
             axes.set_yscale("log")

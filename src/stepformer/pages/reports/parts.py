@@ -142,6 +142,14 @@ def hessian_table(runs: Sequence[RunData]) -> Table:
     return tabulated(shown, fields, "Curvature of the loss", notes)
 
 
+def loss_at(run: RunData, kind: str) -> float | None:
+    """The validation loss of the checkpoint that was measured, the best or the last one of a finished run."""
+    if run.record is None:
+        return None
+    last = inside(run.measured[kind], "step") == run.record.steps
+    return run.record.val_loss if last else run.record.best_val_loss
+
+
 def jacobian_table(runs: Sequence[RunData]) -> Table:
     def blocks(entry: Any, key: str) -> list[Any]:
         return [inside(layer, "block", key) for layer in records(entry, "result", "layers")]
@@ -154,13 +162,34 @@ def jacobian_table(runs: Sequence[RunData]) -> Table:
         RUN,
         words("k", kept, "singular values kept of each layer: only numbers that agree in it may be compared"),
         *(measured(title, *summary, key, digits=".4g", hint=hint) for title, key, hint in SUMMARY),
+        measured("loss", "loss", hint="validation loss of these weights"),
         *ON,
     ]
-    entries = [{**run.measured["jacobian"], "run": run.name} for run in runs if "jacobian" in run.measured]
+    mine = [run for run in runs if "jacobian" in run.measured]
+    entries = [{**run.measured["jacobian"], "run": run.name, "loss": loss_at(run, "jacobian")} for run in mine]
     shown = [entry for entry in entries if isinstance(inside(entry, *summary), dict)]
     unsure = [entry["run"] for entry in shown if False in blocks(entry, "converged")]
     notes = [f"Some singular values had not settled and may be too low: {', '.join(unsure)}."] if unsure else []
     return tabulated(shown, fields, "Jacobians of the blocks, over all layers", notes)
+
+
+def balance_table(runs: Sequence[RunData]) -> Table:
+    fields = [
+        RUN,
+        words("second moments", lambda entry: entry["of"], "of all tokens' answers, or what each token carries"),
+        measured("max s / min s", "mean", "ratio", digits=".4g", hint="the largest coordinate's over the smallest's"),
+        measured("distance", "mean", "distance", digits=".4g", hint="|D / c - I|, D the diagonal preconditioner"),
+        measured("delta / 2", "mean", "bound", digits=".4g", hint="its bound"),
+        measured("deviation", "mean", "deviation", digits=".4g", hint="from a scalar, in the Frobenius norm"),
+        measured("cosine", "mean", "cosine", digits=".4g", hint="of the update with and without D, after centring"),
+        *ON,
+    ]
+    entries = []
+    for run in runs:
+        for kind in ("oracle", "stream"):
+            if isinstance(found := inside(run.result("balance"), "summary", kind), dict):
+                entries.append({**run.measured["balance"], "run": run.name, "of": kind, "mean": found})
+    return tabulated(entries, fields, "Balance of second moments, means over layers and turns")
 
 
 def perplexity_table(runs: Sequence[RunData]) -> Table:

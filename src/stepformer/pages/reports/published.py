@@ -106,9 +106,9 @@ def _table(recipe: Recipe, runs: Sequence[RunData]) -> Table:
     ]
     entries, caveats = [], []
     for label, key, mine in _architectures(recipe, runs):
-        on, same = recipe.published_tokens(key), _alike(recipe.published_tokens(key), mine[0])
+        on, same = recipe.published_tokens(key), tokens_alike(recipe.published_tokens(key), mine[0])
         records = [run.record for run in mine if run.record]
-        ours = grouped(pair for record in records for pair in _losses(record).items())
+        ours = grouped(pair for record in records for pair in losses_of(record).items())
         for tokens in dict.fromkeys((same, *ours)):
             found, beside = ours.get(tokens, []), tokens == same
             row = SimpleNamespace(label=label, tokens=tokens if found else on, count=len(found))
@@ -128,7 +128,7 @@ def _table(recipe: Recipe, runs: Sequence[RunData]) -> Table:
     return table if trained else table.without((6, 7))
 
 
-def _losses(record: RunRecord) -> dict[int, tuple[float | None, float]]:
+def losses_of(record: RunRecord) -> dict[int, tuple[float | None, float]]:
     """Best and final loss of a run, by the number of tokens that they are of."""
     return {record.val_tokens: (record.best_val_loss, record.val_loss), **record.first}
 
@@ -138,7 +138,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return None if not known or None in known else summarise(cast("list[float]", known)).mean
 
 
-def _alike(published: int | None, run: RunData) -> int | None:
+def tokens_alike(published: int | None, run: RunData) -> int | None:
     """How many tokens of a run's own split an evaluation on so many has: whole blocks, and no more than there are."""
     tokens, context = (
         real(run.facts, "corpus", "splits", "val", "tokens"),

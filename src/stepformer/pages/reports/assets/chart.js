@@ -119,7 +119,7 @@ function nearest(values, wanted) {
 }
 
 /* lines: [{group, seed (null for a mean), x, y}], x ascending. options: title, unit, xLabel, xName, xFormat, digits,
-   height, whole, focus, reference, names (of the groups), hidden (a Set of groups, shared by all charts). */
+   height, whole, scattered (points, not lines), focus, reference, names (of the groups), hidden (a Set of groups, shared by all charts). */
 class Chart {
   constructor(host, options) {
     Object.assign(this, { height: 250, digits: 4, logX: false, logY: false, focus: false, lines: [] }, options);
@@ -157,6 +157,7 @@ class Chart {
     if (!xs.length) return null;
     let [x0, x1] = this.zoom.x || [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))];
     if (x0 === x1) [x0, x1] = this.logX ? [x0 / 2, x1 * 2] : [x0 - 0.5, x1 + 0.5];
+    else if (this.scattered && !this.zoom.x) [x0, x1] = [x0 - 0.06 * (x1 - x0), x1 + 0.06 * (x1 - x0)];
     if (this.zoom.y) return { x: [x0, x1], y: this.zoom.y };
     let from = x0;
     if (this.focus && !this.zoom.x && !this.logX) {
@@ -250,7 +251,7 @@ class Chart {
     draw("path", look, parent);
     if (!thin && points.length <= 40) {
       for (const [x, y] of points) {
-        draw("circle", { class: `dot ${looks(line.group)}`, cx: sx.place(x), cy: sy.place(y), r: 2.4 }, parent);
+        draw("circle", { class: `dot ${looks(line.group)}`, cx: sx.place(x), cy: sy.place(y), r: this.scattered ? 4.5 : 2.4 }, parent);
       }
     }
   }
@@ -289,7 +290,7 @@ class Chart {
       const i = nearest(line.x, at);
       const value = line.y[i];
       if (!rows.has(line.group)) rows.set(line.group, new Map());
-      if (Math.abs(line.x[i] - at) > reach && line.x.length > 1 && (at > line.x[line.x.length - 1] || at < line.x[0])) continue;
+      if (Math.abs(line.x[i] - at) > reach && (line.x.length > 1 || this.scattered) && (at > line.x[line.x.length - 1] || at < line.x[0])) continue;
       rows.get(line.group).set(line.seed, value);
       const y = value > 0 || !this.logY ? sy.place(value) : NaN;
       if (y >= MARGIN.top - 2 && y <= this.height - MARGIN.bottom + 2) {

@@ -169,6 +169,7 @@
       const [figure, caption] = addFigure(grid, spec.title, spec.y);
       const chart = new Chart(figure, {
         title: spec.title, names: data.labels, hidden, xLabel: spec.x, whole: spec.whole, logY: spec.log, height: 210,
+        scattered: spec.points,
       });
       const choices = [...new Set(spec.lines.map((line) => line.choice))];
       const choose = (choice) => {
