@@ -217,7 +217,7 @@ class PlainEuler(HamiltonianStep):
             self.streams["k"] = Stream(1.0, "number of the layer")
 
     def moves(self) -> str:
-        return super().moves() + (";  alpha = (k - 1) / (k + 2) in layer k = 1, 2, ..." * (self.memory == "nesterov"))
+        return super().moves() + ";  alpha = (k - 1) / (k + 2) in layer k = 1, 2, ..." * (self.memory == "nesterov")
 
     def friction_coefficients(self) -> dict[str, Coefficient]:
         return {"alpha": unit(0.9, "memory")} if self.memory == "learned" else {}
