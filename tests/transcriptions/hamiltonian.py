@@ -135,7 +135,7 @@ def softmax_force(u: Tensor, y: Tensor, seen: list[list[int]], b: Block, rule: R
 
 
 def particle_force(u: Tensor, y: Tensor, seen: list[list[int]], b: Block, rule: Rule) -> Tensor:
-    """The second equation of (34), rows i of a lower triangular M: with M_ij = exp(S_ij), r = M 1 and R_i = |y_i|_B^2 / r_i^2,
+    """The force of (34) with a lower triangular M: M_ij = exp(S_ij), r = M 1, R_i = |y_i|_B^2 / r_i^2,
 
     row:    G_i = (N/2) sum_j M_ij (R_i + R_j + 2 kappa) A u_j, which the paper has with kappa = 1
     query:  G_i = (N/2) sum_j M_ij (R_i + kappa) A u_j.
@@ -254,7 +254,7 @@ Step = tuple[Tensor, Tensor, "Past | int | None"]
 
 
 def plain_euler(x: Tensor, y: Tensor, t: Tensor, past: int | None, b: Block, rule: Rule) -> Step:
-    """x+ = x + h_x F(u, y);  y* = alpha y + h_y G(u, y), alpha learned, or alpha_k = (k - 1) / (k + 2), k = 1, 2, ..."""
+    """x+ = x + h_x F(u, y);  y* = alpha y + h_y G(u, y), alpha learned, or (k - 1) / (k + 2) in layer k = 1, 2, ..."""
     u = normalised_input(x, y, b, rule)
     k = 1 if past is None else past
     alpha = (k - 1) / (k + 2) if rule["alpha_k"] == "nesterov" else coef(b, "alpha")

@@ -128,9 +128,9 @@ def key_sums_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def fields_kernel(  # type: ignore[no-untyped-def]
     qk, y, by, first, second, tops, sums, keys, log_z, a, positions, origins, kappa, out, inverse, tau, bound, n0,
-    coordinates, fixed, H: tl.constexpr, W: tl.constexpr, CAPACITY: tl.constexpr, SPLIT: tl.constexpr, QUERY: tl.constexpr,
-    LEARNED: tl.constexpr, DOCUMENTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    coordinates, fixed, H: tl.constexpr, W: tl.constexpr, CAPACITY: tl.constexpr, SPLIT: tl.constexpr,
+    QUERY: tl.constexpr, LEARNED: tl.constexpr, DOCUMENTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (i, row and kernel): some columns of the total behind the force; the first one stores z, a and 1 / z."""
     row_head = tl.program_id(1)

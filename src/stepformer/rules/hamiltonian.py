@@ -335,8 +335,7 @@ AS_AB2 = "x' = x + h_x ((1 + r/2) F - (r/2) F_prev)"
 
 @register_template(
     "etd-ab2",
-    equation=f"{AS_AB2};  "
-    "y' = LN(e^-s y + h_y (phi1(s) G + r phi2(s) (G - G_prev))),  phi2(s) = (s - 1 + e^-s) / s^2",
+    equation=f"{AS_AB2};  y' = LN(e^-s y + h_y (phi1(s) G + r phi2(s) (G - G_prev))),  phi2(s) = (s - 1 + e^-s) / s^2",
     cite=(SYMP, "cox2002exponential"),
 )
 class ETDAB2(TwoStep):
