@@ -67,10 +67,12 @@ EXTRAS: dict[str, tuple[int, int, bool]] = {
     "linear-yurii": (7, 2, True),
     "linear-symp-plain-euler": (6, 2, True),
     "linear-symp-conformal-euler": (7, 2, True),
+    "linear-symp-presymp-euler": (7, 2, False),  # by the text: y_0 = 0
 }
 # Scalars per layer that a recipe's own model options add: the look-ahead; lambda of the values; two of the skip.
 MORE_SCALARS = {
     "sympformer-table-1-hamiltonian": 1,
+    "sympformer-table-3-presymp-euler": 1,
     "speed-value-residual": 1,
     "speed-momentum-warmup": 1,
     "speed": 3,
@@ -186,9 +188,11 @@ SYMP: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "table-2": {"linear": (2.961427, 3.0830), "linear-yurii": (2.765975, 2.8783)},
     "table-2-plain-euler": {"linear-symp-plain-euler": (2.920602, 3.0399)},
     "table-2-conformal-euler": {"linear-symp-conformal-euler": (2.731363, 2.8467)},
+    "table-2-presymp-euler": {"linear-symp-presymp-euler": (2.731363, 2.8467)},
     "table-3": {"linear": (2.917168, 3.0118), "linear-yurii": (2.765023, 2.8486)},
     "table-3-plain-euler": {"linear-symp-plain-euler": (2.656692, 2.7483)},
     "table-3-conformal-euler": {"linear-symp-conformal-euler": (2.690885, 2.7862)},
+    "table-3-presymp-euler": {"linear-symp-presymp-euler": (2.690885, 2.7862)},
 }
 READS_THE_FUTURE = {
     "symp-plain-euler": 2.3234,
@@ -239,6 +243,8 @@ TOTALS = {  # known in full from the authors' own counts and by hand
     ("sympformer-table-2", "linear-yurii"): 6_620_252,
     ("sympformer-table-3", "linear"): 3_613_768,
     ("sympformer-table-3-conformal-euler", "linear-symp-conformal-euler"): 6_899_832,
+    ("sympformer-table-2-presymp-euler", "linear-symp-presymp-euler"): 3_392_604,
+    ("sympformer-table-3-presymp-euler", "linear-symp-presymp-euler"): 3_614_848,
     ("speed-value-residual-fixed", "vanilla"): 124_373_760,
     ("speed-value-residual", "vanilla"): 124_373_772,
     ("speed", "vanilla"): 124_373_796,
@@ -510,16 +516,24 @@ def test_rows_that_read_the_future_are_no_targets() -> None:
 
 
 def test_model_options_of_the_hamiltonian_recipes() -> None:
-    """Step sizes and look-ahead of appendix B; the rest is causal: row force, visible counts, Algorithm 1's MLP."""
+    """Step sizes and look-ahead of appendix B; the rest is causal: row force, visible counts, Algorithm 1's MLP.
+
+    Presymp Euler of Tables 2 and 3 by the text (Table 4, Algorithm 1) and by the code (formula (15), tables, MLP C).
+    """
     starts = {"table-1-hamiltonian": 0.1, "table-2-plain-euler": 0.25, "table-3-plain-euler": 0.3}
     starts |= {"table-2-conformal-euler": 0.01, "table-3-conformal-euler": 0.01}
+    starts |= {"table-2-presymp-euler": 0.25, "table-3-presymp-euler": 0.3}
     for word, h0 in starts.items():
         for run in load_recipe(f"sympformer-{word}").runs:
             model = run_config(f"sympformer-{word}", preset=run).model
             softmax = run.startswith("symp-")
-            assert (model.option("h0"), model.option("lookahead")) == (h0, softmax)
-            assert (model.option("n0"), model.option("mlp_step")) == (0, "B" if softmax else "C")
-            assert model.aux_init == ("zero" if softmax else "embed")
+            text = softmax or word.endswith("presymp-euler")
+            assert (model.option("h0"), model.option("lookahead")) == (h0, text and "table-2" not in word)
+            assert (model.option("n0"), model.option("mlp_step")) == (0, "B" if text else "C")
+            assert model.aux_init == ("zero" if text else "embed")
+            assert model.template == run.removeprefix("linear-").removeprefix("symp-")
+            if "etd" in run:
+                assert model.option("etd") == "lawson"
             if softmax:
                 assert (model.option("force"), model.option("kappa")) == ("row", 1.0)
             if "plain" not in run:

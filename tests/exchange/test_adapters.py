@@ -29,6 +29,7 @@ ATTENTIONS: list[dict[str, Any]] = [
     {"attention": "kl", "prior": "carried"},
     {"template": "conformal-euler", "attention": "linear-hamiltonian"},
     HAMILTONIAN,
+    {**HAMILTONIAN, "weight_sharing": "oracles"},
     {**HAMILTONIAN, "metric": "derived"},
     {**HAMILTONIAN, "metric": "derived", "symmetric": True},
     {**HAMILTONIAN, "kernel": "per-head", "positions": "rotary", "force": "query"},

@@ -348,6 +348,7 @@ def test_gpt2_form_gives_the_same_logits(settings: dict[str, Any]) -> None:
         {"value_tables": True},
         {"embedding_skip": True},
         {"document_separator": 1},
+        {"weight_sharing": "attention"},
     ],
 )
 def test_what_is_no_gpt2_is_refused_in_that_form(settings: dict[str, Any]) -> None:

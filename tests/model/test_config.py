@@ -13,6 +13,7 @@ import pytest
 import stepformer as sf
 from helpers import TINY
 from stepformer.base.words import parse_override
+from stepformer.catalogue import SIZES
 from stepformer.training import RunConfig
 
 
@@ -345,3 +346,13 @@ def test_build_takes_overrides_from_python() -> None:
     model = sf.build("yurii", size="medium", **TINY, seed=0)
     assert model.config.n_layer == 2
     assert model.config.context == 8
+
+
+def test_stored_runs_of_etd_ab2_keep_their_method() -> None:
+    """A run stores components and options that are no defaults, not the name of its preset, which has changed since."""
+    stored = {"template": "etd-ab2", "splitting": "lie-trotter", "attention": "hamiltonian", "mlp": "gelu"}
+    config = sf.ModelConfig.from_dict({**stored, **SIZES["small"], "aux_init": "zero"})
+    assert (config.option("etd"), config.hash) == ("cox-matthews", "89e8d27c81b9")  # as of version 0.6.0
+    named = sf.model_config("symp-etd-ab2")
+    assert (named.option("etd"), named.replace(etd="cox-matthews")) == ("lawson", config)
+    assert RunConfig(config).title == "symp-etd-ab2-etd=cox-matthews"

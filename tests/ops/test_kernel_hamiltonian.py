@@ -190,7 +190,7 @@ def fields(made: Any, u: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 ORACLES: list[tuple[Any, dict[str, Any]]] = [
     (HamiltonianAttention, {"query_chunk": 16, "learned_kappa": True}),
     (HamiltonianAttention, {"force": "query", "symmetric": True, "score_bound": 1.0, "kappa": 0.5}),
-    (HamiltonianAttention, {"kernel": "per-head", "rotary": True, "n0": 5, "query_chunk": 0}),
+    (HamiltonianAttention, {"kernel": "per-head", "rotary": True, "system": "particles", "n0": 5, "query_chunk": 0}),
     (HamiltonianAttention, {"metric": "derived", "score_bound": 0.0}),
     (LinearHamiltonian, {}),
     (LinearHamiltonian, {"chunk": 7, "n0": 5}),

@@ -385,7 +385,7 @@ def test_weights_are_rounded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 6
     assert len(set(asked)) == 4
     assert layers._COPIES.get() is None
-    monkeypatch.setattr("stepformer.model.model.rounded_weights", lambda root: contextlib.nullcontext())
+    monkeypatch.setattr("stepformer.model.model.rounded_weights", lambda *roots: contextlib.nullcontext())
     for found, expected in zip(together, results(), strict=True):
         assert torch.equal(found, expected)
 

@@ -116,6 +116,8 @@ FAMILIES = [
     ("symp-exp-euler", {}, 2),
     ("symp-ab2", {"kernel": "per-head", "learned_kappa": True, "document_separator": 3}, 2),
     ("symp-plain-euler", {"force": "query", "symmetric": True, "score_bound": 0.0, "n0": 7}, 2),
+    ("symp-presymp-euler", {"system": "particles", "n0": 7, "t0": 2.5, "weight_sharing": "oracles"}, 2),
+    ("linear-symp-plain-euler", {"memory": "nesterov", "weight_sharing": "attention"}, 2),
     ("symp-conformal-euler", {"metric": "derived"}, 5),
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]

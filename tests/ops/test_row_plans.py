@@ -98,7 +98,9 @@ def test_plans_of_all_presets_with_one_extra(name: str, extra: dict[str, Any]) -
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "learned steps": ("vanilla", {"learned_steps": True, "alpha": 0.7, "beta": 0.4}),
-    "lawson": ("symp-etd-ab2", {"etd": "lawson"}),
+    "cox-matthews": ("symp-etd-ab2", {"etd": "cox-matthews"}),
+    "alpha of Nesterov": ("symp-plain-euler", {"memory": "nesterov"}),
+    "another clock": ("symp-exp-euler", {"t0": 2.5}),
     "one ratio, looking ahead": ("symp-ab2", {"history": "constant", "lookahead": True, "step_gradient": True}),
     "momentum at zero": ("symp-presymp-euler", {"aux_init": "zero", "damping": "linear"}),
     "a velocity of the MLP's own": ("symp-exp-euler", {"mlp_step": "C", "damping": "log", "lookahead": True}),

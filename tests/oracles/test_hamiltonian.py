@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stepformer as sf
 from draws import seeded
-from helpers import INTEGRATORS, in_documents, shake, tiny, tokens
+from helpers import INTEGRATORS, copy_shared, in_documents, shake, tiny, tokens
+from stepformer.measure.flows.integrators import number
 from stepformer.ops.causal_sum import causal_sum
 from stepformer.ops.phi import phi1, phi2
 from stepformer.oracles.caches import Call, fresh_call
 from stepformer.oracles.hamiltonian import HamiltonianAttention
 from stepformer.oracles.linear import LinearHamiltonian
+from stepformer.rules import State, Values
 
 B, T, D = 2, 7, 6
 
@@ -109,6 +111,93 @@ def test_gradients_flow_through_the_normaliser() -> None:
     assert torch.autograd.gradcheck(lambda u: module.fields(u, y, call).force(), u)
     (grad,) = torch.autograd.grad(module.fields(u, y, call).velocity(y).sum(), module.query.weight)
     assert grad.abs().max() > 1e-3
+
+
+def test_particles_are_equation_34() -> None:
+    """F and G of (34), M lower triangular, in the paper's matrices; fp64 sums of seven terms: 1e-12 relative."""
+    n = 9  # N, which need not be the length
+    module = attention(system="particles", n0=n, score_bound=0.0, symmetric=True)
+    u, y = draw(1, T, D, seed=8), draw(1, T, D, seed=9)
+    field = module.fields(u, y, fresh_call(torch.zeros(1, T, dtype=torch.long)))
+    big_a, big_b = module.tau * module.query.weight.mT @ module.query.weight, metric(module)
+    x, y0 = u[0], y[0]
+    m = torch.exp(x @ big_a @ x.mT).tril()
+    ones = torch.ones(T, dtype=torch.float64)
+    r = torch.diag((y0 * (y0 @ big_b.mT)).sum(dim=1) / (m @ ones) ** 2)
+    velocity = n * torch.diag(1 / (m @ ones)) @ y0 @ big_b.mT
+    force = n / 2 * (r @ m + m @ r + 2 * m) @ x @ big_a
+    assert (field.velocity(y)[0] - velocity).abs().max() <= 1e-12 * velocity.abs().max()
+    assert (field.force()[0] - force).abs().max() <= 1e-12 * force.abs().max()
+
+
+class Given:
+    """Fields that are what they are, wherever they are asked."""
+
+    def __init__(self, velocity: Tensor, force: Tensor) -> None:
+        self.given = velocity, force
+
+    def velocity(self, y: Tensor) -> Tensor:
+        return self.given[0]
+
+    def force(self) -> Tensor:
+        return self.given[1]
+
+
+@pytest.mark.parametrize("t0", [1.0, 2.5])
+def test_etd_ab2_of_the_presets_is_ab2_on_the_transformed_system(t0: float) -> None:
+    """(17) applied to (12): with P = e^eta y and one step size, (x, P)' = (F, e^eta G); fp64, five steps: 1e-13."""
+    steps, c_log, c_lin = [0.3, 0.1, 0.4, 0.2, 0.3], 2.0, 0.5
+    for preset in ("symp-etd-ab2", "linear-symp-etd-ab2"):
+        config = sf.model_config(preset, t0=t0)
+        rule = config.component("template")(1, D, **config.options_of("template"))
+        x, y = draw(T, D, seed=1), draw(T, D, seed=2)
+        starts = {name: stream.start for name, stream in rule.streams.items()}
+        streams = {k: number(v) if isinstance(v, float) else 0 * x for k, v in starts.items()}
+        s = State(x, {**streams, "y": y})
+
+        def eta(t: float) -> float:
+            return c_log * math.log(t / t0) + c_lin * (t - t0)
+
+        t, p, before = t0, y, None
+        for k, h in enumerate(steps):
+            f, g = draw(T, D, seed=10 + k), draw(T, D, seed=20 + k)
+            numbers = {"h_x": h, "h_y": h, "c_log": c_log, "c_lin": c_lin}
+            c = Values({name: number(value) for name, value in numbers.items()})
+            s = rule.advance(s, c, Given(f, g))
+            now = (f, math.exp(eta(t)) * g)
+            if before is None:
+                x, p = x + h * now[0], p + h * now[1]
+            else:
+                last, past = before
+                one, two = (2 * last + h) / (2 * last), h / (2 * last)
+                x, p = x + h * (one * now[0] - two * past[0]), p + h * (one * now[1] - two * past[1])
+            t, before = t + h, (h, now)
+            assert (s.x - x).abs().max() <= 1e-13
+            assert (s.y - math.exp(-eta(t)) * p).abs().max() <= 1e-13
+
+
+@pytest.mark.parametrize("name", ["symp-plain-euler", "linear-symp-plain-euler"])
+def test_memory_of_nesterov_counts_layers_from_one(name: str) -> None:
+    """0, 1/4, 2/5, 1/2: the learned memory with these values gives the same logits; fp64 rounding of a product."""
+    fixed, learned = (shake(tiny(name, n_layer=4, memory=memory)) for memory in ("nesterov", "learned"))
+    assert fixed.num_parameters() == learned.num_parameters() - 4
+    copy_shared(fixed, learned)
+    for layer, alpha in enumerate((0.0, 0.25, 0.4, 0.5)):
+        learned.pin_coefficients(layer, alpha=alpha)
+    found, expected = fixed(tokens()).logits, learned(tokens()).logits
+    assert (found - expected).abs().max() <= 1e-13 * expected.abs().max()
+
+
+def test_the_clock_starts_where_it_is_told() -> None:
+    """Friction c_log / t falls with t0, and c_lin alone does not know the time."""
+    ids = tokens()
+    for damping, same in (("log", False), ("linear", True)):
+        one, other = (shake(tiny("symp-exp-euler", damping=damping, t0=t0)) for t0 in (1.0, 4.0))
+        assert torch.equal(one(ids).logits, other(ids).logits) == same
+    model = tiny("symp-presymp-euler", t0=4.0)
+    s = model.start(tokens(), torch.arange(8))
+    values = model.blocks[0].coefficients.values()["attn"]
+    assert model.blocks[0].template.friction(s, values).item() == pytest.approx(3 / 4 + 1e-4, rel=1e-9)
 
 
 def test_one_head_per_head_is_the_single_kernel() -> None:
@@ -277,6 +366,8 @@ def test_the_momentum_that_nobody_reads() -> None:
         ({"value_tables": True}, "adds to values"),
         ({"kernel": "per-head", "metric": "derived"}, "low rank"),
         ({"learned_kappa": True, "kappa": 0.0}, "kappa > 0"),
+        ({"system": "particles"}, "give it as n0"),
+        ({"t0": 2.0}, "has no meaning here"),
         ({"kappa": 0.0, "mlp_step": "A"}, "does nothing"),
         ({"n_layer": 1, "mlp_step": "C"}, "single layer"),
         ({"bias": True}, "bias = false"),

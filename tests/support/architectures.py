@@ -48,11 +48,19 @@ SYMP_OPTIONS: list[Settings] = [
         ("etd-ab2", {"etd": "lawson", "history": "constant", "step_gradient": True}),
         ("exp-euler", {"step_gradient": True}),
         ("plain-euler", {"learned_kappa": True, "mlp_step": "C"}),
+        ("plain-euler", {"memory": "nesterov", "aux_init": "embed"}),
+        ("presymp-euler", {"t0": 2.5}),
+        ("etd-ab2", {"etd": "lawson", "t0": 0.5, "step_gradient": True}),
+        ("presymp-euler", {"system": "particles", "n0": 8, "metric": "derived", "score_bound": 0.0, "symmetric": True}),
+        ("exp-euler", {"system": "particles", "n0": 5, "kernel": "per-head", "learned_kappa": True}),
+        ("plain-euler", {"system": "particles", "n0": 5, "force": "query", "kappa": 0.3}),
     )
 ]
 SYMP_OPTIONS += [
     {"template": "ab2", "attention": "linear-hamiltonian", "n0": 6},
     {"template": "conformal-euler", "attention": "linear-hamiltonian", "lookahead": True},
+    {"template": "plain-euler", "attention": "linear-hamiltonian", "memory": "nesterov", "mlp_step": "C"},
+    {"template": "presymp-euler", "attention": "linear-hamiltonian", "t0": 0.5, "lookahead": True},
 ]
 LINEAR: list[Settings] = [{"attention": "linear"}, {"attention": "linear", "n0": 4, "template": "nesterov"}]
 # Targets at which no row of these small random models is out of reach: there the result would be a convention.
@@ -91,6 +99,8 @@ EXTRAS: list[Settings] = [
     {"qk_norm": True},
     {"positions": "rotary", "n_head": 2},
     {"mlp": "relu2", "head": "untied"},
+    {"weight_sharing": "attention"},
+    {"weight_sharing": "oracles"},
 ]
 ATTENTIONS: list[Settings] = [{}, *LINEAR[:1], *CONSTRAINED]
 # For samples: constrained attention in a quarter of them, as it takes several times longer than the others.

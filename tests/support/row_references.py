@@ -179,7 +179,7 @@ def run_plan(model: sf.Model, ids: Tensor) -> Tensor:
     assert isinstance(plan, Plan), plan
     call = model.call_of(ids)
     start = model.start(ids, call.positions, from_zero=True)
-    with as_pytorch(plan, model.config.d_model) as texts, rounded_weights(model.blocks):
+    with as_pytorch(plan, model.config.d_model) as texts, rounded_weights(model.blocks, model.shared):
         h = fused.run(model, start, call, None)
     assert len(texts) == len(plan.passes())
     return model.logits_of(h)

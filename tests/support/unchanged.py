@@ -42,6 +42,8 @@ WITH_EXTRAS = ("vanilla", "yurii", "adam", "muon", "verlet-ama", "imex-k2-mam", 
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
     """Every preset, and some of them with every extra that they accept."""
     found: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in sf.presets()}
+    for name in ("symp-etd-ab2", "linear-symp-etd-ab2"):  # what stored runs of these names have
+        found[f"{name} cox-matthews"] = (name, {"etd": "cox-matthews"})
     for name in WITH_EXTRAS:
         for extra, settings in EXTRAS.items():
             try:

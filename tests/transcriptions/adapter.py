@@ -14,7 +14,7 @@ from transcriptions import rules
 
 # Options that say how something is computed, not what; and those spelled differently on the other side.
 NOT_A_RULE = {"attention_backend", "chunk", "query_chunk", "h0", "learned_kappa", "learned_steps"}
-SPELLED = {"step_gradient": "clock_gradient"}
+SPELLED = {"step_gradient": "clock_gradient", "memory": "alpha_k"}
 
 
 def rule_of(model: Model) -> dict[str, Any]:

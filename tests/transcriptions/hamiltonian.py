@@ -134,6 +134,31 @@ def softmax_force(u: Tensor, y: Tensor, seen: list[list[int]], b: Block, rule: R
     return torch.stack(fields).mean(dim=0)
 
 
+def particle_force(u: Tensor, y: Tensor, seen: list[list[int]], b: Block, rule: Rule) -> Tensor:
+    """The force of (34) with a lower triangular M: M_ij = exp(S_ij), r = M 1, R_i = |y_i|_B^2 / r_i^2,
+
+    row:    G_i = (N/2) sum_j M_ij (R_i + R_j + 2 kappa) A u_j, which the paper has with kappa = 1
+    query:  G_i = (N/2) sum_j M_ij (R_i + kappa) A u_j.
+    """
+    big_b = metric(b, rule)
+    kappa = softplus(b["attn_coef"]["kappa"]) if "kappa" in b.get("attn_coef", {}) else rule["kappa"]
+    N = rule["n0"]
+    fields = []
+    for kernel in kernels(b, rule):
+        M = {(i, j): torch.exp(score(u[i], u[j], i, j, kernel, rule)) for i in range(len(seen)) for j in seen[i]}
+        r = row_sums(M, seen)
+        R = [(y[i] @ big_b @ y[i]) / r[i] ** 2 for i in range(len(seen))]
+        rows = []
+        for i in range(len(seen)):
+            total = torch.zeros_like(u[i])
+            for j in seen[i]:
+                bracket = R[i] + R[j] + 2 * kappa if rule["force"] == "row" else R[i] + kappa
+                total = total + N / 2 * M[i, j] * bracket * direction(u[j], i, j, kernel, rule)
+            rows.append(total)
+        fields.append(torch.stack(rows))
+    return torch.stack(fields).mean(dim=0)
+
+
 def linear_drift(u: Tensor, y: Tensor, seen: list[list[int]], b: Block, rule: Rule) -> Tensor:
     """F_i = (1/n_i) sum_j (u_j^T A u_i) y_j."""
     rows = []
@@ -169,7 +194,8 @@ def drift(u: Tensor, y: Tensor, b: Block, rule: Rule) -> Tensor:
 
 def force(u: Tensor, y: Tensor, b: Block, rule: Rule) -> Tensor:
     """G(u, y), every sequence by itself."""
-    field = linear_force if rule["attention"] == "linear-hamiltonian" else softmax_force
+    softmax = particle_force if rule["system"] == "particles" else softmax_force
+    field = linear_force if rule["attention"] == "linear-hamiltonian" else softmax
     return torch.stack([field(u[s], y[s], seen, b, rule) for s, seen in enumerate(rule["memory"].visible)])
 
 
@@ -224,15 +250,17 @@ class Past:
     s: Any = None  # s_{l-1}, for Lawson's form
 
 
-Step = tuple[Tensor, Tensor, "Past | None"]
+Step = tuple[Tensor, Tensor, "Past | int | None"]
 
 
-def plain_euler(x: Tensor, y: Tensor, t: Tensor, past: Past | None, b: Block, rule: Rule) -> Step:
-    """x+ = x + h_x F(u, y);  y* = alpha y + h_y G(u, y)."""
+def plain_euler(x: Tensor, y: Tensor, t: Tensor, past: int | None, b: Block, rule: Rule) -> Step:
+    """x+ = x + h_x F(u, y);  y* = alpha y + h_y G(u, y), alpha learned, or (k - 1) / (k + 2) in layer k = 1, 2, ..."""
     u = normalised_input(x, y, b, rule)
+    k = 1 if past is None else past
+    alpha = (k - 1) / (k + 2) if rule["alpha_k"] == "nesterov" else coef(b, "alpha")
     x_half = x + coef(b, "h_x") * drift(u, y, b, rule)
-    y_star = coef(b, "alpha") * y + coef(b, "h_y") * force(u, y, b, rule)
-    return x_half, y_star, None
+    y_star = alpha * y + coef(b, "h_y") * force(u, y, b, rule)
+    return x_half, y_star, k + 1
 
 
 def presymp_euler(x: Tensor, y: Tensor, t: Tensor, past: Past | None, b: Block, rule: Rule) -> Step:
@@ -348,8 +376,8 @@ def mlp_step_momentum(x: Tensor, p: Tensor, b: Block, rule: Rule) -> tuple[Tenso
 
 
 def hamiltonian_layer(
-    x: Tensor, y: Tensor, v: Tensor, t: Tensor, past: Past | None, b: Block, rule: Rule
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Past | None]:
+    x: Tensor, y: Tensor, v: Tensor, t: Tensor, past: Past | int | None, b: Block, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Past | int | None]:
     """x_half, y* = attention step at time t;  y <- LN_Y(y*);  t <- t + h_x;  then the MLP substep.
 
     The clock carries no gradient unless the rule says so.

@@ -124,6 +124,8 @@ CHOICES = {
     "force": ("row", "query"),
     "kernel": ("single", "per-head"),
     "metric": ("learned", "derived"),
+    "system": ("mean-field", "particles"),
+    "alpha_k": ("learned", "nesterov"),
     "damping": ("loglin", "log", "linear"),
     "history": ("variable", "constant"),
     "etd": ("cox-matthews", "lawson"),
@@ -169,6 +171,8 @@ def check_attention(rule: Rule) -> None:
         raise ValueError("the specification states the radius of kl attention in the form r ln t only")
     if attention == "hamiltonian" and rule["metric"] == "derived" and rule["kernel"] == "per-head":
         raise ValueError("the kernel of one head is singular: no derived metric")
+    if attention == "hamiltonian" and rule["system"] == "particles" and rule["n0"] == 0:
+        raise ValueError("(34) has one N")
 
 
 def embed(tokens: Tensor, w: dict[str, Any], prefix: str, rule: Rule) -> Tensor:
@@ -184,7 +188,7 @@ def embed(tokens: Tensor, w: dict[str, Any], prefix: str, rule: Rule) -> Tensor:
 def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Any, ...]:
     """State before the first layer: x embedded; v, m, y from their own tables, or zero; s = 1; R = I.
 
-    Hamiltonian templates: x, y, the velocity v = 0 of MLP substep C, the clock t = 1, no history.
+    Hamiltonian templates: x, y, the velocity v = 0 of MLP substep C, the clock t = t_0, no history.
     """
     template = rule["template"]
     x = embed(tokens, w, "", rule)
@@ -204,7 +208,7 @@ def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Any, ...]:
     if template == "soap":
         return x, to_matrix(aux, rule), identities
     if template in hamiltonian.TEMPLATES:
-        return x, aux, torch.zeros_like(x), torch.ones((), dtype=x.dtype, device=x.device), None
+        return x, aux, torch.zeros_like(x), torch.tensor(rule["t0"], dtype=x.dtype, device=x.device), None
     return x, aux  # the velocity v, the momentum m of muon, or w_0 of tables
 
 

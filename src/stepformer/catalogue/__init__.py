@@ -237,5 +237,6 @@ def citations(config: ModelConfig) -> list[str]:
     keys.append("ba2016layer" if config.norm == "layernorm" else "zhang2019root")
     keys += ["su2024roformer"] if config.positions == "rotary" else []
     keys += [key for part in chosen(config) for key in extras[part.name].cite]
+    keys += ["lan2020albert"] if config.weight_sharing != "off" else []
     keys += ["henry2020query"] if config.options.get("qk_norm", False) else []
     return list(dict.fromkeys(keys))

@@ -23,6 +23,7 @@ from stepformer.model.config import ModelConfig, declared_options
 from stepformer.oracles import attentions, mlps
 from stepformer.present.tables import of_texts
 from stepformer.rules import splittings, templates
+from stepformer.rules.hamiltonian import HamiltonianStep
 from stepformer.training.memory import estimate_memory
 
 COUNTS = ("total", "non-positional", "non-embedding")
@@ -104,6 +105,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     """Everything `show` prints, as plain data."""
     model = Model(config, device="meta")
     block = model.blocks[0]
+    rule = block.template
     row = catalogue.preset_of(config)
     coefficients = [
         {"name": name + " (per head)" * (c.size != 1), "range": c.interval, "start": c.start, "kind": c.kind}
@@ -112,7 +114,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     ]
     streams = {
         name: {"start": _start(config, stream.start), "meaning": stream.meaning}
-        for name, stream in block.template.streams.items()
+        for name, stream in rule.streams.items()
     }
     options = {
         name: {"value": config.option(name), "of": kind, "values": option.values, "help": option.help}
@@ -125,7 +127,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "aliases": list(row.aliases) if row else [],
         "equations": {
             "layer": row.equation if row else catalogue.layer_equation(config),
-            "template": templates[config.template].equation,
+            "template": rule.moves() if isinstance(rule, HamiltonianStep) else templates[config.template].equation,
             "splitting": block.splitting.describe(),
             "attention": attentions[config.attention].equation,
             "mlp": mlps[config.mlp].equation,

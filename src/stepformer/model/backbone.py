@@ -40,6 +40,18 @@ class Plans(dict[frozenset[int], Any]):
         return Plans, ()
 
 
+def shared_oracles(blocks: Blocks, sharing: str) -> nn.ModuleDict:
+    """Oracles that all of several blocks ask, taken from the first; a weight is unused if no block uses it."""
+    shared = nn.ModuleDict()
+    for oracle in {"off": (), "attention": ("attn",), "oracles": ("attn", "mlp")}[sharing] if len(blocks) > 1 else ():
+        shared[oracle], own = getattr(blocks[0], oracle), [getattr(block, oracle).parameters() for block in blocks]
+        for weights in zip(*own, strict=True):
+            weights[0].requires_grad_(any(weight.requires_grad for weight in weights))
+        for block in blocks:
+            block.use(oracle, shared[oracle])
+    return shared
+
+
 class Backbone(nn.Module):
     """The parameters of a model, what state its tokens start in, and what the head makes of the last one."""
 
@@ -70,6 +82,7 @@ class Backbone(nn.Module):
             tabled += [name for part in self.parts for name in part.tables]
             self.aux_embed = nn.ModuleDict({name: tables() for name in tabled})
             self.blocks = blocks
+            self.shared = shared_oracles(blocks, config.weight_sharing)
             self.final_norm = make_norm(config.norm, config.d_model, eps=config.norm_eps, bias=config.bias)
             self.lm_head: nn.Module | None = None
             if config.head == "untied":
@@ -86,12 +99,10 @@ class Backbone(nn.Module):
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw the initial weights (start.py); without a seed one is drawn from torch's global generator."""
-        deep = {
-            f"blocks.{i}.{oracle}.{getattr(block, oracle).output_map}.weight"
-            for i, block in enumerate(self.blocks)
-            for oracle in ("attn", "mlp")
-            if getattr(block, oracle).output_map is not None
-        }
+        owners = {f"blocks.{i}.{name}": part for i, b in enumerate(self.blocks) for name, part in b.named_children()}
+        owners |= {f"shared.{name}": part for name, part in self.shared.items()}
+        maps = {name: getattr(part, "output_map", None) for name, part in owners.items()}
+        deep = {f"{name}.{output}.weight" for name, output in maps.items() if output is not None}
         draw_parameters(self, seed, deep, self.config.n_layer, zero=self.config.output_init == "zero")
 
     @property

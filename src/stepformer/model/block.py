@@ -82,6 +82,12 @@ class Block(nn.Module):
             modules.append(f"aux_norms.{key}")
         return modules + [f"coefficients.{k}" for k in self.coefficients.owned_by(turn)]
 
+    def use(self, oracle: str, shared: nn.Module) -> None:
+        """Ask an oracle of the model's instead of an own one."""
+        delattr(self, oracle)
+        self.__dict__[oracle] = shared  # its parameters are the model's: they have one name and one place
+        self.unused = frozenset(name for name in self.unused if not name.startswith(f"{oracle}."))
+
     def initialise(self) -> None:
         for gain in self.aux_norms.parameters():
             gain.fill_(self.aux_norm_gain)

@@ -72,6 +72,9 @@ class ModelConfig(Selection):
     document_separator: int | None = setting(
         None, "token id that begins a document; attention stays inside documents (default: they see each other)"
     )
+    weight_sharing: Literal["off", "attention", "oracles"] = setting(
+        "off", "one attention for all layers, or one attention and one MLP; norms and coefficients are each layer's own"
+    )
     extras: tuple[str, ...] = setting((), "extras of your own, by name (docs/write-your-own-extra.md)")
     activation_checkpointing: bool = setting(False, "recompute each block in the backward pass to save memory")
     options: Mapping[str, Any] = field(default_factory=dict)

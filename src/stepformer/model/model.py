@@ -95,7 +95,7 @@ class Model(Backbone):
         s = self.start(tokens, call.positions, from_zero=cache is None)
         checkpointing = self.config.activation_checkpointing and self.training and torch.is_grad_enabled()
         engine = None if checkpointing else engines.training(self, s, call)
-        with contextlib.nullcontext() if checkpointing else rounded_weights(self.blocks):
+        with contextlib.nullcontext() if checkpointing else rounded_weights(self.blocks, self.shared):
             if engine is not None:
                 h = engine.run(self, s, call, cache)
             else:
@@ -108,7 +108,7 @@ class Model(Backbone):
 
     def _as_written(self, s: State, call: Call, cache: Cache | None, checkpointing: bool) -> State:
         # no layer draws random numbers, but an adapter's dropout does
-        draws = checkpointing and any(map(is_adapted, self.blocks.modules()))
+        draws = checkpointing and any(map(is_adapted, self.modules()))
         for i, block in enumerate(self.blocks):
             call = call if cache is None else replace(call, slots=cache.slots[i])
             plain = i in self.plain_layers

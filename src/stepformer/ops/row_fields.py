@@ -128,9 +128,9 @@ def key_sums_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def fields_kernel(  # type: ignore[no-untyped-def]
     qk, y, by, first, second, tops, sums, keys, log_z, a, positions, origins, kappa, out, inverse, tau, bound, n0,
-    fixed, H: tl.constexpr, W: tl.constexpr, CAPACITY: tl.constexpr, SPLIT: tl.constexpr, QUERY: tl.constexpr,
-    LEARNED: tl.constexpr, DOCUMENTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    coordinates, fixed, H: tl.constexpr, W: tl.constexpr, CAPACITY: tl.constexpr, SPLIT: tl.constexpr,
+    QUERY: tl.constexpr, LEARNED: tl.constexpr, DOCUMENTS: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (i, row and kernel): some columns of the total behind the force; the first one stores z, a and 1 / z."""
     row_head = tl.program_id(1)
@@ -142,7 +142,7 @@ def fields_kernel(  # type: ignore[no-untyped-def]
     k = tl.load(base + H * W + w, mask=w < W, other=0.0).to(keys.dtype.element_ty).to(tl.float32)
     own = _bounded(tau * tl.sum(tl.load(base + w, mask=w < W, other=0.0) * k), bound)
     mine = tl.load(y + row * (H * W) + d, mask=d < H * W, other=0.0)
-    kinetic = tl.sum(mine * tl.load(by + row * (H * W) + d, mask=d < H * W, other=0.0)) / (H * W)
+    kinetic = tl.sum(mine * tl.load(by + row * (H * W) + d, mask=d < H * W, other=0.0)) / coordinates
     s = tl.arange(0, BLOCK)
     place = row_head * SPLIT + s
     highest = tl.load(tops + place, mask=s < SPLIT, other=-1e30)
@@ -183,6 +183,7 @@ class Hamiltonian(NamedTuple):
     tau: float
     bound: float
     n0: int
+    coordinates: int
     query: bool
     kappa: Tensor | float
 
@@ -214,7 +215,7 @@ def hamiltonian(
     fields_kernel[(triton.cdiv(width, 32), rows * heads)](
         qk, y, by, first, second, tops, sums, keys, stored["log_z"], stored["a"], *places,
         how.kappa if learned else out, out, inverse, how.tau, how.bound, float(how.n0),
-        0.0 if learned else how.kappa, SPLIT=split, QUERY=how.query, LEARNED=learned,
+        float(how.coordinates), 0.0 if learned else how.kappa, SPLIT=split, QUERY=how.query, LEARNED=learned,
         BLOCK=triton.next_power_of_2(split), BLOCK_D=triton.next_power_of_2(heads * width), **sizes,
     )  # fmt: skip
     return out, inverse

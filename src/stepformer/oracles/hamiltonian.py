@@ -11,6 +11,9 @@ F = d dH/dy: dividing a by d, without which the potential would be inert after L
 mask the exact gradient of H would hear from later tokens (docs/reading-the-future.md); the row form above keeps each
 row to what it may see; force = "query" keeps a token to its own row, with the factor a_i / (2 z_i^2) + kappa / 2. Where
 the soft bound on the scores acts, its slope is left out of G.
+
+The paper's particle system (34) has, with N = `n0` for all n_i, a_i = y_i.B y_i and kappa N^2 in the place of kappa:
+system = "particles". Its derivation from (33) gives the "mean-field" form above, up to the division by d.
 """
 
 from __future__ import annotations
@@ -51,6 +54,9 @@ class HamiltonianAttention(Attention):
         ),
         "kernel": choice("single", "per-head", help="one kernel of full rank, or the mean over one per head"),
         "metric": choice("learned", "derived", help="B = C C^T + 1e-6 I, or Sym(W_V A^-1)"),
+        "system": choice(
+            "mean-field", "particles", help="free of N; or the paper's (34), N = n0: a = y.B y, kappa N^2 for kappa"
+        ),
         "symmetric": flag(False, help="W_K = W_Q, so that A is symmetric"),
         "kappa": Option(1.0, help="weight of the potential", minimum=0.0),
         "learned_kappa": flag(False, help="learn kappa (positive) from this start"),
@@ -64,6 +70,7 @@ class HamiltonianAttention(Attention):
     can_bias = False
 
     metric: str
+    system: str
     kappa: float
     score_bound: float
     n0: int
@@ -74,6 +81,7 @@ class HamiltonianAttention(Attention):
         self.kernels = n_head if self.kernel == "per-head" else 1
         # Averaging head scores before the exponential leaves one kernel at this temperature.
         self.tau = 1 / (n_head // self.kernels * math.sqrt(self.head_dim))
+        self.coordinates = d_model if self.system == "mean-field" else 1  # that y.B y is divided by
         self.query = Linear(d_model, d_model, bias=False)
         self.key = None if self.symmetric else Linear(d_model, d_model, bias=False)
         if self.metric == "learned":
@@ -98,6 +106,11 @@ class HamiltonianAttention(Attention):
         if config.option("kernel") == "per-head" and config.option("metric") == "derived":
             found.append(
                 "metric = 'derived' inverts A, which has low rank for kernel = 'per-head': use metric = 'learned'."
+            )
+        if config.option("system") == "particles" and not config.option("n0"):
+            found.append(
+                "system = 'particles', equation (34), has one N for all tokens, whatever they see: give it as n0, for "
+                "example the context."
             )
         if config.option("learned_kappa") and config.option("kappa") == 0:
             found.append(
@@ -154,8 +167,9 @@ class HamiltonianAttention(Attention):
             return 0.5 * (b + b.mT)
 
     def kappa_now(self) -> Tensor | float:
-        """kappa, set or learned."""
-        return self.coefficients.value("kappa") if self.coefficients.specs else self.kappa
+        """The weight of the potential: kappa, set or learned, and N^2 of it between particles."""
+        kappa = self.coefficients.value("kappa") if self.coefficients.specs else self.kappa
+        return kappa if self.system == "mean-field" else kappa * float(self.n0**2)
 
     @operation
     def fields(self, u: Tensor, y: Tensor, call: Call) -> Fields:
@@ -204,7 +218,7 @@ class SoftmaxFields:
                 self.log_n = call.counts().to(self.q.dtype).log()[..., None, :, None]  # (..., 1, T, 1)
             self.gathered, self.log_z = over_queries(self.first_pass, u.shape[1], attention.query_chunk, dim=2)
             self.by = attention.lower(y32)
-            self.a = (y32 * self.by).sum(dim=-1)[:, None, :, None] / attention.d_model  # (B, 1, T, 1)
+            self.a = (y32 * self.by).sum(dim=-1)[:, None, :, None] / attention.coordinates  # (B, 1, T, 1)
         self.keys_log_z, self.keys_a = self.log_z, self.a
         if isinstance(slot, TokenSlot):
             self.keys_log_z, self.keys_a = slot.extend(call, log_z=self.log_z, a=self.a)

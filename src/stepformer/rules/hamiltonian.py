@@ -1,7 +1,7 @@
 """Integrators of the damped Hamiltonian pair (x, y): how a Hamiltonian attention's two fields move tokens in depth.
 
 The attention supplies the velocity field F and the force field G; y is the momentum, h_x and h_y are learned step
-sizes. Friction follows a clock t that runs along depth, t_0 = 1 and t' = t + h_x:
+sizes. Friction follows a clock t that runs along depth from t_0 = 1 (`t0`), t' = t + h_x:
 
     alpha(t) = c_log / t + c_lin,    s = c_log ln(1 + h_y / t) + c_lin h_y    (its integral over one step).
 
@@ -70,12 +70,13 @@ class HamiltonianStep(Template):
     lookahead: bool
     step_gradient: bool
     damping: str = "loglin"
+    t0: float = 1.0
 
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
         super().__init__(n_head, head_dim, **options)
         self.streams = dict(type(self).streams)
         if self.damped:
-            self.streams["t"] = Stream(1.0, "clock")
+            self.streams["t"] = Stream(float(self.t0), "clock")
         if self.mlp_step == "C":
             self.streams["v"] = Stream("zero", "velocity of the MLP")
         self.normalises = {"A": None, "B": "y", "C": "v"}[self.mlp_step]  # in the MLP's turn
@@ -86,7 +87,11 @@ class HamiltonianStep(Template):
             "B": "y = LN_V(beta y + gamma M(x + mu y)); x += y",
             "C": "v = LN_V(beta v + gamma M(x + mu v)); x += v",
         }
-        return f"{super().describe()};  then {mlp[self.mlp_step]}"
+        return f"{self.moves()};  then {mlp[self.mlp_step]}"
+
+    def moves(self) -> str:
+        """The attention's turn under these options, for people."""
+        return super().describe()
 
     @classmethod
     def refusals(cls, config: Selection) -> list[str]:
@@ -197,15 +202,31 @@ SYMP = "stein2026sympformer"
 
 @register_template("plain-euler", equation="x' = x + h_x F(x, y);  y' = LN(alpha y + h_y G(x, y))", cite=SYMP)
 class PlainEuler(HamiltonianStep):
-    """Explicit Euler with a learned memory alpha instead of a friction."""
+    """Explicit Euler with a memory alpha instead of a friction: learned, or Nesterov's (k - 1) / (k + 2)."""
 
     damped = False
+    options = {
+        **HamiltonianStep.options,
+        "memory": choice("learned", "nesterov", help="alpha learned, or (k - 1) / (k + 2) in layer k = 1, 2, ..."),
+    }
+    memory: str
+
+    def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
+        super().__init__(n_head, head_dim, **options)
+        if self.memory == "nesterov":
+            self.streams["k"] = Stream(1.0, "number of the layer")
+
+    def moves(self) -> str:
+        return super().moves() + ";  alpha = (k - 1) / (k + 2) in layer k = 1, 2, ..." * (self.memory == "nesterov")
 
     def friction_coefficients(self) -> dict[str, Coefficient]:
-        return {"alpha": unit(0.9, "memory")}
+        return {"alpha": unit(0.9, "memory")} if self.memory == "learned" else {}
 
     def advance(self, s: State, c: Values, field: Fields) -> State:
-        return s.replace(x=s.x + c.h_x * field.velocity(s.y), y=c.alpha * s.y + c.h_y * field.force())
+        x = s.x + c.h_x * field.velocity(s.y)
+        if self.memory == "learned":
+            return s.replace(x=x, y=c.alpha * s.y + c.h_y * field.force())
+        return s.replace(x=x, y=(s.k - 1) / (s.k + 2) * s.y + c.h_y * field.force(), k=s.k + 1)
 
 
 class Damped(HamiltonianStep):
@@ -214,6 +235,7 @@ class Damped(HamiltonianStep):
     options = {
         **HamiltonianStep.options,
         "damping": choice("loglin", "log", "linear", help="friction c_log/t + c_lin, c_log/t alone, or c_lin alone"),
+        "t0": Option(1.0, help="where the clock starts", minimum=1e-6),
     }
 
 
@@ -308,14 +330,20 @@ class AB2(TwoStep):
         return s.replace(x=x, y=y, t=self.tick(s, c), fx=fx, fy=fy, hx=c.h_x, hy=c.h_y)
 
 
+AS_AB2 = "x' = x + h_x ((1 + r/2) F - (r/2) F_prev)"
+
+
 @register_template(
     "etd-ab2",
-    equation="x' = x + h_x ((1 + r/2) F - (r/2) F_prev);  "
-    "y' = LN(e^-s y + h_y (phi1(s) G + r phi2(s) (G - G_prev))),  phi2(s) = (s - 1 + e^-s) / s^2",
+    equation=f"{AS_AB2};  y' = LN(e^-s y + h_y (phi1(s) G + r phi2(s) (G - G_prev))),  phi2(s) = (s - 1 + e^-s) / s^2",
     cite=(SYMP, "cox2002exponential"),
 )
 class ETDAB2(TwoStep):
-    """Exponential time differencing of order two; `etd = "lawson"` is the integrating-factor form instead."""
+    """Exponential time differencing of order two.
+
+    `etd = "lawson"` is Adams-Bashforth on the undamped pair (x, e^eta y), eta' = alpha, the paper's ETD-AB2: an
+    integrating factor.
+    """
 
     options = {
         **TwoStep.options,
@@ -327,6 +355,11 @@ class ETDAB2(TwoStep):
         super().__init__(n_head, head_dim, **options)
         if self.etd == "lawson":
             self.streams["decay"] = Stream(1.0, "e^-s of the previous layer")
+
+    def moves(self) -> str:
+        if self.etd == "cox-matthews":
+            return super().moves()
+        return f"{AS_AB2};  y' = LN(e^-s (y + h_y ((1 + r/2) G - (r/2) e^-s_prev G_prev)))"
 
     def advance(self, s: State, c: Values, field: Fields) -> State:
         fx, fy = field.velocity(s.y), field.force()

@@ -36,14 +36,12 @@ def flops_per_token(model: Model) -> float:
     """
     config = model.config
     total = 0.0
-    for i, block in enumerate(model.blocks):
+    for block in model.blocks:
         calls = block.splitting.calls()
-        weights = {"attn": 0, "mlp": 0}
-        for name, p, role in named_roles(block):
-            oracle = name.partition(".")[0]
-            if role is Role.MATRIX and oracle in weights and f"blocks.{i}.{name}" not in model.unused_parameters():
-                weights[oracle] += p.numel()
-        total += sum(6 * weights[oracle] * calls[oracle] for oracle in weights)
+        for oracle in ("attn", "mlp"):
+            for name, p, role in named_roles(getattr(block, oracle)):
+                if role is Role.MATRIX and f"{oracle}.{name}" not in block.unused:
+                    total += 6 * p.numel() * calls[oracle]
         total += 12 * config.context * config.d_model * calls["attn"]
     return total + 6 * config.vocab_size * config.d_model
 

@@ -143,7 +143,8 @@ def exported(found: Found) -> Layout:
             "to be imported first (--plugin)."
         ) from None
     layers = count_layers(found, r"model\.blocks\.(\d+)\.")
-    if layers != config.n_layer:
+    bare = config.weight_sharing == "oracles" and not layers  # as in training/checkpoints.py
+    if layers != config.n_layer and not bare:
         raise InputError(f"'{found.path}' says n_layer = {config.n_layer}, but its weights have {layers} layers.")
     sources = {name: Source(f"model.{name}") for name, _ in Model(config, device="meta").named_parameters()}
     notes = {key: found.facts[key] for key in ("run", "corpus") if found.facts.get(key)}

@@ -130,7 +130,8 @@ class SoftmaxRows:
         qk = walk.fast.linear(point, attn.query.weight, second=key.weight)
         y = momentum().flatten(0, 1).contiguous()
         self.by = self.lower(y)
-        how = Hamiltonian(attn.tau, attn.score_bound, attn.n0, attn.force == "query", attn.kappa_now())
+        query = attn.force == "query"
+        how = Hamiltonian(attn.tau, attn.score_bound, attn.n0, attn.coordinates, query, attn.kappa_now())
         self.total, inverse = hamiltonian(qk, y, self.by, slot.stored, walk.where, how)
         self.factor = inverse if attn.kernels == 1 else inverse.mean(dim=1, keepdim=True)
 

@@ -296,7 +296,7 @@ class FusedFields:
         q, k = as_products(*attention.queries_and_keys(u, call))
         self.metric = attention.metric_matrix()
         self.by = self.lower(y)
-        a = self.rows.row_dot(y, self.by, 1 / attention.d_model)
+        a = self.rows.row_dot(y, self.by, 1 / attention.coordinates)
         row = attention.force == "row"
         kappa = attention.kappa_now() * torch.full((), 1.0 if row else 0.5, device=a.device)
         self.total, self.log_z = hamiltonian.force_and_log_z(
