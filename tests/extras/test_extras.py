@@ -39,6 +39,41 @@ def test_an_inactive_floor_is_softmax() -> None:
     assert same(floor, plain, 1e-11)
 
 
+def test_a_floor_of_kl() -> None:
+    """With a uniform prior it is that of the entropy, h = (1 - r) ln t; some rows are held, others are not."""
+    kl, entropy = {"name": "kl", "ratio": 0.05}, {"name": "entropy", "ratio": 0.95}
+    assert same(*pair({**kl, "constraint": "floor"}, {**entropy, "constraint": "floor"}))
+    floor, equality = pair({**kl, "constraint": "floor"}, kl)
+    held = torch.cat([layer["beta"][0] for layer in floor.observe(tokens())])[..., 1:] < 1
+    assert 0.05 < held.double().mean() < 0.95
+    assert not same(floor, equality, 1e-6)
+
+
+def test_a_learned_prior() -> None:
+    """It starts at the uniform one. A head whose table falls by c with every token adds -c (i - j) to its logits: with
+    an inactive floor that is softmax attention with a linear bias. What lies beyond the context is no part of it.
+    """
+    start = tiny("kl", prior="learned")
+    assert all(not block.attn.prior_table.any() for block in start.blocks)
+    assert start.blocks[0].attn.prior_table.shape == (3, 8)
+    learned, uniform = pair({"name": "kl", "prior": "learned"}, {"name": "kl"})
+    assert not same(learned, uniform, 1e-6)
+    for block in learned.blocks:
+        block.attn.prior_table.data.zero_()
+    assert same(learned, uniform, 1e-11)
+
+    model = shake(tiny("kl", prior="learned", constraint="floor", ratio=0.999, n_layer=1, context=12))
+    attn, u = model.blocks[0].attn, 0.1 * torch.randn(1, 8, 12, generator=seeded(5), dtype=torch.float64)
+    slopes, steps = torch.tensor([0.1, 1.0, -0.3], dtype=torch.float64), torch.arange(12)
+    attn.prior_table.data = -slopes[:, None] * steps
+    q, k, v = (t.unflatten(-1, (3, -1)).transpose(1, 2) for t in attn.qkv(u).chunk(3, dim=-1))
+    away = steps[:8, None] - steps[:8]
+    logits = q @ k.mT / 2 - slopes[:, None, None] * away
+    expected = logits.masked_fill(away < 0, -torch.inf).softmax(dim=-1) @ v
+    found = attn(u, fresh_call(tokens(1, 8)))
+    assert (found - attn.out(expected.transpose(1, 2).flatten(-2))).abs().max() < 1e-11
+
+
 @pytest.mark.parametrize(("keep", "other"), [(1.0, "kl-previous"), (0.0, "kl")])
 def test_the_carried_prior_lies_between(keep: float, other: str) -> None:
     carried, limit = pair({"name": "kl-carried"}, {"name": other})
@@ -255,6 +290,7 @@ def test_checkpointing_recomputes_what_layers_hand_on(settings: dict[str, Any]) 
         ({"attention": "kl", "ratio": 0.0}, "strictly between 0 and 1"),
         ({"splitting": "parallel", "beta": 2.0}, "leave beta out"),
         ({"prior": "previous"}, "has no meaning here"),
+        ({"attention": "kl", "prior": "learned", "detach_prior": True}, "detach_prior = true would leave the table"),
         ({"embedding_skip": True, "embedding_skip_start": float("nan")}, "finite"),
     ],
     ids=str,

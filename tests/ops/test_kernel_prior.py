@@ -41,7 +41,7 @@ def poisoned() -> Iterator[None]:
 Chain = Callable[..., tuple[Tensor, Tensor]]
 
 
-def twin_chain(detach: bool = False) -> Chain:
+def twin_chain(detach: bool = False, ceiling: float | None = None) -> Chain:
     def chain(q: Tensor, k: Tensor, v: Tensor, radius: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         visible = torch.ones(q.shape[3], q.shape[3], dtype=torch.bool, device=q.device).tril()
         outs: list[Tensor] = []
@@ -49,7 +49,7 @@ def twin_chain(detach: bool = False) -> Chain:
         for layer in range(len(q)):
             scores = q[layer] @ k[layer].mT / math.sqrt(q.shape[-1])
             prior = None if below is None else keep[layer, :, None, None] * below
-            solved = constrained_softmax(scores, radius[layer], visible, prior)
+            solved = constrained_softmax(scores, radius[layer], visible, prior, ceiling=ceiling)
             below = solved.log_weights.detach() if detach else solved.log_weights
             outs.append(solved.weights @ v[layer])
         assert below is not None
@@ -58,13 +58,13 @@ def twin_chain(detach: bool = False) -> Chain:
     return chain
 
 
-def kernel_chain(packed: bool, detach: bool = False) -> Chain:
+def kernel_chain(packed: bool, detach: bool = False, ceiling: float | None = None) -> Chain:
     def chain(q: Tensor, k: Tensor, v: Tensor, radius: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
         outs: list[Tensor] = []
         below = None
         for layer in range(len(q)):
             out, below = constrained.prior_attention(
-                q[layer], k[layer], v[layer], radius[layer], below, keep[layer], packed=packed
+                q[layer], k[layer], v[layer], radius[layer], below, keep[layer], ceiling, packed=packed
             )
             below = below.detach() if detach else below
             outs.append(out)
@@ -99,11 +99,17 @@ def distance(x: Tensor, y: Tensor) -> float:
     return ((x.double() - y).norm() / y.norm().clamp_min(1e-30)).item()
 
 
-def compare(arguments: list[Tensor], bound: float, *, packed: bool, detach: bool = False, last: bool = False) -> None:
-    found = run(kernel_chain(packed, detach), arguments, last)
-    expected = run(twin_chain(detach), [x.double() for x in arguments], last)
-    plain = run(twin_chain(detach), [x.float() for x in arguments], last)
-    for name, x, y, p in zip(NAMES, found, expected, plain, strict=True):
+def compare(arguments: list[Tensor], bound: float, *, packed: bool, last: bool = False, **how: Any) -> None:
+    compare_with_twin(kernel_chain(packed, **how), twin_chain(**how), arguments, bound, last, NAMES)
+
+
+def compare_with_twin(
+    kernel: Chain, twin: Chain, arguments: list[Tensor], bound: float, last: bool, names: tuple[str, ...]
+) -> None:
+    found = run(kernel, arguments, last)
+    expected = run(twin, [x.double() for x in arguments], last)
+    plain = run(twin, [x.float() for x in arguments], last)
+    for name, x, y, p in zip(names, found, expected, plain, strict=True):
         assert x.isfinite().all(), name
         # sixteen times the twin's error, which is one draw: gradients of short rows are differences that nearly vanish
         assert distance(x, y) <= max(bound, 16 * distance(p, y)), name
@@ -118,11 +124,61 @@ def compare(arguments: list[Tensor], bound: float, *, packed: bool, detach: bool
         pytest.param(1, 32, 64, 0.1, {}, marks=pytest.mark.slow),
         pytest.param(1, 17, 128, 0.02, {}, marks=pytest.mark.slow),
         (1, 20, 32, 0.1, {"detach": True}),
+        (1, 20, 32, 0.1, {"last": True, "ceiling": 0.7}),
     ],
 )
 def test_chains_equal_the_twin(heads: int, length: int, d: int, ratio: float, options: dict[str, Any]) -> None:
     """fp32 everywhere: sums in another order; 5e-7 to 5e-6 measured."""
     compare(inputs(3, heads, length, d, ratio, torch.float32), 2e-5, packed=False, **options)
+
+
+def test_the_ceiling_of_the_test_holds_some_rows() -> None:
+    q, k, _, radius, keep = (x[0] for x in inputs(1, 1, 20, 32, 0.1, torch.float32))
+    below = torch.zeros(2, 1, 20, 20, device=DEVICE)
+    active = constrained.solve_with_prior(q, k, radius, below, keep, 0.7)[4, :, :, 1:] > 0
+    assert 0.1 < active.float().mean() < 0.9
+
+
+def twin_table(ceiling: float | None) -> Chain:
+    def attend(q: Tensor, k: Tensor, v: Tensor, radius: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        length = q.shape[2]
+        place = torch.arange(length, device=q.device)
+        distance = place[:, None] - place
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        solved = constrained_softmax(scores, radius, distance >= 0, table[:, distance.clamp_min(0)], ceiling=ceiling)
+        return solved.weights @ v, torch.zeros(())
+
+    return attend
+
+
+def kernel_table(ceiling: float | None) -> Chain:
+    return lambda *arguments: (constrained.table_attention(*arguments, ceiling), torch.zeros(()))
+
+
+def table_inputs(heads: int, length: int, d: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, radius of a call and a table (H, length + 3): sequences are shorter than a context."""
+    first = [x[0] for x in inputs(1, heads, length, d, 0.1, dtype)[:4]]
+    return [*first, 2 * torch.randn(heads, length + 3, generator=seeded(7)).to(DEVICE)]
+
+
+TABLE_NAMES = ("O", "nothing", "dq", "dk", "dv", "dradius", "dtable")
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "d", "ceiling"),
+    [
+        (1, 1, 32, None),
+        (1, 2, 32, None),
+        (2, 21, 32, None),
+        (1, 20, 16, 0.7),
+        pytest.param(1, 32, 64, None, marks=pytest.mark.slow),  # a multiple of the blocks
+    ],
+)
+def test_a_learned_prior_equals_the_twin(heads: int, length: int, d: int, ceiling: float | None) -> None:
+    """fp32: sums in another order, as in a chain; entries of the table that no pair of tokens reaches get zero."""
+    arguments = table_inputs(heads, length, d, torch.float32)
+    compare_with_twin(kernel_table(ceiling), twin_table(ceiling), arguments, 2e-5, False, TABLE_NAMES)
+    assert not run(kernel_table(ceiling), arguments)[6][:, length:].any()
 
 
 @pytest.mark.parametrize("length", [1, 20])
@@ -142,7 +198,7 @@ def test_blocks_of_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def special(
-    scores: list[list[float]], radius: float, log_prior: list[list[float]]
+    scores: list[list[float]], radius: float, log_prior: list[list[float]], ceiling: float = math.inf
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The weights of the last row of several problems, beta there, and the gradients for q, radius, prior."""
     problems, t = len(scores), len(scores[0])
@@ -153,7 +209,7 @@ def special(
     eye = torch.eye(16, device=DEVICE).expand(s.shape)
     r = torch.full((1, problems, 16), radius, device=DEVICE, requires_grad=True)
     keep = torch.ones(problems, device=DEVICE)
-    out, _, rows, log_a = constrained._forward(q, eye, eye, r, p, keep, math.inf, torch.float32)
+    out, _, rows, log_a = constrained._forward(q, eye, eye, r, p, keep, ceiling, torch.float32)
     weight = torch.arange(1.0, 17, device=DEVICE) ** 2
     grads = torch.autograd.grad((out[:, t - 1] * weight).sum(), (q, r, p))
     weights = out[0, t - 1, :, :t].detach().cpu()
@@ -174,6 +230,22 @@ def test_rows_that_stay_at_the_prior() -> None:
         assert not dq.any()
         assert not dr.any()
         torch.testing.assert_close(dp[0, 0, :3], q * (weight - (q * weight).sum()), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_at_the_ceiling() -> None:
+    """Softmax of ln p + ceiling * s, equal scores included, no gradient to the radius; radius <= 0 stays at p."""
+    prior = torch.tensor([0.0, 0.5, 1.0, -1.0], requires_grad=True)
+    for scores in ([0.0, 4.0, 4.0, 1.0], [2.0, 2.0, 2.0, 2.0]):
+        weights, beta, (dq, dr, dp) = special([scores], 2.0, [prior.tolist()], ceiling=0.5)
+        assert beta == 0.5
+        s = torch.tensor(scores, requires_grad=True)
+        a = (prior + 0.5 * s).softmax(dim=-1)
+        torch.testing.assert_close(weights[0], a.detach(), rtol=0, atol=1e-6)
+        expected = torch.autograd.grad((a * torch.arange(1.0, 5) ** 2).sum(), (s, prior))
+        torch.testing.assert_close(4 * dq[0, 0, :4], expected[0], rtol=1e-5, atol=1e-6)  # q = 4 s
+        torch.testing.assert_close(dp[0, 0, :4], expected[1], rtol=1e-5, atol=1e-6)
+        assert not dr.any()
+    assert special([[0.0, 1.0]], 0.0, [[0.0, 1.0]], ceiling=0.5)[1] == 0
 
 
 def test_rows_out_of_reach() -> None:
@@ -227,21 +299,28 @@ def test_hard_priors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["kl-previous", "kl-carried"])
-def test_models_use_the_kernels(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [("kl-previous", {}), ("kl-carried", {}), ("kl-previous", {"constraint": "floor"}), ("kl", {"prior": "learned"})],
+    ids=["previous", "carried", "floor", "learned"],
+)
+def test_models_use_the_kernels(preset: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and the gradients of all parameters, keep included, as without kernels, up to the rounding of ln a."""
     torch.use_deterministic_algorithms(False)  # the embedding's backward
-    model = shake(tiny(preset, dtype=torch.float32, n_head=1, d_model=32, n_layer=2, context=16), scale=0.1).to(DEVICE)
+    sizes = {"n_head": 1, "d_model": 32, "n_layer": 2, "context": 16}
+    model = shake(tiny(preset, dtype=torch.float32, **sizes, **options), scale=0.1).to(DEVICE)
     ids = tokens(1, 16).to(DEVICE)
     asked = []
-    kept = constrained.prior_attention
+    learned = options.get("prior") == "learned"
+    name = "table_attention" if learned else "prior_attention"
+    kept = getattr(constrained, name)
 
-    def counted(*arguments: Any, packed: bool) -> tuple[Tensor, Tensor]:
+    def counted(*arguments: Any, packed: bool = False) -> Any:
         asked.append(arguments[4] is not None)
         assert not packed  # fp32 keeps its digits
-        return kept(*arguments, packed=packed)
+        return kept(*arguments) if learned else kept(*arguments, packed=packed)
 
-    monkeypatch.setattr(constrained, "prior_attention", counted)
+    monkeypatch.setattr(constrained, name, counted)
 
     def results() -> list[Tensor]:
         logits = model(ids).logits
@@ -251,10 +330,10 @@ def test_models_use_the_kernels(preset: str, monkeypatch: pytest.MonkeyPatch) ->
 
     with kernels.interpreted():
         found = results()
-    assert asked == [False, True]
+    assert asked == [learned, True]
     with kernels.off():
         expected = results()
-    assert asked == [False, True]
+    assert len(asked) == 2
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=4e-3 * y.abs().max().item())
 
@@ -334,6 +413,18 @@ class TestOnTheGPU:
     def test_bf16(self, d: int, length: int) -> None:
         """Weights and their gradients rounded to bf16 before they multiply, and the gradient of ln a when stored."""
         compare(inputs(3, 2, length, d, 0.1, torch.bfloat16), 1.5e-2, packed=True)
+
+    @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.bfloat16, 1.5e-2)])
+    @pytest.mark.parametrize("d", [32, 64, 128])
+    @pytest.mark.parametrize("length", [1, 127, 256, 600])
+    @pytest.mark.parametrize("ceiling", [None, 0.7])
+    def test_floors_and_learned_priors(
+        self, d: int, length: int, dtype: torch.dtype, bound: float, ceiling: float | None
+    ) -> None:
+        arguments = table_inputs(2, length, d, dtype)
+        compare_with_twin(kernel_table(ceiling), twin_table(ceiling), arguments, bound, False, TABLE_NAMES)
+        if ceiling is not None:
+            compare(inputs(3, 2, length, d, 0.1, dtype), bound, packed=dtype == torch.bfloat16, ceiling=ceiling)
 
     def test_the_same_bits_twice(self) -> None:
         arguments = inputs(2, 3, 500, 64, 0.1, torch.bfloat16)

@@ -109,6 +109,8 @@ FAMILIES = [
     ("kl", {}, 2),
     ("kl-previous", {}, 2),
     ("kl-carried", {"splitting": "strang"}, 2),
+    ("kl-carried", {"constraint": "floor", "ratio": 0.02}, 5),
+    ("kl-previous", {"prior": "learned", "document_separator": 3}, 5),
     ("linear", {"value_residual": "free", "document_separator": 3}, 2),
     ("linear-yurii", {"n0": 7}, 5),
     ("linear-symp-ab2", {}, 1),

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from draws import seeded
 from helpers import tiny
 from stepformer.base.errors import ConfigError
 from stepformer.model.roles import Role, declare
 from stepformer.optim import OptimConfig, Optimizers, Schedule, global_norm, scion_init
-from stepformer.training.config import run_config
+from stepformer.training.config import RunConfig, run_config
 from stepping import METHODS, batch_of, both_recipes, roles_of, trainable
 from transcriptions import optimizers as naive
 
@@ -299,7 +300,7 @@ def test_clip_skips_missing_gradients() -> None:
 
 
 @pytest.mark.parametrize("geometry", ["row", "sign"])
-@pytest.mark.parametrize("qkv", ["fused", "split"])
+@pytest.mark.parametrize("qkv", ["fused", "split", "heads"])
 def test_scion_start(qkv: str, geometry: str) -> None:
     model = tiny("yurii")
     before, roles = trainable(model), roles_of(model)
@@ -307,7 +308,8 @@ def test_scion_start(qkv: str, geometry: str) -> None:
     for n, p in model.named_parameters():
         w = p.detach()
         if roles[n] == "matrix":
-            for part in naive.parts_of(w, 3 if qkv == "split" and n.endswith("qkv.weight") else 1):
+            count = {"fused": 1, "split": 3, "heads": 3 * model.config.n_head}[qkv]
+            for part in naive.parts_of(w, count if n.endswith("qkv.weight") else 1):
                 wanted = math.sqrt(part.shape[0] / part.shape[1])
                 assert float(torch.linalg.matrix_norm(part, 2)) == pytest.approx(wanted, rel=1e-9)
         elif roles[n] == "embedding":
@@ -316,3 +318,69 @@ def test_scion_start(qkv: str, geometry: str) -> None:
                 assert torch.equal(w, before[n].sign())
         else:
             assert torch.equal(w, before[n])
+
+
+# Converged polar factors, which Scion and PolarGrad take unless told otherwise.
+
+
+def test_polar_methods_when_unset() -> None:
+    """Muon keeps its five steps; a run that was stored without the word keeps them, too, whatever its optimizer."""
+    unset = {name: OptimConfig(name=name).polar for name in ("muon", "adamw", "scion", "polargrad")}
+    converged = {"scion": "polar-express", "polargrad": "polar-express"}
+    assert unset == {"muon": "newton-schulz", "adamw": "newton-schulz"} | converged
+    for name, method in converged.items():
+        run = run_config("vanilla", [f"optim.name={name}"])
+        stored = run.to_dict()
+        assert stored["optim"]["polar"] == method
+        assert RunConfig.from_dict(stored) == run
+        for old in ({**stored["optim"], "polar": "newton-schulz"}, without(stored["optim"], "polar")):
+            again = RunConfig.from_dict({**stored, "optim": old})
+            assert again.optim.polar == "newton-schulz"
+            assert RunConfig.from_dict(again.to_dict()) == again
+
+
+def without(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k != key}
+
+
+def scion_excess(**settings: Any) -> float:
+    """The largest |W|_2 / (radius sqrt(out/in)) of any matrix in 60 steps that all go one way, from Scion's start."""
+    model = tiny("yurii", dtype=torch.float32)
+    config = OptimConfig(name="scion", radius=1.0, lr=0.2, schedule="constant", warmup=0, own_init=True, **settings)
+    scion_init(model, config)
+    opt = Optimizers(model, config, 60)
+    matrices = [p.detach() for n, p in model.named_parameters() if roles_of(model)[n] == "matrix"]
+    x, y = batch_of(0)
+    model(x, y).loss.backward()  # the same gradient ever after: weights go to the border of the ball
+    worst = 0.0
+    for t in range(60):
+        opt.step(t)
+        norms = [float(torch.linalg.matrix_norm(p, 2)) / math.sqrt(p.shape[0] / p.shape[1]) for p in matrices]
+        worst = max(worst, *norms)
+    return worst
+
+
+def test_scion_stays_in_its_ball_by_default() -> None:
+    """W <- (1 - lr/r) W - lr sqrt(out/in) polar(M) keeps |W|_2 <= r sqrt(out/in); five Newton-Schulz steps do not."""
+    assert 0.999 < scion_excess() < 1 + 1e-4  # fp32: polar factors err by 1e-5
+    assert 0.999 < scion_excess(polar="svd") < 1 + 1e-5
+    assert scion_excess(polar="newton-schulz") > 1.1
+
+
+def test_polargrad_takes_the_nuclear_norm_by_default() -> None:
+    """Its step along M is |M|_* polar(M), so that <M, step> = |M|_*^2; five Newton-Schulz steps find 0.83 to 0.86 of
+    |M|_*, twice.
+    """
+
+    def share(**settings: Any) -> float:
+        model = nn.Linear(256, 128, bias=False)
+        start, grad = model.weight.detach().clone(), torch.randn(128, 256, generator=seeded(0))
+        model.weight.grad = grad.clone()
+        config = OptimConfig(name="polargrad", lr=1.0, momentum=0.0, schedule="constant", warmup=0, **settings)
+        Optimizers(model, config, 10).step(0)
+        nuclear = torch.linalg.svdvals(grad.double()).sum()
+        return math.sqrt(((start - model.weight.detach()).double() * grad).sum() / nuclear**2)
+
+    assert share() == pytest.approx(1.0, abs=1e-4)
+    assert share(polar="svd") == pytest.approx(1.0, abs=1e-5)
+    assert 0.8 < share(polar="newton-schulz") < 0.9

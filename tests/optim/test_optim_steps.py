@@ -39,7 +39,8 @@ def compare(name: str, **settings: Any) -> float:
     model, reference = tiny("yurii"), tiny("yurii")
     start, roles = trainable(model), roles_of(model)
     opt = Optimizers(model, config, recipe.steps)
-    theirs = naive.Naive(recipe, roles, {n: 3 for n in roles if n.endswith("qkv.weight")})
+    count = 3 * (model.config.n_head if config.qkv == "heads" else 1)
+    theirs = naive.Naive(recipe, roles, {n: count for n in roles if n.endswith("qkv.weight")})
     weights, worst, bitten = trainable(reference), 0.0, 0
     for t in range(5):
         opt.zero_grad()
@@ -53,7 +54,7 @@ def compare(name: str, **settings: Any) -> float:
         bitten += expected_norm > recipe.clip > 0
         worst = max(worst, *(float((p.detach() - weights[n]).abs().max()) for n, p in model.named_parameters()))
     assert bitten == 5 or recipe.clip == 0
-    for role in Role:
+    for role in set(roles.values()):
         moved = min(float((weights[n] - start[n]).abs().max()) for n, r in roles.items() if r == role)
         assert moved > 1e-4 * LR[role], role
     return worst
@@ -63,7 +64,7 @@ def compare(name: str, **settings: Any) -> float:
 AGREE = 1e-10
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("qkv", ["fused", "split", "heads"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -81,11 +82,11 @@ AGREE = 1e-10
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values() if not isinstance(value, dict)),
 )
-def test_optimizer_is_its_transcription(settings: dict[str, Any], split: bool) -> None:
-    assert compare(**settings, split=split) < AGREE
+def test_optimizer_is_its_transcription(settings: dict[str, Any], qkv: str) -> None:
+    assert compare(**settings, qkv=qkv) < AGREE
 
 
-def test_split_and_fused_differ() -> None:
+def test_fused_split_and_heads_differ() -> None:
     """The comparison above could not tell them apart if they did not."""
 
     def after(qkv: str) -> dict[str, Tensor]:
@@ -96,10 +97,19 @@ def test_split_and_fused_differ() -> None:
         opt.step(0)
         return trainable(model)
 
-    fused, split = after("fused"), after("split")
-    assert set(stacked_parts(tiny("yurii"))) == {n for n in fused if n.endswith("qkv.weight")}
+    fused, split, heads = after("fused"), after("split"), after("heads")
+    assert set(stacked_parts(tiny("yurii"), "split")) == {n for n in fused if n.endswith("qkv.weight")}
     for name in fused:
         assert torch.equal(fused[name], split[name]) != name.endswith("qkv.weight")
+        assert torch.equal(split[name], heads[name]) != name.endswith("qkv.weight")
+
+
+def test_matrices_of_heads() -> None:
+    """Queries, keys and values of every head; the two branches of a gated MLP have no heads."""
+    model = tiny("yurii", mlp="swiglu")
+    counts = {"attn.qkv.weight": 3 * model.config.n_head, "mlp.up.weight": 2}
+    assert stacked_parts(model, "heads") == {f"blocks.{i}.{n}": c for i in range(2) for n, c in counts.items()}
+    assert stacked_parts(model, "fused") == {}
 
 
 @pytest.mark.parametrize("polar_dtype", ["auto", "bf16", "fp32", "fp64"])
@@ -205,7 +215,7 @@ def test_a_schedule_compiles_nothing_again(device: str) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("qkv", ["fused", "split"])
+@pytest.mark.parametrize("qkv", ["fused", "split", "heads"])
 def test_stacks_that_stay(monkeypatch: pytest.MonkeyPatch, qkv: str, nesterov: bool) -> None:
     """Stacks in fixed memory are a way to the same steps; gradients and averages stay as they are."""
 
@@ -227,9 +237,7 @@ def test_stacks_that_stay(monkeypatch: pytest.MonkeyPatch, qkv: str, nesterov: b
     fixed, fixed_state, stacks = after()
     assert not none
     matrices = sum(
-        stacked_parts(tiny("yurii")).get(n, 1) if qkv == "split" else 1
-        for n, _, role in named_roles(tiny("yurii"))
-        if role is Role.MATRIX
+        stacked_parts(tiny("yurii"), qkv).get(n, 1) for n, _, role in named_roles(tiny("yurii")) if role is Role.MATRIX
     )
     assert sum(len(stack) for stack in stacks) == matrices
     for n in plain:

@@ -78,6 +78,10 @@ CONSTRAINED: list[Settings] = [
     {"attention": "kl", "prior": "previous", "detach_prior": True},
     {"attention": "kl", "prior": "carried"},
     {"attention": "kl", "prior": "carried", "target": "token", "ratio": 0.05},
+    {"attention": "kl", "prior": "learned"},
+    {"attention": "kl", "constraint": "floor", "ratio": 0.02},
+    {"attention": "kl", "constraint": "floor", "prior": "previous", "tau": 0.5, "target": "head"},
+    {"attention": "kl", "constraint": "floor", "prior": "learned", "ratio": 0.02},
 ]
 STEPS: list[Settings] = [
     {"template": "gd", "alpha": 0.5, "beta": 2.0},

@@ -22,6 +22,7 @@ ARCHITECTURES: list[dict[str, Any]] = [
     {"name": "linear-symp-conformal-euler"},  # two states a call
     {"name": "symp-presymp-euler"},
     {"name": "kl-carried"},
+    {"name": "kl", "prior": "learned"},  # distances between tokens
 ]
 
 

@@ -26,7 +26,7 @@ def both_recipes(
     name: str,
     *,
     polar: str = "svd",
-    split: bool = False,
+    qkv: str = "fused",
     steps: int = 8,
     wd: dict[str, float] | None = None,
     **other: Any,
@@ -38,14 +38,14 @@ def both_recipes(
         "warmup": 3, "momentum": 0.9, "momentum_start": 0.6, "momentum_warmup": 4, "clip": 0.5, "floor": 0.2, **other,
     }  # fmt: skip
     config = OptimConfig(
-        name=name, polar=polar, qkv="split" if split else "fused", beta1=0.8, beta2=0.9, eps=1e-6,
+        name=name, polar=polar, qkv=qkv, beta1=0.8, beta2=0.9, eps=1e-6,
         lr=LR["matrix"], **{f"lr_{role}": LR[role] for role in LR if role != "matrix"},
         **{f"wd_{role}": value for role, value in decay.items()},
         **({"embedding_geometry": table} if table else {}), **({"scaling": scaling} if scaling else {}), **shared,
     )  # fmt: skip
     recipe = naive.Recipe(
         name=name, lr=LR, wd=decay, steps=steps, betas=(0.8, 0.9), eps=1e-6, quintics=QUINTICS[polar],
-        scaling=scaling or SCALING[name], split=split, table=table or "row", **shared,
+        scaling=scaling or SCALING[name], split=qkv != "fused", table=table or "row", **shared,
     )  # fmt: skip
     return config, recipe
 

@@ -74,11 +74,12 @@ def raw_of(bank: CoefficientBank | None) -> dict[str, Any]:
 def attention_of(attn: Any) -> dict[str, Any]:
     linear = {"kernel": "A", "value": "V"} if "kernel" in dict(attn.named_children()) else {"value": "value"}
     names = {"qkv": "qkv", "out": "out", "query": "query", "key": "key", "root": "root", "ratio_map": "ratio_map"}
+    table = getattr(attn, "prior_table", None)
     return {
         theirs: getattr(attn, ours).weight
         for ours, theirs in {**names, **linear}.items()
         if getattr(attn, ours, None) is not None
-    }
+    } | ({} if table is None else {"prior_table": table})
 
 
 def transcribe(model: Model, tokens: Tensor) -> Tensor | None:

@@ -75,12 +75,16 @@ def ratios(u: Tensor, b: Block, rule: Rule) -> Tensor:
     return sigmoid(b["attn_coef"]["r"] + u @ b["ratio_map"].T)
 
 
-def prior(row: tuple[int, int, int], scores: Tensor, b: Block, rule: Rule) -> Tensor:
-    """log q of one row, from the latest attention call (uniform if there was none).
+def prior(row: tuple[int, int, int], seen: list[int], scores: Tensor, b: Block, rule: Rule) -> Tensor:
+    """log q of one row, from the latest attention call (uniform if there was none), or from a table.
 
-    uniform: -ln t;  previous: log a_prev;  carried: keep log a_prev + (1 - keep) (-ln t), renormalised.
+    uniform: -ln t;  previous: log a_prev;  carried: keep log a_prev + (1 - keep) (-ln t), renormalised;
+    learned: c_{h, i-j} for the query's own position i and each visible j, renormalised.
     """
     memory: Memory = rule["memory"]
+    if rule["prior"] == "learned":
+        raw = torch.stack([b["prior_table"][row[1], row[2] - j] for j in seen])
+        return raw - torch.logsumexp(raw, dim=0)
     if rule["attention"] == "entropy" or rule["prior"] == "uniform" or memory.log_weights is None:
         return uniform(scores)
     before = memory.log_weights[row]
@@ -94,9 +98,9 @@ def prior(row: tuple[int, int, int], scores: Tensor, b: Block, rule: Rule) -> Te
 
 
 def ceiling(scores: Tensor, rule: Rule) -> Tensor:
-    """The largest beta: 300 / std(s), and 1/tau where the entropy only has a floor."""
+    """The largest beta: 300 / std(s), and 1/tau where there is only a floor."""
     largest = BETA_MAX / ((scores - scores.mean()) ** 2).mean().sqrt()
-    if rule["attention"] == "entropy" and rule["constraint"] == "floor":
+    if rule["constraint"] == "floor":
         return torch.clamp(largest, max=1.0 / rule["tau"])
     return largest
 
@@ -153,7 +157,7 @@ def solved_row(scores: Tensor, log_q: Tensor, goal: Tensor, rule: Rule) -> Tenso
             tally(rule, "flat")
             beta, active = zero, False
         elif slack(highest) >= 0:
-            floor = rule["attention"] == "entropy" and rule["constraint"] == "floor" and highest == 1.0 / rule["tau"]
+            floor = rule["constraint"] == "floor" and highest == 1.0 / rule["tau"]
             tally(rule, "inactive" if floor else "capped")
             beta, active = highest, False
         else:
@@ -178,7 +182,7 @@ def constrained_weights(scores: list[Tensor], u: Tensor, b: Block, rule: Rule) -
             rows = []
             for i, seen in enumerate(visible):
                 s_row = scores[h][s, i, seen]
-                log_q = prior((s, h, i), s_row, b, rule)
+                log_q = prior((s, h, i), seen, s_row, b, rule)
                 log_a = solved_row(s_row, log_q, target(r[s, i, h], len(seen), rule), rule)
                 latest[s, h, i] = log_a
                 index = torch.tensor(seen, device=u.device)

@@ -1,7 +1,7 @@
 """Parameter optimizers written out naively in fp64, one parameter at a time, from the mathematics alone.
 
 Nothing here is batched, fused or in place; every polar factor goes through an SVD, so that an iteration is stated by
-what it does to singular values: M = U diag(s) V^T becomes U diag(p(s / |s|)) V^T.
+what it does to singular values: M = U diag(s) V^T becomes U diag(p(s / |s|)) V^T, or p(s / 1e-7) where |s| is smaller.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 Quintics = Sequence[tuple[float, float, float]]
 JORDAN: Quintics = ((3.4445, -4.7750, 2.0315),) * 5
+EPS = 1e-7  # Muon's: the smallest norm that an iteration divides by
 
 
 def compose(quintics: Quintics, x: Tensor) -> Tensor:
@@ -32,7 +33,7 @@ def polar_by_svd(matrix: Tensor, quintics: Quintics | None = None, tiny: float =
     if quintics is None:
         image = (s > tiny * s[0]).to(s.dtype)
     else:
-        image = compose(quintics, s / s.square().sum().sqrt())
+        image = compose(quintics, s / max(float(s.square().sum().sqrt()), EPS))
     return u @ torch.diag(image) @ vt
 
 

@@ -22,6 +22,7 @@ Weights `w`
         and optionally coef_value {key: value}, which replaces the mapped coefficient (for exact 0 and 1);
         for the attention:
             softmax, entropy, kl   qkv (3d, d), out (d, d); attn_coef "r", "keep" (n_head,), ratio_map (n_head, d)
+            kl, learned prior      prior_table (n_head, Tmax)
             linear                 A (d, d), V (d, d), attn_coef "h"
             hamiltonian            query (d, d), key (d, d), root (d, d) or value (d, d), attn_coef "kappa"
             linear-hamiltonian     A (d, d), V (d, d)

@@ -120,7 +120,7 @@ CHOICES = {
     "target": ("fixed", "head", "token"),
     "target_form": ("log", "support"),
     "constraint": ("equality", "floor"),
-    "prior": ("uniform", "previous", "carried"),
+    "prior": ("uniform", "previous", "carried", "learned"),
     "force": ("row", "query"),
     "kernel": ("single", "per-head"),
     "metric": ("learned", "derived"),

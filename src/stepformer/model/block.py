@@ -27,7 +27,8 @@ class Block(nn.Module):
         self.splitting: Splitting = own["splitting"](layer=layer, n_layer=config.n_layer)
 
         self.attn_norm = make_norm(config.norm, d, eps=eps, bias=bias)
-        self.attn: Attention = own["attention"](d, config.n_head, bias=bias, rotary=rotary)
+        longest = {"context": config.context} if config.component("attention").takes_context else {}
+        self.attn: Attention = own["attention"](d, config.n_head, bias=bias, rotary=rotary, **longest)
         self.attn.moves_with_new_momentum = getattr(self.template, "moves_with_new_momentum", False)
         self.mlp_norm = make_norm(config.norm, d, eps=eps, bias=bias)
         self.mlp: MLP = own["mlp"](d, config.mlp_hidden, bias=bias)

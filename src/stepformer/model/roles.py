@@ -27,7 +27,7 @@ def declare(module: nn.Module, **roles: Role) -> None:
 def _roles_of(module: nn.Module) -> dict[str, Role]:
     declared = getattr(module, "parameter_roles", None)
     if declared is not None:
-        return declared
+        return {name: Role(role) for name, role in declared.items()}
     if isinstance(module, CoefficientBank):
         return dict.fromkeys(module.specs, Role.COEFFICIENT)
     if isinstance(module, nn.Linear):

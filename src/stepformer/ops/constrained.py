@@ -8,7 +8,8 @@ and in a chain of calls, with the weights a_below of the call before,
 
     a = softmax(ln p + beta s),   KL(a || p) = rho,   p ~ a_below^keep;        dO, dln a -> also dln a_below, dkeep,
 
-where ln a is an output, too, for the next call. The first call of a chain has no prior: one kernel more writes ln a.
+where ln a is an output, too, for the next call. The first call of a chain has no prior: one kernel more writes ln a. A
+learned prior ln p = c_{i-j} is a table (H, T), read by the same kernels as a matrix whose rows are one apart, backward.
 
 The twin is `ops.constraint.constrained_softmax`, whose conventions hold here: rho <= 0 and equal scores give
 beta = 0 (or the ceiling), unreachable rows beta_max; no gradient passes through beta in these. Two kernels forward
@@ -23,7 +24,8 @@ gradient in bf16, since it would vanish in fp16. Autograd gives a gradient the d
 travels from call to call is declared bf16, but its bits are fp16: `unpacked` makes numbers of them. Entries above the
 diagonal, of it and of its gradient, are not written and not read.
 
-Saved for the backward: q, k, v, O, W (as O), five numbers per row or six, and ln a_below.
+Saved for the backward: q, k, v, O, W (as O), five numbers per row or six, and ln a_below. The gradient of a table is
+summed over (B, H, T, T) entries in the dtype of q, hence T <= 2048 here, too.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from stepformer.ops.operators import Kept, differentiable, operator
 from stepformer.ops.prior_solve import solve_prior_rows
 
 HEAD_DIMS = (16, 32, 64, 128)
-LONGEST = 2048  # tokens of a chain
+LONGEST = 2048  # tokens where there is a prior
 PASSES = 12  # over the keys at most; blocks of hard scores took 4 to 7, one 10
 # A step of ln b below it, times max(1, b std_a(S)), is not looked at again: what is left of it, about its cube, is
 # corrected to first order in O by the gathering pass. W is not: dq and dk err by up to 8e-4 at 0.1, far below bf16.
@@ -104,10 +106,12 @@ def tiles(like: Tensor, chained: bool = False) -> Tiles:
     return Tiles(solve, gather, Tile(64, 32) if chained else Tile(64, 32, 4, 3), key, 64)
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, *, chained: bool = False) -> bool:
-    """Whether the kernels know these shapes: as many keys as queries, in a chain not too many, a power of two wide."""
+def takes(q: Tensor, k: Tensor, v: Tensor, *, square: bool = False) -> bool:
+    """Whether the kernels know these shapes: as many keys as queries, a power of two wide; with `square`, where all
+    pairs of tokens have an entry in memory, not too many.
+    """
     same = q.shape == k.shape == v.shape and q.dtype == k.dtype
-    return same and q.shape[-1] in HEAD_DIMS and 0 < q.shape[2] <= (LONGEST if chained else math.inf)
+    return same and q.shape[-1] in HEAD_DIMS and 0 < q.shape[2] <= (LONGEST if square else math.inf)
 
 
 def constrained_attention(q: Tensor, k: Tensor, v: Tensor, radius: Tensor, ceiling: float | None) -> Tensor:
@@ -123,10 +127,11 @@ def prior_attention(
     radius: Tensor,
     below: Tensor | None,
     keep: Tensor | None = None,
+    ceiling: float | None = None,
     *,
     packed: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(O (B, H, T, d), ln a (B, H, T, T)) of causal attention at the radius, (B, H, T) and fp32.
+    """(O (B, H, T, d), ln a (B, H, T, T)) of causal attention at the radius, (B, H, T) and fp32; beta <= ceiling.
 
     below: ln a of the call before, packed or fp32; None: the prior is uniform. keep: (H,), 1 if None. packed: whether
     ln a leaves packed, or in fp32.
@@ -135,8 +140,18 @@ def prior_attention(
         keep = None
     else:
         keep = torch.ones(q.shape[1], device=q.device) if keep is None else keep.float().contiguous()
-    out, _, _, log_a = _forward(q, k, v, radius, below, keep, math.inf, PACKED if packed else torch.float32)
+    largest = math.inf if ceiling is None else ceiling
+    out, _, _, log_a = _forward(q, k, v, radius, below, keep, largest, PACKED if packed else torch.float32)
     return out.transpose(1, 2), log_a
+
+
+def table_attention(
+    q: Tensor, k: Tensor, v: Tensor, radius: Tensor, table: Tensor, ceiling: float | None = None
+) -> Tensor:
+    """O (B, H, T, d) from the prior softmax(c_{i-j}) with the table c (H, T or more); beta <= ceiling."""
+    below, ones = table[:, : q.shape[2]].float(), torch.ones(q.shape[1], device=q.device)
+    out, *_ = _forward(q, k, v, radius, below, ones, math.inf if ceiling is None else ceiling, None)
+    return out.transpose(1, 2)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -160,6 +175,17 @@ def _bits(log_a: Tensor | None) -> Tensor | None:
     return log_a.view(torch.float16) if log_a.dtype == PACKED else log_a
 
 
+def _prior(below: Tensor | None, length: int) -> tuple[Any, ...]:
+    """A prior as kernels see it, and how far its batches, heads and rows lie apart; keys lie side by side."""
+    if below is None:
+        return None, None, None, None
+    if below.ndim == 4:
+        return _bits(below), *below.contiguous().stride()[:3]
+    # c_{i-j} at place T - 1 - i + j; zeros behind, since keys that a row does not see may be read, too
+    line = torch.cat([below.flip(1), torch.zeros_like(below)], dim=1)
+    return line[:, length - 1 :], 0, 2 * length, -1
+
+
 def solve(q: Tensor, k: Tensor, radius: Tensor, ceiling: float = math.inf, *, count: bool = False) -> Tensor:
     """(4, B, H, T): what `solve_rows` finds, the number of passes in the third place if asked for."""
     batch, heads, length, d = q.shape
@@ -175,18 +201,20 @@ def solve(q: Tensor, k: Tensor, radius: Tensor, ceiling: float = math.inf, *, co
 
 
 def solve_with_prior(
-    q: Tensor, k: Tensor, radius: Tensor, below: Tensor, keep: Tensor | None, *, count: bool = False
-) -> Tensor:
+    q: Tensor, k: Tensor, radius: Tensor, below: Tensor, keep: Tensor | None, ceiling: float = math.inf, *,
+    count: bool = False,
+) -> Tensor:  # fmt: skip
     """(5, B, H, T): what `solve_prior_rows` finds, the number of passes in the last place if asked for."""
     batch, heads, length, d = q.shape
     tile = tiles(q, chained=True).solve
     state = torch.empty(5, batch, heads, length, dtype=torch.float32, device=q.device)
+    prior, *apart = _prior(below, length)
     solve_prior_rows[(triton.cdiv(length, tile.queries), batch * heads)](
-        q, k, _bits(below), keep, radius, state,
-        *q.stride()[:3], *k.stride()[:3], *radius.stride(), length, heads, length, state[0].numel(),
+        q, k, prior, keep, radius, state, *q.stride()[:3], *k.stride()[:3], *radius.stride(), *apart,
+        heads, length, state[0].numel(), ceiling / math.sqrt(d),
         D=d, CHECK=not tile.divides(length), PASSES=EVALUATIONS_WITH_PRIOR[torch.float32], CLOSE=CHAINED_CLOSE[q.dtype],
-        BETA_MAX=BETA_MAX, UNSOLVED=UNSOLVED, PRECISION=_precision(q), STAGES=tile.stages, COUNT=count,
-        **tile.options(),
+        LIMITED=math.isfinite(ceiling), BETA_MAX=BETA_MAX, UNSOLVED=UNSOLVED, PRECISION=_precision(q),
+        STAGES=tile.stages, COUNT=count, **tile.options(),
     )  # fmt: skip
     return state
 
@@ -213,17 +241,21 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, radius: Tensor, below: Tensor | None, keep: Tensor | None, ceiling: float,
     chain: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """chain: the dtype of ln a, if there is a chain; only then may there be a prior, and no ceiling."""
+    """below: ln a of a chain, (B, H, T, T), or a table (H, T). chain: the dtype of the new ln a, in a chain."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     (batch, heads, length, d), prior, wider = q.shape, below is not None, _wider(q, v)
     out, tilt, rows, log_a = _outputs(q, k, v, radius, below, keep, ceiling, chain)
-    state = solve(q, k, radius, ceiling) if below is None else solve_with_prior(q, k, radius, below, keep)
-    total, precision, above = rows[0].numel(), _precision(wider), _bits(log_a)
+    if below is None:
+        state = solve(q, k, radius, ceiling)
+    else:
+        state = solve_with_prior(q, k, radius, below, keep, ceiling)
+    total, precision, above = rows[0].numel(), _precision(wider), _bits(log_a) if chain else None
+    bits, *apart = _prior(below, length)
     tile = tiles(wider, chained=prior).gather
     gather_rows[(triton.cdiv(length, tile.queries), batch * heads)](
-        q, k, v, radius, _bits(below), keep, state, out, tilt, above if prior else None, rows,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *radius.stride(), length if prior else None, heads, length,
-        total, D=d, CHECK=prior and not tile.divides(length), PRECISION=precision,
+        q, k, v, radius, bits, keep, state, out, tilt, above if prior else None, rows,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *radius.stride(), *apart, length if prior else None,
+        heads, length, total, D=d, CHECK=prior and not tile.divides(length), PRECISION=precision,
         STAGES=tile.stages if prior else None, **tile.options(),
     )  # fmt: skip
     if chain and not prior:
@@ -240,7 +272,7 @@ def _gradients(
     grad: Tensor, given: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, tilt: Tensor, rows: Tensor,
     below: Tensor | None, keep: Tensor | None, chained: bool, send: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Unwritten memory for dq, dk, dv, drho, dln a_below and dkeep."""
+    """Unwritten memory for dq, dk, dv, drho, dln a_below (or that of a table) and dkeep."""
     sent = below.new_empty(below.shape) if below is not None and send else rows.new_empty(0)
     return *by_token(q, k, v), rows.new_empty(q.shape[:3]), sent, rows.new_empty(0 if keep is None else q.shape[1])
 
@@ -257,13 +289,17 @@ def _backward(
     dkeep = None if below is None else torch.empty_like(dradius)
     by_query, by_key = tiles(wider, chained).query, tiles(wider, chained).key
     g = grad.stride()  # (B, T, H, d)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], g[0], g[2], g[1])
+    bits, *apart = _prior(below, length)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], g[0], g[2], g[1], *apart)
     sizes = (length if chained else None, heads, length, rows[0].numel())
-    bits, given = _bits(below), None if given is None else given.contiguous()
+    given = None if given is None else given.contiguous()
+    table = below is not None and below.ndim == 2 and send
+    by_distance = q.new_zeros(*q.shape[:3], length) if table else sent
     query_gradient[(triton.cdiv(length, by_query.queries), batch * heads)](
-        q, k, v, out, tilt, grad, rows, bits, keep, given, dq, dradius, dkeep, sent if sent.numel() else None, lines,
+        q, k, v, out, tilt, grad, rows, bits, keep, given, dq, dradius, dkeep,
+        by_distance if by_distance.numel() else None, lines,
         *strides, *sizes, D=d, EXACT=(CHAINED_EXACT if chained else EXACT)[wider.dtype],
-        CHECK=chained and not by_query.divides(length), PRECISION=_precision(wider),
+        CHECK=chained and not by_query.divides(length), TABLE=table, PRECISION=_precision(wider),
         STAGES=by_query.stages if chained else None, **by_query.options(),
     )  # fmt: skip
     check = not by_key.divides(length) if chained else length % by_key.queries != 0
@@ -271,12 +307,14 @@ def _backward(
         q, k, v, grad, lines, bits, keep, given, dk, dv, *strides, *sizes, D=d, CHECK=check,
         PRECISION=_precision(wider), STAGES=by_key.stages if chained else None, **by_key.options(),
     )  # fmt: skip
+    if table:
+        torch.sum(by_distance, (0, 2), dtype=sent.dtype, out=sent)
     return dq, dk, dv, dradius, sent, total if dkeep is None else dkeep.sum((0, 2))
 
 
 def _keep(inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> Kept:
     q, k, v, radius, below, keep, _, chain = inputs
-    return (q, k, v, *outputs[:3], below, keep), (radius.dtype, chain is not None)
+    return (q, k, v, *outputs[:3], below, keep), (radius.dtype, chain is not None or below is not None)
 
 
 def _differentiate(needs: Any, kept: Any, constants: Any, grad: Any, *others: Any) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ def _given_pass(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sums_pass(  # type: ignore[no-untyped-def]
-    q, k, v, grad, below, rows, keep2, b2, mean, c2, kt, vt, pitch, length, last,
+    q, k, v, grad, below, rows, keep2, b2, mean, c2, kt, vt, pt, length, last,
     D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of a, a x, a x^2, a g and a x g."""
@@ -67,7 +67,7 @@ def _sums_pass(  # type: ignore[no-untyped-def]
         g = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
         level = b2[:, None] * x - c2[:, None]
         if below is not None:
-            level += keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, True, True)
+            level += keep2 * load_tile(below, rows[:, None], keys[None, :], pt, length, True, True)
         a = tl.where(keys[None, :] <= rows[:, None], tl.exp2(level), 0.0)
         z += tl.sum(a, 1)
         g0 += tl.sum(a * g, 1)
@@ -81,10 +81,11 @@ def _sums_pass(  # type: ignore[no-untyped-def]
 @triton.jit
 def _query_pass(  # type: ignore[no-untyped-def]
     q, k, v, grad, below, given, sent, rows, keep2, b2, mean, c2, lse2, gain, ratio, dradius,
-    kt, vt, pitch, length, full_tiles, last,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    kt, vt, pt, pitch, length, full_tiles, last,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, TABLE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, without its factor b, and dkeep."""
+    """dq, without its factor b, and dkeep; dl goes to `sent`, if given, with a TABLE to the columns i - j."""
     dq = tl.zeros((rows.shape[0], D), tl.float32)
     dkeep = tl.zeros_like(mean)
     for DIAGONAL in tl.static_range(2):
@@ -96,7 +97,7 @@ def _query_pass(  # type: ignore[no-untyped-def]
             g = tl.dot(grad, tl.trans(values), input_precision=PRECISION)
             level = b2[:, None] * x - c2[:, None]
             if below is not None:
-                log_below = load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+                log_below = load_tile(below, rows[:, None], keys[None, :], pt, length, DIAGONAL, CHECK)
                 level += keep2 * log_below
             a = tl.exp2(level)
             if DIAGONAL:
@@ -111,7 +112,11 @@ def _query_pass(  # type: ignore[no-untyped-def]
                     p = tl.where(keys[None, :] <= rows[:, None], p, 0.0)
                 dl = ds + dradius[:, None] * (a - p)
                 dkeep += tl.sum(dl * log_below, 1)
-                if sent is not None:
+                if TABLE:
+                    at = sent + (rows[:, None] * pitch + rows[:, None] - keys[None, :])
+                    seen = (keys[None, :] <= rows[:, None]) & (rows[:, None] < length)
+                    tl.store(at, dl.to(sent.dtype.element_ty), mask=seen)
+                elif sent is not None:
                     dl = dl * (keep2 * LN2)
                     store_tile(sent, dl, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
     return dq, dkeep
@@ -120,16 +125,16 @@ def _query_pass(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=PLAIN)
 def query_gradient(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, tilt_ptr, grad_ptr, rows_ptr, below, keep_ptr, given,
-    dq_ptr, dradius_ptr, dkeep_ptr, sent, lines_ptr, qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, pitch,
+    dq_ptr, dradius_ptr, dkeep_ptr, sent, lines_ptr, qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, pb, ph, pt, pitch,
     heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, CHECK: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    TABLE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq (B, T, H, D), dradius (B, H, T) and, for the other kernel, lines (5, B, H, T): b / ln 2, H / ln 2, m, dO.O, r.
 
-    With a prior `below` also dkeep (B, H, T) and, if asked for, sent = d ln a_below; rows[5] is its lse, and c stands
-    for H. given: h, if there is one. m stays apart from H + b m, which is large where two scores are close: its
-    rounding would be an error of a.
+    With a prior `below` also dkeep (B, H, T) and, if asked for, sent = d ln a_below (of a TABLE in the order of i - j);
+    rows[5] is its lse, and c stands for H. given: h, if there is one. m stays apart from H + b m, which is large where
+    two scores are close: its rounding would be an error of a.
     """
     batch, head, plane, start, rows, inside, full_tiles, last = query_block(heads, length, BLOCK_M, BLOCK_N)
     if given is not None:
@@ -146,7 +151,7 @@ def query_gradient(  # type: ignore[no-untyped-def]
     lse2 = zero
     keep2 = 0.0
     if below is not None:
-        below += plane * pitch
+        below += batch * pb + head * ph
         lse2 = tl.load(rows_ptr + 5 * total + at, mask=inside, other=0.0) * LOG2E
         keep2 = tl.load(keep_ptr + head) * LOG2E
 
@@ -163,7 +168,7 @@ def query_gradient(  # type: ignore[no-untyped-def]
     off = zero  # E[x]: how far `mean` is from m
     if start < EXACT:
         z, s1, s2, g0, g1 = _sums_pass(
-            q, k, v, grad, below, rows, keep2, b2, mean, c2, kt, vt, pitch, length, last, D, BLOCK_N, PRECISION
+            q, k, v, grad, below, rows, keep2, b2, mean, c2, kt, vt, pt, length, last, D, BLOCK_N, PRECISION
         )
         off = s1 / z
         gain = g0 / z
@@ -190,7 +195,7 @@ def query_gradient(  # type: ignore[no-untyped-def]
 
     dq, dkeep = _query_pass(
         q, k, v, grad, below, given, sent, rows, keep2, b2, mean, c2, lse2, gain, ratio, dradius,
-        kt, vt, pitch, length, full_tiles, last, D, BLOCK_N, CHECK, PRECISION, STAGES,
+        kt, vt, pt, pitch, length, full_tiles, last, D, BLOCK_N, CHECK, TABLE, PRECISION, STAGES,
     )  # fmt: skip
     tl.store(dq_ptr + to, (dq * b[:, None]).to(dq_ptr.dtype.element_ty), mask=inside[:, None])
     if below is not None:
@@ -207,7 +212,7 @@ def _line(pointer, rows, length, other, CHECK: tl.constexpr):  # type: ignore[no
 @triton.jit(do_not_specialize=PLAIN)
 def key_gradient(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, grad_ptr, lines_ptr, below, keep_ptr, given, dk_ptr, dv_ptr,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, pitch, heads, length, total,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, gb, gh, gt, pb, ph, pt, pitch, heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +232,7 @@ def key_gradient(  # type: ignore[no-untyped-def]
     lines_ptr += plane
     keep2 = 0.0
     if below is not None:
-        below += plane * pitch
+        below += batch * pb + head * ph
         keep2 = tl.load(keep_ptr + head) * LOG2E
     if given is not None:
         given += plane * pitch
@@ -249,7 +254,7 @@ def key_gradient(  # type: ignore[no-untyped-def]
             g = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             level = b2[None, :] * x - c2[None, :]
             if below is not None:
-                level += keep2 * load_tile(below, rows[None, :], keys[:, None], pitch, length, not BEYOND, CHECK)
+                level += keep2 * load_tile(below, rows[None, :], keys[:, None], pt, length, not BEYOND, CHECK)
             a = tl.exp2(level)
             if not BEYOND:
                 a = tl.where(keys[:, None] <= rows[None, :], a, 0.0)

@@ -32,12 +32,12 @@ LOWEST = tl.constexpr(-6e4)  # what fp16 holds
 
 @triton.jit
 def _gather_pass(  # type: ignore[no-untyped-def]
-    q, k, v, below, above, rows, keep2, b2, m, c2, kt, vt, pitch, length, full_tiles, last,
+    q, k, v, below, above, rows, keep2, b2, m, c2, kt, vt, pt, pitch, length, full_tiles, last,
     D: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of e x^n, n = 0..3, e V and e x V over x = S - m, e = exp2(b2 x - c2).
 
-    With a prior `below` e = exp2(l + b2 x - c2) = a, there is no sum of e x^3, and ln a is written to `above`.
+    With a prior `below` e = exp2(l + b2 x - c2) = a, there is no sum of e x^3, and ln a goes to `above`, if given.
     """
     zero = tl.zeros_like(b2)
     z, s1, s2, s3 = zero, zero, zero, zero
@@ -49,11 +49,12 @@ def _gather_pass(  # type: ignore[no-untyped-def]
             tile = load_rows(k, keys, kt, length, D, DIAGONAL)
             values = load_rows(v, keys, vt, length, D, DIAGONAL)
             if below is not None:
-                prior = keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+                prior = keep2 * load_tile(below, rows[:, None], keys[None, :], pt, length, DIAGONAL, CHECK)
             x = tl.dot(q, tl.trans(tile), input_precision=PRECISION) - m[:, None]
             level = b2[:, None] * x - c2[:, None]
             if below is not None:
                 level = prior + level
+            if above is not None:
                 log_a = tl.maximum(level * LN2, LOWEST, propagate_nan=tl.PropagateNan.ALL)
                 store_tile(above, log_a, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
             e = tl.exp2(level)
@@ -73,13 +74,13 @@ def _gather_pass(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=PLAIN)
 def gather_rows(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, radius_ptr, below, keep_ptr, state_ptr, out_ptr, tilt_ptr, above, rows_ptr,
-    qb, qh, qt, kb, kh, kt, vb, vh, vt, rb, rh, rt, pitch, heads, length, total,
+    qb, qh, qt, kb, kh, kt, vb, vh, vt, rb, rh, rt, pb, ph, pt, pitch, heads, length, total,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """out, tilt (B, T, H, D) = O, W; rows (5, B, H, T): b, m, H, Var and 1 where the constraint binds.
 
-    With a prior `below`, whose b needs no correction, also above = ln a; then c stands for H, and rows[5] is lse(l).
+    With a prior `below`, whose b needs no correction, c stands for H, rows[5] is lse(l), and above = ln a, if given.
     """
     batch, head, plane, _, rows, inside, full_tiles, last = query_block(heads, length, BLOCK_M, BLOCK_N)
     state = state_ptr + plane + rows
@@ -98,13 +99,14 @@ def gather_rows(  # type: ignore[no-untyped-def]
         active = tl.load(state + 4 * total, mask=inside, other=0.0)
         c2 = c * LOG2E
         keep2 = tl.load(keep_ptr + head) * LOG2E
-        below += plane * pitch
+        below += batch * pb + head * ph
+    if above is not None:
         above += plane * pitch
     q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
     k = k_ptr + batch * kb + head * kh
     v = v_ptr + batch * vb + head * vh
     z, s1, s2, s3, o, w = _gather_pass(
-        q, k, v, below, above, rows, keep2, b * LOG2E, m, c2, kt, vt, pitch, length, full_tiles, last,
+        q, k, v, below, above, rows, keep2, b * LOG2E, m, c2, kt, vt, pt, pitch, length, full_tiles, last,
         D, BLOCK_N, CHECK, PRECISION, STAGES,
     )  # fmt: skip
     z = tl.where(inside, z, 1.0)

@@ -1,7 +1,7 @@
 """Triton kernel of constrained attention with a prior that finds the inverse temperature of every row.
 
-As in `constrained_solve`, with l_j = keep ln a_j of the call below added to every logit. Scores are S_j = q.k_j, a
-row sees the keys j <= i, E and Var are those of its weights a, and q = softmax(l) is the prior:
+As in `constrained_solve`, with l_j added to every logit: keep ln a_j of the call below, or c_{i-j} of a learned table.
+Scores are S_j = q.k_j, a row sees the keys j <= i, E and Var are those of its weights a, q = softmax(l) is the prior:
 
     a ~ exp(l + b S),   D(b) = KL(a || q) = lse(l) - c = rho,   c = ln sum_j exp(l_j + b (S_j - m)),   m = E[S],
     ln a_j = l_j + b (S_j - m) - c,      dD / d ln b = b^2 Var(S),      D(inf) = -ln q(argmax set).
@@ -36,7 +36,7 @@ from stepformer.ops.constrained_solve import (
 
 @triton.jit
 def _prior_pass(  # type: ignore[no-untyped-def]
-    q, k, below, rows, origin, keep2, kt, pitch, length, full_tiles, last,
+    q, k, below, rows, origin, keep2, kt, pt, length, full_tiles, last,
     D: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def _prior_pass(  # type: ignore[no-untyped-def]
         for n in tl.range(full_tiles if DIAGONAL else 0, last if DIAGONAL else full_tiles, BLOCK_N, num_stages=STAGES):
             keys = n + tl.arange(0, BLOCK_N)
             tile = load_rows(k, keys, kt, length, D, DIAGONAL)
-            level = keep2 * load_tile(below, rows[:, None], keys[None, :], pitch, length, DIAGONAL, CHECK)
+            level = keep2 * load_tile(below, rows[:, None], keys[None, :], pt, length, DIAGONAL, CHECK)
             s = tl.dot(q, tl.trans(tile), input_precision=PRECISION)
             d = s - origin[:, None]
             if DIAGONAL:
@@ -80,19 +80,19 @@ def _prior_pass(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=PLAIN)
 def solve_prior_rows(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, below_ptr, keep_ptr, radius_ptr, state_ptr, qb, qh, qt, kb, kh, kt, rb, rh, rt, pitch,
-    heads, length, total,
+    q_ptr, k_ptr, below_ptr, keep_ptr, radius_ptr, state_ptr, qb, qh, qt, kb, kh, kt, rb, rh, rt, pb, ph, pt,
+    heads, length, total, limit,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHECK: tl.constexpr, PASSES: tl.constexpr,
-    CLOSE: tl.constexpr, BETA_MAX: tl.constexpr, UNSOLVED: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, COUNT: tl.constexpr,
+    CLOSE: tl.constexpr, LIMITED: tl.constexpr, BETA_MAX: tl.constexpr, UNSOLVED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """state (5, B, H, T): b, m, c, lse(l), 1 where the constraint binds; below (B, H, T, T), its rows `pitch` apart.
+    """state (5, B, H, T): b, m, c, lse(l), 1 where the constraint binds; below (B, H, T, T), its rows `pt` apart.
 
-    CLOSE as in `solve_rows`. With COUNT the last row of the state holds the number of passes instead.
+    limit, LIMITED, CLOSE as in `solve_rows`. With COUNT the last row of the state holds the number of passes instead.
     """
     batch, head, plane, _, rows, inside, full_tiles, last = query_block(heads, length, BLOCK_M, BLOCK_N)
     k = k_ptr + batch * kb + head * kh
-    below = below_ptr + plane * pitch
+    below = below_ptr + batch * pb + head * ph
     keep2 = tl.load(keep_ptr + head) * LOG2E
     q = load_rows(q_ptr + batch * qb + head * qh, rows, qt, length, D, True)
     rho = tl.load(radius_ptr + batch * rb + head * rh + rows * rt, mask=inside, other=0.0)
@@ -103,13 +103,13 @@ def solve_prior_rows(  # type: ignore[no-untyped-def]
     origin = tl.sum(q.to(tl.float32) * own.to(tl.float32), 1)
     zero = tl.zeros((BLOCK_M,), tl.float32)
     z, shift, q1, q2, ties, top, bottom, p1, p2 = _prior_pass(
-        q, k, below, rows, origin, keep2, kt, pitch, length, full_tiles, last, D, BLOCK_N, CHECK, PRECISION, STAGES
+        q, k, below, rows, origin, keep2, kt, pt, length, full_tiles, last, D, BLOCK_N, CHECK, PRECISION, STAGES
     )
 
     # what the rows are: as in the twin
     variance = tl.maximum(p2 / t - (p1 / t) * (p1 / t), TINY)
     constant = top - bottom <= 1.2e-30
-    end = BETA_MAX / tl.sqrt(variance)
+    end = tl.minimum(BETA_MAX / tl.sqrt(variance), limit)
     total_mass = shift + tl.log2(z)  # lse(l), in bits
     # Mass at the top that underflows is as good as 1e-37: it makes D(inf) a little too small, and nothing else.
     at_top = shift + tl.log2(tl.maximum(ties, TINY))
@@ -127,7 +127,8 @@ def solve_prior_rows(  # type: ignore[no-untyped-def]
     high = tl.full((BLOCK_M,), float("inf"), tl.float32)
     b = tl.minimum(tl.sqrt(2 * rho_ / second), (full_ + rho_) / tl.maximum(top - origin - mean, TINY))
     b = tl.maximum(tl.minimum(b, end), low)
-    b = tl.where(solvable, b, tl.where(free, end, 0.0))
+    # equal scores under a limit are a softmax at the limit
+    b = tl.where(solvable, b, tl.where(rho > 0 if LIMITED else free, end, 0.0))
     origin += mean
 
     done = tl.zeros((BLOCK_M,), tl.int1)
@@ -137,7 +138,7 @@ def solve_prior_rows(  # type: ignore[no-untyped-def]
     pending = 1
     while pending > 0:
         z, shift, s1, s2, s3 = moments_pass(
-            q, k, below, rows, origin, keep2, b * LOG2E, zero + HIDDEN, kt, pitch, length, full_tiles, last,
+            q, k, below, rows, origin, keep2, b * LOG2E, zero + HIDDEN, kt, pt, length, full_tiles, last,
             D, BLOCK_N, CHECK, PRECISION, STAGES,
         )  # fmt: skip
         passes += 1

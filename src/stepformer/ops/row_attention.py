@@ -108,15 +108,16 @@ def _solved(x, rest, log_q, seen, rho, constant, full, COUNT: tl.constexpr):  # 
 
 @triton.jit
 def weights_kernel(  # type: ignore[no-untyped-def]
-    scores, below, keep, ratio, positions, origins, weights, log_weights, ceiling, fixed,
+    scores, below, keep, ratio, positions, origins, weights, log_weights, ceiling, fixed, columns,
     H: tl.constexpr, CAPACITY: tl.constexpr, FORM: tl.constexpr, RATIO: tl.constexpr, CEILING: tl.constexpr,
-    PRIOR: tl.constexpr, KEEP: tl.constexpr, LEAVES: tl.constexpr, DOCUMENTS: tl.constexpr, COUNT: tl.constexpr,
-    OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
+    PRIOR: tl.constexpr, TABLE: tl.constexpr, KEEP: tl.constexpr, LEAVES: tl.constexpr, DOCUMENTS: tl.constexpr,
+    COUNT: tl.constexpr, OVERLAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row and head): the weights of its keys at the radius, from their scores.
 
     RATIO: r is `fixed` (0), one of each head (1) or of each row and head (2). PRIOR: `below` has the logarithms of
-    weights, KEEP: times a number of each head. LEAVES: those of the new weights are stored for the next call.
+    weights, with a TABLE of so many columns by head and distance; KEEP: times a number of each head. LEAVES: those of
+    the new weights are stored for the next call.
     """
     row_head = tl.program_id(0)
     row, head = row_head // H, row_head % H
@@ -138,7 +139,7 @@ def weights_kernel(  # type: ignore[no-untyped-def]
     else:
         rho = r * tl.log(count)
     if PRIOR:
-        level = tl.load(below + at, mask=seen, other=0.0)
+        level = tl.load(below + (head * columns + p - t if TABLE else at), mask=seen, other=0.0).to(tl.float32)
         if KEEP:
             level *= tl.load(keep + head).to(tl.float32)
         most = tl.max(tl.where(seen, level, -float("inf")))
@@ -206,21 +207,28 @@ class Radius(NamedTuple):
 
 
 class Prior(NamedTuple):
-    """Logarithms of the weights of the call below (B, H, capacity), if any, and how much of each is kept (H,)."""
+    """Logarithms of the weights of the call below (B, H, capacity), if any, and how much of each is kept (H,); or a
+    table of them (H, context) by distance, after which no call asks for the new ones.
+    """
 
     below: Tensor | None = None
     keep: Tensor | None = None
+
+    @property
+    def chained(self) -> bool:
+        return self.below is None or self.below.ndim == 3
 
 
 def constrained(
     qkv: Tensor, keys: Tensor, values: Tensor, where: Where, mix: Mix | None, qk_eps: float | None, radius: Radius,
     prior: Prior | None,
 ) -> tuple[Stretches | Tensor, Tensor | None]:  # fmt: skip
-    """As `rows.attend`, at the b of the radius; with a prior also the logarithms of the weights (B, H, capacity)."""
+    """As `rows.attend`, at the b of the radius; in a chain also the logarithms of the weights (B, H, capacity)."""
     rows, heads, capacity, head_dim = keys.shape
     device, like = qkv.device, dependent(qkv, rows)
     scores = torch.empty(rows, heads, capacity, dtype=torch.float32, device=device)
-    weights, log_weights = torch.empty_like(scores), None if prior is None else torch.empty_like(scores)
+    chained = prior is not None and prior.chained
+    weights, log_weights = torch.empty_like(scores), torch.empty_like(scores) if chained else None
     block = min(KEYS, triton.next_power_of_2(capacity))
     scores_kernel[(triton.cdiv(capacity, block), rows * heads)](
         qkv, keys, values, where.positions, where.origins, *heads_arguments(qkv, where, mix), scores,
@@ -235,9 +243,10 @@ def constrained(
     weights_kernel[(rows * heads,)](
         scores, scores if below is None else below, scores if keep is None else keep, ratio, where.positions,
         where.origins, weights, weights if log_weights is None else log_weights, radius.ceiling or 0.0, fixed,
+        0 if below is None else below.shape[-1],
         H=heads, CAPACITY=capacity, FORM=FORMS[radius.form], RATIO=kind, CEILING=radius.ceiling is not None,
-        PRIOR=below is not None, KEEP=below is not None and keep is not None, LEAVES=log_weights is not None,
-        DOCUMENTS=where.documents,
+        PRIOR=below is not None, TABLE=below is not None and not chained,
+        KEEP=below is not None and keep is not None, LEAVES=log_weights is not None, DOCUMENTS=where.documents,
         COUNT=(EVALUATIONS if below is None else EVALUATIONS_WITH_PRIOR)[torch.float32],
         BLOCK=whole, num_warps=1 if whole <= 1024 else 4, **like,
     )  # fmt: skip

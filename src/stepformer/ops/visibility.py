@@ -68,6 +68,11 @@ class Sight:
         keys = torch.arange(max(self.end, self.positions.shape[-1]), device=self.positions.device)
         return keys <= self.positions[begin:end, None]
 
+    def distances(self) -> Tensor:
+        """i - j of each query i and key j, (T, keys) or (B, T, keys); negative where the key stands behind it."""
+        keys = torch.arange(max(self.end, self.positions.shape[-1]), device=self.positions.device)
+        return self.positions[..., None] - keys
+
     def counts(self) -> Tensor:
         """How many tokens each token sees, itself included: (T,) or (B, T)."""
         origins = self.origins

@@ -29,7 +29,7 @@ class Optimizers:
         self.names: dict[nn.Parameter, str] = {p: n for n, p, _ in named}
         self.parameters = [p for _, p, _ in named]
         self.clipped = [p for _, p, r in named if config.clip_coefficients or r is not Role.COEFFICIENT]
-        parts = stacked_parts(model) if config.qkv == "split" else {}
+        parts = stacked_parts(model, config.qkv)
         steepest, adaptive = [], []
         for role in Role:
             members = [(n, p) for n, p, r in named if r is role]
@@ -181,7 +181,7 @@ def _scale_down(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
 @torch.no_grad()
 def scion_init(model: nn.Module, config: OptimConfig) -> None:
     """Scion's own start: block matrices and tables on the unit balls in which its steps are measured."""
-    parts = stacked_parts(model) if config.qkv == "split" else {}
+    parts = stacked_parts(model, config.qkv)
     for name, p, role in named_roles(model):
         if role is Role.MATRIX:
             pieces = p.chunk(parts.get(name, 1))
@@ -190,14 +190,18 @@ def scion_init(model: nn.Module, config: OptimConfig) -> None:
             p.copy_(p.sign() if config.embedding_geometry == "sign" else unit_rows(p))
 
 
-def stacked_parts(model: nn.Module) -> dict[str, int]:
+def stacked_parts(model: nn.Module, qkv: str) -> dict[str, int]:
     """Parameters that hold several matrices on top of each other, and how many; modules say so in `stacked`.
 
-    A module declares `stacked = {"qkv.weight": 3}` when its map gives queries, keys and values in one product.
+    A module declares `stacked = {"qkv.weight": 3}` when its map gives queries, keys and values in one product. With
+    qkv = "heads" an attention's weight holds one matrix of `head_dim` rows for every head of each of them.
     """
-    return {
-        f"{prefix}.{name}" if prefix else name: count
-        for prefix, module in model.named_modules()
-        for name, count in getattr(module, "stacked", {}).items()
-        if count > 1
-    }
+    found: dict[str, int] = {}
+    if qkv == "fused":
+        return found
+    for prefix, module in model.named_modules():
+        for name, count in getattr(module, "stacked", {}).items():
+            rows, head_dim = module.get_parameter(name).shape[0], getattr(module, "head_dim", 0)
+            per_head = qkv == "heads" and head_dim and rows % head_dim == 0
+            found[f"{prefix}.{name}" if prefix else name] = rows // head_dim if per_head else count
+    return {name: count for name, count in found.items() if count > 1}

@@ -27,6 +27,8 @@ DEFAULTS: dict[str, dict[str, float | str]] = {
 for _name, _values in DEFAULTS.items():
     _values["wd_matrix"] = 0.1 if _name == "adamw" else 0.0
     _values["wd_embedding"] = 0.0 if _name == "scion" else 0.1
+    # Five Newton-Schulz steps, Muon's, take Scion 16 % out of its ball and find 0.85 of PolarGrad's nuclear norm.
+    _values["polar"] = "polar-express" if _name in ("scion", "polargrad") else "newton-schulz"
 
 SCALED: dict[str, tuple[str, ...]] = {
     "muon": ("lr_embedding", "lr_norm"),
@@ -93,7 +95,9 @@ class OptimConfig(Settings):
     nesterov: bool = setting(True, "muon, polargrad: look ahead along the momentum")
     momentum_start: float = setting(0.85, "momentum at step 0 when it is warmed up", least=0)
     momentum_warmup: int = setting(0, "steps over which the momentum rises to its value (0: none)", least=0)
-    polar: Literal["newton-schulz", "polar-express", "svd"] = setting("newton-schulz", "how the polar factor is found")
+    polar: Literal["newton-schulz", "polar-express", "svd"] | None = setting(
+        None, "how the polar factor is found (unset: newton-schulz muon, polar-express scion/polargrad)"
+    )
     polar_dtype: Literal["auto", "bf16", "fp32", "fp64"] = setting(
         "auto", "what it is computed in (auto: bf16 on CUDA for newton-schulz, else fp32; fp64 with fp64 weights)"
     )
@@ -102,8 +106,8 @@ class OptimConfig(Settings):
         "factor of a polar step for an (out, in) matrix: jordan sqrt(max(1, out/in)), rms 0.2 sqrt(max(out, in)), "
         "spectral sqrt(out/in), none 1",
     )
-    qkv: Literal["fused", "split"] = setting(
-        "fused", "matrices stacked in one (queries, keys, values): one polar factor, or each its own"
+    qkv: Literal["fused", "split", "heads"] = setting(
+        "fused", "matrices stacked in one (queries, keys, values): one polar factor, each its own, or each head's"
     )
     embedding_geometry: Literal["row", "sign"] = setting("row", "scion: step of the tables, rows of unit RMS or signs")
     radius: float | None = setting(None, "scion: keep block matrices inside this ball (unset: unconstrained)", above=0)

@@ -27,6 +27,7 @@ class Attention(Component, nn.Module):
     has_values = False  # whether it gathers values and passes them through `call.mix_values` (value residual)
     has_fields = False  # whether it is a Hamiltonian attention: `fields` instead of `forward`
     moves_with_new_momentum = False  # whether its integrator asks for a velocity at newer momenta; set by the block
+    takes_context = False  # whether its __init__ is also given the longest sequence, `context`
     reports = False  # whether it tells `call.observe` something besides entropy and energy
     can_rotate = True  # whether rotary positions have a meaning
     can_bias = True

@@ -37,17 +37,21 @@ class ConstrainedAttention(MultiHeadAttention):
         "target": choice(
             "fixed", "head", "token", help="the ratio r is fixed, learned per head, or a map of the token"
         ),
-        "query_chunk": integer(256, minimum=0, help="queries at a time (uniform prior only), to save memory; 0: all"),
+        "constraint": choice("equality", "floor", help="at the target, or softmax(ln p + s / tau) unless too sharp"),
+        "tau": Option(1.0, help="temperature of the softmax under constraint = 'floor'", minimum=1e-6),
+        "query_chunk": integer(256, minimum=0, help="queries at a time, to save memory, unless priors chain; 0: all"),
     }
     reports = True
-    ceiling: float | None = None
 
     target: str
     ratio: float
+    constraint: str
+    tau: float
     query_chunk: int
 
     def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
         super().__init__(d_model, n_head, **settings)
+        self.ceiling = 1 / self.tau if self.constraint == "floor" else None
         learned = {} if self.target == "fixed" else {"r": unit(self.ratio, "target", size=n_head)}
         self.coefficients = CoefficientBank({"attn": {**learned, **self.prior_coefficients()}})
         self.ratio_map = nn.Linear(d_model, n_head, bias=False) if self.target == "token" else None
@@ -57,8 +61,9 @@ class ConstrainedAttention(MultiHeadAttention):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        if self.ratio_map is not None:
-            self.ratio_map.weight.zero_()
+        for learned in (getattr(self.ratio_map, "weight", None), getattr(self, "prior_table", None)):
+            if learned is not None:
+                learned.zero_()
 
     @classmethod
     def refusal(cls, config: Selection) -> str | None:
@@ -98,8 +103,9 @@ class ConstrainedAttention(MultiHeadAttention):
 
         def attend(begin: int, end: int) -> tuple[Tensor, ...]:
             scores = q[:, :, begin:end] @ k.mT / math.sqrt(self.head_dim)
+            log_q = None if prior is None else prior[..., begin:end, :]
             solved = constrained_softmax(
-                scores, radius[:, :, begin:end], call.visible(begin, end), prior, ceiling=self.ceiling
+                scores, radius[:, :, begin:end], call.visible(begin, end), log_q, ceiling=self.ceiling
             )
             self.remember(solved.log_weights, call)
             a = solved.weights
@@ -136,18 +142,10 @@ class EntropyAttention(ConstrainedAttention):
         **ConstrainedAttention.options,
         "ratio": Option(0.5, help="r of the target entropy h = r ln t, strictly between 0 and 1"),
         "target_form": choice("log", "support", help="h = r ln t, or h = ln(1 + r (t - 1)), a fraction of the support"),
-        "constraint": choice("equality", "floor", help="always at the target, or ordinary softmax unless too sharp"),
-        "tau": Option(1.0, help="temperature of the ordinary softmax under constraint = 'floor'", minimum=1e-6),
     }
     # No gradient flows through the bound of beta in rows out of reach, and a floor may touch no row; not so here.
     all_active = {"ratio": 0.999}
     target_form: str
-    constraint: str
-    tau: float
-
-    def __init__(self, d_model: int, n_head: int, **settings: Any) -> None:
-        super().__init__(d_model, n_head, **settings)
-        self.ceiling = 1 / self.tau if self.constraint == "floor" else None
 
     def radius(self, u: Tensor, call: Call) -> Tensor:
         t = call.counts().to(torch.promote_types(u.dtype, torch.float32))
@@ -161,24 +159,37 @@ class EntropyAttention(ConstrainedAttention):
 @register_attention(
     "kl",
     equation="g = W_O a V, a = argmax s.a subject to KL(a || p) <= rho: a = softmax(ln p + b s) with KL = rho;  "
-    "rho = r ln t; p uniform, the layer below, or carried: ln p = keep ln a_below",
+    "rho = r ln t; p uniform, the layer below, carried: ln p = keep ln a_below, or learned: ln p = c_{i-j}",
     cite=CITE,
 )
 class KLAttention(ConstrainedAttention):
-    """A trust-region step from a prior: uniform, or the attention of the same head one call before."""
+    """A trust-region step from a prior: uniform, the attention of the same head one call before, or a learned one."""
 
     options = {
         **ConstrainedAttention.options,
         "ratio": Option(0.1, help="r of the radius rho = r ln t, strictly between 0 and 1"),
         "prior": choice(
-            "uniform", "previous", "carried", help="p: uniform, the weights a of the call before, or a^keep"
+            *("uniform", "previous", "carried", "learned"), help="p: uniform, a of the call before, a^keep, c_{i-j}"
         ),
         "detach_prior": flag(False, help="no gradient into the prior"),
     }
     exact_gradient = {"detach_prior": False}
     all_active = {"ratio": 0.02}  # as above; chains of priors need smaller radii
+    takes_context = True
+    parameter_roles = {"prior_table": "coefficient"}
     prior: str
     detach_prior: bool
+
+    def __init__(self, d_model: int, n_head: int, *, context: int = 0, **settings: Any) -> None:
+        super().__init__(d_model, n_head, **settings)
+        # ln p of every head and distance, up to the constant by which the weights of a row sum to 1
+        self.prior_table = nn.Parameter(torch.zeros(n_head, context)) if self.prior == "learned" else None
+
+    @classmethod
+    def refusal(cls, config: Selection) -> str | None:
+        if config.option("prior") == "learned" and config.option("detach_prior"):
+            return "detach_prior = true would leave the table of prior = 'learned' without a gradient: choose one."
+        return super().refusal(config)
 
     def prior_coefficients(self) -> dict[str, Any]:
         return {"keep": unit(0.5, "mix", size=self.n_head)} if self.prior == "carried" else {}
@@ -191,6 +202,8 @@ class KLAttention(ConstrainedAttention):
         return self.ratios(u) * (t if t.ndim == 1 else t[:, None]).log()
 
     def log_prior(self, call: Call) -> Tensor | None:
+        if self.prior_table is not None:
+            return self.prior_table[:, call.distances().clamp_min(0)].movedim(0, -3)
         if self.prior == "uniform" or "log_prior" not in call.memory:
             return None
         below = unpacked(call.memory["log_prior"])
@@ -198,8 +211,8 @@ class KLAttention(ConstrainedAttention):
         return below if self.prior == "previous" else self.coefficients.value("keep")[:, None, None] * below
 
     def chunks(self) -> bool:
-        return self.prior == "uniform"
+        return self.prior in ("uniform", "learned")
 
     def remember(self, log_weights: Tensor, call: Call) -> None:
-        if self.prior != "uniform":
+        if not self.chunks():
             call.memory["log_prior"] = log_weights.detach() if self.detach_prior else log_weights

@@ -180,6 +180,7 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The inverse of `to_dict`."""
+        values = {**values, "optim": {"polar": "newton-schulz", **values["optim"]}}  # what runs without the word used
         built = _built(values, lambda: ModelConfig.from_dict(values["model"]), "[model] {}".format)
         own, recipe = bool(values.get("own_vocabulary", True)), str(values.get("recipe", ""))
         return cls(**built, own_vocabulary=own, recipe=recipe)

@@ -57,11 +57,10 @@ def _constrained(walk: Any, attn: Any, point: Any, slot: Any, mix: Any) -> tuple
         ratio = attn.coefficients.value("r")
     elif attn.target == "token":
         ratio = linear(point, attn.ratio_map.weight, attn.coefficients.get_parameter("r"), activation="sigmoid")
-    chained = isinstance(attn, KLAttention) and attn.prior != "uniform"
     prior = None
-    if chained:
+    if isinstance(attn, KLAttention) and attn.prior != "uniform":
         keep = attn.coefficients.value("keep") if attn.prior == "carried" else None
-        prior = Prior(walk.remembered.get("log_prior"), keep)
+        prior = Prior(walk.remembered.get("log_prior") if attn.prior_table is None else attn.prior_table, keep)
     form = "kl" if isinstance(attn, KLAttention) else attn.target_form
     eps = QK_NORM_EPS if attn.qk_norm else None
     seen, log_weights = constrained(

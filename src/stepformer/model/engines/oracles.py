@@ -136,7 +136,8 @@ def _refuses_constrained(
         return "it is not plain causal attention that nobody watches"
     from stepformer.ops.constrained import takes
 
-    return None if takes(q, k, v, chained=not attention.chunks()) else "these heads do not fit the kernels"
+    square = getattr(attention, "prior", "uniform") != "uniform"
+    return None if takes(q, k, v, square=square) else "these heads do not fit the kernels"
 
 
 @faster(
@@ -152,15 +153,16 @@ def _constrained(attention: EntropyAttention, q: Tensor, k: Tensor, v: Tensor, r
 
 @faster(ConstrainedAttention.attend, also=(KLAttention.log_prior, KLAttention.remember), unless=_refuses_constrained)
 def _with_prior(attention: KLAttention, q: Tensor, k: Tensor, v: Tensor, radius: Tensor, call: Call) -> Tensor:
+    from stepformer.ops.constrained import constrained_attention, prior_attention, table_attention
+
     if attention.prior == "uniform":
-        from stepformer.ops.constrained import constrained_attention
-
         return constrained_attention(q, k, v, radius, attention.ceiling)
-    from stepformer.ops.constrained import prior_attention
-
+    if attention.prior_table is not None:
+        return table_attention(q, k, v, radius, attention.prior_table, attention.ceiling)
     below = call.memory.get("log_prior")
     keep = None if below is None or attention.prior == "previous" else attention.coefficients.value("keep")
-    gathered, log_weights = prior_attention(q, k, v, radius, below, keep, packed=q.dtype != torch.float32)
+    packed = q.dtype != torch.float32
+    gathered, log_weights = prior_attention(q, k, v, radius, below, keep, attention.ceiling, packed=packed)
     attention.remember(log_weights, call)
     return gathered
 
