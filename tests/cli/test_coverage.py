@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import stepformer as sf
+from stepformer.base.words import merge
 from stepformer.catalogue.recipes import recipe_names
 from stepformer.cli.main import parser
 
@@ -50,16 +51,11 @@ def test_every_command_is_one() -> None:
             pytest.fail(row["command"])
         if command in ("show", "audit"):
             names = [word for word in words if "=" not in word and not word.startswith("-")]
-            settings = dict(word.split("=") for word in words if "=" in word)
+            settings = merge({}, [word for word in words if "=" in word], "model")
             for each in names:
                 assert sf.presets(each), row["command"]
-                sf.model_config(each, **{key: _value(value) for key, value in settings.items()})
+                sf.model_config(each, **settings)
         assert given is not None
-
-
-def _value(word: str) -> Any:
-    known = {"true": True, "false": False}
-    return known[word] if word in known else float(word) if re.fullmatch(r"[0-9.]+", word) else word
 
 
 def test_every_row_has_a_test_that_exists() -> None:
