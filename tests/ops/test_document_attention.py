@@ -105,9 +105,8 @@ def test_widths(d: int) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ((16, 32), (32, 16)),
-        pytest.param((32, 16), (16, 32), marks=pytest.mark.slow),
-        pytest.param((64, 16), (16, 64), marks=pytest.mark.slow),
+        pytest.param(*shapes, marks=pytest.mark.slow)
+        for shapes in (((16, 32), (32, 16)), ((32, 16), (16, 32)), ((64, 16), (16, 64)))
     ],
     ids=str,
 )
@@ -192,7 +191,11 @@ def test_ends_and_mask_of_documents() -> None:
 SIZE = {"n_layer": 2, "n_head": 1, "d_model": 16, "context": 40, "vocab_size": 17}
 
 
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "positions": "rotary", "value_residual": "unit"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"qk_norm": True, "positions": "rotary", "value_residual": "unit"}],
+    ids=str,
+)
 def test_models_use_it(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each call of an attention, without a mask; fp32 rounding, 1e-5 and 1e-6 of the largest gradient."""
     calls: list[int] = []

@@ -169,7 +169,7 @@ TABLE_NAMES = ("O", "nothing", "dq", "dk", "dv", "dradius", "dtable")
     [
         (1, 1, 32, None),
         (1, 2, 32, None),
-        (2, 21, 32, None),
+        pytest.param(2, 21, 32, None, marks=pytest.mark.slow),
         (1, 20, 16, 0.7),
         pytest.param(1, 32, 64, None, marks=pytest.mark.slow),  # a multiple of the blocks
     ],

@@ -55,7 +55,7 @@ def every(point: str, numbers: range | list[int]) -> list[list[Any]]:
 SHORT = {"steps": 6, "save_every": 2, "eval_every": 3}
 
 
-@pytest.mark.parametrize("every_so_many", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every_so_many", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_stage_of_a_save_and_of_a_step(corpus: Path, tmp_path: Path, every_so_many: int) -> None:
     """Every file operation of a new run's first two saves, the last ones of all, and steps around their updates."""
     points = [
