@@ -32,9 +32,11 @@ def rows() -> dict[str, list[dict[str, Any]]]:
     by_paper = {entry["paper"]: title for title, entry in known["documents"].items() if "paper" in entry}
     for name in sf.presets():
         short = sf.preset(name)
-        section = next(where for pattern, where in known["presets"].items() if fnmatch.fnmatch(name, pattern))
+        sections = [where for pattern, where in known["presets"].items() if fnmatch.fnmatch(name, pattern)]
+        if not sections:
+            raise SystemExit(f"coverage.toml: [presets] has no pattern for '{name}': say where it is described.")
         aliases = "".join(f", `{alias}`" for alias in short.aliases)
-        row = {"item": f"`{name}`{aliases}", "section": section, "command": f"stepformer audit {name}"}
+        row = {"item": f"`{name}`{aliases}", "section": sections[0], "command": f"stepformer audit {name}"}
         found[by_paper[short.cite]].append({**row, "tests": known["of_presets"]})
     for name in recipe_names():
         about = load_recipe(name).about

@@ -21,7 +21,7 @@ from stepformer.data import open_source
 from stepformer.data.prepare import prepare
 from stepformer.data.tokenizers import ByteTokenizer
 from stepformer.measure.evaluation.perplexity import Reading
-from stepformer.measure.evaluation.texts import Text, held_out, open_text, out_of_domain
+from stepformer.measure.evaluation.texts import OUT_OF_DOMAIN, Text, held_out, open_text
 from stepformer.training import train
 from texts import copies_of_datasets, documents, write_rows
 
@@ -42,7 +42,7 @@ def test_the_texts_of_the_paper(copies: Path) -> None:
     lines = [" = wikitext-103-v1 = \n", " A validation of wikitext-103-v1 . \n"]
     passages = [f"passage default {i}" for i in range(5)]
     pages = [f"validation {shard} {i}" for shard in range(2) for i in range(3000)][:5000]
-    found = out_of_domain(copies, TOKENIZER)
+    found = [held_out(name, TOKENIZER, copies) for name in OUT_OF_DOMAIN]
     for text, name, expected in zip(found, ("wikitext", "lambada", "c4"), (lines, passages, pages), strict=True):
         assert text.name == name
         assert text.tokens.tolist() == tokens(expected)
@@ -90,7 +90,7 @@ def test_files_that_are_not_laid_out(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'wikitext' is not in"):
-        out_of_domain(tmp_path, TOKENIZER)
+        held_out("wikitext", TOKENIZER, tmp_path)
     with pytest.raises(StepformerError, match=r"'allenai/c4' .* cannot be reached.* --data DIR: DIR/c4/, laid out"):
         held_out("c4", TOKENIZER)
     with pytest.raises(InputError, match="of 'c4' are known: field, document and split do not apply"):

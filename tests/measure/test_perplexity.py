@@ -24,7 +24,15 @@ from stepformer.data.tokenizers import ByteTokenizer, train_bpe
 from stepformer.measure import measured
 from stepformer.measure.evaluation.perplexity import Reading, measure_texts, sliding_windows, total_nats
 from stepformer.measure.evaluation.scoring import Part, Scorer, final_states
-from stepformer.measure.evaluation.texts import Text, as_text, count_bytes, open_text, out_of_domain, token_hash
+from stepformer.measure.evaluation.texts import (
+    OUT_OF_DOMAIN,
+    Text,
+    as_text,
+    count_bytes,
+    held_out,
+    open_text,
+    token_hash,
+)
 from stepformer.model import Model
 from stepformer.training import evaluate_run, load_run, train
 from stepformer.training.run import LoadedRun
@@ -267,7 +275,7 @@ def test_out_of_domain_texts(run: LoadedRun, tmp_path: Path) -> None:
     rows = [{"context": "He said", "continuation": "no"}, {"text": "She said yes"}]
     (tmp_path / "lambada" / "l.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "c4" / "c4.utf8").write_text("first document\nsecond\n")
-    texts = out_of_domain(tmp_path, run.tokenizer)
+    texts = [held_out(name, run.tokenizer, tmp_path) for name in OUT_OF_DOMAIN]
     expected = {
         "wikitext": [" = Title = ", " A line ."],
         "lambada": ["He said no", "She said yes"],
@@ -278,12 +286,12 @@ def test_out_of_domain_texts(run: LoadedRun, tmp_path: Path) -> None:
         assert text.tokens.tolist() == [t for d in documents for t in [*run.tokenizer.encode(d), run.tokenizer.eot]]
     (tmp_path / "lambada" / "l.jsonl").write_text('{"passage": 1}')
     with pytest.raises(InputError, match="neither a text nor a context"):
-        out_of_domain(tmp_path, run.tokenizer)
+        held_out("lambada", run.tokenizer, tmp_path)
     (tmp_path / "lambada" / "l.jsonl").unlink()
     with pytest.raises(InputError, match="no text in"):
-        out_of_domain(tmp_path, run.tokenizer)
+        held_out("lambada", run.tokenizer, tmp_path)
     with pytest.raises(InputError, match="'wikitext' is not in"):
-        out_of_domain(tmp_path / "c4", run.tokenizer)
+        held_out("wikitext", run.tokenizer, tmp_path / "c4")
 
 
 @pytest.mark.skipif(not (REAL / "eval" / "wikitext").is_dir(), reason="needs real texts: set STEPFORMER_DATA")
@@ -295,7 +303,7 @@ def test_out_of_domain_texts_that_are_real(run: LoadedRun, capsys: pytest.Captur
     assert all(entry["tokens"] == 512 and entry["bytes"] > 480 for entry in found["texts"])
     values = [entry["perplexity"] for entry in found["texts"]]
     assert found["mean_perplexity"] == pytest.approx(sum(values) / 3)
-    whole = out_of_domain(REAL / "eval", run.tokenizer)
+    whole = [held_out(name, run.tokenizer, REAL / "eval") for name in OUT_OF_DOMAIN]
     raw = (REAL / "eval" / "wikitext" / "wiki.test.raw.noblank.txt").read_bytes()
     assert count_bytes(run.tokenizer, whole[0].tokens) == len(raw.replace(b"\n", b""))
     assert (whole[0].tokens == run.tokenizer.eot).sum() == 2891

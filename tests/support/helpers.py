@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -109,12 +108,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"template": "nesterov", "splitting": "imex", "k": 0}, "below its minimum 1"),
     ({"template": "nesterov", "splitting": "lie-trotter", "final_drift": True}, "has no meaning here"),
 ]
-
-
-def skip_refused(pair: dict[str, Any], aux_init: str) -> None:
-    """Skip a test of a pair that is refused with such a start."""
-    if pair["template"] == "tables" and aux_init == "zero":
-        pytest.skip("there would be no tables")
 
 
 def pair_id(pair: dict[str, Any]) -> str:

@@ -2,6 +2,6 @@
 
 from stepformer.measure.evaluation.harness import measure_tasks
 from stepformer.measure.evaluation.perplexity import Reading, measure_texts
-from stepformer.measure.evaluation.texts import Text, open_text, out_of_domain
+from stepformer.measure.evaluation.texts import Text, held_out, open_text
 
-__all__ = ["Reading", "Text", "measure_tasks", "measure_texts", "open_text", "out_of_domain"]
+__all__ = ["Reading", "Text", "held_out", "measure_tasks", "measure_texts", "open_text"]

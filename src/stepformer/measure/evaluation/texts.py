@@ -93,11 +93,6 @@ def open_text(
     return as_text(source.name, documents, tokenizer, folder.name if folder.exists() else where, enough)
 
 
-def out_of_domain(folder: Path | None, tokenizer: Tokenizer, enough: int | None = None) -> list[Text]:
-    """WikiText, LAMBADA and C4 from the folders of these names, or from the Hub."""
-    return [held_out(name, tokenizer, folder, enough) for name in OUT_OF_DOMAIN]
-
-
 def held_out(name: str, tokenizer: Tokenizer, data: Path | None = None, enough: int | None = None) -> Text:
     """The text of a dataset that measures a run: of the Hub or of `data/NAME`, laid out as there or with any files, of
     which the first readable one is taken.
