@@ -1,4 +1,4 @@
-"""What an extra is: it acts beside rule, splitting and oracles, on what a layer begins with, on values or logits."""
+"""What an extra is: it acts beside rule, splitting and oracles: around a layer or a turn, on values or logits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from stepformer.rules.state import State
 class Extra(Component):
     """Subclass, override what it changes, register. A config lists extras by name: `extras = ["my-extra"]`.
 
-    Learned scalars (`coefficients`) exist once in every layer and come as `c`. What later layers have to know goes
-    into the memory of the state, which belongs to the tokens of one forward pass; nothing here may mix tokens.
+    Learned scalars (`coefficients`) exist once in every layer and come as `c`, those of `turn_coefficients` once in
+    every turn of a layer. What later layers have to know goes into the memory of the state, which belongs to the
+    tokens of one forward pass; nothing here may mix tokens.
     """
 
     tables: tuple[str, ...] = ()  # pairs of token and position tables; the memory has the rows of each, (B, T, d)
+    layer, n_layer = 0, 1  # where it acts: the number of its layer, 0, 1, ..., and how many there are
     cap: float | None = None  # c of logits = c tanh(logits / c), for an extra that does this and no more to them
 
     def __init__(self, config: Selection) -> None:
@@ -35,6 +37,10 @@ class Extra(Component):
         """The learned scalars of a layer."""
         return {}
 
+    def turn_coefficients(self) -> Mapping[str, Coefficient]:
+        """Those of every turn; one with `size` d is a vector, a number for each column."""
+        return {}
+
     def unused(self, *, first: bool, calls: int) -> tuple[str, ...]:
         """Those that cannot reach the logits in the first layer, or where a layer asks its attention so many times."""
         return ()
@@ -46,6 +52,18 @@ class Extra(Component):
     def enter(self, s: State, c: Values) -> State:
         """The state with which a layer begins."""
         return s
+
+    def leave(self, s: State, c: Values) -> State:
+        """The state with which a layer ends; its memory may be read and written."""
+        return s
+
+    def answer(self, g: Tensor, c: Values) -> Tensor:
+        """What the rule is told in a turn, from the oracles' answer."""
+        return g
+
+    def kept(self, x: Tensor, c: Values) -> Tensor:
+        """The x from which the drift of a turn starts."""
+        return x
 
     def values(self, v: Tensor, c: Values, memory: dict[str, Tensor]) -> Tensor:
         """The values that an attention gathers, from its own; `memory` may be read and written."""
@@ -72,8 +90,11 @@ extras: Registry[Extra] = Registry("extra", Extra)
 register_extra = extras.register
 
 
-def chosen(config: Selection) -> list[Any]:
+def chosen(config: Selection, layer: int = 0) -> list[Any]:
     """The extras of a config, ready to work: in the order of registration, listed ones in that of the list."""
     listed = list(config.get("extras"))
     own = [entry.name for entry in extras if entry.name not in listed and entry.component.chosen(config)]
-    return [extras[name].component(config) for name in (*own, *listed)]
+    parts = [extras[name].component(config) for name in (*own, *listed)]
+    for part in parts:
+        part.layer, part.n_layer = layer, config.n_layer
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -39,8 +40,13 @@ class Block(nn.Module):
             self.splitting.shares,
             {turn: self.template.constants_of(turn) for turn in turns},
         )
-        self.parts = chosen(config)  # the extras, whose learned scalars are the bank `extras`
-        self.extras = CoefficientBank({"block": {k: c for part in self.parts for k, c in part.coefficients().items()}})
+        self.parts = chosen(config, layer)  # the extras, whose learned scalars are the bank `extras`
+        self.extras = CoefficientBank(
+            {
+                "block": {k: c for part in self.parts for k, c in part.coefficients().items()},
+                **{turn: {k: c for part in self.parts for k, c in part.turn_coefficients().items()} for turn in turns},
+            }
+        )
         keys = self.splitting.norm_keys()
         self.norm_keys = {turn: key for turn, key in keys.items() if self.template.normalises_in(turn)}
         self.aux_norms = nn.ModuleDict(
@@ -81,6 +87,7 @@ class Block(nn.Module):
         key = self.norm_keys.get(turn)
         if key is not None and key not in {self.norm_keys[t] for t in others}:
             modules.append(f"aux_norms.{key}")
+        modules += [f"extras.{k}" for k in self.extras.owned_by(turn)]
         return modules + [f"coefficients.{k}" for k in self.coefficients.owned_by(turn)]
 
     def use(self, oracle: str, shared: nn.Module) -> None:
@@ -107,12 +114,16 @@ class Block(nn.Module):
 
     def forward(self, s: State, call: Call, plain: bool = False) -> State:
         """One step of the template; with `plain`, the ordinary residual block (hybrid inference)."""
-        c = self.extras.values()["block"] if self.parts else Values({})
+        values = self.extras.values()
+        c = values["block"]
         call, before = self.own_call(call, s.memory, c), s
         for part in self.parts:
             s = part.enter(s, c)
-        s = self.residual(s, call) if plain else self.splitting.step(self.turns(call), s)
-        return State(s.x, s.streams, call.memory).in_dtypes_of(before)
+        s = self.residual(s, call, values) if plain else self.splitting.step(self.turns(call, values), s)
+        s = State(s.x, s.streams, call.memory).in_dtypes_of(before)
+        for part in self.parts:
+            s = part.leave(s, c)
+        return s.in_dtypes_of(before)
 
     def own_call(self, call: Call, memory: dict[str, Tensor], c: Values | None = None) -> Call:
         """The call as this block's oracles see it: its own count, its own memory (checkpointing runs it twice)."""
@@ -124,19 +135,35 @@ class Block(nn.Module):
         ]
         return replace(call, used=0, memory=dict(memory), mixes=mixes)
 
-    def turns(self, call: Call) -> dict[str, Substep]:
-        """The template bound to what each turn uses."""
+    def answered(self, ask: Callable[[Tensor], Tensor], c: Values) -> Callable[[Tensor], Tensor]:
+        """An oracle as extras let the rule of a turn hear it, from their coefficients of that turn."""
+        for part in self.parts:
+            if part.changes("answer"):
+                ask = lambda point, ask=ask, part=part: part.answer(ask(point), c)  # noqa: E731
+        return ask
+
+    def kept(self, x: Tensor, *, c: Values) -> Tensor:
+        """The x from which a turn drifts."""
+        for part in self.parts:
+            x = part.kept(x, c)
+        return x
+
+    def turns(self, call: Call, own: dict[str, Values]) -> dict[str, Substep]:
+        """The template bound to what each turn uses; `own` are the extras' values."""
         values = self.coefficients.values()
         turns = {}
         for turn, oracles in self.splitting.oracles.items():
             norm = self.aux_norms[self.norm_keys[turn]] if turn in self.norm_keys else None
             fields = partial(self.fields_at, call=call) if self.attn.has_fields and "attn" in oracles else None
-            turns[turn] = Substep(self.template, partial(self.ask, oracles, call=call), values[turn], norm, fields)
+            ask = self.answered(partial(self.ask, oracles, call=call), own[turn])
+            kept = partial(self.kept, c=own[turn])
+            turns[turn] = Substep(self.template, ask, values[turn], norm, fields, kept)
         return turns
 
-    def residual(self, s: State, call: Call) -> State:
+    def residual(self, s: State, call: Call, own: dict[str, Values]) -> State:
         """The ordinary residual block with this layer's oracles; streams pass through."""
         x = s.x
-        for oracle in ("attn", "mlp"):
-            x = x + self.ask((oracle,), x, call=call)
+        for turn in ("attn", "mlp"):
+            ask = self.answered(partial(self.ask, (turn,), call=call), own[turn])
+            x = self.kept(x, c=own[turn]) + ask(x)
         return s.replace(x=x)

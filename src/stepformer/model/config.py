@@ -68,6 +68,14 @@ class ModelConfig(Selection):
     )
     embedding_skip: bool = setting(False, "before each layer x becomes a learned mix of itself and the embedding")
     embedding_skip_start: float = setting(0.0, "initial share of the embedding in that mix")
+    scale: Literal["off", "rezero", "layerscale", "scalar"] = setting(
+        "off", "learned factors on the oracles' answers: a number from 0, a vector, or numbers on them and on x from 1"
+    )
+    denseformer: bool = setting(False, "after a layer x becomes a learned average of all earlier layers' outputs")
+    dilation: int = setting(1, "of that average: every so many of the earlier outputs enter", least=1, most=LARGEST)
+    period: int = setting(1, "of that average: it is taken after every so many layers", least=1, most=LARGEST)
+    unet: bool = setting(False, "layers of the second half begin with a learned share of an output of the first half")
+    unet_start: float = setting(1.0, "initial share of those outputs")
     logit_softcap: float | None = setting(None, "logits become c tanh(logits / c) with this c (default: none)", above=0)
     document_separator: int | None = setting(
         None, "token id that begins a document; attention stays inside documents (default: they see each other)"
@@ -159,8 +167,7 @@ class ModelConfig(Selection):
         computed, which ids are sampled, and settings of streams and norms that the template does not have.
         """
         left_out = set(NOT_THE_FUNCTION)
-        if not self.embedding_skip:
-            left_out.add("embedding_skip_start")
+        left_out |= {key for key, extra in OF_EXTRAS.items() if not getattr(self, extra)}
         template = templates[self.template].component
         if not any(stream.start == "embed" for stream in template.streams.values()):
             left_out.add("aux_init")
@@ -176,6 +183,13 @@ class ModelConfig(Selection):
 
 NOT_THE_FUNCTION = {"activation_checkpointing", "attention_backend", "real_vocab", "chunk", "query_chunk"}
 """Keys that say how an architecture is computed or sampled, not what it computes."""
+OF_EXTRAS = {
+    "embedding_skip_start": "embedding_skip",
+    "dilation": "denseformer",
+    "period": "denseformer",
+    "unet_start": "unet",
+}
+"""Settings of an extra that has a key of its own."""
 _SIZE_KEYS = ("n_layer", "n_head", "d_model", "context", "vocab_size")
 
 

@@ -95,16 +95,20 @@ class Trace:
         s: Any = State(x, streams, memory)  # type: ignore[arg-type]
         for i, block in enumerate(model.blocks):
             self.layer = i
-            c = self._values(block.extras, "extras").get("block", Values({}))
+            values = self._values(block.extras, "extras")
+            c = values["block"]
             for part in block.parts:
                 s = part.enter(s, c)
             mix = partial(self._mixture, block, c, memory)
             if i in model.plain_layers:
-                for oracle in ("attn", "mlp"):
-                    s = s.replace(x=s.x + self.ask(block, (oracle,), mix, s.x))
+                for turn in ("attn", "mlp"):
+                    ask: Any = block.answered(partial(self.ask, block, (turn,), mix), values[turn])  # type: ignore
+                    s = s.replace(x=block.kept(s.x, c=values[turn]) + ask(s.x))
             else:
-                s = block.splitting.step(self._turns(block, mix), s)
+                s = block.splitting.step(self._turns(block, mix, values), s)
             s = State(s.x, s.streams, memory)
+            for part in block.parts:
+                s = part.leave(s, c)
         self._add("finish", [self._norm(model.final_norm, "final_norm")(s.x)], [])
 
     def _start(self, name: str, start: Any) -> Symbol:
@@ -147,6 +151,8 @@ class Trace:
         }
 
     def _coefficient(self, bank: str, key: str, spec: Coefficient) -> Symbol:
+        if spec.size == self.model.config.d_model and spec.range == "free":
+            return leaf("vec", f"{self.layer} {bank} {key}")
         if spec.size != 1:
             raise UntraceableError(f"its coefficient {key} is not one number")
         raw = self.raws.setdefault((self.layer, bank, key), leaf("num", f"{self.layer} {bank} {key}"))
@@ -171,7 +177,7 @@ class Trace:
 
     # what a splitting calls
 
-    def _turns(self, block: Block, mix: Callable[[], Mixture]) -> dict[str, Substep]:
+    def _turns(self, block: Block, mix: Callable[[], Mixture], own: dict[str, Values]) -> dict[str, Substep]:
         """As `Block.turns`."""
         values = self._values(block.coefficients, "coefficients")
         turns = {}
@@ -181,8 +187,9 @@ class Trace:
                 key = block.norm_keys[turn]
                 norm = self._norm(block.aux_norms[key], f"aux_norms.{key}")
             fields = partial(self._fields, block) if block.attn.has_fields and "attn" in oracles else None
-            ask = partial(self.ask, block, oracles, mix)
-            turns[turn] = Substep(block.template, ask, values[turn], norm, fields)  # type: ignore[arg-type]
+            ask = block.answered(partial(self.ask, block, oracles, mix), own[turn])  # type: ignore[arg-type]
+            kept = partial(block.kept, c=own[turn])
+            turns[turn] = Substep(block.template, ask, values[turn], norm, fields, kept)  # type: ignore[arg-type]
         return turns
 
     def ask(self, block: Block, oracles: tuple[str, ...], mix: Callable[[], Mixture], point: Symbol) -> Symbol:

@@ -1,0 +1,72 @@
+"""Scaled residuals: learned factors on what a turn adds to x, and on x itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from stepformer.base.registry import Selection
+from stepformer.extras.extra import Extra, register_extra
+from stepformer.rules.coefficients import Coefficient, Values, free
+
+
+def layer_scale(n_layer: int) -> float:
+    """Where LayerScale starts: the smaller the deeper the model."""
+    return 0.1 if n_layer <= 18 else 1e-5 if n_layer <= 24 else 1e-6
+
+
+@register_extra(
+    "scaled",
+    equation="g = s g in every turn, and x = a x before its drift",
+    cite=("bachlechner2021rezero", "touvron2021going"),
+)
+class Scaled(Extra):
+    """scale = "rezero": one s a turn from 0; "layerscale": a vector; "scalar": s and a from 1. Else a = 1.
+
+    Of gradient descent x' = a x + s T(x). A rule with streams is kicked by s T(point), and its drift starts from a x.
+    """
+
+    def __init__(self, config: Selection) -> None:
+        super().__init__(config)
+        self.kind, self.width = config.get("scale"), config.get("d_model")
+        self.begins = {"rezero": 0.0, "scalar": 1.0}.get(self.kind, layer_scale(config.n_layer))
+
+    @classmethod
+    def chosen(cls, config: Selection) -> bool:
+        return bool(config.get("scale") != "off")
+
+    @classmethod
+    def refusal(cls, config: Selection) -> str | None:
+        kind = config.get("scale")
+        if config.component("template").integrates:
+            return (
+                f"scale = '{kind}' multiplies the answer of an oracle, and template '{config.template}' integrates the "
+                "fields of its attention instead: use another template."
+            )
+        if kind == "scalar" and config.splitting in ("imex", "symplectic-euler"):
+            return (
+                f"scale = 'scalar' has a factor on x for every turn, and splitting '{config.splitting}' moves x once "
+                "in a layer: use 'rezero' or 'layerscale', or another splitting."
+            )
+        return None
+
+    def turn_coefficients(self) -> Mapping[str, Coefficient]:
+        if self.kind == "layerscale":
+            return {"scale": free(self.begins, "step", self.width)}
+        kept = {"keep_x": free(1.0, "decay")} if self.kind == "scalar" else {}
+        return {"scale": free(self.begins, "step"), **kept}
+
+    def answer(self, g: Tensor, c: Values) -> Tensor:
+        return c.scale * g
+
+    def kept(self, x: Tensor, c: Values) -> Tensor:
+        return c.keep_x * x if self.kind == "scalar" else x
+
+    def describe(self) -> str:
+        how = {
+            "rezero": "s a number from 0, a = 1",
+            "layerscale": f"s a vector from {self.begins:g}, a = 1",
+            "scalar": "s and a numbers from 1",
+        }
+        return f"{super().describe()}; {how[self.kind]}, learned in every turn"
