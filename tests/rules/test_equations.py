@@ -111,6 +111,10 @@ def test_extra_equals_transcription(settings: dict[str, Any]) -> None:
     check(settings)
 
 
-@pytest.mark.parametrize("settings", combinations(24, seed=1), ids=title)
+# a factor on x is transcribed for gradient descent alone; test_around has that of Nesterov
+SAMPLE = [s for s in combinations(26, seed=1) if s.get("scale") != "scalar" or s["template"] == "gd"]
+
+
+@pytest.mark.parametrize("settings", SAMPLE, ids=title)
 def test_sampled_combination_equals_transcription(settings: dict[str, Any]) -> None:
     check(settings)

@@ -23,6 +23,7 @@ def rule_of(model: Model) -> dict[str, Any]:
     options = {SPELLED.get(key, key): config.option(key) for key in declared_options(config) if key not in NOT_A_RULE}
     fields = ("template", "splitting", "attention", "mlp", "norm", "n_head", "positions", "value_residual")
     extras = ("value_tables", "embedding_skip", "logit_softcap", "document_separator")
+    extras += ("scale", "denseformer", "dilation", "period", "unet")
     rule = {key: getattr(config, key) for key in (*fields, *extras)}
     if options.get("etd") == "lawson":
         options["etd_start"] = "lawson"  # the integrating factor from the first layer on
@@ -87,6 +88,8 @@ def transcribe(model: Model, tokens: Tensor) -> Tensor | None:
     config = model.config
     known = (config.template, config.splitting) in rules.LAYERS
     shipped = config.attention in rules.CHOICES["attention"]
+    if config.scale == "scalar" and config.template != "gd":
+        return None
     if model.config.extras or not known or not shipped or config.mlp not in rules.CHOICES["mlp"] or config.bias:
         return None
     return rules.logits(tokens, weights_of(model), rule_of(model))

@@ -19,6 +19,7 @@ from transcriptions.parts import (
     free_coef,
     mlp,
     pre_norm,
+    scaled,
     rms_norm,
     sigmoid,
     softmax,
@@ -30,9 +31,8 @@ from transcriptions.parts import (
 def attention(z: Tensor, b: Block, rule: Rule) -> Tensor:
     """A(z) = Attn(LN_attn(z))."""
     u = pre_norm(z, b, "attn_norm", rule)
-    if rule["attention"] == "linear":
-        return linear_attention(u, b, rule)
-    return multi_head_attention(u, b, rule)
+    answer = linear_attention(u, b, rule) if rule["attention"] == "linear" else multi_head_attention(u, b, rule)
+    return scaled(answer, b, "attn", rule)
 
 
 def oracle(name: str, z: Tensor, b: Block, rule: Rule) -> Tensor:

@@ -65,6 +65,11 @@ DEFAULTS: Rule = {
     "value_tables": False,
     "mlp": "gelu",
     "embedding_skip": False,
+    "scale": "off",
+    "denseformer": False,
+    "dilation": 1,
+    "period": 1,
+    "unet": False,
     "logit_softcap": None,
     # linear and Hamiltonian attention
     "n0": 0,
@@ -170,7 +175,21 @@ def mlp(z: Tensor, b: Block, rule: Rule) -> Tensor:
     """M(z) = W_down act(W_up LN_mlp(z)), act = GELU, or ReLU^2: the square of what is positive, else 0."""
     h = pre_norm(z, b, "mlp_norm", rule) @ b["up"].T
     act = gelu(h) if rule["mlp"] == "gelu" else torch.where(h > 0, h * h, torch.zeros_like(h))
-    return act @ b["down"].T
+    return scaled(act @ b["down"].T, b, "mlp", rule)
+
+
+def scaled(answer: Tensor, b: Block, turn: str, rule: Rule) -> Tensor:
+    """s_l .* T(z), s_l of this turn, or of the one turn with both oracles."""
+    if rule["scale"] == "off":
+        return answer
+    return free_coef(b, "scale" if rule["splitting"] == "parallel" else f"scale_{turn}") * answer
+
+
+def kept(x: Tensor, b: Block, turn: str, rule: Rule) -> Tensor:
+    """a_l x, where a_l is learned."""
+    if rule["scale"] != "scalar":
+        return x
+    return free_coef(b, "keep_x" if rule["splitting"] == "parallel" else f"keep_x_{turn}") * x
 
 
 def ln_aux(z: Tensor, b: Block, key: str) -> Tensor:

@@ -227,6 +227,21 @@ def with_skip(x: Tensor, x_0: Tensor, b: Block, rule: Rule) -> Tensor:
     return free_coef(b, "skip_x") * x + free_coef(b, "skip_x0") * x_0 if rule["embedding_skip"] else x
 
 
+def with_unet(x: Tensor, earlier: list[Tensor], b: Block, layers: int, rule: Rule) -> Tensor:
+    """Before block L-1-i, i < L/2:  x <- x + s_i X_i, X_i what block i gave; `earlier` are X_0 .. of the blocks so far."""
+    i = layers - 1 - len(earlier)
+    return x + free_coef(b, "skip_unet") * earlier[i] if rule["unet"] and i < layers // 2 else x
+
+
+def averaged(history: list[Tensor], b: Block, rule: Rule) -> Tensor:
+    """Y_i = sum of alpha_ij X_j over j <= i, j = i mod k, if p divides i; else X_i. `history` is X_0 .. X_i."""
+    i = len(history) - 1
+    if not rule["denseformer"] or i % rule["period"]:
+        return history[i]
+    sources = [j for j in range(i + 1) if (i - j) % rule["dilation"] == 0]
+    return sum(free_coef(b, f"alpha_{j}") * history[j] for j in sources)  # type: ignore[return-value]
+
+
 def logits(tokens: Tensor, w: dict[str, Any], rule: Rule) -> Tensor:
     """Logits (B, T, V) of the model whose every layer takes one step of `rule`."""
     rule = complete_rule(rule)
@@ -236,12 +251,16 @@ def logits(tokens: Tensor, w: dict[str, Any], rule: Rule) -> Tensor:
     layer = LAYERS[rule["template"], rule["splitting"]]
     state = start(tokens, w, rule)
     x_0 = state[0]
+    x, history, given = x_0, [x_0], list[Tensor]()
     for b in w["blocks"]:
-        state = layer(with_skip(state[0], x_0, b, rule), *state[1:], b, rule)
-    x = state[0]
-    if rule["splitting"] == "symplectic-euler" and rule["final_drift"]:
-        v = state[1]
-        x = x + coef(w["blocks"][-1], "delta") * v
+        x = with_unet(with_skip(x, x_0, b, rule), given, b, len(w["blocks"]), rule)
+        x, *streams = layer(x, *state[1:], b, rule)
+        state = (x, *streams)
+        if rule["splitting"] == "symplectic-euler" and rule["final_drift"] and b is w["blocks"][-1]:
+            x = x + coef(b, "delta") * state[1]
+        history.append(x)
+        x = averaged(history, b, rule)
+        given.append(x)
     return head(x, w, rule)
 
 
@@ -263,11 +282,14 @@ def hybrid_logits(tokens: Tensor, w: dict[str, Any], rule: Rule, momentum_layers
         rule["memory"].value_rows = embed(tokens, w, "value_", rule)
     layer = LAYERS[template, "lie-trotter"]
     x_0, v = start(tokens, w, rule)
-    x = x_0
+    x, history, given = x_0, [x_0], list[Tensor]()
     for index, b in enumerate(w["blocks"]):
-        x = with_skip(x, x_0, b, rule)
+        x = with_unet(with_skip(x, x_0, b, rule), given, b, len(w["blocks"]), rule)
         if index in momentum_layers:
             x, v = layer(x, v, b, rule)
         else:
             (x,) = gd_lie_trotter(x, b, rule)
+        history.append(x)
+        x = averaged(history, b, rule)
+        given.append(x)
     return head(x, w, rule)

@@ -11,6 +11,7 @@ from transcriptions.parts import (
     coef,
     explicit_implicit,
     gain,
+    kept,
     ln_aux,
     mlp,
     outer_inner,
@@ -20,13 +21,13 @@ from transcriptions.parts import (
 def gd_parallel(x: Tensor, b: Block, rule: Rule) -> tuple[Tensor]:
     """x' = x + alpha (A(x) + M(x)): one step size for the one step (alpha = 1 unless given)."""
     alpha = gain(b, "alpha", rule)
-    return (x + alpha * attention(x, b, rule) + alpha * mlp(x, b, rule),)
+    return (kept(x, b, "both", rule) + alpha * attention(x, b, rule) + alpha * mlp(x, b, rule),)
 
 
 def gd_lie_trotter(x: Tensor, b: Block, rule: Rule) -> tuple[Tensor]:
     """x <- x + alpha A(x);  x <- x + beta M(x) (alpha = beta = 1 unless given)."""
-    x = x + gain(b, "alpha", rule) * attention(x, b, rule)
-    x = x + gain(b, "beta", rule) * mlp(x, b, rule)
+    x = kept(x, b, "attn", rule) + gain(b, "alpha", rule) * attention(x, b, rule)
+    x = kept(x, b, "mlp", rule) + gain(b, "beta", rule) * mlp(x, b, rule)
     return (x,)
 
 
@@ -37,9 +38,9 @@ def gd_strang(x: Tensor, b: Block, rule: Rule) -> tuple[Tensor]:
     """
     outer, inner = outer_inner(rule)
     step = {"attn": gain(b, "alpha", rule), "mlp": gain(b, "beta", rule)}
-    x = x + 0.5 * step[outer] * oracle(outer, x, b, rule)
-    x = x + step[inner] * oracle(inner, x, b, rule)
-    x = x + 0.5 * step[outer] * oracle(outer, x, b, rule)
+    x = kept(x, b, outer, rule) + 0.5 * step[outer] * oracle(outer, x, b, rule)
+    x = kept(x, b, inner, rule) + step[inner] * oracle(inner, x, b, rule)
+    x = kept(x, b, outer, rule) + 0.5 * step[outer] * oracle(outer, x, b, rule)
     return (x,)
 
 

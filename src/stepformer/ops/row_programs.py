@@ -278,9 +278,13 @@ def choose_kept(program: Program, wanted: frozenset[str], points_too: bool = Tru
     usable = names if points_too else names[: len(names) - program.points]
     usable = [name for name in usable if outputs[name].kind == "row"]
     candidates = [*usable, *program.rows]
-    for size in range(len(candidates) + 1):
+    without = [[other for other in candidates if other != one] for one in candidates]
+    must = [one for one, others in zip(candidates, without, strict=True) if through(others, outputs, found) is None]
+    rest = [one for one in candidates if one not in must]
+    for size in range(len(rest) + 1):
         fits = []
-        for kept in itertools.combinations(candidates, size):
+        for more in itertools.combinations(rest, size):
+            kept = tuple(one for one in candidates if one in must or one in more)
             new = through(kept, outputs, found)
             if new is not None:
                 count = sum(n.kind == "row" for n in topological(new.all(), _blind))

@@ -102,7 +102,8 @@ def audit(
 
 def _small(config: ModelConfig) -> ModelConfig:
     separator = None if config.document_separator is None else min(config.document_separator, 3)
-    return config.replace(**GEOMETRY, real_vocab=None, mlp_hidden=None, document_separator=separator)
+    dense = {key: min(config.get(key), GEOMETRY["n_layer"]) for key in ("dilation", "period")}
+    return config.replace(**GEOMETRY, **dense, real_vocab=None, mlp_hidden=None, document_separator=separator)
 
 
 def _explain(error: Exception) -> str:
