@@ -12,7 +12,7 @@ from stepformer.measure.diagnostics.audit import GEOMETRY, audit
 from stepformer.oracles import attentions
 from stepformer.rules import splittings, templates
 
-SAMPLE = combinations(64, seed=2)
+SAMPLE = combinations(72, seed=3)
 
 
 def cost(settings: dict[str, Any]) -> float:
@@ -44,7 +44,7 @@ def test_the_sample_covers_what_there_is() -> None:
     assert {c.splitting for c in configs} == shipped(splittings)
     assert {c.attention for c in configs} == shipped(attentions)
     assert {c.value_residual for c in configs} == {"off", "fixed", "free", "unit"}
-    for key in ("embedding_skip", "logit_softcap", "document_separator", "qk_norm", "positions"):
+    for key in ("embedding_skip", "scale", "denseformer", "unet", "logit_softcap", "document_separator", "qk_norm"):
         assert sum(key in s for s in SAMPLE) >= 3, key
     assert len({title(s) for s in SAMPLE}) == len(SAMPLE) >= 60
 

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXTRAS: list[dict[str, Any]] = [
     {"value_residual": "free"}, {"value_tables": True}, {"embedding_skip": True}, {"positions": "rotary"},
     {"qk_norm": True},
+    {"scale": "scalar"}, {"denseformer": True}, {"unet": True},
     {"norm": "rmsnorm"}, {"bias": True},
 ]  # fmt: skip
 
@@ -118,6 +119,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "strang, soap": ("soap", {"splitting": "strang", "order": "mam"}),
     "parallel, soap": ("soap", {"splitting": "parallel"}),
     "parallel, adam": ("adam", {"splitting": "parallel", "norm": "rmsnorm", "embedding_skip": True}),
+    "vectors on the answers": ("yurii", {"scale": "layerscale", "splitting": "strang", "order": "ama"}),
+    "a vector on both answers": ("vanilla", {"scale": "layerscale", "splitting": "parallel"}),
+    "scaled answers, imex": ("imex-k2-ama", {"scale": "rezero"}),
+    "scaled answers, the last one idle": ("symplectic-euler", {"scale": "layerscale"}),
+    "every second output": ("yurii", {"denseformer": True, "dilation": 2, "n_layer": 5}),
+    "an average after every second layer": ("vanilla", {"denseformer": True, "period": 2, "unet": True, "n_layer": 5}),
+    "averages of Hamiltonian layers": ("symp-etd-ab2", {"denseformer": True, "unet": True}),
     "a soft cap": ("yurii", {"logit_softcap": 3.0}),
     "documents": ("yurii", {"document_separator": 3}),
 }
@@ -126,13 +134,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", OTHERS)
 def test_plans_with_options(case: str) -> None:
     name, changes = OTHERS[case]
-    model = shake(tiny(name, **SIZE, **changes))
+    model = shake(tiny(name, **{**SIZE, **changes}))
     check_plan(model, rounding_of(model))
 
 
 @pytest.mark.parametrize("layers", [set(), {1}, {0, 2}])
 def test_plans_of_hybrids(layers: set[int]) -> None:
     check_plan(shake(tiny("yurii", **SIZE)).hybrid(layers=layers))
+    around = {"scale": "scalar", "denseformer": True, "unet": True}
+    check_plan(shake(tiny("yurii", **SIZE, **around)).hybrid(layers=layers))
 
 
 # what a user writes

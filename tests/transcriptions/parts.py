@@ -48,6 +48,8 @@ Rule = dict[str, Any]
 NORM_EPS = 1e-5
 ADAM_EPS = 1e-8
 
+PRECONDITIONED = ("adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo")
+
 DEFAULTS: Rule = {
     "splitting": "lie-trotter",
     "order": "ama",
@@ -179,10 +181,14 @@ def mlp(z: Tensor, b: Block, rule: Rule) -> Tensor:
 
 
 def scaled(answer: Tensor, b: Block, turn: str, rule: Rule) -> Tensor:
-    """s_l .* T(z), s_l of this turn, or of the one turn with both oracles."""
+    """s_l .* T(z), s_l of this turn, or of the one turn with both oracles; `ln_u` has that of a preconditioned rule."""
+    return answer if rule["template"] in PRECONDITIONED else scale(b, turn, rule) * answer
+
+
+def scale(b: Block, turn: str, rule: Rule) -> Any:
     if rule["scale"] == "off":
-        return answer
-    return free_coef(b, "scale" if rule["splitting"] == "parallel" else f"scale_{turn}") * answer
+        return 1.0
+    return free_coef(b, "scale" if rule["splitting"] == "parallel" else f"scale_{turn}")
 
 
 def kept(x: Tensor, b: Block, turn: str, rule: Rule) -> Tensor:
@@ -190,6 +196,11 @@ def kept(x: Tensor, b: Block, turn: str, rule: Rule) -> Tensor:
     if rule["scale"] != "scalar":
         return x
     return free_coef(b, "keep_x" if rule["splitting"] == "parallel" else f"keep_x_{turn}") * x
+
+
+def ln_u(z: Tensor, b: Block, key: str, rule: Rule) -> Tensor:
+    """s_l .* LN_u(z): what a preconditioned rule adds to x, but for gamma."""
+    return scale(b, key, rule) * ln_aux(z, b, key)
 
 
 def ln_aux(z: Tensor, b: Block, key: str) -> Tensor:

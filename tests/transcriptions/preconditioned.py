@@ -12,7 +12,7 @@ from transcriptions.parts import (
     Rule,
     coef,
     inverse_sqrt,
-    ln_aux,
+    ln_u,
     mlp,
     ns5,
     outer_inner,
@@ -30,7 +30,7 @@ def adam_parallel(x: Tensor, m: Tensor, s: Tensor, b: Block, rule: Rule) -> tupl
     g = attention(x, b, rule) + mlp(x, b, rule)
     m = beta1 * m + (1 - beta1) * g
     s = beta2 * s + (1 - beta2) * g * g
-    x = x + gamma * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, "both")
+    x = x + gamma * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, "both", rule)
     return x, m, s
 
 
@@ -43,11 +43,11 @@ def adam_lie_trotter(x: Tensor, m: Tensor, s: Tensor, b: Block, rule: Rule) -> t
     g = attention(x, b, rule)
     m = coef(b, "beta1_attn") * m + (1 - coef(b, "beta1_attn")) * g
     s = coef(b, "beta2_attn") * s + (1 - coef(b, "beta2_attn")) * g * g
-    x = x + coef(b, "gamma_attn") * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, "attn")
+    x = x + coef(b, "gamma_attn") * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, "attn", rule)
     g = mlp(x, b, rule)
     m = coef(b, "beta1_mlp") * m + (1 - coef(b, "beta1_mlp")) * g
     s = coef(b, "beta2_mlp") * s + (1 - coef(b, "beta2_mlp")) * g * g
-    x = x + coef(b, "gamma_mlp") * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, "mlp")
+    x = x + coef(b, "gamma_mlp") * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, "mlp", rule)
     return x, m, s
 
 
@@ -64,17 +64,17 @@ def adam_strang(x: Tensor, m: Tensor, s: Tensor, b: Block, rule: Rule) -> tuple[
     g = oracle(outer, x, b, rule)
     m = beta1 * m + (1 - beta1) * g
     s = beta2 * s + (1 - beta2) * g * g
-    x = x + 0.5 * gamma_outer * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, outer, rule)
     # full step
     g = oracle(inner, x, b, rule)
     m = beta1 * m + (1 - beta1) * g
     s = beta2 * s + (1 - beta2) * g * g
-    x = x + gamma_inner * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, inner)
+    x = x + gamma_inner * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, inner, rule)
     # half step
     g = oracle(outer, x, b, rule)
     m = beta1 * m + (1 - beta1) * g
     s = beta2 * s + (1 - beta2) * g * g
-    x = x + 0.5 * gamma_outer * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, outer, rule)
     return x, m, s
 
 
@@ -87,7 +87,7 @@ def adamw_parallel(x: Tensor, m: Tensor, s: Tensor, b: Block, rule: Rule) -> tup
     g = attention(x, b, rule) + mlp(x, b, rule)
     m = beta1 * m + (1 - beta1) * g
     s = beta2 * s + (1 - beta2) * g * g
-    x = (1 - lam) * x + gamma * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, "both")
+    x = (1 - lam) * x + gamma * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, "both", rule)
     return x, m, s
 
 
@@ -100,12 +100,12 @@ def adamw_lie_trotter(x: Tensor, m: Tensor, s: Tensor, b: Block, rule: Rule) -> 
     g = attention(x, b, rule)
     m = coef(b, "beta1_attn") * m + (1 - coef(b, "beta1_attn")) * g
     s = coef(b, "beta2_attn") * s + (1 - coef(b, "beta2_attn")) * g * g
-    update = ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, "attn")
+    update = ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, "attn", rule)
     x = (1 - coef(b, "lambda_attn")) * x + coef(b, "gamma_attn") * update
     g = mlp(x, b, rule)
     m = coef(b, "beta1_mlp") * m + (1 - coef(b, "beta1_mlp")) * g
     s = coef(b, "beta2_mlp") * s + (1 - coef(b, "beta2_mlp")) * g * g
-    update = ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, "mlp")
+    update = ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, "mlp", rule)
     x = (1 - coef(b, "lambda_mlp")) * x + coef(b, "gamma_mlp") * update
     return x, m, s
 
@@ -125,17 +125,17 @@ def adamw_strang(x: Tensor, m: Tensor, s: Tensor, b: Block, rule: Rule) -> tuple
     g = oracle(outer, x, b, rule)
     m = beta1 * m + (1 - beta1) * g
     s = beta2 * s + (1 - beta2) * g * g
-    x = (1 - lam_outer) * x + 0.5 * gamma_outer * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, outer)
+    x = (1 - lam_outer) * x + 0.5 * gamma_outer * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, outer, rule)
     # full step
     g = oracle(inner, x, b, rule)
     m = beta1 * m + (1 - beta1) * g
     s = beta2 * s + (1 - beta2) * g * g
-    x = (1 - lam_inner) * x + gamma_inner * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, inner)
+    x = (1 - lam_inner) * x + gamma_inner * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, inner, rule)
     # half step
     g = oracle(outer, x, b, rule)
     m = beta1 * m + (1 - beta1) * g
     s = beta2 * s + (1 - beta2) * g * g
-    x = (1 - lam_outer) * x + 0.5 * gamma_outer * ln_aux(m / (torch.sqrt(s) + ADAM_EPS), b, outer)
+    x = (1 - lam_outer) * x + 0.5 * gamma_outer * ln_u(m / (torch.sqrt(s) + ADAM_EPS), b, outer, rule)
     return x, m, s
 
 
@@ -144,7 +144,7 @@ def rmsprop_parallel(x: Tensor, s: Tensor, b: Block, rule: Rule) -> tuple[Tensor
     beta2, gamma = coef(b, "beta2"), coef(b, "gamma")
     g = attention(x, b, rule) + mlp(x, b, rule)
     s = beta2 * s + (1 - beta2) * g * g
-    x = x + gamma * ln_aux(g / (torch.sqrt(s) + ADAM_EPS), b, "both")
+    x = x + gamma * ln_u(g / (torch.sqrt(s) + ADAM_EPS), b, "both", rule)
     return x, s
 
 
@@ -155,10 +155,10 @@ def rmsprop_lie_trotter(x: Tensor, s: Tensor, b: Block, rule: Rule) -> tuple[Ten
     """
     g = attention(x, b, rule)
     s = coef(b, "beta2_attn") * s + (1 - coef(b, "beta2_attn")) * g * g
-    x = x + coef(b, "gamma_attn") * ln_aux(g / (torch.sqrt(s) + ADAM_EPS), b, "attn")
+    x = x + coef(b, "gamma_attn") * ln_u(g / (torch.sqrt(s) + ADAM_EPS), b, "attn", rule)
     g = mlp(x, b, rule)
     s = coef(b, "beta2_mlp") * s + (1 - coef(b, "beta2_mlp")) * g * g
-    x = x + coef(b, "gamma_mlp") * ln_aux(g / (torch.sqrt(s) + ADAM_EPS), b, "mlp")
+    x = x + coef(b, "gamma_mlp") * ln_u(g / (torch.sqrt(s) + ADAM_EPS), b, "mlp", rule)
     return x, s
 
 
@@ -173,15 +173,15 @@ def rmsprop_strang(x: Tensor, s: Tensor, b: Block, rule: Rule) -> tuple[Tensor, 
     # half step
     g = oracle(outer, x, b, rule)
     s = beta2 * s + (1 - beta2) * g * g
-    x = x + 0.5 * gamma_outer * ln_aux(g / (torch.sqrt(s) + ADAM_EPS), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(g / (torch.sqrt(s) + ADAM_EPS), b, outer, rule)
     # full step
     g = oracle(inner, x, b, rule)
     s = beta2 * s + (1 - beta2) * g * g
-    x = x + gamma_inner * ln_aux(g / (torch.sqrt(s) + ADAM_EPS), b, inner)
+    x = x + gamma_inner * ln_u(g / (torch.sqrt(s) + ADAM_EPS), b, inner, rule)
     # half step
     g = oracle(outer, x, b, rule)
     s = beta2 * s + (1 - beta2) * g * g
-    x = x + 0.5 * gamma_outer * ln_aux(g / (torch.sqrt(s) + ADAM_EPS), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(g / (torch.sqrt(s) + ADAM_EPS), b, outer, rule)
     return x, s
 
 
@@ -190,7 +190,7 @@ def muon_parallel(x: Tensor, m: Tensor, b: Block, rule: Rule) -> tuple[Tensor, T
     beta, gamma = coef(b, "beta"), coef(b, "gamma")
     g = attention(x, b, rule) + mlp(x, b, rule)
     m = beta * m + (1 - beta) * g
-    x = x + gamma * ln_aux(ns5(m, rule), b, "both")
+    x = x + gamma * ln_u(ns5(m, rule), b, "both", rule)
     return x, m
 
 
@@ -201,10 +201,10 @@ def muon_lie_trotter(x: Tensor, m: Tensor, b: Block, rule: Rule) -> tuple[Tensor
     """
     g = attention(x, b, rule)
     m = coef(b, "beta_attn") * m + (1 - coef(b, "beta_attn")) * g
-    x = x + coef(b, "gamma_attn") * ln_aux(ns5(m, rule), b, "attn")
+    x = x + coef(b, "gamma_attn") * ln_u(ns5(m, rule), b, "attn", rule)
     g = mlp(x, b, rule)
     m = coef(b, "beta_mlp") * m + (1 - coef(b, "beta_mlp")) * g
-    x = x + coef(b, "gamma_mlp") * ln_aux(ns5(m, rule), b, "mlp")
+    x = x + coef(b, "gamma_mlp") * ln_u(ns5(m, rule), b, "mlp", rule)
     return x, m
 
 
@@ -218,26 +218,26 @@ def muon_strang(x: Tensor, m: Tensor, b: Block, rule: Rule) -> tuple[Tensor, Ten
     gamma_outer, gamma_inner = coef(b, f"gamma_{outer}"), coef(b, f"gamma_{inner}")
     # half step
     m = beta * m + (1 - beta) * oracle(outer, x, b, rule)
-    x = x + 0.5 * gamma_outer * ln_aux(ns5(m, rule), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(ns5(m, rule), b, outer, rule)
     # full step
     m = beta * m + (1 - beta) * oracle(inner, x, b, rule)
-    x = x + gamma_inner * ln_aux(ns5(m, rule), b, inner)
+    x = x + gamma_inner * ln_u(ns5(m, rule), b, inner, rule)
     # half step
     m = beta * m + (1 - beta) * oracle(outer, x, b, rule)
-    x = x + 0.5 * gamma_outer * ln_aux(ns5(m, rule), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(ns5(m, rule), b, outer, rule)
     return x, m
 
 
 def ortho_parallel(x: Tensor, b: Block, rule: Rule) -> tuple[Tensor]:
     """x' = x + gamma LN^both(NS5(A(x) + M(x)))."""
     g = attention(x, b, rule) + mlp(x, b, rule)
-    return (x + coef(b, "gamma") * ln_aux(ns5(g, rule), b, "both"),)
+    return (x + coef(b, "gamma") * ln_u(ns5(g, rule), b, "both", rule),)
 
 
 def ortho_lie_trotter(x: Tensor, b: Block, rule: Rule) -> tuple[Tensor]:
     """x <- x + gamma^a LN^a(NS5(A(x)));  x <- x + gamma^m LN^m(NS5(M(x)))."""
-    x = x + coef(b, "gamma_attn") * ln_aux(ns5(attention(x, b, rule), rule), b, "attn")
-    x = x + coef(b, "gamma_mlp") * ln_aux(ns5(mlp(x, b, rule), rule), b, "mlp")
+    x = x + coef(b, "gamma_attn") * ln_u(ns5(attention(x, b, rule), rule), b, "attn", rule)
+    x = x + coef(b, "gamma_mlp") * ln_u(ns5(mlp(x, b, rule), rule), b, "mlp", rule)
     return (x,)
 
 
@@ -245,9 +245,9 @@ def ortho_strang(x: Tensor, b: Block, rule: Rule) -> tuple[Tensor]:
     """Half outer, full inner, half outer step, each x <- x + [1/2] gamma LN(NS5(O(x)))."""
     outer, inner = outer_inner(rule)
     gamma_outer, gamma_inner = coef(b, f"gamma_{outer}"), coef(b, f"gamma_{inner}")
-    x = x + 0.5 * gamma_outer * ln_aux(ns5(oracle(outer, x, b, rule), rule), b, outer)
-    x = x + gamma_inner * ln_aux(ns5(oracle(inner, x, b, rule), rule), b, inner)
-    x = x + 0.5 * gamma_outer * ln_aux(ns5(oracle(outer, x, b, rule), rule), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(ns5(oracle(outer, x, b, rule), rule), b, outer, rule)
+    x = x + gamma_inner * ln_u(ns5(oracle(inner, x, b, rule), rule), b, inner, rule)
+    x = x + 0.5 * gamma_outer * ln_u(ns5(oracle(outer, x, b, rule), rule), b, outer, rule)
     return (x,)
 
 
@@ -260,7 +260,7 @@ def soap_parallel(x: Tensor, m: Tensor, r: Tensor, b: Block, rule: Rule) -> tupl
     g = to_matrix(attention(x, b, rule) + mlp(x, b, rule), rule)
     m = beta1 * m + (1 - beta1) * g
     r = beta_r * r + (1 - beta_r) * g.transpose(-2, -1) @ g
-    x = x + gamma * ln_aux(to_vector(m @ inverse_sqrt(r)), b, "both")
+    x = x + gamma * ln_u(to_vector(m @ inverse_sqrt(r)), b, "both", rule)
     return x, m, r
 
 
@@ -273,11 +273,11 @@ def soap_lie_trotter(x: Tensor, m: Tensor, r: Tensor, b: Block, rule: Rule) -> t
     g = to_matrix(attention(x, b, rule), rule)
     m = coef(b, "beta1_attn") * m + (1 - coef(b, "beta1_attn")) * g
     r = coef(b, "betaR_attn") * r + (1 - coef(b, "betaR_attn")) * g.transpose(-2, -1) @ g
-    x = x + coef(b, "gamma_attn") * ln_aux(to_vector(m @ inverse_sqrt(r)), b, "attn")
+    x = x + coef(b, "gamma_attn") * ln_u(to_vector(m @ inverse_sqrt(r)), b, "attn", rule)
     g = to_matrix(mlp(x, b, rule), rule)
     m = coef(b, "beta1_mlp") * m + (1 - coef(b, "beta1_mlp")) * g
     r = coef(b, "betaR_mlp") * r + (1 - coef(b, "betaR_mlp")) * g.transpose(-2, -1) @ g
-    x = x + coef(b, "gamma_mlp") * ln_aux(to_vector(m @ inverse_sqrt(r)), b, "mlp")
+    x = x + coef(b, "gamma_mlp") * ln_u(to_vector(m @ inverse_sqrt(r)), b, "mlp", rule)
     return x, m, r
 
 
@@ -294,17 +294,17 @@ def soap_strang(x: Tensor, m: Tensor, r: Tensor, b: Block, rule: Rule) -> tuple[
     g = to_matrix(oracle(outer, x, b, rule), rule)
     m = beta1 * m + (1 - beta1) * g
     r = beta_r * r + (1 - beta_r) * g.transpose(-2, -1) @ g
-    x = x + 0.5 * gamma_outer * ln_aux(to_vector(m @ inverse_sqrt(r)), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(to_vector(m @ inverse_sqrt(r)), b, outer, rule)
     # full step
     g = to_matrix(oracle(inner, x, b, rule), rule)
     m = beta1 * m + (1 - beta1) * g
     r = beta_r * r + (1 - beta_r) * g.transpose(-2, -1) @ g
-    x = x + gamma_inner * ln_aux(to_vector(m @ inverse_sqrt(r)), b, inner)
+    x = x + gamma_inner * ln_u(to_vector(m @ inverse_sqrt(r)), b, inner, rule)
     # half step
     g = to_matrix(oracle(outer, x, b, rule), rule)
     m = beta1 * m + (1 - beta1) * g
     r = beta_r * r + (1 - beta_r) * g.transpose(-2, -1) @ g
-    x = x + 0.5 * gamma_outer * ln_aux(to_vector(m @ inverse_sqrt(r)), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(to_vector(m @ inverse_sqrt(r)), b, outer, rule)
     return x, m, r
 
 
@@ -313,7 +313,7 @@ def shampoo_parallel(x: Tensor, r: Tensor, b: Block, rule: Rule) -> tuple[Tensor
     beta_r, gamma = coef(b, "betaR"), coef(b, "gamma")
     g = to_matrix(attention(x, b, rule) + mlp(x, b, rule), rule)
     r = beta_r * r + (1 - beta_r) * g.transpose(-2, -1) @ g
-    x = x + gamma * ln_aux(to_vector(g @ inverse_sqrt(r)), b, "both")
+    x = x + gamma * ln_u(to_vector(g @ inverse_sqrt(r)), b, "both", rule)
     return x, r
 
 
@@ -324,10 +324,10 @@ def shampoo_lie_trotter(x: Tensor, r: Tensor, b: Block, rule: Rule) -> tuple[Ten
     """
     g = to_matrix(attention(x, b, rule), rule)
     r = coef(b, "betaR_attn") * r + (1 - coef(b, "betaR_attn")) * g.transpose(-2, -1) @ g
-    x = x + coef(b, "gamma_attn") * ln_aux(to_vector(g @ inverse_sqrt(r)), b, "attn")
+    x = x + coef(b, "gamma_attn") * ln_u(to_vector(g @ inverse_sqrt(r)), b, "attn", rule)
     g = to_matrix(mlp(x, b, rule), rule)
     r = coef(b, "betaR_mlp") * r + (1 - coef(b, "betaR_mlp")) * g.transpose(-2, -1) @ g
-    x = x + coef(b, "gamma_mlp") * ln_aux(to_vector(g @ inverse_sqrt(r)), b, "mlp")
+    x = x + coef(b, "gamma_mlp") * ln_u(to_vector(g @ inverse_sqrt(r)), b, "mlp", rule)
     return x, r
 
 
@@ -342,13 +342,13 @@ def shampoo_strang(x: Tensor, r: Tensor, b: Block, rule: Rule) -> tuple[Tensor, 
     # half step
     g = to_matrix(oracle(outer, x, b, rule), rule)
     r = beta_r * r + (1 - beta_r) * g.transpose(-2, -1) @ g
-    x = x + 0.5 * gamma_outer * ln_aux(to_vector(g @ inverse_sqrt(r)), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(to_vector(g @ inverse_sqrt(r)), b, outer, rule)
     # full step
     g = to_matrix(oracle(inner, x, b, rule), rule)
     r = beta_r * r + (1 - beta_r) * g.transpose(-2, -1) @ g
-    x = x + gamma_inner * ln_aux(to_vector(g @ inverse_sqrt(r)), b, inner)
+    x = x + gamma_inner * ln_u(to_vector(g @ inverse_sqrt(r)), b, inner, rule)
     # half step
     g = to_matrix(oracle(outer, x, b, rule), rule)
     r = beta_r * r + (1 - beta_r) * g.transpose(-2, -1) @ g
-    x = x + 0.5 * gamma_outer * ln_aux(to_vector(g @ inverse_sqrt(r)), b, outer)
+    x = x + 0.5 * gamma_outer * ln_u(to_vector(g @ inverse_sqrt(r)), b, outer, rule)
     return x, r

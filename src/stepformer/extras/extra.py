@@ -61,9 +61,9 @@ class Extra(Component):
         """What the rule is told in a turn, from the oracles' answer."""
         return g
 
-    def kept(self, x: Tensor, c: Values) -> Tensor:
-        """The x from which the drift of a turn starts."""
-        return x
+    def drifting(self, s: State, c: Values) -> State:
+        """The state with which the drift of a turn begins; a rule without velocity proposes its update as `s.u`."""
+        return s
 
     def values(self, v: Tensor, c: Values, memory: dict[str, Tensor]) -> Tensor:
         """The values that an attention gathers, from its own; `memory` may be read and written."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from stepformer.base.registry import Selection
 from stepformer.extras.extra import Extra, register_extra
 from stepformer.rules.coefficients import Coefficient, Values, free
+from stepformer.rules.state import State
 
 
 def layer_scale(n_layer: int) -> float:
@@ -18,18 +19,20 @@ def layer_scale(n_layer: int) -> float:
 
 @register_extra(
     "scaled",
-    equation="g = s g in every turn, and x = a x before its drift",
+    equation="x' = a x + s .* (what a turn adds), s on the answer of a rule with velocity",
     cite=("bachlechner2021rezero", "touvron2021going"),
 )
 class Scaled(Extra):
     """scale = "rezero": one s a turn from 0; "layerscale": a vector; "scalar": s and a from 1. Else a = 1.
 
-    Of gradient descent x' = a x + s T(x). A rule with streams is kicked by s T(point), and its drift starts from a x.
+    Of gradient descent x' = a x + s T(x). Any rule drifts from a x. One without velocity proposes an update u, and s
+    multiplies that, behind its auxiliary norm, which would forget s; a velocity is kicked by s T(point).
     """
 
     def __init__(self, config: Selection) -> None:
         super().__init__(config)
         self.kind, self.width = config.get("scale"), config.get("d_model")
+        self.kicks = config.component("template").has_velocity()
         self.begins = {"rezero": 0.0, "scalar": 1.0}.get(self.kind, layer_scale(config.n_layer))
 
     @classmethod
@@ -41,8 +44,8 @@ class Scaled(Extra):
         kind = config.get("scale")
         if config.component("template").integrates:
             return (
-                f"scale = '{kind}' multiplies the answer of an oracle, and template '{config.template}' integrates the "
-                "fields of its attention instead: use another template."
+                f"scale = '{kind}' multiplies what an oracle adds to x, and template '{config.template}' integrates "
+                "the fields of its attention instead: use another template."
             )
         if kind == "scalar" and config.splitting in ("imex", "symplectic-euler"):
             return (
@@ -58,10 +61,11 @@ class Scaled(Extra):
         return {"scale": free(self.begins, "step"), **kept}
 
     def answer(self, g: Tensor, c: Values) -> Tensor:
-        return c.scale * g
+        return c.scale * g if self.kicks else g
 
-    def kept(self, x: Tensor, c: Values) -> Tensor:
-        return c.keep_x * x if self.kind == "scalar" else x
+    def drifting(self, s: State, c: Values) -> State:
+        s = s.replace(x=c.keep_x * s.x) if self.kind == "scalar" else s
+        return s if self.kicks else s.replace(u=c.scale * s.u)
 
     def describe(self) -> str:
         how = {

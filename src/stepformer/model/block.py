@@ -142,11 +142,11 @@ class Block(nn.Module):
                 ask = lambda point, ask=ask, part=part: part.answer(ask(point), c)  # noqa: E731
         return ask
 
-    def kept(self, x: Tensor, *, c: Values) -> Tensor:
-        """The x from which a turn drifts."""
+    def drifting(self, s: State, *, c: Values) -> State:
+        """The state with which the drift of a turn begins."""
         for part in self.parts:
-            x = part.kept(x, c)
-        return x
+            s = part.drifting(s, c)
+        return s
 
     def turns(self, call: Call, own: dict[str, Values]) -> dict[str, Substep]:
         """The template bound to what each turn uses; `own` are the extras' values."""
@@ -156,14 +156,13 @@ class Block(nn.Module):
             norm = self.aux_norms[self.norm_keys[turn]] if turn in self.norm_keys else None
             fields = partial(self.fields_at, call=call) if self.attn.has_fields and "attn" in oracles else None
             ask = self.answered(partial(self.ask, oracles, call=call), own[turn])
-            kept = partial(self.kept, c=own[turn])
-            turns[turn] = Substep(self.template, ask, values[turn], norm, fields, kept)
+            drifting = partial(self.drifting, c=own[turn])
+            turns[turn] = Substep(self.template, ask, values[turn], norm, fields, drifting)
         return turns
 
     def residual(self, s: State, call: Call, own: dict[str, Values]) -> State:
         """The ordinary residual block with this layer's oracles; streams pass through."""
-        x = s.x
         for turn in ("attn", "mlp"):
             ask = self.answered(partial(self.ask, (turn,), call=call), own[turn])
-            x = self.kept(x, c=own[turn]) + ask(x)
-        return s.replace(x=x)
+            s = s.replace(x=self.drifting(s, c=own[turn]).x + ask(s.x))
+        return s

@@ -18,8 +18,8 @@ from stepformer.rules.template import Template
 class Substep:
     """A turn: the template bound to the oracle, the coefficients and the auxiliary norm that this turn uses.
 
-    A Hamiltonian attention has `fields` instead of an answer; then the template integrates them. `kept` is what extras
-    make of the x from which it drifts.
+    A Hamiltonian attention has `fields` instead of an answer; then the template integrates them. `drifting` is what
+    extras make of the state before its drift.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class Substep:
         c: Values,
         norm: Callable[[Tensor], Tensor] | None,
         fields: FieldsAt | None = None,
-        kept: Callable[[Tensor], Tensor] = lambda x: x,
+        drifting: Callable[[State], State] = lambda s: s,
     ) -> None:
         self.template, self.oracle, self.c, self.norm, self.fields = template, oracle, c, norm, fields
-        self.kept = kept
+        self.drifting = drifting
 
     def ask(self, s: State, scale: float = 1.0) -> Tensor:
         """The oracle's answer at the point where the template looks; `scale` is that of the kick to come."""
@@ -49,7 +49,7 @@ class Substep:
         return self.template.normalise(s, self.norm)
 
     def drift(self, s: State, scale: float = 1.0) -> State:
-        return self.template.drift(s.replace(x=self.kept(s.x)), self.c, scale)
+        return self.template.drift(self.drifting(s), self.c, scale)
 
     def follow(self, s: State, name: str) -> State:
         """x follows the velocity by a coefficient of the splitting."""

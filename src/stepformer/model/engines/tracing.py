@@ -103,7 +103,7 @@ class Trace:
             if i in model.plain_layers:
                 for turn in ("attn", "mlp"):
                     ask: Any = block.answered(partial(self.ask, block, (turn,), mix), values[turn])  # type: ignore
-                    s = s.replace(x=block.kept(s.x, c=values[turn]) + ask(s.x))
+                    s = s.replace(x=block.drifting(s, c=values[turn]).x + ask(s.x))
             else:
                 s = block.splitting.step(self._turns(block, mix, values), s)
             s = State(s.x, s.streams, memory)
@@ -188,8 +188,8 @@ class Trace:
                 norm = self._norm(block.aux_norms[key], f"aux_norms.{key}")
             fields = partial(self._fields, block) if block.attn.has_fields and "attn" in oracles else None
             ask = block.answered(partial(self.ask, block, oracles, mix), own[turn])  # type: ignore[arg-type]
-            kept = partial(block.kept, c=own[turn])
-            turns[turn] = Substep(block.template, ask, values[turn], norm, fields, kept)  # type: ignore[arg-type]
+            more = fields, partial(block.drifting, c=own[turn])
+            turns[turn] = Substep(block.template, ask, values[turn], norm, *more)  # type: ignore[arg-type]
         return turns
 
     def ask(self, block: Block, oracles: tuple[str, ...], mix: Callable[[], Mixture], point: Symbol) -> Symbol:
