@@ -56,7 +56,7 @@ class Scaled(Extra):
 
     def turn_coefficients(self) -> Mapping[str, Coefficient]:
         if self.kind == "layerscale":
-            return {"scale": free(self.begins, "step", self.width)}
+            return {"scale": Coefficient(self.begins, "free", "step", self.width)}
         kept = {"keep_x": free(1.0, "decay")} if self.kind == "scalar" else {}
         return {"scale": free(self.begins, "step"), **kept}
 

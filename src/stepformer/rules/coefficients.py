@@ -74,9 +74,9 @@ def positive(start: float = math.log(2.0), kind: Kind = "step") -> Coefficient:
     return Coefficient(start, "positive", kind)
 
 
-def free(start: float, kind: Kind = "step", size: int = 1) -> Coefficient:
-    """A coefficient of any sign, without a map; `size` of them, e.g. one per column."""
-    return Coefficient(start, "free", kind, size)
+def free(start: float, kind: Kind = "step") -> Coefficient:
+    """A coefficient of any sign, without a map."""
+    return Coefficient(start, "free", kind)
 
 
 class Values:
