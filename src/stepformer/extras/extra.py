@@ -90,6 +90,16 @@ extras: Registry[Extra] = Registry("extra", Extra)
 register_extra = extras.register
 
 
+def needs_x(config: Selection, setting: str) -> str | None:
+    """Why what acts on x has no meaning with a template that makes x of other streams after the last layer."""
+    if not config.component("template").reads_out:
+        return None
+    return (
+        f"{setting} acts on x, and template '{config.template}' carries its tokens in streams of its own, from which x "
+        "is read after the last layer: use another template."
+    )
+
+
 def chosen(config: Selection, layer: int = 0) -> list[Any]:
     """The extras of a config, ready to work: in the order of registration, listed ones in that of the list."""
     listed = list(config.get("extras"))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from stepformer.base.errors import InputError
 from stepformer.ops.sharding import whole
 
+LISTED = 64  # numbers of a vector that are told one by one, at most
+
 
 class LearnedScalars(nn.Module):
     """Raw parameters by key, each of which is read through the map of its specification, or pinned.
@@ -29,7 +31,8 @@ class LearnedScalars(nn.Module):
 
     def initialise(self) -> None:
         for key, spec in self.specs.items():
-            self.get_parameter(key).fill_(spec.raw_start)
+            raw, start = self.get_parameter(key), spec.raw_start
+            raw.copy_(raw.new_tensor(start)) if isinstance(start, tuple) else raw.fill_(start)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Let pinned values follow `.to()`, `.cuda()`, `.double()`."""
@@ -44,9 +47,13 @@ class LearnedScalars(nn.Module):
         return mapped
 
     def named_values(self) -> dict[str, float]:
-        """The value of each scalar, `r[3]` of head 3; where they are spread over ranks, all of these ask together."""
+        """The value of each scalar, `r[3]` of head 3, of a longer vector its root mean square; where they are spread over
+        ranks, all of these ask together."""
         values: dict[str, float] = {}
         for key, spec in self.specs.items():
+            if spec.size > LISTED:
+                values[f"rms({key})"] = float(whole(self.value(key).detach()).double().square().mean().sqrt())
+                continue
             names = [key] if spec.size == 1 else [f"{key}[{i}]" for i in range(spec.size)]
             values.update(zip(names, whole(self.value(key).detach()).tolist(), strict=True))
         return values
