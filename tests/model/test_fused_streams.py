@@ -58,6 +58,12 @@ EXTRAS: dict[str, tuple[str, dict[str, object]]] = {
     "documents and a soft cap": ("yurii", {"document_separator": 3, "logit_softcap": 4.0}),
     "biases": ("yurii", {"bias": True}),
     "shared layers": ("yurii", {"weight_sharing": "oracles", "value_residual": "free"}),
+    "scaled answers": ("scaled", {}),
+    "vectors on answers": ("nesterov-euler", {"scale": "layerscale"}),
+    "an average of earlier layers": ("denseformer", {"n_layer": 4, "value_residual": "free"}),
+    "every second of them": ("yurii", {"denseformer": True, "dilation": 2, "n_layer": 4}),
+    "U-shaped skips": ("unet", {"n_layer": 5}),
+    "all around": ("verlet-ama", {"scale": "scalar", "denseformer": True, "unet": True, "embedding_skip": True}),
     "everything": (
         "nesterov-euler",
         {"embedding_skip": True, "value_residual": "free", "qk_norm": True, "positions": "rotary", "norm": "rmsnorm"},
@@ -164,7 +170,7 @@ def test_fused_integrators_equal_the_plain_ones(case: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("case", quickly(EXTRAS, ("everything", "value tables")))
 def test_fused_extras_equal_the_plain_ones(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = EXTRAS[case]
-    compare_with_plain(shake(tiny(name, dtype=torch.float32, **SIZE, **changes), scale=0.05), monkeypatch)
+    compare_with_plain(shake(tiny(name, dtype=torch.float32, **{**SIZE, **changes}), scale=0.05), monkeypatch)
 
 
 def users_of(loss: Tensor) -> dict[tuple[Any, int], list[Any]]:

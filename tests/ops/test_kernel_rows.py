@@ -102,6 +102,8 @@ FAMILIES = [
     ("tables", {"mlp": "relu2", "head": "untied", "value_tables": True}, 2),
     ("value-tables", {"mlp": "relu2", "head": "untied", "positions": "rotary", "document_separator": 3}, 6),
     ("linear", {"value_tables": True}, 1),
+    ("scaled", {"scale": "layerscale", "value_residual": "free"}, 2),
+    ("denseformer", {"scale": "scalar", "unet": True, "n_layer": 3}, 2),
     ("entropy", {**EXTRAS, "document_separator": 3}, 2),
     ("entropy-token", {"target_form": "support"}, 2),
     ("entropy-floor", {}, 2),
@@ -124,7 +126,7 @@ FAMILIES = [
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]
 QUICK = [("yurii", 1), ("adam", 2), ("vanilla", 6), ("entropy", 2), ("kl-previous", 2), ("linear", 2), ("symp-ab2", 2)]
-QUICK.append(("tables", 2))
+QUICK += [("tables", 2), ("denseformer", 2)]
 
 
 @NO_GPU
