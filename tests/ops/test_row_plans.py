@@ -205,7 +205,7 @@ def texts(name, **changes):
     model = sf.build(name, seed=0, n_layer=3, n_head=2, d_model=16, context=8, vocab_size=17, **changes)
     found = []
     for step in model.plan().passes():
-        own = row_passes.compiled(step.program.text, step.handed)
+        own = row_passes.compiled(step.program.text, step.handed, step.borrows)
         needed = tuple(own.names)
         backward = own.backward(tuple(own.reached), needed, tuple("f" for _ in needed))
         printed = [own.forwards[keep].at(forward_tile(16))[0].text for keep in (True, False)]

@@ -157,12 +157,13 @@ def as_pytorch(plan: Plan, width: int) -> Iterator[list[str]]:
         carried: torch.dtype,
         point: torch.dtype,
         handed: tuple[str, ...] = (),
+        borrows: Any = (),
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         texts.append(program.text)
         found = reference_pass(program, tensors)
         kinds = [carried] * (len(found) - program.points) + [point] * program.points
         outs = [t.to(kind) for t, kind in zip(found, kinds, strict=True)]
-        return outs, {name: tensors[int(name[1:])] for name in handed}
+        return outs, row_passes.passed_on(program, tensors, outs, handed)
 
     def lines(_: Any, raws: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         values = [value for raw in raws for value in raw]

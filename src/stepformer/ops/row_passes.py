@@ -5,6 +5,10 @@ outputs. Rows that somebody after this pass reads again are handed on: they come
 their gradients arrive here and are added while that of the row is written; else autograd would add them in passes of
 its own. Rows with one gradient, as the velocity and the answer of a momentum rule, share one tensor of it.
 
+A row of which several later passes read a multiple each is lent: it comes back once for each of them, as if it were
+multiplied by that number here. So a pass that borrows many rows into one sum writes one gradient for all of them and
+reads none of them again; the lender, who has the row at hand, adds the gradients up, and finds those of the numbers.
+
 Traffic is what a pass costs: every row is read once and written once. The backward reads the gradients that arrive and
 the rows of `choose_kept`, copied to shared memory while the row before them is computed.
 """
@@ -24,8 +28,8 @@ from stepformer.ops import common
 from stepformer.ops.common import Tile, dense, packed
 from stepformer.ops.operators import operator, traced
 from stepformer.ops.row_printing import Printer, Task, load_kernel, statistics_of
-from stepformer.ops.row_programs import Gradients, Program, by_text, choose_kept, differentiate, through
-from stepformer.ops.symbols import Symbol, leaf, topological
+from stepformer.ops.row_programs import Gradients, Program, borrowing, by_text, choose_kept, differentiate, through
+from stepformer.ops.symbols import Symbol, topological
 
 KINDS = ("row", "stat")  # of outputs
 LIGHT = 4  # rows that a backward pass reads, at most, to have registers left for the next ones
@@ -115,10 +119,13 @@ class Backward(NamedTuple):
 
 
 class Pass:
-    """A program ready to run; `handed` names the rows that it hands on."""
+    """A program ready to run; `handed` names the rows that it hands on, `borrows` those that others lend."""
 
-    def __init__(self, program: Program, handed: tuple[str, ...] = ()) -> None:
-        self.program, self.handed = program, handed
+    def __init__(
+        self, program: Program, handed: tuple[str, ...] = (), borrows: tuple[tuple[str, int], ...] = ()
+    ) -> None:
+        program = borrowing(program, borrows) if borrows else program
+        self.program, self.handed, self.scaled = program, handed, dict(borrows)
         counts = program.inputs
         self.rows = program.rows
         self.stats = [f"s{i}" for i in range(counts["stat"])]
@@ -130,7 +137,7 @@ class Pass:
         self.carried = len(self.outputs) - program.points
         learned = [*self.rows, *self.stats, *self.vectors, *(f"n{i}" for i in range(self.count))]
         self.kept = choose_kept(program, frozenset(learned))
-        self.reached = {**self.outputs, **{f"h_{name}": self._input(name) for name in handed}}
+        self.reached = {**self.outputs, **{f"h_{name}": program.input(name) for name in handed}, **program.lent()}
         found = self._found(tuple(self.reached), learned)
         self.statistics = statistics_of(found.all())
         nodes = topological(found.all())
@@ -145,17 +152,12 @@ class Pass:
                     rounded=frozenset(k for k in self.kept if k in self.outputs),
                     leaves=self.statistics if keep else (),
                     divided=divided,
+                    scaled=self.scaled,
                 )
             )
             for keep in (True, False)
         }
         self.backwards: dict[Any, Backward] = {}
-
-    def _input(self, name: str) -> Symbol:
-        for n in topological(self.program.outputs):
-            if not n.args and n.attr == name:
-                return n
-        return leaf("row", name)
 
     def _found(self, present: tuple[str, ...], wanted: Sequence[str]) -> Gradients:
         found = through(self.kept, self.outputs, differentiate({k: self.reached[k] for k in present}, set(wanted)))
@@ -180,6 +182,7 @@ class Pass:
                 finds=self.statistics,
                 divided=self.divided,
                 numbers=self.program.numbers if any(k.startswith("n") for k in found.sums) else 0,
+                scaled=self.scaled,
             )
             self.backwards[key] = Backward(Kernel(task), found, stored)
         return self.backwards[key]
@@ -253,9 +256,17 @@ class Pass:
 
 
 @cache
-def compiled(text: str, handed: tuple[str, ...] = ()) -> Pass:
+def compiled(text: str, handed: tuple[str, ...] = (), borrows: tuple[tuple[str, int], ...] = ()) -> Pass:
     """The pass of a program, one for all that ask."""
-    return Pass(by_text(text), handed)
+    return Pass(by_text(text), handed, borrows)
+
+
+def passed_on(
+    program: Program, tensors: Sequence[Tensor], outs: Sequence[Tensor], handed: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """The rows that a pass hands on and lends, by name."""
+    lent = {f"l{i}": (outs if name[0] == "o" else tensors)[int(name[1:])] for i, (name, _) in enumerate(program.lends)}
+    return {name: tensors[int(name[1:])] for name in handed} | lent
 
 
 class _RowPass(torch.autograd.Function):
@@ -265,7 +276,8 @@ class _RowPass(torch.autograd.Function):
     def forward(ctx: Any, own: Pass, carried: torch.dtype, point: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         outs, statistics = own.forward(tensors, carried, point, True)
         _keep(ctx, own, tensors, outs, statistics)
-        return *outs, *(tensors[own.rows.index(name)] for name in own.handed)
+        passed = passed_on(own.program, tensors, outs, own.handed)
+        return *outs, *(t if name in own.handed else t.detach() for name, t in passed.items())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -384,8 +396,9 @@ def row_pass(
     carried: torch.dtype,
     point: torch.dtype,
     handed: tuple[str, ...] = (),
+    borrows: tuple[tuple[str, int], ...] = (),
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The outputs of a program, and the rows that it hands on by name.
+    """The outputs of a program, and the rows that it hands on and lends by name.
 
     `tensors`: the rows, the numbers per token, the gains, and the line of numbers if the program has any; `point` is
     the dtype of what oracles read, `carried` that of all other outputs. Not twice differentiable.
@@ -393,10 +406,11 @@ def row_pass(
     if traced(tensors[0]):
         keep = torch.is_grad_enabled()
         *outs, _ = torch.ops.stepformer.row_pass(program.text, list(tensors), carried, point, keep)
-        return outs, {name: tensors[int(name[1:])] for name in handed}
+        return outs, passed_on(program, tensors, outs, handed)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         outs, _ = compiled(program.text).forward(tensors, carried, point, False)
-        return outs, {name: tensors[int(name[1:])] for name in handed}
-    own = compiled(program.text, handed)
+        return outs, passed_on(program, tensors, outs, handed)
+    own = compiled(program.text, handed, borrows)
     found = _RowPass.apply(own, carried, point, *tensors)
-    return list(found[: len(own.outputs)]), dict(zip(handed, found[len(own.outputs) :], strict=True))
+    names = (*handed, *program.lent())
+    return list(found[: len(own.outputs)]), dict(zip(names, found[len(own.outputs) :], strict=True))

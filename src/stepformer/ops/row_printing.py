@@ -45,6 +45,7 @@ class Task:
     finds: tuple[Symbol, ...] | None = None  # those that the forward left; None in the forward itself
     divided: frozenset[str] = frozenset()  # gains by which the backward divides
     numbers: int = 0  # how many there are
+    scaled: dict[str, int] = field(default_factory=dict)  # rows that are read as multiples, and by which number
 
     def roots(self) -> list[Symbol]:
         factors = [c for terms in self.sums.sums.values() for c, _ in terms]
@@ -78,6 +79,8 @@ class Printer:
 
     def _print(self, nodes: list[Symbol]) -> None:
         task = self.task
+        scaled = {name: k for name, k in task.scaled.items() if name in self.reads}
+        self.before += [f"by_{name} = tl.load(scalars + {k})" for name, k in scaled.items()]
         for n in self.found:
             place = task.finds.index(n) if task.finds else 0
             self.names[n] = f"kept{place}"
@@ -219,7 +222,7 @@ class Printer:
 
     def _leaf(self, n: Symbol) -> str:
         if n.kind == "row":
-            return f"numbers(l_{n.attr})"
+            return f"numbers(l_{n.attr})" + (f" * by_{n.attr}" if n.attr in self.task.scaled else "")
         if n.kind == "vec":
             load = "load_gain" if n.attr in self.task.divided else "load_columns"
             return f"{load}(p_{n.attr}, columns, D)"

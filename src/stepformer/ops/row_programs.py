@@ -57,6 +57,7 @@ class Program:
     points: int  # how many of the last outputs are points
     inputs: dict[str, int]  # how many of each kind
     text: str  # the same text, the same program
+    lends: tuple[tuple[str, int], ...] = ()  # rows (o0, r0) of which later passes read a multiple, and by which number
 
     @property
     def rows(self) -> list[str]:
@@ -71,6 +72,24 @@ class Program:
         """The outputs by name: o0, o1, ..."""
         return {f"o{i}": n for i, n in enumerate(self.outputs)}
 
+    def input(self, name: str) -> Symbol:
+        """An input row by its name."""
+        leaves = {n.attr: n for n in topological(self.outputs) if not n.args}
+        return leaves.get(name, leaf("row", name))
+
+    def lent(self) -> dict[str, Symbol]:
+        """What later passes read of its rows: l0, l1, ..., each a row times a number."""
+        rows = self.names() | {name: self.input(name) for name in self.rows}
+        return {f"l{i}": mul(leaf("num", f"n{k}"), rows[name]) for i, (name, k) in enumerate(self.lends)}
+
+    def multiple(self, name: str) -> int | None:
+        """The number by which an input row is multiplied, if nothing else happens to it."""
+        row = self.input(name)
+        users = {n for n in topological(self.outputs) if row in n.args}
+        factors = [n.args[0] for n in users if n.op == "mul" and n.args[1] is row and n.args[0].op == "in"]
+        alone = len(users) == len(factors) == 1 and row.op == "in" and row not in self.outputs
+        return int(factors[0].attr[1:]) if alone and factors[0].kind == "num" else None
+
 
 @dataclass(frozen=True)
 class Extract:
@@ -79,6 +98,10 @@ class Extract:
     program: Program
     inputs: dict[str, list[Symbol]]
     roots: list[Symbol]
+
+    def name_of(self, row: Symbol) -> str:
+        """What the program calls a row that it writes or reads."""
+        return f"o{self.roots.index(row)}" if row in self.roots else f"r{self.inputs['row'].index(row)}"
 
 
 def extract(carried: Sequence[Symbol], points: Sequence[Symbol], given: Callable[[Symbol], bool]) -> Extract:
@@ -103,11 +126,36 @@ def extract(carried: Sequence[Symbol], points: Sequence[Symbol], given: Callable
 _programs: dict[str, Program] = {}
 
 
-def program_of(outputs: tuple[Symbol, ...], points: int, counts: tuple[int, ...], text: str) -> Program:
+def program_of(
+    outputs: tuple[Symbol, ...],
+    points: int,
+    counts: Sequence[int],
+    text: str,
+    lends: tuple[tuple[str, int], ...] = (),
+) -> Program:
     """One object for one text, whatever was traced before."""
     if text not in _programs:
-        _programs[text] = Program(outputs, points, dict(zip(LETTERS, counts, strict=True)), text)
+        _programs[text] = Program(outputs, points, dict(zip(LETTERS, counts, strict=True)), text, lends)
     return _programs[text]
+
+
+def lending(program: Program, rows: Sequence[str]) -> Program:
+    """The program that also lends these rows, each times a number of its own behind those that it has."""
+    counts = program.inputs | {"num": program.inputs["num"] + len(rows)}
+    lends = tuple((name, program.inputs["num"] + i) for i, name in enumerate(rows))
+    text = f"{program.text}\nlends {' '.join(rows)}"
+    return program_of(program.outputs, program.points, list(counts.values()), text, lends)
+
+
+def borrowing(program: Program, borrows: Sequence[tuple[str, int]]) -> Program:
+    """The program as it is differentiated where these rows are multiples that other passes lend."""
+    known: dict[Symbol, Symbol] = {}
+    for name, k in borrows:
+        row = program.input(name)
+        known[mul(leaf("num", f"n{k}"), row)] = row
+    outputs = tuple(rebuild(n, known) for n in program.outputs)
+    text = f"{program.text}\nborrows {' '.join(name for name, _ in borrows)}"
+    return program_of(outputs, program.points, list(program.inputs.values()), text, program.lends)
 
 
 def by_text(text: str) -> Program:
@@ -273,7 +321,7 @@ def through(kept: Sequence[str], outputs: dict[str, Symbol], found: Gradients) -
 def choose_kept(program: Program, wanted: frozenset[str], points_too: bool = True) -> tuple[str, ...]:
     """The fewest rows to read, of these the fewest operations."""
     outputs = program.names()
-    found = differentiate(outputs, set(wanted))
+    found = differentiate({**outputs, **program.lent()}, set(wanted))
     names = list(outputs)
     usable = names if points_too else names[: len(names) - program.points]
     usable = [name for name in usable if outputs[name].kind == "row"]

@@ -194,9 +194,9 @@ class Run:
         tensors += [parameter(self.model, *gain) for gain in step.gains]
         if step.line >= 0:
             tensors.append(self.lines[step.line])
-        outs, handed = row_pass(step.program, tensors, self.carried, self.point, step.handed)
-        for name, tensor in handed.items():
-            self.places[step.reads[int(name[1:])]] = tensor
+        outs, passed = row_pass(step.program, tensors, self.carried, self.point, step.handed, step.borrows)
+        for name, tensor in passed.items():
+            self.places[(step.lends if name[0] == "l" else step.reads)[int(name[1:])]] = tensor
         for at, tensor in zip(step.writes, outs, strict=True):
             self.places[at] = tensor
 

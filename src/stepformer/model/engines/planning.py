@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stepformer.model.engines.tracing import Event, Mixture, Trace
-from stepformer.ops.row_programs import Extract, Program, extract
-from stepformer.ops.symbols import Symbol, factored, topological
+from stepformer.ops.row_programs import Extract, Program, extract, lending
+from stepformer.ops.symbols import Symbol, factored, leaf, topological
 
 if TYPE_CHECKING:
     from stepformer.ops.numbers import Numbers
@@ -31,6 +31,8 @@ class PassStep:
     writes: tuple[int, ...]
     handed: tuple[str, ...]
     drops: tuple[int, ...] = ()
+    lends: tuple[int, ...] = ()  # where rows go of which later passes read a multiple
+    borrows: tuple[tuple[str, int], ...] = ()  # such rows that it reads, and by which number
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,38 @@ def _momentum(event: Event) -> Symbol | None:
     return event.needs[1] if event.kind == "fields" else None
 
 
+FEWEST_LOANS = 3  # of a row: with fewer a gradient that is handed back moves as little memory
+
+
+@dataclass(frozen=True)
+class Loan:
+    """A row of which a later pass reads a multiple: by a number, the place of it in the borrower's line."""
+
+    row: Symbol
+    lender: int
+    borrower: int
+    number: Symbol
+    by: int
+
+    @property
+    def place(self) -> Symbol:
+        return leaf("row", f"lent {self.row.key} to {self.borrower}")
+
+
+def loans_of(taken: list[Extract | None]) -> list[Loan]:
+    """Of rows that some passes read as multiples: whoever writes or first reads them lends them."""
+    passes = {k: found for k, found in enumerate(taken) if found is not None}
+    lenders: dict[Symbol, int] = {}
+    asked: dict[Symbol, list[Loan]] = {}
+    for k, found in passes.items():
+        for i, row in enumerate(found.inputs["row"]):
+            by = found.program.multiple(f"r{i}") if row in lenders else None
+            if by is not None:
+                asked.setdefault(row, []).append(Loan(row, lenders[row], k, found.inputs["num"][by], by))
+        lenders = dict.fromkeys((*found.inputs["row"], *found.roots), k) | lenders
+    return [loan for loans in asked.values() if len(loans) >= FEWEST_LOANS for loan in loans]
+
+
 class Assembly:
     """Places for all tensors, and who drops them."""
 
@@ -195,19 +229,26 @@ class Assembly:
         self.lines: list[tuple[Symbol, ...]] = []
         self.trace = trace
         values = self._values()
+        loans = loans_of(taken)
         steps: list[Any] = []
         for k, event in enumerate(trace.events):
             found = taken[k]
             if found is not None:
-                reads = [*found.inputs["row"], *found.inputs["stat"]]
+                lent, borrows = [n for n in loans if n.lender == k], {n.row: n for n in loans if n.borrower == k}
+                reads = [borrows[n].place if n in borrows else n for n in found.inputs["row"]]
+                at = tuple(self.place(n) for n in (*reads, *found.inputs["stat"]))
                 gains = tuple(self._gain(n) for n in found.inputs["vec"])
-                line = self._line(found.inputs["num"])
-                at = tuple(self.place(n) for n in reads)
-                steps.append(PassStep(found.program, at, gains, line, tuple(self.place(n) for n in found.roots), ()))
+                line = self._line([*found.inputs["num"], *(n.number for n in lent)])
+                program = lending(found.program, [found.name_of(n.row) for n in lent]) if lent else found.program
+                writes = tuple(self.place(n) for n in found.roots)
+                names = [found.name_of(row) for row in borrows]
+                by = tuple((name, n.by) for name, n in zip(names, borrows.values(), strict=True))
+                places = tuple(self.place(n.place) for n in lent)
+                steps.append(PassStep(program, at, gains, line, writes, (), (), places, by))
             steps.append(self._event(k, event, values))
         steps = self._handed(steps)
         names = [str(raw.attr) for raws in trace.raws.values() for raw in raws]
-        between = ("event", "values")
+        between = ("event", "values", "lent")
         starts = [(n.attr, at) for n, at in self.places.items() if not n.args and not n.attr.startswith(between)]
         self.plan = Plan(
             tuple(steps),
@@ -261,8 +302,9 @@ class Assembly:
                 used = set(step.reads)
                 rows = step.reads[: step.program.inputs["row"]]
                 handed = tuple(f"r{i}" for i, at in enumerate(rows) if at in later)
-                result.append(replace(step, handed=handed, drops=tuple(used - later)))
-                written = set(step.writes)
+                sources = {step.writes[int(name[1:])] for name, _ in step.program.lends if name[0] == "o"}
+                result.append(replace(step, handed=handed, drops=tuple((used | sources) - later)))
+                written = {*step.writes, *step.lends}
             else:
                 used = set(step.needs) | ({step.mixture[0]} if step.mixture and step.mixes else set())
                 result.append(replace(step, drops=tuple(used - later)))

@@ -273,7 +273,12 @@ class Walk:
         if step.line >= 0:
             tensors["scalars"] = self.lines[step.line]
         written = dict(zip(step.writes, step.program.names(), strict=True))
-        wanted = [name for at, name in written.items() if at not in dropped]
+        for at, (name, _) in zip(step.lends, step.program.lends, strict=True):
+            if name[0] == "o":
+                written[at] = name
+            else:
+                self.places[at] = self.places[step.reads[int(name[1:])]]
+        wanted = [name for at, name in written.items() if at not in dropped and at not in step.drops]
         self.pending = self.fast.Pending(step.program, tensors, wanted, self.step.dtype), written
         for at in step.drops:
             self.places[at] = None
