@@ -103,7 +103,7 @@ FAMILIES = [
     ("value-tables", {"mlp": "relu2", "head": "untied", "positions": "rotary", "document_separator": 3}, 6),
     ("linear", {"value_tables": True}, 1),
     ("scaled", {"scale": "layerscale", "value_residual": "free"}, 2),
-    ("denseformer", {"scale": "scalar", "unet": True, "n_layer": 3}, 2),
+    ("denseformer", {"scale": "scalar", "unet": True, "n_layer": 4}, 2),
     ("entropy", {**EXTRAS, "document_separator": 3}, 2),
     ("entropy-token", {"target_form": "support"}, 2),
     ("entropy-floor", {}, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 from helpers import shake, tiny, tokens
 from row_cases import (
+    BF16,
     CASES,
     CHECKS,
     FEW,
@@ -27,10 +29,11 @@ from row_cases import (
     program,
     quickly,
 )
-from row_references import reference_pass
+from row_references import evaluate, named, reference_pass
+from stepformer.model.engines.planning import PassStep
 from stepformer.ops import row_passes
 from stepformer.ops.row_passes import row_pass
-from stepformer.ops.row_programs import extract
+from stepformer.ops.row_programs import borrowing, extract
 from stepformer.ops.symbols import leaf
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -213,11 +216,11 @@ def test_the_backward_operator(case: tuple[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["yurii", "symp-exp-euler"])
-def test_a_compiled_model(name: str) -> None:
+@pytest.mark.parametrize(("name", "n_layer"), [("yurii", 1), ("symp-exp-euler", 1), ("denseformer", 4)])
+def test_a_compiled_model(name: str, n_layer: int) -> None:
     """The same loss and gradients through the operators: 1e-5, since gradients of x are added elsewhere."""
     torch._dynamo.reset()
-    model = shake(tiny(name, dtype=SINGLE, **{**SIZE, "n_layer": 1}), scale=0.1)
+    model = shake(tiny(name, dtype=SINGLE, **{**SIZE, "n_layer": n_layer}), scale=0.1)
     ids = tokens(1, 4, 17)
     expected = model(ids).logits
     slopes = {k: g.clone() for k, g in gradients(model, expected).items()}
@@ -228,6 +231,61 @@ def test_a_compiled_model(name: str) -> None:
     for key, slope in gradients(model, found).items():
         assert float((slope - slopes[key]).norm()) <= FP32 * float(slope.norm()) + 1e-6 * largest, key
     torch._dynamo.reset()
+
+
+def lenders(name: str, **changes: Any) -> list[PassStep]:
+    """Passes that lend rows to others, and perhaps borrow some."""
+    return [step for step in tiny(name, **{**SIZE, "n_layer": 5}, **changes).plan().passes() if step.lends]
+
+
+def check_loans(step: PassStep, shape: tuple[int, ...], dtype: torch.dtype = SINGLE, device: str = "cpu") -> None:
+    """A pass whose borrowed rows arrive as they are and whose gradients are those of their multiples, and which is
+    asked for the gradients of the multiples that it lends."""
+    own, borrows = step.program, dict(step.borrows)
+    tolerance = FP32 if dtype == SINGLE else BF16
+    tensors = inputs_of(own, shape, dtype, device)
+    found, passed = row_pass(own, tensors, dtype, dtype, step.handed, step.borrows)
+    wide = [t.detach().double() for t in tensors]
+    for name, k in borrows.items():
+        wide[int(name[1:])] = wide[-1][k] * wide[int(name[1:])]
+    wide = [t.requires_grad_() for t in wide]
+    multiples = borrowing(own, step.borrows) if borrows else own
+    expected = evaluate((*multiples.outputs, *multiples.lent().values()), named(multiples, wide))
+    assert list(passed) == [*step.handed, *own.lent()]
+    for a, b in zip(found, expected, strict=False):
+        close(a, b.detach(), tolerance)
+    lent = [passed[name] for name in own.lent()]
+    results = [*found, *lent, *(passed[name] for name in step.handed)]
+    twins = [*expected, *(wide[int(name[1:])] for name in step.handed)]
+    weights = [draw(*t.shape, seed=50 + i, dtype=t.dtype, device=device).detach() for i, t in enumerate(results)]
+    slopes = torch.autograd.grad(results, tensors, weights)
+    wanted = torch.autograd.grad(twins, wide, [w.double() for w in weights])
+    arrived = math.sqrt(sum(float(w.double().square().sum()) for w in weights))
+    for i, (a, b) in enumerate(zip(slopes, wanted, strict=True)):
+        close(a, b, tolerance, i, least=arrived if i >= len(own.rows) else 0.0)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_rows_that_are_lent(place: int) -> None:
+    """From an input, and from an output of a pass that borrows others."""
+    step = lenders("denseformer")[place]
+    assert bool(step.borrows) == (place > 0)
+    check_loans(step, (1, 3, 20))
+
+
+def test_who_borrows_writes_one_gradient() -> None:
+    """However many rows an average has: one gradient for those that are lent, one for what is new; and the backward
+    reads none of them again."""
+    plan = tiny("denseformer", **{**SIZE, "n_layer": 8}).plan()
+    steps = [step for step in plan.passes() if step.borrows]
+    assert [len(step.borrows) for step in steps] == [1, 2, 3, 4, 5, 6, 6, 6]
+    for step in steps[:6]:
+        own = row_passes.compiled(step.program.text, step.handed, step.borrows)
+        stored = own.backward(tuple(own.reached), tuple(own.names), tuple("f" for _ in own.names)).stored
+        borrowed = {name for name, _ in step.borrows}
+        assert len({stored[name] for name in borrowed}) == 1
+        assert len(set(stored.values())) == 2
+        assert not borrowed & {*own.kept, *own.handed}
 
 
 class TestOnTheDevice:
@@ -249,6 +307,11 @@ class TestOnTheDevice:
         own = program(case)
         tensors = inputs_of(own, shape, dtypes[0], device="cuda")
         check_pass(own, tensors, carried=dtypes[0], point=dtypes[1], handed=tuple(own.rows))
+
+    @pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
+    def test_loans(self, dtype: torch.dtype) -> None:
+        for step in lenders("denseformer"):
+            check_loans(step, (2, 1024, 768), dtype, "cuda")
 
     def test_same_bits_again(self) -> None:
         own = program(("nesterov", 1))
