@@ -72,9 +72,10 @@ def main(words: list[str]) -> None:
         if isinstance(plan, str):
             print(f"{name}: as written, since {plan}")
             continue
-        for (text, handed), count in Counter((step.program.text, step.handed) for step in plan.passes()).items():
-            if count > 1:
-                own = compiled(text, handed)
+        alike = Counter((step.program.text, step.handed, step.borrows) for step in plan.passes())
+        for (text, handed, borrows), count in alike.items():
+            if count > 1 or borrows:
+                own = compiled(text, handed, borrows)
                 forward, backward = measured(own)
                 vectors = f"{len(own.rows)} rows in, {len(own.outputs)} out, {len(own.kept)} kept"
                 print(f"{name:20} {vectors:28} forward {forward:6.1f} us, backward {backward:6.1f} us", flush=True)

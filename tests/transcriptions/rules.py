@@ -228,7 +228,7 @@ def with_skip(x: Tensor, x_0: Tensor, b: Block, rule: Rule) -> Tensor:
 
 
 def with_unet(x: Tensor, earlier: list[Tensor], b: Block, layers: int, rule: Rule) -> Tensor:
-    """Before block L-1-i, i < L/2:  x <- x + s_i X_i, X_i what block i gave; `earlier` are X_0 .. of the blocks so far."""
+    """Before block L-1-i, i < L/2:  x <- x + s_i X_i, X_i what block i gave; `earlier`: those so far."""
     i = layers - 1 - len(earlier)
     return x + free_coef(b, "skip_unet") * earlier[i] if rule["unet"] and i < layers // 2 else x
 

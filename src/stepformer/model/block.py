@@ -46,7 +46,9 @@ class Block(nn.Module):
         self.extras = CoefficientBank(
             {
                 "block": {k: c for part in self.parts for k, c in part.coefficients().items()},
-                **{turn: {k: c for part in self.parts for k, c in part.turn_coefficients().items()} for turn in oracles},
+                **{
+                    turn: {k: c for part in self.parts for k, c in part.turn_coefficients().items()} for turn in oracles
+                },
             }
         )
         keys = self.splitting.norm_keys()
@@ -116,12 +118,11 @@ class Block(nn.Module):
 
     def forward(self, s: State, call: Call, plain: bool = False) -> State:
         """One step of the template; with `plain`, the ordinary residual block (hybrid inference)."""
-        values = self.extras.values()
-        c = values["block"]
+        c = self.extras.values()["block"] if self.parts else Values({})
         call, before = self.own_call(call, s.memory, c), s
         for part in self.parts:
             s = part.enter(s, c)
-        s = self.residual(s, call, values) if plain else self.splitting.step(self.turns(call, values), s)
+        s = self.residual(s, call) if plain else self.splitting.step(self.turns(call), s)
         if self.reads_out:
             s = s.replace(x=self.template.read_out(s, self.values()["out"]))
         s = State(s.x, s.streams, call.memory).in_dtypes_of(before)
@@ -149,10 +150,15 @@ class Block(nn.Module):
 
     def answered(self, ask: Callable[[Tensor], Tensor], c: Values) -> Callable[[Tensor], Tensor]:
         """An oracle as extras let the rule of a turn hear it, from their coefficients of that turn."""
-        for part in self.parts:
-            if part.changes("answer"):
-                ask = lambda point, ask=ask, part=part: part.answer(ask(point), c)  # noqa: E731
-        return ask
+        parts = [part for part in self.parts if part.changes("answer")]
+
+        def answer(point: Tensor) -> Tensor:
+            g = ask(point)
+            for part in parts:
+                g = part.answer(g, c)
+            return g
+
+        return answer if parts else ask
 
     def drifting(self, s: State, *, c: Values) -> State:
         """The state with which the drift of a turn begins."""
@@ -160,9 +166,9 @@ class Block(nn.Module):
             s = part.drifting(s, c)
         return s
 
-    def turns(self, call: Call, own: dict[str, Values]) -> dict[str, Substep]:
-        """The template bound to what each turn uses; `own` are the extras' values."""
-        values = self.values()
+    def turns(self, call: Call) -> dict[str, Substep]:
+        """The template bound to what each turn uses."""
+        values, own = self.values(), self.extras.values()
         turns = {}
         for turn, oracles in self.splitting.oracles.items():
             norm = self.aux_norms[self.norm_keys[turn]] if turn in self.norm_keys else None
@@ -172,8 +178,9 @@ class Block(nn.Module):
             turns[turn] = Substep(self.template, ask, values[turn], norm, fields, drifting)
         return turns
 
-    def residual(self, s: State, call: Call, own: dict[str, Values]) -> State:
+    def residual(self, s: State, call: Call) -> State:
         """The ordinary residual block with this layer's oracles; streams pass through."""
+        own = self.extras.values()
         for turn in ("attn", "mlp"):
             ask = self.answered(partial(self.ask, (turn,), call=call), own[turn])
             s = s.replace(x=self.drifting(s, c=own[turn]).x + ask(s.x))

@@ -29,7 +29,7 @@ from stepformer.ops.common import Tile, dense, packed
 from stepformer.ops.operators import operator, traced
 from stepformer.ops.row_printing import Printer, Task, load_kernel, statistics_of
 from stepformer.ops.row_programs import Gradients, Program, borrowing, by_text, choose_kept, differentiate, through
-from stepformer.ops.symbols import Symbol, topological
+from stepformer.ops.symbols import topological
 
 KINDS = ("row", "stat")  # of outputs
 LIGHT = 4  # rows that a backward pass reads, at most, to have registers left for the next ones

@@ -47,8 +47,8 @@ class LearnedScalars(nn.Module):
         return mapped
 
     def named_values(self) -> dict[str, float]:
-        """The value of each scalar, `r[3]` of head 3, of a longer vector its root mean square; where they are spread over
-        ranks, all of these ask together."""
+        """The value of each scalar, `r[3]` of head 3, of a longer vector its root mean square; where they are spread
+        over ranks, all of these ask together."""
         values: dict[str, float] = {}
         for key, spec in self.specs.items():
             if spec.size > LISTED:

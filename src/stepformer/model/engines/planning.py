@@ -7,6 +7,7 @@ row the row itself is carried. A tensor is dropped when nobody needs it any more
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -208,7 +209,10 @@ class Loan:
 
 
 def loans_of(taken: list[Extract | None]) -> list[Loan]:
-    """Of rows that some passes read as multiples: whoever writes or first reads them lends them."""
+    """Of rows that some passes read as multiples: whoever writes or first reads them lends them.
+
+    It pays where a pass borrows several, which then share one gradient.
+    """
     passes = {k: found for k, found in enumerate(taken) if found is not None}
     lenders: dict[Symbol, int] = {}
     asked: dict[Symbol, list[Loan]] = {}
@@ -218,7 +222,9 @@ def loans_of(taken: list[Extract | None]) -> list[Loan]:
             if by is not None:
                 asked.setdefault(row, []).append(Loan(row, lenders[row], k, found.inputs["num"][by], by))
         lenders = dict.fromkeys((*found.inputs["row"], *found.roots), k) | lenders
-    return [loan for loans in asked.values() if len(loans) >= FEWEST_LOANS for loan in loans]
+    loans = [own for own in asked.values() if len(own) >= FEWEST_LOANS]
+    borrowers = Counter(loan.borrower for own in loans for loan in own)
+    return [loan for own in loans if any(borrowers[other.borrower] > 1 for other in own) for loan in own]
 
 
 class Assembly:
