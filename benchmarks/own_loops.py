@@ -220,9 +220,10 @@ def main() -> None:
             print(
                 f"{name:10s} {way:12s} {own[way]:7.1f} ktok/s  {ratio:.3f} of the trainer  ({took:.0f} s)", flush=True
             )
-    if args.out:
-        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        Path(args.out).write_text(json.dumps({**device, "steps": args.steps, "ktok/s": found}, indent=1) + "\n")
+            if args.out:  # after every row: what is measured stays
+                device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+                text = json.dumps({**device, "steps": args.steps, "ktok/s": found}, indent=1)
+                Path(args.out).write_text(text + "\n")
 
 
 if __name__ == "__main__":
