@@ -269,7 +269,7 @@ def dot(G: dict[str, Tensor], step: dict[str, Tensor]) -> float:
 
 
 def barrier_solution(Q: Tensor, g: Tensor, eta: float) -> Tensor:
-    """argmin g.x subject to x^T Q x <= eta^2: Newton's method on t g.x - log(eta^2 - x^T Q x), t up to 1e12."""
+    """argmin g.x subject to x^T Q x <= eta^2: Newton's method on t g.x - log(eta^2 - x^T Q x), t rising."""
     x = torch.zeros_like(g)
     unit = eta / float(torch.linalg.norm(g)) / float(torch.linalg.eigvalsh(Q)[-1]) ** 0.5
 
@@ -277,14 +277,14 @@ def barrier_solution(Q: Tensor, g: Tensor, eta: float) -> Tensor:
         room = eta**2 - float(x @ Q @ x)
         return t * float(g @ x) - math.log(room) if room > 0 else math.inf
 
-    for power in range(25):
+    for power in range(21):
         t = 10.0 ** (power / 2) / unit / float(g @ g)
         for _ in range(60):
             room = eta**2 - x @ Q @ x
             slope = t * g + 2 * (Q @ x) / room
             bend = 2 * Q / room + 4 * torch.outer(Q @ x, Q @ x) / room**2
             newton = -torch.linalg.solve(bend, slope)
-            if float(-slope @ newton) < 1e-18:
+            if float(-slope @ newton) < 1e-6:
                 break
             size = 1.0
             while value(x + size * newton, t) > value(x, t) and size > 1e-12:
@@ -408,7 +408,7 @@ def test_the_step_does_not_depend_on_the_gauge(name: str, steps: Any) -> None:
         return [torch.cat(rows), torch.cat(values), torch.cat([step["W_O"] @ out for out in layer.o])]
 
     for one, two in zip(answers(layer, G), answers(changed, turned), strict=True):
-        # typically 1e-13; a draw whose factors or gradients are nearly singular loses half of the digits
+        # typically 1e-12; a draw whose factors or gradients are nearly singular loses half of the digits
         assert (one - two).abs().max() <= 1e-6 * one.abs().max()
     muon = polar_by_svd(G["W_Q.0"]), torch.linalg.inv(M[0]) @ polar_by_svd(turned["W_Q.0"])
     if not kept[1]:

@@ -97,7 +97,7 @@ def solve(
     low, high = 0.0, 1.0
     while slack(high) > 0:
         high *= 2.0
-    for _ in range(80):
+    for _ in range(56):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if slack(middle) > 0 else (low, middle)
     beta = 0.5 * (low + high)
