@@ -4,7 +4,8 @@
 
 `trainer` is what `stepformer train` does: a recorded pass and our optimizers. All others take AdamW of torch, fused:
 `recorded` a plain loop with `sf.record`, `compiled` one with `torch.compile(model)`, `eager` one with neither;
-`transformers` its Trainer with torch_compile, `lightning` its Trainer around the compiled model. Ratios: to `trainer`.
+`transformers` its Trainer with torch_compile, `unfiltered` the same without logging_nan_inf_filter, which waits for the
+GPU in every step; `lightning` its Trainer around the compiled model. Ratios: to `trainer`.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Clock:
         return 1e-3 * ROWS * CONTEXT * steps / (time.perf_counter() - self.begin)
 
 
-def transformers(name: str, steps: int) -> float:
+def transformers(name: str, steps: int, **more: Any) -> float:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from stepformer.exchange.huggingface.modeling import StepformerForCausalLM
@@ -149,7 +150,7 @@ def transformers(name: str, steps: int) -> float:
         arguments = TrainingArguments(
             output_dir=folder, max_steps=steps + WARM_UP, per_device_train_batch_size=ROWS, bf16=True,
             torch_compile=True, optim="adamw_torch_fused", report_to=[], save_strategy="no", logging_steps=1000,
-            dataloader_num_workers=2, disable_tqdm=True, max_grad_norm=0.0,
+            dataloader_num_workers=2, disable_tqdm=True, max_grad_norm=0.0, **more,
         )  # fmt: skip
         run = Trainer(model=model, args=arguments, train_dataset=Windows(steps + WARM_UP), callbacks=[Watch()])
         run.train()
@@ -194,6 +195,7 @@ WAYS: dict[str, Callable[[str, int], float]] = {
     "compiled": lambda name, steps: plain(name, steps, True),
     "eager": lambda name, steps: plain(name, steps, False),
     "transformers": transformers,
+    "unfiltered": lambda name, steps: transformers(name, steps, logging_nan_inf_filter=False),
     "lightning": lightning,
 }
 
@@ -220,9 +222,10 @@ def main() -> None:
             print(
                 f"{name:10s} {way:12s} {own[way]:7.1f} ktok/s  {ratio:.3f} of the trainer  ({took:.0f} s)", flush=True
             )
-    if args.out:
-        device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        Path(args.out).write_text(json.dumps({**device, "steps": args.steps, "ktok/s": found}, indent=1) + "\n")
+            if args.out:  # after every row: what is measured stays
+                device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+                text = json.dumps({**device, "steps": args.steps, "ktok/s": found}, indent=1)
+                Path(args.out).write_text(text + "\n")
 
 
 if __name__ == "__main__":

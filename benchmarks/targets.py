@@ -158,7 +158,7 @@ def verdicts(targets: Iterable[Target], pairs: Iterable[tuple[dict[str, Any], di
 
 
 def judged(processes: Iterable[Process], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
-    """Verdicts on measurements at the size and with the settings that the targets are for."""
+    """Verdicts on measurements at the size and with the settings that the targets are for; the last one counts."""
     fitting: list[Any] = []
     for process in processes:
         if process["device"]["kind"] == "cuda" and process["settings"]["size"] == "small":

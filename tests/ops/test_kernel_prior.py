@@ -109,10 +109,13 @@ def compare_with_twin(
     found = run(kernel, arguments, last)
     expected = run(twin, [x.double() for x in arguments], last)
     plain = run(twin, [x.float() for x in arguments], last)
+    # Gradients of short rows are differences that nearly vanish: the twin's own error in fp32 says what a case makes of
+    # rounding. Sixteen times that, which is one draw. bf16's unit is 2^16 times coarser, but only weights and their
+    # gradients are rounded to it, before they multiply: a quarter (a tenth and a fifth seen where the bound is passed).
+    times = 2**14 if arguments[0].dtype == torch.bfloat16 else 16
     for name, x, y, p in zip(names, found, expected, plain, strict=True):
         assert x.isfinite().all(), name
-        # sixteen times the twin's error, which is one draw: gradients of short rows are differences that nearly vanish
-        assert distance(x, y) <= max(bound, 16 * distance(p, y)), name
+        assert distance(x, y) <= max(bound, times * distance(p, y)), name
 
 
 @pytest.mark.parametrize(

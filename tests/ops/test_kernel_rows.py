@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -78,6 +79,16 @@ def worst_error(model: sf.Model, rows: int, steps: int, temperature: float = 0.0
                         pairs = zip(slot.tensors(), other.tensors(), strict=True)
                         worst = max(worst, *(relative(a, b) for a, b in pairs))
     return worst
+
+
+def rounding(model: sf.Model, rows: int) -> float:
+    """How far the plain step after the prompts lies from that of the same weights in fp64."""
+    with torch.no_grad(), kernels.off():
+        cache, logits = encode(model, PROMPTS[:rows], model.config.context)
+        exact = copy.deepcopy(model).double()
+        exact_cache, _ = encode(exact, PROMPTS[:rows], model.config.context)
+        best = logits[:, -1:, : model.config.real_vocab].argmax(dim=-1)
+        return relative(model(best, cache=cache).logits, exact(best, cache=exact_cache).logits)
 
 
 EXTRAS = {
@@ -464,12 +475,17 @@ class TestOnTheGpu:
         ("name", "options", "rows"), FAMILIES, ids=[f"{name} {rows}" for name, _, rows in FAMILIES]
     )
     def test_families(self, name: str, options: dict[str, Any], rows: int, dtype: torch.dtype) -> None:
-        """fp32: 1e-5, products of matrices by three of tf32 2e-5. bf16: both ways round, in other places."""
+        """fp32: 1e-5, products of matrices by three of tf32 2e-5. bf16: both ways round, in other places.
+
+        The plain way rounds scores to bf16. Where a constraint tells two tokens of nearly equal scores apart, that
+        alone is far from fp64 (0.12 for the learned prior with documents): the two ways may be twice as far apart.
+        """
         sizes = {"n_layer": 2, "n_head": 4, "d_model": 256, "context": 300, "vocab_size": 1001}
         changed = {key: value for key, value in options.items() if key not in ("d_model", "n_head")}
         model = shake(sf.build(name, seed=0, dtype=torch.float32, **{**sizes, **changed}), scale=0.02).eval().cuda()
+        bound = 2e-5 if dtype == torch.float32 else max(4e-2, 2 * rounding(model.to(dtype), rows))
         with torch.no_grad():
-            assert worst_error(model.to(dtype), rows, 5) < (2e-5 if dtype == torch.float32 else 4e-2)
+            assert worst_error(model.to(dtype), rows, 5) < bound
 
     @pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
     def test_options(self, name: str, options: dict[str, Any]) -> None:

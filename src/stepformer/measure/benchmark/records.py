@@ -36,11 +36,15 @@ def read(path: Path) -> list[Process]:
 
 
 def read_all(where: Path) -> list[Process]:
-    """The processes of a file, or of all JSON files of a folder, in the order they were measured."""
+    """The processes of a file, or of a folder of JSON files: those of more steps, of more rows, the newer ones last."""
     paths = sorted(where.glob("*.json")) if where.is_dir() else [where]
     if not paths:
         raise InputError(f"There are no JSON files in '{where}': write some with `stepformer bench --json FILE`.")
-    return sorted((each for path in paths for each in read(path)), key=lambda process: str(process["date"]))
+
+    def weight(process: Process) -> tuple[int, int, str]:
+        return process["settings"]["steps"], len(process["results"]), str(process["date"])
+
+    return sorted((each for path in paths for each in read(path)), key=weight)
 
 
 def finite(value: Any) -> Any:

@@ -126,17 +126,16 @@ def profile_table(measured: Sequence[Pair]) -> Table | None:
 def newest(processes: Iterable[Process]) -> list[Pair]:
     """The last measurement of every architecture under every condition, each with the vanilla of its own process.
 
-    Vanilla itself is in every process, in some of them only to compare with: of those that measured most, the last.
+    Whole steps and decoding that the last one did not measure are those of an earlier one.
     """
     found: dict[tuple[Any, ...], Pair] = {}
-
-    def more(record: Record) -> int:
-        return len(record.keys() & {"batch", "decode"}) if record["label"] == BASELINE else 0
-
     for record, baseline in (pair for process in processes for pair in pairs(process["results"])):
         key = (frame(record), record["label"])
-        if key not in found or ("tokens_per_second" in record and more(record) >= more(found[key][0])):
+        if key not in found:
             found[key] = (record, baseline)
+        elif "tokens_per_second" in record:
+            kept = {name: found[key][0][name] for name in ("batch", "decode") if found[key][0].get(name)}
+            found[key] = (kept | record, baseline)
     return sorted(found.values(), key=lambda pair: (pair[0]["context"], pair[0]["label"] != BASELINE))
 
 
