@@ -93,6 +93,8 @@ TARGETS = (
     Target("relu2", ("vanilla",), "ratio", 0.97, words=("mlp=relu2",)),
     Target("untied", ("vanilla",), "ratio", 0.97, words=("head=untied",)),
     Target("tables", ("tables", "value-tables"), "ratio", 0.96),
+    Target("around", ("scaled", "unet"), "ratio", 0.98),
+    Target("denseformer", ("denseformer",), "ratio", 0.90),
     Target("soft-cap", ("vanilla",), "ratio", 0.99, words=("logit_softcap=30",)),
     Target("documents", ("vanilla",), "ratio", 0.93, words=("document_separator=0",)),
     Target("all-extras", ("yurii",), "ratio", 0.91, words=(*ROTARY, *RMSNORM, *QK_NORM, *VALUES, *SKIP)),
