@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +113,13 @@ def observe(
     compiled = any(block._compiled_call_impl is not None for block in model.blocks)
     with (
         recorder.listening(),
+        contextlib.nullcontext() if targets is not None else mock.patch.object(model, "logits_of", lambda h: h),
         kernels.off(),
         torch.autocast(tokens.device.type, enabled=False),
         torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(),
     ):
         if targets is None:
-            model(tokens, last_only=True)
+            model(tokens)
         else:
             recorder.found.loss = model(tokens, targets, loss_only=True).loss
     return recorder.found
