@@ -191,12 +191,13 @@ def local(
         found[key] = found[key] + value if key in found else value
 
     def d(weight: Tensor) -> Tensor | None:
-        name = names.get(id(weight))
+        name = names.get(id(weight), "")
         return whole(step[name]).to(weight.dtype) if name in step else None
 
     with kernels.off():
         for layer, (block, seen, row) in enumerate(zip(model.blocks, at.inputs, at.rows, strict=True)):
-            attention, mlp = block.attn, block.mlp
+            attention: Any = block.attn
+            mlp = block.mlp
             qkv, out, up, down = attention.qkv.weight, attention.out.weight, mlp.up.weight, mlp.down.weight
             after_attention, after_mlp = (streams[layer, branch] for branch in ("attn", "mlp"))
             if (dw := d(qkv)) is not None:
@@ -227,8 +228,6 @@ def _of_heads(
     attention: Any, seen: Inputs, row: Rows, dw: Tensor, queries: Tensor | None, h: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tangents of the scores by the queries and by the keys (B, H, R, K), and of the values (B, H, K, head_dim)."""
-    assert seen.call is not None
-    assert seen.attention_input is not None
     call, d_qkv = seen.call, seen.attention_input @ dw.T
 
     def heads(shift: float) -> tuple[Tensor, Tensor, Tensor]:

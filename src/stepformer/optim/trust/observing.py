@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -66,18 +67,13 @@ class Stream:
         return self.x / self.square.sqrt()
 
 
-@dataclass
-class Inputs:
-    """What the matrices of one layer multiply, for the quadratics of single matrices."""
+class Inputs(SimpleNamespace):
+    """What the matrices of one layer multiply, for the quadratics of single ones.
 
-    call: Call | None = None
-    steps: dict[str, Any] = field(default_factory=dict)  # the step sizes of x' = x + step g
-    attention_input: Tensor | None = None  # (B, T, d), and after its joint product (B, T, 3 d)
-    qkv: Tensor | None = None
-    gathered: Tensor | None = None  # (B, R, d), what heads gather
-    mlp_input: Tensor | None = None  # (B, R, d), and before and after the activation
-    hidden: Tensor | None = None
-    activated: Tensor | None = None
+    call, and the step sizes `steps` by turn; attention_input (B, T, d) and after the joint product qkv (B, T, 3 d);
+    gathered (B, R, d), what all heads gather; mlp_input, hidden and activated (B, R, ...), before the first matrix of
+    the MLP, after it, and before the second.
+    """
 
 
 @dataclass
@@ -168,7 +164,7 @@ class _Recorder:
     def listening(self) -> Iterator[None]:
         blocks = list(self.model.blocks)
         oracles = {id(part): part for block in blocks for part in (block.attn, block.mlp)}.values()
-        attentions = [part for part in oracles if has_rows(part)]
+        attentions: list[Any] = [part for part in oracles if has_rows(part)]
         with contextlib.ExitStack() as stack:
 
             def before(module: nn.Module, told: Any) -> None:
