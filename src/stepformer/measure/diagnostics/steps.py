@@ -47,7 +47,7 @@ class StepsSettings(Settings):
     windows: int = setting(8, "sequences of the step's own batch, and windows of the validation split", least=1)
     rows: int = setting(64, "queries of each that rows and streams are looked at for, evenly spaced; 0: all", least=0)
     lambda_attn: float = setting(1.0, "weight of the KL beside the squared changes of streams", least=0)
-    sweep: int = setting(9, "lengths of the step, each twice the last, up to 4 times its own; 0: none", least=0)
+    sweep: int = setting(9, "lengths of the step, each twice the last, its own in the middle; 0: none", least=0)
     seed: int = setting(0, "of the windows", least=0)
     corpus: str | None = setting(None, "folder of another prepared corpus for the held-out windows")
     precision: Literal["fp32", "fp64"] = setting("fp64", "of the look at the step; it is taken in the run's own")
@@ -80,7 +80,7 @@ def measure(run: LoadedRun, settings: StepsSettings, *, quiet: bool = False) -> 
     ).to(run.device)
     own = inputs[: settings.windows], targets[: settings.windows]
     held_out = windows[:, :-1], windows[:, 1:]
-    with counting("steps", 6 + settings.sweep, quiet=quiet) as count:
+    with counting("steps", 6 + max(0, settings.sweep - 1), quiet=quiet) as count:
         result = look(
             model,
             step,
@@ -126,7 +126,7 @@ def look(
     whole = after(1.0)
     total = predicted.total(lambda_attn).item()
     points = []
-    for scale in (2.0 ** (k + 3 - sweep) for k in range(sweep)):
+    for scale in (2.0 ** (k - sweep // 2) for k in range(sweep)):
         there = after(scale) if scale != 1 else whole
         expected = scale**2 * total
         points.append(
@@ -253,6 +253,10 @@ def draw_sweep(axes: Any, points: Sequence[Mapping[str, Any]], key: str = "r1", 
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yscale("log" if key == "r1" else "linear")
+    ratios = [ratio for _, ratio in known]
+    if key == "r1" and max(ratios, default=1) < 10 * min(ratios, default=1):  # too few powers of ten to be the labels
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
     if known:
         axes.plot(*zip(*known, strict=True), "o-", **{"color": COLOURS[2], "markersize": 3.5, **look})
     for point in points:
