@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from helpers import shake, tiny, tokens
 from stepformer.base.errors import InputError
 from stepformer.model.roles import Role, named_roles
 from stepformer.optim.trust import Change, change, local, moved, observe, row_change, stream_change, tangent
+from transcriptions import trust_region as naive
 
 IDS, TARGETS = tokens(3, 8), tokens(3, 8, seed=5)
 HEADS, WIDTH = 3, 12
@@ -267,6 +269,85 @@ def test_shared_matrices_count_in_every_layer() -> None:
 def test_what_single_matrices_do_not_know(name: str, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         local(tiny(name, **options), IDS, {})
+
+
+# The transcription of a whole network, one row after the other.
+
+TRANSCRIBED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "softmax": ({}, {"norm": "layernorm"}),
+    "gated": (
+        {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rotary", "alpha": 0.5, "beta": 0.7},
+        {"mlp": "swiglu", "rotary": True, "alpha": 0.5, "b": 0.7},
+    ),
+    "entropy": ({"attention": "entropy"}, {"norm": "layernorm", "attention": "entropy", "ratio": 0.5}),
+    "kl": ({"attention": "kl", "norm": "rmsnorm"}, {"attention": "kl", "ratio": 0.1}),
+    "floor": (
+        {**ATTENTIONS["floor"], "norm": "rmsnorm"},
+        {"attention": "floor", "ratio": 0.6, "tau": 0.25},
+    ),
+}
+
+
+def in_groups(parameters: Mapping[str, Tensor], layer: int) -> dict[str, Any]:
+    """Weights of a layer, or a step of them, as the transcription names them."""
+    own = {name.removeprefix(f"blocks.{layer}."): p.detach() for name, p in parameters.items()}
+    found: dict[str, Any] = {}
+    for name, stacked in zip(("W_Q", "W_K", "W_V"), own["attn.qkv.weight"].chunk(3), strict=True):
+        found[name] = list(stacked.chunk(HEADS))
+    found["W_O"] = list(own["attn.out.weight"].chunk(HEADS, dim=1))
+    *gate, found["W_up"] = own["mlp.up.weight"].split(own["mlp.down.weight"].shape[1])
+    found |= {"W_down": own["mlp.down.weight"], **({"W_gate": gate[0]} if gate else {})}
+    return found | {name: own[f"{name}.weight"] for name in ("attn_norm", "mlp_norm") if f"{name}.weight" in own}
+
+
+def transcribed(model: sf.Model, rule: dict[str, Any]) -> list[naive.Layer]:
+    x = list(model.start(IDS[:1], torch.arange(8)).x[0].detach())
+    layers = []
+    for layer in range(2):
+        layers.append(naive.run_layer(x, in_groups(dict(model.named_parameters()), layer), rule))
+        x = layers[-1].x_m
+    return layers
+
+
+@pytest.mark.parametrize("kind", TRANSCRIBED)
+def test_all_of_it_is_as_transcribed(kind: str) -> None:
+    options, rule = TRANSCRIBED[kind]
+    model, rule = model_with(norm_eps=1e-12, **options), {**rule, "eps": 1e-12, "lambda_attn": 0.7}
+    step = {n: v for n, v in draw(model, 1e-3).items() if model.roles()[n] is Role.MATRIX}
+    ids, at = IDS[:1], transcribed(model, rule)
+    before = observe(model, ids)
+    with moved(model, step):
+        after, measured = transcribed(model, rule), change(before, observe(model, ids)).total(0.7)
+    assert measured.item() == pytest.approx(naive.measured_change(at, after).item(), rel=1e-6)
+    h, both_ways = 1e-3, []
+    for sign in (1, -1):
+        with moved(model, step, sign * h):
+            both_ways.append(transcribed(model, rule))
+    expected = naive.predicted_change(at, *both_ways, h).item()
+    assert tangent(model, ids, step).total(0.7).item() == pytest.approx(expected, rel=1e-4)
+    found = local(model, ids, step, lambda_attn=0.7)
+    for number, layer in enumerate(at):
+        dW, attn, none = in_groups(step, number), f"blocks.{number}.attn", [None] * HEADS
+        for h in range(HEADS):
+            only = [[dW[name][h] if head == h else None for head in range(HEADS)] for name in ("W_Q", "W_K", "W_V")]
+            numbers = [
+                naive.exact_attention(layer, only[0], none),
+                naive.exact_attention(layer, none, only[1]),
+                naive.exact_attention_stream(layer, only[2], none),
+            ]
+            ours = [found[f"{attn}.qkv.weight.{part}"][h].item() for part in "qkv"]
+            assert ours == pytest.approx([n.item() for n in numbers], rel=1e-5, abs=1e-18)
+        mlp = f"blocks.{number}.mlp"
+        numbers = [
+            naive.exact_attention_stream(layer, none, dW["W_O"]),
+            naive.exact_mlp_stream(layer, None, dW["W_down"]),
+            naive.exact_mlp_stream(layer, dW["W_up"], None),
+        ]
+        keys = [f"{attn}.out.weight", f"{mlp}.down.weight", f"{mlp}.up.weight"]
+        if "W_gate" in dW:
+            numbers.append(naive.exact_mlp_stream(layer, None, None, dW["W_gate"]))
+            keys[2:] = [f"{mlp}.up.weight.up", f"{mlp}.up.weight.gate"]
+        assert [found[key].item() for key in keys] == pytest.approx([n.item() for n in numbers], rel=1e-5)
 
 
 # Nothing is left behind.
