@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -108,8 +107,7 @@ def observe(
     recorder = _Recorder(model, queries, inputs)
     compiled = any(block._compiled_call_impl is not None for block in model.blocks)
     with (
-        recorder.listening(),
-        contextlib.nullcontext() if targets is not None else mock.patch.object(model, "logits_of", lambda h: h),
+        recorder.listening(without_head=targets is None),
         kernels.off(),
         torch.autocast(tokens.device.type, enabled=False),
         torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext(),
@@ -161,7 +159,7 @@ class _Recorder:
         self.layer = 0
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self, *, without_head: bool) -> Iterator[None]:
         blocks = list(self.model.blocks)
         oracles = {id(part): part for block in blocks for part in (block.attn, block.mlp)}.values()
         attentions: list[Any] = [part for part in oracles if has_rows(part)]
@@ -177,6 +175,9 @@ class _Recorder:
             for attention in attentions:
                 attention.attend = partial(self._attend, attention)
                 stack.callback(delattr, attention, "attend")
+            if without_head:
+                self.model.logits_of = lambda h: h  # type: ignore[method-assign]
+                stack.callback(delattr, self.model, "logits_of")
             if self.found.inputs:
                 for part in oracles:
                     self._listen_inside(part, before, stack)
