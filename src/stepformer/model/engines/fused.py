@@ -35,7 +35,7 @@ def refusal(model: Backbone, s: State, call: Call) -> str | None:
     if call.observe is not None:
         return "somebody watches its oracles"
     for block in model.blocks:
-        if block.coefficients.pinned or block.extras.pinned:
+        if block.coefficients.pinned or block.extras.pinned or block.arrays.pinned:
             return "coefficients are pinned"
         if is_managed(block) or any(map(is_sharded, block.mlp.parameters())):
             return "its weights are sharded"
@@ -144,6 +144,12 @@ def parameter(model: Backbone, layer: int, norm: str, name: str) -> Tensor:
     return found
 
 
+def array(model: Backbone, name: str) -> Tensor:
+    """A learned array of more dimensions than one as a plan names it."""
+    layer, key = name.split()
+    return model.blocks[int(layer)].arrays.get_parameter(key)
+
+
 class Run:
     """One forward pass: tensors in the places of a plan."""
 
@@ -155,7 +161,8 @@ class Run:
         self.places: list[Any] = [None] * plan.places
         for name, at in plan.starts:
             of, _, own = name.partition(" ")
-            self.places[at] = start.x if of == "x" else start.streams[own] if of == "stream" else start.memory[own]
+            found = {"x": start.x} if of == "x" else start.streams if of == "stream" else start.memory
+            self.places[at] = array(model, own) if of == "array" else found[own or of]
         self.memory = start.memory
         self.own: Call | None = None  # the call as the layer at work sees it
         self.layer = -1
