@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,9 +34,9 @@ class DepthAttention:
     """
 
     def __init__(self, needs: Iterable[Sequence[int]], weights: Sequence[Tensor], eps: float, dtype: torch.dtype):
-        self.uses = Counter(at for call in needs for at in call)
         self.weights, self.eps, self.dtype = weights, eps, dtype
-        self.lasting = [at for at, count in self.uses.items() if count > 1]
+        places = [at for call in needs for at in call]
+        self.lasting = {at for at in places if places.count(at) > 1}
         self.places: list[int] = []  # of the sources on the stack
         self.call = 0
         self.history: History | None = None
@@ -52,8 +51,8 @@ class DepthAttention:
         if self.history is None:
             self.history = History(torch.stack(list(self.weights)).float(), len(self.lasting), self.eps, self.dtype)
         new = [(at, v) for at, v in zip(places, sources, strict=True) if at not in self.places]
-        keeps = tuple(self.uses[at] > 1 for at, _ in new)
-        self.places += [at for at, _ in new if self.uses[at] > 1]
+        keeps = tuple(at in self.lasting for at, _ in new)
+        self.places += [at for at, _ in new if at in self.lasting]
         weights = self.history.weights if self.handle is None else None
         rows = [v for _, v in new]
         h, self.handle, newest = _Call.apply(self.history, self.call, keeps, self.handle, weights, *rows)
@@ -140,10 +139,10 @@ class _Call(torch.autograd.Function):
                 "levels": own.levels[call], "means": own.means[call], "slopes": slopes,
             }  # fmt: skip
             fast.gather(source, gradient, tensors, later + 1 - newest, ctx.sources, own.eps)
-            own.weight_grads[call : call + later + 1] += fast.weight_gradient(slopes, source)
+            if own.weights.requires_grad:
+                own.weight_grads[call : call + later + 1] += fast.weight_gradient(slopes, source)
             found.append(gradient)
-        first = ctx.needs_input_grad[4]
-        weights = own.weight_grads if first else None
+        weights = own.weight_grads if ctx.needs_input_grad[4] else None
         if call == 0:
             own.grads = None
         return None, None, None, None if call == 0 else h.new_empty(0), weights, *reversed(found)
