@@ -83,7 +83,7 @@ class AttentionResiduals(Template):
 
     def query(self, s: State, c: Values) -> Tensor:
         sources = [s.streams[name] for name in self.streams if name in s.streams]
-        return sources[0] if len(sources) == 1 else attend_depth(sources, c.w, eps=self.norm_eps)
+        return sources[0] if len(sources) == 1 else attend_depth(sources, c.w, eps=self.eps)
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
         total = s.r + g if "r" in s.streams else g
