@@ -29,14 +29,13 @@ def attend_depth(sources: Sequence[Tensor], w: Tensor, *, eps: float, dtype: tor
 class DepthAttention:
     """All calls of `attend_depth` in one forward pass, by kernels where they may run.
 
-    `needs` are the places of every call's sources, the newest one last, `weights` their vectors. A source that several
-    calls read is kept on a stack (ops/depth_kernels.py).
+    `needs` are the places of every call's sources, the newest one last, `weights` their vectors. Sources that a call
+    reads when they are not the newest any more are kept on a stack (ops/depth_kernels.py).
     """
 
     def __init__(self, needs: Iterable[Sequence[int]], weights: Sequence[Tensor], eps: float, dtype: torch.dtype):
         self.weights, self.eps, self.dtype = weights, eps, dtype
-        places = [at for call in needs for at in call]
-        self.lasting = {at for at in places if places.count(at) > 1}
+        self.lasting = {at for call in needs for at in call[:-1]}
         self.places: list[int] = []  # of the sources on the stack
         self.call = 0
         self.history: History | None = None
