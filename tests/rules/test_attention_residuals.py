@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_equations import assert_same
 
 import stepformer as sf
 from helpers import shake, tiny, tokens
-from test_equations import assert_same
 
 SPLITTINGS = ("lie-trotter", "parallel")
 

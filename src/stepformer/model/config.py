@@ -294,7 +294,7 @@ def _pair_problems(config: ModelConfig) -> list[str]:
         )
     for entry in extras:
         own = entry.component
-        if template.reads_out and own.chosen(config) and own.enter is not Extra.enter:
+        if template.reads_out and own.chosen(config) and own.enter is not Extra.enter and not own.reasons(config):
             problems.append(
                 f"The extra '{entry.name}' changes x before a layer, and template '{config.template}' makes its points "
                 "of other streams: leave one of them out."

@@ -97,11 +97,11 @@ class _Call(torch.autograd.Function):
         if own.stack is None:
             own.begin(new[0])
         stack, slots = own.stack, []
-        for v, keep in zip(new, keeps, strict=True):
+        assert stack is not None
+        for keep in keeps:
             slots.append(own.count if keep else None)
             own.count += keep
-        assert stack is not None
-        for v, slot in zip(new[:-1], slots[:-1], strict=True):
+        for v, slot in zip(new[:-1], slots[:-1], strict=True):  # the embedding, at the first call
             stack[slot].copy_(v)
         newest, top = new[-1].contiguous(), slots[-1]
         older = own.count - keeps[-1]
@@ -123,7 +123,7 @@ class _Call(torch.autograd.Function):
         if own.grads is None:
             own.begin_backward(call)
         dh = torch.zeros_like(h) if dh is None else dh.contiguous()
-        found = []
+        found: list[Tensor] = []
         for slot, dtype in zip(reversed(ctx.slots), reversed(ctx.dtypes), strict=True):
             source = saved[0] if slot is None else own.stack[slot]
             newest = not found

@@ -91,8 +91,8 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     """The gradient of a source from those of the calls that have read it, and from what was `handed` to it.
 
     `own` is that of the call which runs backward now, with its result `h` of so many `sources`: it is `left` behind for
-    older ones. Those of `calls` later ones lie in `grads`, `step` numbers apart. `weights` (D,), `levels`, `means` (D of
-    the text) and `slopes` (ds r, written), a line of n for each call, begin with the own call, if there is one.
+    older ones. Those of `calls` later ones lie in `grads`, `step` numbers apart. `weights`, a line of D for each call,
+    and `levels` (l), `means` (D of the text) and `slopes` (ds r, written), a line of n, begin with the own call, if any.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tile_columns(CHUNKS, CHUNK)
@@ -162,9 +162,7 @@ def mix(
     """Launch `mix_kernel`: the newest source is written to `kept`, the result to `h`."""
     d = newest.shape[-1]
     n, tile = newest.numel() // d, row_tile(d)
-    mix_kernel[(triton.cdiv(n, tile.rows),)](
-        stack, newest, kept, w, h, levels, n, n * d, count, eps, **tile.options(d)
-    )
+    mix_kernel[(triton.cdiv(n, tile.rows),)](stack, newest, kept, w, h, levels, n, n * d, count, eps, **tile.options(d))
 
 
 def gather(source: Tensor, gradient: Tensor, later: dict[str, Any], calls: int, sources: int, eps: float) -> None:

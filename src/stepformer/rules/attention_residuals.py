@@ -20,7 +20,7 @@ def calls_of(n_layer: int, splitting: str) -> int:
 
 @register_template(
     "attnres",
-    equation="v' = g(n sum_i c_i v_i),  c = softmax_i(w . RMSNorm(v_i)) over the n sources v so far, the embedding first",
+    equation="v' = g(n sum_i c_i v_i),  c = softmax_i(w . RMSNorm(v_i)) over the n sources v so far",
     cite="kimi2026attention",
     aliases=("attention-residuals",),
 )
@@ -54,10 +54,8 @@ class AttentionResiduals(Template):
         return None
 
     def describe(self) -> str:
-        sources = "the embedding and all answers"
-        if self.blocks:
-            sources = f"the embedding, the sums of the answers of {self.blocks} blocks, the last one as far as it is"
-        return f"{super().describe().partition(' over ')[0]} over the n sources v so far: {sources}"
+        answers = f"sums of the answers of {self.blocks} blocks of calls" if self.blocks else "all answers"
+        return f"{super().describe()}: the embedding, {answers}"
 
     def place(self, layer: int, n_layer: int) -> None:
         super().place(layer, n_layer)
