@@ -294,7 +294,8 @@ def _pair_problems(config: ModelConfig) -> list[str]:
         )
     for entry in extras:
         own = entry.component
-        if template.reads_out and own.chosen(config) and own.enter is not Extra.enter and not own.reasons(config):
+        changes_x = own.chosen(config) and own.enter is not Extra.enter and not own.reasons(config)
+        if changes_x and not template.reads_x:
             problems.append(
                 f"The extra '{entry.name}' changes x before a layer, and template '{config.template}' makes its points "
                 "of other streams: leave one of them out."

@@ -92,7 +92,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
 
     `own` is that of the call which runs backward now, with its result `h` of so many `sources`: it is `left` behind for
     older ones. Those of `calls` later ones lie in `grads`, `step` numbers apart. `weights`, a line of D for each call,
-    and `levels` (l), `means` (D of the text) and `slopes` (ds r, written), a line of n, begin with the own call, if any.
+    and `levels` (l), `means` (D of the text), `slopes` (ds r, written), a line of n, begin with the own call, if any.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tile_columns(CHUNKS, CHUNK)

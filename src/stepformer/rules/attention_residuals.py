@@ -39,6 +39,7 @@ class AttentionResiduals(Template):
         )
     }
     reads_out = True
+    reads_x = False
     blocks: int
 
     @classmethod
