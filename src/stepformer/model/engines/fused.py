@@ -232,7 +232,8 @@ class Run:
         elif step.kind == "force":
             found = [self.fields.force()]
         elif step.kind == "attend_depth":
-            self.depth = self.depth or depth_attention(self.model, self.plan, self.carried)
+            if self.depth is None:
+                self.depth = depth_attention(self.model, self.plan, self.carried)
             answer, self.places[step.needs[-1]] = self.depth(step.needs, needs)
             found = [answer]
         else:

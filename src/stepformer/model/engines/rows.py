@@ -308,7 +308,8 @@ class Walk:
             found = self._field(step)
         elif step.kind == "attend_depth":
             self.settle(*step.needs)
-            self.depth = self.depth or fused.depth_attention(self.model, self.plan, torch.float32)
+            if self.depth is None:
+                self.depth = fused.depth_attention(self.model, self.plan, torch.float32)
             found = [self.depth(step.needs, [self.places[at] for at in step.needs])[0]]
         else:
             numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
