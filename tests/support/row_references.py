@@ -165,7 +165,8 @@ def as_pytorch(plan: Plan, width: int) -> Iterator[list[str]]:
         return outs, {name: tensors[int(name[1:])] for name in handed}
 
     def lines(_: Any, raws: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        return reference_numbers(plan.lines, dict(zip(plan.names, raws, strict=True)), width)
+        values = [value for raw in raws for value in raw]
+        return reference_numbers(plan.lines, dict(zip(plan.names, values, strict=True)), width)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_passes, "row_pass", replaced)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from stepformer.model import Model, engines
 from stepformer.model.config import ModelConfig, declared_options
 from stepformer.oracles import attentions, mlps
 from stepformer.present.tables import of_texts
-from stepformer.rules import splittings, templates
+from stepformer.rules import Coefficient, splittings, templates
 from stepformer.rules.hamiltonian import HamiltonianStep
 from stepformer.training.memory import estimate_memory
 
@@ -108,7 +109,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     rule = block.template
     row = catalogue.preset_of(config)
     coefficients = [
-        {"name": name + " (per head)" * (c.size != 1), "range": c.interval, "start": c.start, "kind": c.kind}
+        {"name": name + _several(c), "range": c.interval, "start": c.start, "kind": c.kind}
         for bank in block.banks()
         for name, c in bank.specs.items()
     ]
@@ -163,7 +164,17 @@ def _start(config: ModelConfig, start: str | float) -> str:
         return f"{start:g}, one number for all tokens"
     if start == "embed":
         return "zero" if config.aux_init == "zero" else "own token and position tables"
-    return {"ones": "all ones", "zero": "zero", "identity": "identity matrices"}[start]
+    words = {"ones": "all ones", "identity": "identity matrices", "copy": "the embedding", "later": "its own layer on"}
+    return words.get(start, start)
+
+
+def _several(c: Coefficient) -> str:
+    """How many of a coefficient there are, if not one."""
+    return "" if c.size == 1 else f" ({c.size} numbers)" if isinstance(c.start, tuple) else " (per head)"
+
+
+def _number(start: float | tuple[float, ...]) -> str:
+    return ", ".join(f"{value:.6g}" for value in start) if isinstance(start, tuple) else f"{start:.6g}"
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -186,6 +197,15 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
+def _streams(streams: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+    """A line for each, or for the first and the last of several that differ in their names alone."""
+    found = []
+    words = {name: f"{s['meaning']}; starts from {s['start']}" for name, s in streams.items()}
+    for meaning, (first, *others) in groupby(streams, words.__getitem__):
+        found.append((f"streams {first} .. {others[-1]}" if others else f"stream {first}", meaning))
+    return found
+
+
 def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> None:
     out.print(f"[bold]{facts['title']}[/bold]   config {facts['hash']}")
     equations, calls, norms = facts["equations"], facts["calls"], facts["aux_norms_per_layer"]
@@ -201,7 +221,7 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
         (f"attention {config.attention}", f"{equations['attention']}{point}"),
         (f"MLP {config.mlp}", f"{equations['mlp']}{point}"),
         ("oracle calls", f"{calls['attn']} attention + {calls['mlp']} MLP per layer"),
-        *((f"stream {name}", f"{s['meaning']}; starts from {s['start']}") for name, s in facts["streams"].items()),
+        *_streams(facts["streams"]),
         *([] if facts["streams"] else [("streams", "x alone")]),
         *([("auxiliary norms", auxiliary)] if norms else []),
         *([("head", "weights of its own, not the token table")] if config.head == "untied" else []),
@@ -214,7 +234,7 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
     if facts["coefficients_per_layer"]:
         out.print()
         titles = ("coefficient (one per layer)", "range", "starts at", "kind")
-        learned = [(c["name"], c["range"], f"{c['start']:.6g}", c["kind"]) for c in facts["coefficients_per_layer"]]
+        learned = [(c["name"], c["range"], _number(c["start"]), c["kind"]) for c in facts["coefficients_per_layer"]]
         out.print(of_texts(titles, learned, words=titles))
     out.print()
     size = f"{config.n_layer} layers, {config.n_head} heads, width {config.d_model}, context {config.context}"

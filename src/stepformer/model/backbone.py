@@ -77,7 +77,8 @@ class Backbone(nn.Module):
         with torch.device("meta"):  # allocated and drawn once, in reset_parameters
             self.embed = tables()
             blocks = Blocks(Block(config, layer=i) for i in range(config.n_layer))
-            self.starts = {name: stream.start for name, stream in blocks[0].template.streams.items()}
+            streams = blocks[0].template.streams
+            self.starts = {name: stream.start for name, stream in streams.items() if stream.start != "later"}
             tabled = [name for name, start in self.starts.items() if start == "embed" and config.aux_init == "embed"]
             tabled += [name for part in self.parts for name in part.tables]
             self.aux_embed = nn.ModuleDict({name: tables() for name in tabled})
@@ -156,6 +157,8 @@ class Backbone(nn.Module):
             elif start == "identity":  # a root is taken of these matrices, which needs the digits
                 eye = torch.eye(self.config.head_dim, dtype=self.embed.tok_emb.weight.dtype, device=x.device)
                 streams[name] = eye.expand(*x.shape[:2], -1, -1)
+            elif start == "copy":
+                streams[name] = x
             else:
                 streams[name] = torch.ones_like(x) if start == "ones" else torch.zeros_like(x)
         return State(x, streams, self.remembered(x, tabled))

@@ -11,7 +11,7 @@ from stepformer.extras import chosen
 from stepformer.model.config import REGISTRIES, ModelConfig
 from stepformer.oracles import MLP, Attention, Call, make_norm
 from stepformer.rules import Splitting, State, Substep, Template
-from stepformer.rules.coefficients import CoefficientBank, Values
+from stepformer.rules.coefficients import ArrayBank, CoefficientBank, Values
 from stepformer.rules.hamiltonian import Fields
 
 
@@ -23,7 +23,8 @@ class Block(nn.Module):
         d, eps, bias, rotary = config.d_model, config.norm_eps, config.bias, config.positions == "rotary"
         own = {kind: partial(config.component(kind), **config.options_of(kind)) for kind in REGISTRIES}
         self.template: Template = own["template"](config.n_head, config.head_dim)
-        self.template.first, self.template.last = layer == 0, layer == config.n_layer - 1
+        self.template.norm, self.template.eps = config.norm, eps
+        self.template.place(layer, config.n_layer)
         self.splitting: Splitting = own["splitting"](layer=layer, n_layer=config.n_layer)
 
         self.attn_norm = make_norm(config.norm, d, eps=eps, bias=bias)
@@ -33,12 +34,14 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config.norm, d, eps=eps, bias=bias)
         self.mlp: MLP = own["mlp"](d, config.mlp_hidden, bias=bias)
 
-        turns = self.splitting.oracles
-        self.coefficients = CoefficientBank(
-            {turn: {**self.template.coefficients_of(turn), **self.splitting.coefficients} for turn in turns},
-            self.splitting.shares,
-            {turn: self.template.constants_of(turn) for turn in turns},
-        )
+        rule, shares, oracles = self.template, self.splitting.shares, self.splitting.oracles
+        self.reads_out = rule.reads_out and rule.last
+        turns = [*oracles, *(["out"] if self.reads_out else [])]
+        learned = {turn: {**rule.coefficients_of(turn)} for turn in turns}
+        for turn in oracles:
+            learned[turn] |= self.splitting.coefficients
+        self.coefficients = CoefficientBank(learned, shares, {turn: rule.constants_of(turn) for turn in turns})
+        self.arrays = ArrayBank({turn: rule.arrays_of(turn) for turn in turns}, shares)
         self.parts = chosen(config)  # the extras, whose learned scalars are the bank `extras`
         self.extras = CoefficientBank({"block": {k: c for part in self.parts for k, c in part.coefficients().items()}})
         keys = self.splitting.norm_keys()
@@ -81,7 +84,8 @@ class Block(nn.Module):
         key = self.norm_keys.get(turn)
         if key is not None and key not in {self.norm_keys[t] for t in others}:
             modules.append(f"aux_norms.{key}")
-        return modules + [f"coefficients.{k}" for k in self.coefficients.owned_by(turn)]
+        banks = {"coefficients": self.coefficients, "arrays": self.arrays}
+        return modules + [f"{name}.{k}" for name, bank in banks.items() for k in bank.owned_by(turn)]
 
     def use(self, oracle: str, shared: nn.Module) -> None:
         """Ask an oracle of the model's instead of an own one."""
@@ -112,6 +116,8 @@ class Block(nn.Module):
         for part in self.parts:
             s = part.enter(s, c)
         s = self.residual(s, call) if plain else self.splitting.step(self.turns(call), s)
+        if self.reads_out:
+            s = s.replace(x=self.template.read_out(s, self.values()["out"]))
         return State(s.x, s.streams, call.memory).in_dtypes_of(before)
 
     def own_call(self, call: Call, memory: dict[str, Tensor], c: Values | None = None) -> Call:
@@ -124,9 +130,17 @@ class Block(nn.Module):
         ]
         return replace(call, used=0, memory=dict(memory), mixes=mixes)
 
+    def values(self) -> dict[str, Values]:
+        """What each turn reads: mapped coefficients, constants and arrays."""
+        found = self.coefficients.values()
+        if not self.arrays.specs:
+            return found
+        arrays = self.arrays.values()
+        return {turn: own | arrays[turn] for turn, own in found.items()}
+
     def turns(self, call: Call) -> dict[str, Substep]:
         """The template bound to what each turn uses."""
-        values = self.coefficients.values()
+        values = self.values()
         turns = {}
         for turn, oracles in self.splitting.oracles.items():
             norm = self.aux_norms[self.norm_keys[turn]] if turn in self.norm_keys else None

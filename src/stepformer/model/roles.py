@@ -8,7 +8,7 @@ from enum import StrEnum
 from torch import nn
 
 from stepformer.base.errors import StepformerError
-from stepformer.rules.coefficients import CoefficientBank
+from stepformer.rules.coefficients import ArrayBank, CoefficientBank
 
 
 class Role(StrEnum):
@@ -17,6 +17,7 @@ class Role(StrEnum):
     HEAD = "head"  # an output head that is not the token table
     NORM = "norm"  # gains of the norms, and biases where an option adds them
     COEFFICIENT = "coefficient"
+    ARRAY = "array"  # vectors and matrices of a depth rule; trained as tables are
 
 
 def declare(module: nn.Module, **roles: Role) -> None:
@@ -29,7 +30,7 @@ def _roles_of(module: nn.Module) -> dict[str, Role]:
     if declared is not None:
         return {name: Role(role) for name, role in declared.items()}
     if isinstance(module, CoefficientBank):
-        return dict.fromkeys(module.specs, Role.COEFFICIENT)
+        return dict.fromkeys(module.specs, Role.ARRAY if isinstance(module, ArrayBank) else Role.COEFFICIENT)
     if isinstance(module, nn.Linear):
         return {"weight": Role.MATRIX, "bias": Role.NORM}
     if isinstance(module, nn.Embedding):

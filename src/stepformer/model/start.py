@@ -38,7 +38,7 @@ def draw_parameters(
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         elif zero and (name in deep or role is Role.HEAD):
             parameter.zero_()
-        elif role is not Role.COEFFICIENT:
+        elif role not in (Role.COEFFICIENT, Role.ARRAY):
             std = INIT_STD / math.sqrt(2 * n_layer) if name in deep else INIT_STD
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -301,7 +301,9 @@ class StepPrinter(Printer):
         for name in self.stores.get(n, ()):
             if name == self.into:
                 put.append(f"u = tl.reshape({self.clean(n)}, (CHUNK,))")
-            if name in self.stored:
+            if name in self.stored and n.kind == "stat":
+                self.last.append(f"tl.store(o_{name} + rows, {self.names[n]}, mask=row)")
+            elif name in self.stored:
                 value = self.names[n] if n.kind == "row" else f"over_row({self.names[n]}) + tl.zeros_like(columns)"
                 self.last.append(f"tl.store(o_{name} + at, {value}, mask=mask)")
 

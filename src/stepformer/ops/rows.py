@@ -81,10 +81,11 @@ class Pending:
 
     def arguments(self, printer: StepPrinter) -> list[Any]:
         """What a kernel reads and stores, its outputs in new memory."""
-        names = list(self.program.names())
-        points = names[len(names) - self.program.points :]
+        outputs = self.program.names()
+        points = list(outputs)[len(outputs) - self.program.points :]
         for name in printer.stored:
-            self.outs[name] = torch.empty_like(self.like, dtype=self.point if name in points else torch.float32)
+            like = self.like if outputs[name].kind == "row" else self.like[:, 0]
+            self.outs[name] = torch.empty_like(like, dtype=self.point if name in points else torch.float32)
         tensors = {f"p_{k}": t for k, t in self.named.items()} | {f"o_{k}": t for k, t in self.outs.items()}
         tensors["scalars"] = self.named.get("scalars", self.like)
         return [tensors[name] for name in printer.parameters if name.startswith(("p_", "o_", "scalars"))]

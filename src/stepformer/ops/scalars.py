@@ -29,7 +29,8 @@ class LearnedScalars(nn.Module):
 
     def initialise(self) -> None:
         for key, spec in self.specs.items():
-            self.get_parameter(key).fill_(spec.raw_start)
+            raw, start = self.get_parameter(key), spec.raw_start
+            raw.copy_(raw.new_tensor(start)) if isinstance(start, tuple) else raw.fill_(start)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Let pinned values follow `.to()`, `.cuda()`, `.double()`."""

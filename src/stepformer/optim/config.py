@@ -184,12 +184,12 @@ class OptimConfig(Settings):
         return self.replace(**shared)
 
     def rate(self, role: str) -> float:
-        """Peak rate of a role; a head without one has that of the tables."""
-        own = getattr(self, "lr" if role == "matrix" else f"lr_{role}")
+        """Peak rate of a role; a head without one has that of the tables, and so have arrays of a depth rule."""
+        own = getattr(self, "lr" if role == "matrix" else f"lr_{role}", None)
         return self.rate("embedding") if own is None else float(own)
 
     def decay(self, role: str) -> float:
-        own = getattr(self, f"wd_{role}")
+        own = getattr(self, f"wd_{role}", None)
         return self.decay("embedding") if own is None else float(own)
 
     def rates_text(self) -> str:

@@ -1,8 +1,8 @@
 """The mathematics of depth: state, coefficients, templates and splittings."""
 
 # Importing a module registers its rules.
-from stepformer.rules import adaptive, first_order, hamiltonian, kronecker, spectral  # noqa: F401
-from stepformer.rules.coefficients import Coefficient, Values, free, positive, unit
+from stepformer.rules import adaptive, attention_residuals, first_order, hamiltonian, kronecker, spectral  # noqa: F401
+from stepformer.rules.coefficients import Array, Coefficient, Values, free, positive, unit
 from stepformer.rules.hamiltonian import HamiltonianStep
 from stepformer.rules.splittings import Splitting, Substep, register_splitting, splittings
 from stepformer.rules.state import State
@@ -10,6 +10,6 @@ from stepformer.rules.template import Stream, Template, register_template, templ
 
 # fmt: off
 __all__ = [
-    "Coefficient", "HamiltonianStep", "Splitting", "State", "Stream", "Substep", "Template", "Values", "free",
+    "Array", "Coefficient", "HamiltonianStep", "Splitting", "State", "Stream", "Substep", "Template", "Values", "free",
     "positive", "register_splitting", "register_template", "splittings", "templates", "unit",
 ]

@@ -33,7 +33,7 @@ mix: how much of an older tensor enters (values, embedding, prior); target: what
 class Coefficient:
     """Range, initial value and kind of one learned scalar."""
 
-    start: float
+    start: float | tuple[float, ...]  # of free ones each may have its own
     range: Literal["unit", "positive", "free"]
     kind: Kind
     size: int = 1
@@ -41,15 +41,19 @@ class Coefficient:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise InputError(f"A coefficient's kind is one of {', '.join(get_args(Kind))}, not '{self.kind}'.")
+        if isinstance(self.start, tuple):
+            if self.range != "free" or len(self.start) != self.size:
+                raise InputError("Only free coefficients have several starts, as many as there are of them.")
+            return
         if self.range == "unit" and not 0.0 < self.start < 1.0:
             raise InputError(f"A unit coefficient starts strictly between 0 and 1, not at {self.start}.")
         if self.range == "positive" and not 0.0 < self.start < math.inf:
             raise InputError(f"A positive coefficient starts above 0, not at {self.start}.")
 
     @property
-    def raw_start(self) -> float:
+    def raw_start(self) -> float | tuple[float, ...]:
         """The unconstrained parameter whose mapped value is `start`."""
-        if self.range == "free":
+        if isinstance(self.start, tuple) or self.range == "free":
             return self.start
         ratio = self.start / (1.0 - self.start) if self.range == "unit" else math.expm1(self.start)
         return round(math.log(ratio), 12)  # so that 0.5 and ln 2 start at exactly 0
@@ -74,9 +78,29 @@ def positive(start: float = math.log(2.0), kind: Kind = "step") -> Coefficient:
     return Coefficient(start, "positive", kind)
 
 
-def free(start: float, kind: Kind = "step") -> Coefficient:
-    """A coefficient of any sign, without a map."""
-    return Coefficient(start, "free", kind)
+def free(start: float | tuple[float, ...], kind: Kind = "step") -> Coefficient:
+    """A coefficient of any sign, without a map; with several starts so many, which a rule reads by index."""
+    return Coefficient(start, "free", kind, len(start) if isinstance(start, tuple) else 1)
+
+
+@dataclass(frozen=True)
+class Array:
+    """A learned array of one turn, such as a vector of the width; all of its numbers start alike.
+
+    A rule reads it as it reads a coefficient. Vectors multiply rows; only functions that are called around a pass take
+    an array of more dimensions (ops/symbols.py). Arrays are trained by AdamW with the rate and the decay of the tables.
+    """
+
+    size: tuple[int, ...]
+    start: float = 0.0
+    kind: Kind = "mix"
+
+    @property
+    def raw_start(self) -> float:
+        return self.start
+
+    def value(self, raw: Tensor) -> Tensor:
+        return raw
 
 
 class Values:
@@ -90,6 +114,9 @@ class Values:
             raise AttributeError(f"this substep has no coefficient '{name}'")
         return self._values[name]
 
+    def __or__(self, other: Values) -> Values:
+        return Values(self._values | other._values)
+
 
 class CoefficientBank(LearnedScalars):
     """The raw coefficients of one layer, stored under `name` (shared or alone) or `name_substep`.
@@ -100,7 +127,7 @@ class CoefficientBank(LearnedScalars):
 
     def __init__(
         self,
-        substeps: Mapping[str, Mapping[str, Coefficient]],
+        substeps: Mapping[str, Mapping[str, Coefficient | Array]],
         shared: frozenset[str] = frozenset(),
         constants: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
@@ -136,3 +163,7 @@ class CoefficientBank(LearnedScalars):
         """Replace the mapped value of a key (`mu_attn`) or of every key of a name (`mu`); returns how many."""
         named = sorted({keys[word] for keys in self.keys_of.values() if word in keys})
         return self.pin_keys([word] if word in self.specs else named, word, value)
+
+
+class ArrayBank(CoefficientBank):
+    """The learned arrays of one layer, named as its coefficients are."""

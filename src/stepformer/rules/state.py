@@ -46,11 +46,11 @@ class State:
         """The same state with x and streams in the dtypes that `other` has: fp32 coefficients would widen them."""
         if self.x.dtype is other.x.dtype is torch.float32:  # as wide as any coefficient; streams start as x does
             return self
-        before = other.streams
-        wider = {k: t for k, t in self.streams.items() if k in before and t.dtype is not before[k].dtype}
+        kinds = {k: other.streams.get(k, other.x).dtype for k in self.streams}  # a new stream is carried as x is
+        wider = {k: t for k, t in self.streams.items() if t.dtype is not kinds[k]}
         if not wider and self.x.dtype is other.x.dtype:
             return self
-        streams = self.streams | {k: t.to(before[k].dtype) for k, t in wider.items()}
+        streams = self.streams | {k: t.to(kinds[k]) for k, t in wider.items()}
         return State(self.x.to(other.x.dtype), streams, self.memory)
 
     def __repr__(self) -> str:

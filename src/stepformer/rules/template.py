@@ -10,10 +10,10 @@ from torch import Tensor
 
 from stepformer.base.errors import InputError
 from stepformer.base.registry import Component, Registry, Selection
-from stepformer.rules.coefficients import Coefficient, Values
+from stepformer.rules.coefficients import Array, Coefficient, Values
 from stepformer.rules.state import State
 
-Start = Literal["embed", "zero", "ones", "identity"]
+Start = Literal["embed", "copy", "zero", "ones", "identity", "later"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class Stream:
     """A per-token tensor carried through depth.
 
     start = "embed": its own token and position tables (or zero, `aux_init`), shape (B, T, d);
-    "zero" and "ones": constant, (B, T, d); "identity": one identity matrix per token, (B, T, head_dim, head_dim);
+    "copy": the embedding, as x starts; "zero" and "ones": constant, (B, T, d);
+    "later": not there before a layer that writes it, such as an answer that deeper layers read again, (B, T, d);
+    "identity": one identity matrix per token, (B, T, head_dim, head_dim);
     a number: one scalar for all tokens that starts there, such as a clock.
     """
 
@@ -49,6 +51,9 @@ class Template(Component):
     applies it in `kick`; a rule whose auxiliary norm would erase it applies it in `drift`, never in both.
     A rule without velocity proposes its update as the stream `u` in `kick`, and `drift` consumes it.
 
+    A rule with `reads_out = True` makes the last x of its streams: `read_out(s, c)`, after the last turn of the last
+    block, with the coefficients and arrays of a turn of its own, "out".
+
     A rule with `integrates = True` takes the attention's turn as a whole instead (`integrate`), from the velocity and
     force fields of a Hamiltonian attention; its other turns go as above (rules/hamiltonian.py).
     """
@@ -60,12 +65,24 @@ class Template(Component):
     integrates = False
     attention_calls = 1  # how often an integrator evaluates its attention in one turn
     goes_with: Mapping[str, str] = {}  # settings without which the bare name of this template has no meaning
-    first = last = False  # whether the block is the first, the last of its model; set by the block
+    reads_out = False
+    reads_x = True  # whether x, as a layer receives it, has to do with where its oracles look
+    layer, n_layer = 0, 1
+    norm, eps = "layernorm", 1e-5  # of the model
+    first = last = False  # whether the block is the first, the last of its model
 
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
         self.n_head = n_head
         self.head_dim = head_dim
         self.set_options(options)
+
+    def place(self, layer: int, n_layer: int) -> None:
+        """Which block of how many this rule is in; one whose streams depend on that declares them here."""
+        self.layer, self.n_layer, self.first, self.last = layer, n_layer, layer == 0, layer == n_layer - 1
+
+    def call_of(self, turn: str) -> int:
+        """Which oracle call of the model, from 0 on, a turn begins with under a splitting of one call per oracle."""
+        return self.layer if turn == "both" else 2 * self.layer + (turn == "mlp")
 
     @classmethod
     def has_velocity(cls) -> bool:
@@ -82,6 +99,10 @@ class Template(Component):
     def coefficients_of(self, turn: str) -> Mapping[str, Coefficient]:
         """The learned scalars that one turn ("attn", "mlp" or "both") uses."""
         return self.coefficients
+
+    def arrays_of(self, turn: str) -> Mapping[str, Array]:
+        """The learned vectors and matrices that one turn uses."""
+        return {}
 
     def constants_of(self, turn: str) -> Mapping[str, float]:
         """Numbers that a turn reads like coefficients, but that are set and not learned."""
@@ -108,6 +129,9 @@ class Template(Component):
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
         raise NotImplementedError(f"{type(self).__name__} does not say how x moves: define drift().")
+
+    def read_out(self, s: State, c: Values) -> Tensor:
+        return s.x
 
     def heads(self, g: Tensor) -> Tensor:
         """A token's d-vector as its matrix of heads, (..., d) -> (..., n_head, head_dim)."""

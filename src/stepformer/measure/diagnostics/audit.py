@@ -175,9 +175,9 @@ class _Audited:
         _owed(bool(template.equation), f"template '{config.template}' states no equation")
         model, call = shaken(config, self.seed), fresh_call(self.tokens)
         s, block = model.start(self.tokens, call.positions), model.blocks[0]
-        for turn, values in block.coefficients.values().items():
-            if block.template.integrates and turn == "attn":
-                continue  # the integrator takes this turn as a whole
+        for turn, values in block.values().items():
+            if turn == "out" or (block.template.integrates and turn == "attn"):
+                continue  # a read-out has no answer, and the integrator takes this turn as a whole
             g = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(self.seed), dtype=s.x.dtype)
             before = {key: (t, t._version) for key, t in {"x": s.x, **s.streams, "g": g}.items()}
             kicked = block.template.kick(s, values, g)
@@ -186,7 +186,8 @@ class _Audited:
             block.template.drift(block.template.normalise(kicked, norm), values)
             changed = ", ".join(key for key, (t, version) in before.items() if t._version != version)
             _owed(not changed, f"the rule changes {changed} in place; it must return new tensors")
-        odd = ", ".join(sorted(set(block(s, call).streams) ^ set(s.streams)))
+        later = {name for name, stream in block.template.streams.items() if stream.start == "later"}
+        odd = ", ".join(sorted((set(block(s, call).streams) ^ set(s.streams)) - later))
         _owed(not odd, f"a layer should hand on the streams {sorted(s.streams)}; it adds or loses: {odd}")
         counts = [model.num_parameters(convention) for convention in ("total", "non-positional", "non-embedding")]
         in_order = counts[0] > counts[1] >= counts[2] > 0 or config.positions != "learned"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepformer.model.engines.tracing import Event, Mixture, Trace
 from stepformer.ops.row_programs import Extract, Program, extract
-from stepformer.ops.symbols import Symbol, UntraceableError, factored, topological
+from stepformer.ops.symbols import Symbol, factored, topological
 
 if TYPE_CHECKING:
     from stepformer.ops.numbers import Numbers
@@ -152,9 +152,9 @@ class Planner:
         return list(found)
 
     def _carry(self, n: Symbol, wanted: list[dict[Symbol, None]]) -> None:
-        if n.kind == "stat":
+        if n.kind == "stat":  # one of rows that exist is made again
             if any(m.kind == "row" and not self.exists(m) for m in topological([n], self.stop)):
-                raise UntraceableError("a number per token of it is carried from one answer to the next")
+                wanted[self.when[n]][n] = None
         elif len(self.leaves(n)) > 1:
             wanted[self.when[n]][n] = None
 
@@ -206,7 +206,7 @@ class Assembly:
                 steps.append(PassStep(found.program, at, gains, line, tuple(self.place(n) for n in found.roots), ()))
             steps.append(self._event(k, event, values))
         steps = self._handed(steps)
-        names = [f"{layer} {bank} {key}" for layer, bank, key in trace.raws]
+        names = [str(raw.attr) for raws in trace.raws.values() for raw in raws]
         between = ("event", "values")
         starts = [(n.attr, at) for n, at in self.places.items() if not n.args and not n.attr.startswith(between)]
         self.plan = Plan(

@@ -27,7 +27,7 @@ from stepformer.ops import kernels
 from stepformer.ops.mixing import Mixed
 from stepformer.ops.slots import StateSlot
 from stepformer.oracles.caches import Call
-from stepformer.rules.coefficients import CoefficientBank
+from stepformer.rules.coefficients import ArrayBank, CoefficientBank
 
 MOST_ROWS = 64
 SHORT = 32  # prompts up to so many tokens are read by such steps: a pass of all of them at once has more launches
@@ -95,7 +95,7 @@ class Memory:
         self.coefficients = {
             (bank, key): bank.value(key).detach().clone()
             for bank in model.modules()
-            if isinstance(bank, CoefficientBank)
+            if isinstance(bank, CoefficientBank) and not isinstance(bank, ArrayBank)
             for key in bank.specs
         }
 
@@ -144,7 +144,7 @@ class RowStep:
             if start != "identity"
             else torch.eye(config.head_dim, device=device).expand(decoder.batch, 1, -1, -1)
             for name, start in model.starts.items()
-            if name not in model.aux_embed and isinstance(start, str)
+            if name not in model.aux_embed and isinstance(start, str) and start != "copy"
         }
         self.made: dict[Any, tuple[Tensor, Callable[[], Tensor]]] = {}  # what is made of the weights, and how
         self.keeps = _Kept(self)
@@ -207,6 +207,7 @@ class Walk:
         self.calls = [0] * len(self.model.blocks)
         self.remembered: dict[str, Tensor] = {}  # by attentions, for deeper ones
         self.fields: Any = None
+        self.depth: Any = None
         self.call: Call | None = None  # for attentions without steps of their own
         self.states: list[tuple[StateSlot, list[Tensor]]] = []  # of those, and where they lay before
         self._start()
@@ -237,7 +238,8 @@ class Walk:
         memory = model.remembered(x, tabled)
         for name, at in self.plan.starts:
             kind, _, key = name.partition(" ")
-            self.places[at] = x if kind == "x" else streams[key] if kind == "stream" else memory[key]
+            found = {"x": x} if kind == "x" else streams if kind == "stream" else memory
+            self.places[at] = fused.array(model, key) if kind == "array" else found[key or kind]
 
     def finish(self) -> Tensor:
         """The normalised x after the last layer, (B, d)."""
@@ -304,6 +306,11 @@ class Walk:
             found = [self.ask(step, oracle, at) for oracle, at in zip(step.oracles, step.needs, strict=True)]
         elif step.kind in ("fields", "velocity", "force"):
             found = self._field(step)
+        elif step.kind == "attend_depth":
+            self.settle(*step.needs)
+            if self.depth is None:
+                self.depth = fused.depth_attention(self.model, self.plan, torch.float32)
+            found = [self.depth(step.needs, [self.places[at] for at in step.needs])[0]]
         else:
             numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
             self.settle(*step.needs)

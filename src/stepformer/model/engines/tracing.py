@@ -30,7 +30,7 @@ from stepformer.ops.symbols import (
     standardise,
 )
 from stepformer.rules import State, Substep
-from stepformer.rules.coefficients import Coefficient, CoefficientBank, Values
+from stepformer.rules.coefficients import Array, Coefficient, CoefficientBank, Values
 
 MAPS = {"unit": "sigmoid", "positive": "softplus"}
 
@@ -74,9 +74,10 @@ class Trace:
     def __init__(self, model: Backbone) -> None:
         self.model = model
         self.events: list[Event] = []
-        self.raws: dict[tuple[int, str, str], Symbol] = {}
+        self.raws: dict[tuple[int, str, str], list[Symbol]] = {}
         self.values: dict[Symbol, int] = {}  # values of an attention call -> its event
         self.means: dict[Symbol, Symbol] = {}
+        self.recorded: dict[Any, Any] = {}
         self.mixes = True  # whether all mixtures of values are known
         self.layer = 0
         with recording(self):
@@ -85,7 +86,7 @@ class Trace:
     def _run(self) -> None:
         model = self.model
         x = leaf("row", "x")
-        streams = {name: self._start(name, start) for name, start in model.starts.items()}
+        streams = {name: x if start == "copy" else self._start(name, start) for name, start in model.starts.items()}
         memory = Memory()
         for part in model.parts:
             try:
@@ -104,6 +105,8 @@ class Trace:
                     s = s.replace(x=s.x + self.ask(block, (oracle,), mix, s.x))
             else:
                 s = block.splitting.step(self._turns(block, mix), s)
+            if block.reads_out:
+                s = s.replace(x=block.template.read_out(s, self._own(block)["out"]))
             s = State(s.x, s.streams, memory)
         self._add("finish", [self._norm(model.final_norm, "final_norm")(s.x)], [])
 
@@ -126,7 +129,14 @@ class Trace:
         return [(e.kind, e.oracles, [n.key for n in (*e.needs, *e.numbers)], str(e.settings)) for e in self.events]
 
     def record(self, name: str, rows: list[Symbol], kinds: list[str], numbers: list[Symbol], settings: Any) -> Any:
-        """A function that no pass can do; with a running mean of the answers as its direction, both in one."""
+        """A function that no pass can do, called once however often a rule asks for it."""
+        key = (name, *rows, *numbers, str(settings))
+        if key not in self.recorded:
+            self.recorded[key] = self._recorded(name, rows, kinds, numbers, settings)
+        return self.recorded[key]
+
+    def _recorded(self, name: str, rows: list[Symbol], kinds: list[str], numbers: list[Symbol], settings: Any) -> Any:
+        """With a running mean of the answers as its direction, both in one."""
         mean = running_mean(rows[0], self.means)
         if mean is None or name not in MEANS:
             return self._add(name, rows, kinds, numbers=tuple(numbers), settings=settings)
@@ -146,11 +156,19 @@ class Trace:
             for turn, keys in bank.keys_of.items()
         }
 
-    def _coefficient(self, bank: str, key: str, spec: Coefficient) -> Symbol:
-        if spec.size != 1:
-            raise UntraceableError(f"its coefficient {key} is not one number")
-        raw = self.raws.setdefault((self.layer, bank, key), leaf("num", f"{self.layer} {bank} {key}"))
-        return raw if spec.range == "free" else function(MAPS[spec.range], raw)
+    def _own(self, block: Block) -> dict[str, Values]:
+        """As `Block.values`."""
+        arrays = self._values(block.arrays, "arrays")
+        return {turn: own | arrays[turn] for turn, own in self._values(block.coefficients, "coefficients").items()}
+
+    def _coefficient(self, bank: str, key: str, spec: Coefficient | Array) -> Any:
+        if isinstance(spec, Array):
+            kind, name = ("vec", f"{self.layer} {bank} {key}"), ("other", f"array {self.layer} {key}")
+            return leaf(*(kind if len(spec.size) == 1 else name))
+        names = [f"{self.layer} {bank} {key}{f'[{i}]' * (spec.size > 1)}" for i in range(spec.size)]
+        raws = self.raws.setdefault((self.layer, bank, key), [leaf("num", name) for name in names])
+        found = [raw if spec.range == "free" else function(MAPS[spec.range], raw) for raw in raws]
+        return found[0] if spec.size == 1 else found
 
     def _norm(self, norm: nn.Module, name: str) -> Callable[[Any], Symbol]:
         """LayerNorm or RMSNorm themselves on a symbol."""
@@ -173,7 +191,7 @@ class Trace:
 
     def _turns(self, block: Block, mix: Callable[[], Mixture]) -> dict[str, Substep]:
         """As `Block.turns`."""
-        values = self._values(block.coefficients, "coefficients")
+        values = self._own(block)
         turns = {}
         for turn, oracles in block.splitting.oracles.items():
             norm = None
