@@ -26,7 +26,7 @@ RUNNABLE = [
         f"docs/{page}.md"
         for page in (
             *("attention", "build-a-model", "curvature", "evaluate", "generate-text", "inside-the-network", "jacobian"),
-            *("optimizers", "prepare-data", "recipes", "train"),
+            *("optimizers", "prepare-data", "recipes", "train", "trust-region"),
         )
     ),
 ]

@@ -29,7 +29,7 @@ SIZE = {"n_layer": 2, "n_head": 2, "d_model": 16, "context": 8, "vocab_size": 17
 FUSED = [
     *("vanilla", "hb", "yurii", "tmm", "tables", "rmsprop", "adam", "adamw", "ortho", "muon", "shampoo", "soap"),
     *("polyak-euler", "nesterov-euler", "symplectic-euler", "verlet-ama", "verlet-mam"),
-    *("imex-k1-ama", "imex-ln-k1-mam", "imex-ln-k2-ama", "linear", "entropy", "kl-carried"),
+    *("imex-k1-ama", "imex-ln-k1-mam", "imex-ln-k2-ama", "linear", "entropy", "kl-carried", "attnres"),
 ]
 
 
@@ -64,6 +64,8 @@ EXTRAS: dict[str, tuple[str, dict[str, object]]] = {
     "every second of them": ("yurii", {"denseformer": True, "dilation": 2, "n_layer": 4}),
     "U-shaped skips": ("unet", {"n_layer": 5}),
     "all around": ("verlet-ama", {"scale": "scalar", "denseformer": True, "unet": True, "embedding_skip": True}),
+    "attention over blocks of depth": ("attnres", {"blocks": 2, "value_residual": "free"}),
+    "attention over depth, one call a layer": ("attnres", {"splitting": "parallel", "norm": "rmsnorm"}),
     "everything": (
         "nesterov-euler",
         {"embedding_skip": True, "value_residual": "free", "qk_norm": True, "positions": "rotary", "norm": "rmsnorm"},
@@ -92,7 +94,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-QUICK = ("yurii", "tables", "adamw")
+QUICK = ("yurii", "tables", "adamw", "attnres")
 
 
 def quickly(names: Any, quick: Any) -> list[Any]:
@@ -167,7 +169,7 @@ def test_fused_integrators_equal_the_plain_ones(case: str, monkeypatch: pytest.M
     compare_with_plain(model, monkeypatch)
 
 
-@pytest.mark.parametrize("case", quickly(EXTRAS, ("everything", "value tables")))
+@pytest.mark.parametrize("case", quickly(EXTRAS, ("everything", "value tables", "attention over blocks of depth")))
 def test_fused_extras_equal_the_plain_ones(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = EXTRAS[case]
     compare_with_plain(shake(tiny(name, dtype=torch.float32, **{**SIZE, **changes}), scale=0.05), monkeypatch)

@@ -89,7 +89,11 @@ STEPS: list[Settings] = [
     {"template": "gd", "splitting": "parallel", "alpha": 0.7, "learned_steps": True},
     {"template": "gd", "splitting": "strang", "order": "mam", "alpha": 0.7, "beta": 1.5},
 ]
-ROWS = SYMP + SYMP_OPTIONS + LINEAR + CONSTRAINED + STEPS
+DEPTH: list[Settings] = [
+    {"template": "attnres", **options}
+    for options in ({}, {"blocks": 1}, {"blocks": 3}, {"splitting": "parallel"}, {"n_layer": 3, "blocks": 2})
+]
+ROWS = SYMP + SYMP_OPTIONS + LINEAR + CONSTRAINED + STEPS + DEPTH
 
 EXTRAS: list[Settings] = [
     {"value_residual": "fixed"},

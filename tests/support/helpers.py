@@ -71,6 +71,7 @@ ACCEPTED: list[dict[str, Any]] = [
         "nesterov": BASIC + imex(1, 2, 3) + SYMPLECTIC,
         "triple-momentum": BASIC + imex(1, 2, 3),
         "tables": BASIC,
+        "attnres": BASIC[:2],
     }.items()
     for splitting in splits
 ]

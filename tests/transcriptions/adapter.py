@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from stepformer.model import Model
 from stepformer.model.config import declared_options
 from stepformer.rules.coefficients import CoefficientBank
-from transcriptions import rules
+from transcriptions import rivals, rules
+from transcriptions.attend import attention
+from transcriptions.parts import Memory, mlp, visible_tokens
 
 # Options that say how something is computed, not what; and those spelled differently on the other side.
 NOT_A_RULE = {"attention_backend", "chunk", "query_chunk", "h0", "learned_kappa", "learned_steps"}
@@ -86,6 +89,8 @@ def attention_of(attn: Any) -> dict[str, Any]:
 def transcribe(model: Model, tokens: Tensor) -> Tensor | None:
     """Logits by the transcribed equations, or None for an architecture that is not transcribed."""
     config = model.config
+    if config.template in RIVALS and not config.extras and not config.bias and config.mlp in rules.CHOICES["mlp"]:
+        return transcribe_rival(model, tokens)
     known = (config.template, config.splitting) in rules.LAYERS
     shipped = config.attention in rules.CHOICES["attention"]
     if config.scale == "scalar" and config.template != "gd":
@@ -93,6 +98,32 @@ def transcribe(model: Model, tokens: Tensor) -> Tensor | None:
     if model.config.extras or not known or not shipped or config.mlp not in rules.CHOICES["mlp"] or config.bias:
         return None
     return rules.logits(tokens, weights_of(model), rule_of(model))
+
+
+def transcribe_rival(model: Model, tokens: Tensor) -> Tensor:
+    """Logits of a rule that is transcribed as a walk through all oracle calls."""
+    w, own = weights_of(model), rule_of(model)
+    rule = rules.complete_rule({**own, "template": "gd"})
+    rule["memory"] = Memory(visible_tokens(tokens, rule["document_separator"]))
+    if rule["value_tables"]:
+        rule["memory"].value_rows = rules.embed(tokens, w, "value_", rule)
+    oracles: list[rivals.Function] = []
+    for b in w["blocks"]:
+        both = [partial(attention, b=b, rule=rule), partial(mlp, b=b, rule=rule)]
+        oracles += both if own["splitting"] == "lie-trotter" else [lambda x, both=both: both[0](x) + both[1](x)]
+    return rules.head(RIVALS[own["template"]](model, rules.embed(tokens, w, "", rule), oracles), w, rule)
+
+
+def attention_residuals(model: Model, x: Tensor, oracles: list[rivals.Function]) -> Tensor:
+    arrays = [dict(block.arrays.named_parameters()) for block in model.blocks]
+    vectors = [own[key] for own in arrays for key in ("w_attn", "w_mlp", "w_both", "w", "w_out") if key in own]
+    number = model.config.option("blocks")
+    if number:
+        return rivals.attnres_blocks(x, oracles, vectors, number, times_sources=True)
+    return rivals.attnres(x, oracles, vectors, times_sources=True)
+
+
+RIVALS = {"attnres": attention_residuals}
 
 
 def transcribe_hybrid(model: Model, tokens: Tensor, momentum_layers: Collection[int]) -> Tensor:

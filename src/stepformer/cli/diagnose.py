@@ -25,6 +25,7 @@ KINDS = {
     "jacobian": ("jacobian", "how perturbations travel through depth: singular values by layer"),
     "depth": ("depth", "inside the network: coefficients, stream norms, attention entropy, ..."),
     "balance": ("balance", "second moments of the oracles: how far a diagonal preconditioner is from a scalar"),
+    "steps": ("steps", "what the optimizer's next step does: change of attention and streams, predicted and measured"),
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -196,6 +197,15 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
+def _streams(streams: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+    """A line for each, or for the first and the last of several that differ in their names alone."""
+    found = []
+    words = {name: f"{s['meaning']}; starts from {s['start']}" for name, s in streams.items()}
+    for meaning, (first, *others) in groupby(streams, words.__getitem__):
+        found.append((f"streams {first} .. {others[-1]}" if others else f"stream {first}", meaning))
+    return found
+
+
 def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> None:
     out.print(f"[bold]{facts['title']}[/bold]   config {facts['hash']}")
     equations, calls, norms = facts["equations"], facts["calls"], facts["aux_norms_per_layer"]
@@ -211,7 +221,7 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
         (f"attention {config.attention}", f"{equations['attention']}{point}"),
         (f"MLP {config.mlp}", f"{equations['mlp']}{point}"),
         ("oracle calls", f"{calls['attn']} attention + {calls['mlp']} MLP per layer"),
-        *((f"stream {name}", f"{s['meaning']}; starts from {s['start']}") for name, s in facts["streams"].items()),
+        *_streams(facts["streams"]),
         *([] if facts["streams"] else [("streams", "x alone")]),
         *([("auxiliary norms", auxiliary)] if norms else []),
         *([("head", "weights of its own, not the token table")] if config.head == "untied" else []),

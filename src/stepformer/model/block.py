@@ -24,6 +24,7 @@ class Block(nn.Module):
         d, eps, bias, rotary = config.d_model, config.norm_eps, config.bias, config.positions == "rotary"
         own = {kind: partial(config.component(kind), **config.options_of(kind)) for kind in REGISTRIES}
         self.template: Template = own["template"](config.n_head, config.head_dim)
+        self.template.norm, self.template.eps = config.norm, eps
         self.template.place(layer, config.n_layer)
         self.splitting: Splitting = own["splitting"](layer=layer, n_layer=config.n_layer)
 

@@ -66,7 +66,9 @@ class Template(Component):
     attention_calls = 1  # how often an integrator evaluates its attention in one turn
     goes_with: Mapping[str, str] = {}  # settings without which the bare name of this template has no meaning
     reads_out = False
+    reads_x = True  # whether x, as a layer receives it, has to do with where its oracles look
     layer, n_layer = 0, 1
+    norm, eps = "layernorm", 1e-5  # of the model
     first = last = False  # whether the block is the first, the last of its model
 
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:

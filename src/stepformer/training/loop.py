@@ -189,7 +189,22 @@ class Trainer:
         return self._home is None or self._home == identity(self.folder.path)
 
     def _train_step(self) -> None:
-        begin, t, config = time.perf_counter(), self.step, self.config
+        begin, config = time.perf_counter(), self.config
+        loss_now, norm_now = self.update()
+        took = time.perf_counter() - begin
+        self.seconds += took
+        speed = config.step_tokens / took
+        self.peak = max(self.peak, self.flops * speed)  # a peak measured on a busy CPU may be too low
+        mfu = self.flops * speed / self.peak
+        self.display.step(self.step, loss_now, norm_now, speed, mfu)
+        if self.step % config.train.log_every == 0 or self.step == config.train.steps:
+            rates = {f"lr_{role}": rate for role, rate in self.optimizers.rates().items()}
+            numbers = {"loss": loss_now, "grad_norm": norm_now, **rates, "tokens_per_second": speed, "mfu": mfu}
+            self._log("train", numbers)
+
+    def update(self) -> tuple[float, float]:
+        """One step of the optimizer, without a note of it; returns loss and gradient norm of its batch."""
+        t = self.step
         self.optimizers.zero_grad()
         loss = self._gradients(t)
         norm, loss_now, norm_now = self._measured(loss)
@@ -202,16 +217,7 @@ class Trainer:
         self.optimizers.clip(norm)
         self.optimizers.step(t)
         self.step = t + 1
-        took = time.perf_counter() - begin
-        self.seconds += took
-        speed = config.step_tokens / took
-        self.peak = max(self.peak, self.flops * speed)  # a peak measured on a busy CPU may be too low
-        mfu = self.flops * speed / self.peak
-        self.display.step(self.step, loss_now, norm_now, speed, mfu)
-        if self.step % config.train.log_every == 0 or self.step == config.train.steps:
-            rates = {f"lr_{role}": rate for role, rate in self.optimizers.rates().items()}
-            numbers = {"loss": loss_now, "grad_norm": norm_now, **rates, "tokens_per_second": speed, "mfu": mfu}
-            self._log("train", numbers)
+        return loss_now, norm_now
 
     def _measured(self, loss: Tensor) -> tuple[Tensor, float, float]:
         """The gradient norm that clipping uses, and loss and norm as numbers, once they are known to be good."""

@@ -141,6 +141,31 @@ def resume(
         return _fit(trainer, watch or Watch(max_seconds))
 
 
+def at_last_checkpoint(path: str | Path, device: str = "auto") -> Trainer:
+    """The trainer of a run as its newest checkpoint left it, on one device, to look at: nothing is written.
+
+    Its `update` is the step that `resume` would take next; of a finished run, one more at the last rates.
+    """
+    folder = RunFolder(Path(path))
+    record, config = folder.opened()
+    if not record.get("corpus"):
+        raise InputError(f"'{folder.path}' was imported and has no training, whose next step could be looked at.")
+    checkpoint, state = checkpoint_of(folder, "last", (record, config))
+    stored.check_fits(checkpoint, config.model)
+    world = World(0, 1, choose_device(device))
+    precision = record.get("precision", config.train.precision)
+    if world.device.type == "cpu" and precision == "bf16":
+        precision = "fp32"  # a CPU takes hours for what is a look
+    own = {"precision": precision, "device": device, "compile": False}
+    config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **own}})
+    trainer = Trainer(config, trained_on(folder, record), folder, world, "", {}, quiet=True)
+    trainer.begin_with(checkpoint)
+    stored.load(checkpoint, "optimizer", trainer.optimizers.tensors(create=True))
+    trainer.step = int(state["step"])
+    trainer.batches.steps = max(trainer.batches.steps, trainer.step + 1)
+    return trainer
+
+
 def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
     """Train; a run that cannot go on leaves a note, so that a script does not start it again and again."""
     world, folder = trainer.world, trainer.folder

@@ -70,11 +70,12 @@ class Linearised:
             parts = zip(ends, some.split([end.numel() for end in ends], dim=1), strict=True)
             along = [part.reshape(len(some), *end.shape) for end, part in parts if end.requires_grad]
             given = along if several else [part[0] for part in along]
-            how = {"retain_graph": True, "materialize_grads": True, "is_grads_batched": several}
+            how = {"retain_graph": True, "allow_unused": True, "is_grads_batched": several}
             found = iter(torch.autograd.grad(reached, starts, given, **how) if reached else ())
+            slopes = [next(found) if reached and t.requires_grad else None for t in like]
             columns = [
-                next(found).reshape(len(some), -1) if reached and t.requires_grad else t.new_zeros(len(some), t.numel())
-                for t in like
+                t.new_zeros(len(some), t.numel()) if slope is None else slope.reshape(len(some), -1)
+                for slope, t in zip(slopes, like, strict=True)
             ]
             rows.append(torch.cat(columns, dim=1))
         return torch.cat(rows)

@@ -19,6 +19,7 @@ from stepformer.model.backbone import Backbone
 from stepformer.model.engines.planning import EventStep, PassStep, Plan, plan_of
 from stepformer.model.engines.tracing import Trace
 from stepformer.ops import heads, kernels
+from stepformer.ops.depth_attention import DepthAttention
 from stepformer.ops.mixing import Mixed
 from stepformer.ops.sharding import is_managed, is_sharded
 from stepformer.ops.symbols import UntraceableError
@@ -150,6 +151,14 @@ def array(model: Backbone, name: str) -> Tensor:
     return model.blocks[int(layer)].arrays.get_parameter(key)
 
 
+def depth_attention(model: Backbone, plan: Plan, dtype: torch.dtype) -> DepthAttention:
+    """What carries out all events of attention over depth in one pass, with their vectors."""
+    steps = [step for step in plan.steps if isinstance(step, EventStep) and step.kind == "attend_depth"]
+    names = [dict(step.settings)["weight"].split() for step in steps]
+    weights = [parameter(model, int(layer), bank, key) for layer, bank, key in names]
+    return DepthAttention([step.needs for step in steps], weights, dict(steps[0].settings)["eps"], dtype)
+
+
 class Run:
     """One forward pass: tensors in the places of a plan."""
 
@@ -167,6 +176,7 @@ class Run:
         self.own: Call | None = None  # the call as the layer at work sees it
         self.layer = -1
         self.fields: Any = None
+        self.depth: DepthAttention | None = None
         raws = [getattr(getattr(model.blocks[layer], bank), key) for layer, bank, key in plan.raws]
         from stepformer.ops.numbers import lines_of
 
@@ -221,6 +231,11 @@ class Run:
             found = [self.fields.velocity(needs[0])] if needs else self._velocity()
         elif step.kind == "force":
             found = [self.fields.force()]
+        elif step.kind == "attend_depth":
+            if self.depth is None:
+                self.depth = depth_attention(self.model, self.plan, self.carried)
+            answer, self.places[step.needs[-1]] = self.depth(step.needs, needs)
+            found = [answer]
         else:
             numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
             answer = FUNCTIONS[step.kind](*needs, *numbers, **dict(step.settings), dtype=self.carried)

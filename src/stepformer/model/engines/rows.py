@@ -207,6 +207,7 @@ class Walk:
         self.calls = [0] * len(self.model.blocks)
         self.remembered: dict[str, Tensor] = {}  # by attentions, for deeper ones
         self.fields: Any = None
+        self.depth: Any = None
         self.call: Call | None = None  # for attentions without steps of their own
         self.states: list[tuple[StateSlot, list[Tensor]]] = []  # of those, and where they lay before
         self._start()
@@ -310,6 +311,11 @@ class Walk:
             found = [self.ask(step, oracle, at) for oracle, at in zip(step.oracles, step.needs, strict=True)]
         elif step.kind in ("fields", "velocity", "force"):
             found = self._field(step)
+        elif step.kind == "attend_depth":
+            self.settle(*step.needs)
+            if self.depth is None:
+                self.depth = fused.depth_attention(self.model, self.plan, torch.float32)
+            found = [self.depth(step.needs, [self.places[at] for at in step.needs])[0]]
         else:
             numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
             self.settle(*step.needs)

@@ -1,0 +1,202 @@
+"""Makes docs/ways-through-depth.md: every rule for carrying information through depth, in one table.
+
+    python docs/depth_page.py
+
+Parameters are counted on the models at the small size, traffic on their plans (what the fused passes read and write),
+speeds come from benchmarks/results. The words are here. tests/cli/test_depth_page.py checks that the page is this
+file's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import stepformer as sf
+from stepformer.base.files import write_text
+from stepformer.base.words import merge
+from stepformer.measure.benchmark import records
+from stepformer.model import Model
+from stepformer.model.engines.planning import PassStep, Plan
+from stepformer.model.engines.tracing import Trace
+from stepformer.rules import templates
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule: the words after `stepformer train`, what it carries besides x, what it learns; its count if not here."""
+
+    words: str
+    carried: str
+    learned: str
+    parameters: int = 0  # as published, for a rule that is not in the catalogue
+
+
+TABLES = "token and position tables of v"
+ADAPTIVE = "LN_u, gamma, beta2"
+FIELDS = "LN, steps h_x, h_y"
+OURS = (
+    Row("vanilla", "", ""),
+    Row("hb", "velocity v", f"beta, gamma, LN_v; {TABLES}"),
+    Row("yurii", "velocity v", f"mu, beta, gamma, LN_v; {TABLES}"),
+    Row("tmm", "velocity v", f"mu, beta, gamma, nu, LN_v; {TABLES}"),
+    Row("tables", "w, which stays", "mu, LN_v; token and position tables of w"),
+    Row("rmsprop", "second moment s", ADAPTIVE),
+    Row("adam", "mean m, second moment s", f"{ADAPTIVE}, beta1; tables of m"),
+    Row("adamw", "mean m, second moment s", f"{ADAPTIVE}, beta1, lambda; tables of m"),
+    Row("muon", "mean m", "LN_u, gamma, beta; tables of m"),
+    Row("ortho", "", "LN_u, gamma"),
+    Row("soap", "mean m, covariance R (64 x 64)", "LN_u, gamma, two betas; tables of m"),
+    Row("shampoo", "covariance R (64 x 64)", "LN_u, gamma, beta"),
+    Row("symp-plain-euler", "momentum y", f"{FIELDS}, alpha, a metric in place of W_V and W_O"),
+    Row("symp-presymp-euler", "momentum y", f"{FIELDS}, damping, the metric"),
+    Row("symp-exp-euler", "momentum y", f"{FIELDS}, damping, the metric"),
+    Row("symp-conformal-euler", "momentum y", f"{FIELDS}, damping, the metric"),
+    Row("symp-ab2", "momentum y, the last fields", f"{FIELDS}, damping, the metric"),
+    Row("symp-etd-ab2", "momentum y, the last fields", f"{FIELDS}, damping, the metric"),
+)
+THEIRS = (
+    Row("scaled", "", "a factor of each answer, from 0 (ReZero)", 24),
+    Row("scaled scale=layerscale", "", "a vector of each answer, from 0.1 at 12 layers (LayerScale)", 18_432),
+    Row("scaled scale=scalar", "", "a factor of each answer and one of x, from 1", 48),
+    Row("denseformer", "outputs of all layers so far", "weights of a layer's average of them, from its own alone", 90),
+    Row("hyper", "4 streams", "how a call reads, mixes and writes them", 576),
+    Row("hyper dynamic=true", "4 streams", "the same, and how that depends on the token", 111_216),
+    Row("mhc", "4 streams", "maps from the streams to their doubly stochastic mixture", 1_770_120),
+    Row("mhc mixing=permutations", "4 streams", "maps from the streams to the weights of 24 permutations", 2_360_136),
+    Row("attnres", "embedding and all answers", "a vector of each call and of the last mean, from 0", 19_200),
+    Row("attnres blocks=8", "embedding, 8 sums of answers", "the same", 19_200),
+    Row("attnres blocks=4", "embedding, 4 sums of answers", "the same", 19_200),
+    Row("unet", "outputs of the first half", "a share of each in the layer opposite, from 1", 6),
+)  # fmt: skip
+INTRODUCTION = """# Ways through depth
+
+Every layer asks its attention and its MLP at some point and does something with their answers. What it carries from one
+call to the next, besides x, is the whole difference between the rules below: those that read a layer as a step of an
+optimizer ([ideas](ideas.md)), and those that others have proposed to carry information through depth. `stepformer list`
+prints their equations, `stepformer show NAME --cite` the papers, and `stepformer audit NAME` checks any of them.
+
+Made by `python docs/depth_page.py`. Parameters are those beyond vanilla's 124,373,760 at the small size (12 layers,
+24 oracle calls, width 768). Traffic is counted on the plan of the fused passes: vectors of the width that they read and
+write for each token in the forward pass, for each oracle call, beyond vanilla's {vanilla:.1f}; a backward pass moves
+about as many again. (50 MB or 12 us each on an H200 with 32,768 tokens in bf16; a step of vanilla takes 54.6 ms.)
+Speed is that of training on one H200 as a part of vanilla's, from `benchmarks/results`.
+"""
+HEADER = "| {title} | carried besides x | learned | parameters | traffic | speed |\n|---|---|---|---:|---:|---:|\n"
+UNBUILT = "\nRows with (not built) are not in the catalogue: their parameters are counted on the papers' equations.\n"
+AFTER = """
+## What they have in common
+
+Of the other ways `attnres`, `denseformer`, `scaled scale=scalar` and `hyper` are vanilla before the first step of
+training (`hyper` where norm_eps does not matter: its last x is four times vanilla's); ReZero starts as the identity.
+None of them mixes tokens, so that decoding keeps keys and values and nothing else: what is carried lives inside the
+step of one token.
+
+`hyper`, `mhc` and `attnres` take the place of the template and go with the splittings `lie-trotter` and `parallel`.
+`scaled`, `denseformer` and `unet` act around a layer and go with templates that carry x.
+
+## Attention residuals
+
+    h_l = n sum_i c_il v_i,    c_il = softmax_i(w_l . RMSNorm(v_i)),    v_(l+1) = T_l(h_l)
+
+over the n sources that are known before call l: the embedding v_0 and the answers of all earlier calls. The final
+norm reads one more such mean. `stepformer train attnres` has this full form; `blocks=N` adds up the answers of N
+blocks of calls (the last one takes the rest), so that sources are the embedding, the sums of finished blocks, and
+from the second call of a block on the running sum of it. `blocks` equal to the number of calls is the full form
+again.
+
+Three things differ from the paper (arXiv 2603.15031), none of which changes its functions where eps does not matter:
+
+- **Times n.** The paper asks at the mean, whose size at the start is that of x over n. With 25 sources its square is
+  far below the norm_eps of 1e-5, and the norm would hardly see it. Here the mean is multiplied by the number of
+  sources: at w = 0 it is the sum, and the model starts as vanilla.
+- **No gain of the key norm.** It multiplies w, so that w alone says the same: 19,200 parameters at the small size, not
+  38,400.
+- **The first w is unused.** The first call has one source. Its vector is counted, and declared unused.
+
+x is the sum of all answers, for diagnostics; no oracle reads it, so that extras which change x are refused. Hybrid
+inference, which needs a velocity, is too.
+
+On a GPU each call is one kernel: it reads every source once, with the softmax as it goes. In the backward pass a
+source does not have its gradient read and written by every call that used it: calls leave behind the gradient of
+their own point, and the gradient of a source is gathered from those when it is asked for (`ops/depth_kernels.py`).
+"""
+
+
+def config_of(row: Row) -> sf.ModelConfig | None:
+    """At the small size; None if the catalogue does not have it."""
+    name, *words = row.words.split()
+    try:
+        return sf.model_config(name, size="small", **merge({}, words, "model"))
+    except (sf.UnknownNameError, sf.ConfigError):
+        return None
+
+
+def traffic(model: Model) -> float | None:
+    """Vectors of the width that passes and recorded functions read and write in the forward pass, for each call."""
+    plan = model.plan()
+    if not isinstance(plan, Plan):
+        return None
+    passes = [step for step in plan.steps if isinstance(step, PassStep)]
+    moved = sum(step.program.inputs["row"] for step in passes)
+    moved += sum(n.kind == "row" for step in passes for n in step.program.outputs)
+    matrix = model.config.head_dim**2 / model.config.d_model
+    found, calls = float(moved), 0
+    for event in Trace(model).events:
+        calls += len(event.oracles) + (event.kind == "fields")
+        if event.kind not in ("ask", "fields", "velocity", "force", "finish"):
+            sizes = {"row": 1.0, "other": matrix}
+            found += sum(sizes.get(n.kind, 0.0) for n in (*event.needs, *event.gives))
+            found += event.kind == "attend_depth"  # the newest source is put on a stack
+    return found / calls
+
+
+def speeds() -> dict[str, float]:
+    """The last measured ratio to vanilla by the words of an architecture, at context 1024."""
+    found: dict[str, float] = {}
+    for process in records.read_all(HERE.parent / "benchmarks/results"):
+        if process["device"]["kind"] != "cuda" or process["settings"]["size"] != "small":
+            continue
+        for record, baseline in reversed(records.pairs(process["results"])):
+            value = records.value_of("ratio", record, baseline)
+            if value is not None and record["kernels"] != "off" and record["config"]["context"] == 1024:
+                found[record["label"]] = value
+    return found
+
+
+def cells(row: Row, measured: dict[str, float], vanilla: Model, usual: float) -> tuple[str, ...]:
+    config = config_of(row)
+    parameters, extra = f"{row.parameters:,} (not built)", ""
+    if config is not None:
+        model = Model(config, device="meta")
+        parameters = f"{model.num_parameters() - vanilla.num_parameters():,}"
+        moved = traffic(model)
+        extra = "as written" if moved is None else f"{moved - usual:+.1f}"
+    speed = f"{measured[row.words]:.3f}" if row.words in measured else "not measured yet"
+    return f"`{row.words}`", row.carried, row.learned, parameters, extra, speed
+
+
+def page() -> str:
+    vanilla = Model(sf.model_config("vanilla", size="small"), device="meta")
+    usual, measured = traffic(vanilla), speeds()
+    assert usual is not None
+    parts = [INTRODUCTION.format(vanilla=usual)]
+    for title, rows in {"steps of optimizers": OURS, "other ways": THEIRS}.items():
+        parts.append("\n" + HEADER.format(title=title))
+        parts += ["| " + " | ".join(cells(row, measured, vanilla, usual)) + " |\n" for row in rows]
+    text = "".join(parts)
+    return text + UNBUILT * ("(not built)" in text) + AFTER
+
+
+def missing() -> list[str]:
+    """Templates that the page leaves out."""
+    shown: set[Any] = {config.template for row in (*OURS, *THEIRS) if (config := config_of(row)) is not None}
+    return [e.name for e in templates if e.component.__module__.startswith("stepformer.") and e.name not in shown]
+
+
+if __name__ == "__main__":
+    write_text(HERE / "ways-through-depth.md", page())
+    print(f"written: {HERE / 'ways-through-depth.md'}")
