@@ -1,4 +1,4 @@
-"""Makes docs/coverage.md: every item of the five documents, the command that shows it, and the test that holds it.
+"""Makes docs/coverage.md: every item of the documents and of other papers, the command that shows it, and its tests.
 
     python docs/coverage_page.py
 
@@ -18,7 +18,7 @@ from stepformer.base.files import write_text
 from stepformer.catalogue.recipes import load_recipe, recipe_names
 
 HERE = Path(__file__).resolve().parent
-INTRODUCTION = """# What of the five documents is here
+INTRODUCTION = """# What of the five documents, and of other papers, is here
 
 Made by `python docs/coverage_page.py` from the catalogue and from `docs/coverage.toml`. The state names the tests that
 fail if the row stops being true, or says what differs from the document. Sections are those of the documents.
@@ -29,7 +29,7 @@ def rows() -> dict[str, list[dict[str, Any]]]:
     """The rows of the page, by document; each has item, section, command, tests, and perhaps what differs."""
     known = tomllib.loads((HERE / "coverage.toml").read_text())
     found: dict[str, list[dict[str, Any]]] = {title: [] for title in known["documents"]}
-    by_paper = {entry["paper"]: title for title, entry in known["documents"].items() if "paper" in entry}
+    by_paper = {paper: title for title, entry in known["documents"].items() for paper in entry.get("papers", [])}
     for name in sf.presets():
         short = sf.preset(name)
         sections = [where for pattern, where in known["presets"].items() if fnmatch.fnmatch(name, pattern)]
