@@ -1,8 +1,8 @@
 """What every architecture computes, as numbers that a change of structure must reproduce.
 
-`python tests/support/unchanged.py` adds new architectures to `tests/recorded/architectures.json`, without digests if this
-machine is not the one that recorded the others. `--anew` writes all of them: that is right only where the mathematics
-is meant to change, and the commit says why.
+`python tests/support/unchanged.py` adds new architectures to `tests/recorded/architectures.json`, without digests if
+this machine is not the one that recorded the others. `--anew` writes all of them: that is right only where the
+mathematics is meant to change, and the commit says why.
 """
 
 from __future__ import annotations
