@@ -1,4 +1,4 @@
-"""The trust-region optimizer: its factors, its steps, what it is a special case of, what it remembers, that it learns."""
+"""The trust-region optimizer: factors, steps, what they are special cases of, radius, memory; and that it learns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ X, Y = tokens(8, 8), tokens(8, 8, seed=1)
 
 def optimizers(model: sf.Model, **settings: Any) -> Optimizers:
     usual: dict[str, Any] = {"name": "trust", "warmup": 0, "schedule": "constant", "momentum": 0.0, "nesterov": False}
-    return Optimizers(model, OptimConfig(**{**usual, "lr": 1e-3, "factor_damping": 0.0, **settings}), 10, lambda t: (X, Y))
+    return Optimizers(
+        model, OptimConfig(**{**usual, "lr": 1e-3, "factor_damping": 0.0, **settings}), 10, lambda t: (X, Y)
+    )
 
 
 def gradients(model: sf.Model) -> dict[str, Tensor]:
@@ -39,7 +41,9 @@ def gradients(model: sf.Model) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p, role in named_roles(model) if role is Role.MATRIX and p.grad is not None}
 
 
-def step_with(model: sf.Model, given: dict[str, tuple[Tensor, Tensor]] | None = None, **settings: Any) -> dict[str, Tensor]:
+def step_with(
+    model: sf.Model, given: dict[str, tuple[Tensor, Tensor]] | None = None, **settings: Any
+) -> dict[str, Tensor]:
     """What one step of eta = 1 does to the matrices, with factors that are given or those of X."""
     opt = optimizers(model, **settings)
     trust = opt.trust
@@ -85,34 +89,36 @@ def test_frobenius_step_is_the_best_feasible_one() -> None:
     step, grads = step_with(model), gradients(model)
     given = factors(model, observe(model, X, inputs=True))
 
-    def size(d: dict[str, Tensor]) -> Tensor:
-        return torch.stack([kronecker(*given[s.key], s.of(d[s.name])).sum() for s in stacks(model)]).sum()
-
-    def gain(d: dict[str, Tensor]) -> float:
-        return float(sum((grads[name] * value).sum() for name, value in d.items()))
-
-    assert float(size(step)) == pytest.approx(1.0, rel=1e-6)
-    generator = torch.Generator().manual_seed(0)
     own = list(stacks(model))
-    # random directions: white, near the solution, and white in the coordinates of the region
-    best = gain(step)
+
+    def parts(d: dict[str, Tensor], s: Stack) -> Tensor:
+        return d[s.name][:, s.begin : s.begin + s.count * s.rows].unflatten(1, (s.count, s.rows))
+
+    def sizes(d: dict[str, Tensor]) -> Tensor:
+        return sum((kronecker(*given[s.key], parts(d, s)).sum(dim=1) for s in own), torch.zeros(()))
+
+    def gains(d: dict[str, Tensor]) -> Tensor:
+        return sum(((grads[name] * value).sum(dim=(1, 2)) for name, value in d.items()), torch.zeros(()))
+
+    alone = {name: value[None] for name, value in step.items()}
+    assert float(sizes(alone)) == pytest.approx(1.0, rel=1e-6)
+    best = float(gains(alone))
     roots = {s.key: [inverse_root(f, 0.0) for f in given[s.key]] for s in own}
-    for trial in range(10_000):
-        noise = {n: torch.randn(g.shape, generator=generator, dtype=g.dtype) for n, g in step.items()}
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(20):  # of 500 directions: white, near the solution, white in the coordinates of the region
+        noise = {n: torch.randn(500, *g.shape, generator=generator, dtype=g.dtype) for n, g in step.items()}
         if trial % 3 == 1:
-            noise = {n: step[n] + 0.1 * step[n].std() * noise[n] for n in noise}
+            noise = {n: step[n] + 0.1 * step[n].std() * value for n, value in noise.items()}
         elif trial % 3 == 2:
             for s in own:
                 left, right = roots[s.key]
-                part = s.of(noise[s.name])
-                part = left.mT @ part if left.shape[-1] > 1 else left * part
-                noise[s.name][s.begin : s.begin + s.count * s.rows] = (part @ right).flatten(0, 1)
-        scale = size(noise).sqrt()
-        assert abs(gain(noise)) / float(scale) < -best
+                part = parts(noise, s)
+                part.copy_((left.mT @ part if left.shape[-1] > 1 else left * part) @ right)
+        assert float((gains(noise).abs() / sizes(noise).sqrt()).max()) < -best
 
 
 def test_frobenius_step_is_a_solvers() -> None:
-    """Two matrices of one model against SLSQP."""
+    """All matrices of a small model against SLSQP."""
     model = shake(tiny("vanilla", norm="rmsnorm", n_layer=1, d_model=4, n_head=2, mlp_hidden=3), 0.1)
     step, grads = step_with(model), gradients(model)
     given, own = factors(model, observe(model, X, inputs=True)), list(stacks(model))
@@ -196,7 +202,9 @@ def test_gauge_invariance(norm: str, rotary: bool) -> None:
     here, there = (step_with(model, norm=norm, polar="svd") for model in (one, two))
     worst = 0.0
     for i, (m, n) in enumerate(maps):
-        a, b = ([t.unflatten(0, (heads, width)) for t in s[f"blocks.{i}.attn.qkv.weight"].chunk(3)] for s in (here, there))
+        a, b = (
+            [t.unflatten(0, (heads, width)) for t in s[f"blocks.{i}.attn.qkv.weight"].chunk(3)] for s in (here, there)
+        )
         for mine, theirs, g in zip(b, a, (m, torch.linalg.inv(m).mT, n), strict=True):
             worst = max(float((mine - g @ theirs).abs().max() / (g @ theirs).abs().max()), worst)
         a, b = (s[f"blocks.{i}.attn.out.weight"].unflatten(1, (heads, width)).transpose(0, 1) for s in (here, there))
@@ -227,7 +235,8 @@ def test_factors_of_one_token_rows_are_exact_up_to_the_radial_term(settings: dic
     given = factors(model, at)
     generator = torch.Generator().manual_seed(0)
     step = {
-        s.name: 1e-3 * torch.randn(dict(model.named_parameters())[s.name].shape, generator=generator, dtype=torch.float64)
+        s.name: 1e-3
+        * torch.randn(dict(model.named_parameters())[s.name].shape, generator=generator, dtype=torch.float64)
         for s in stacks(model)
     }
     exact = local(model, x, step, rows=row, at=at)
@@ -312,14 +321,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])
 @pytest.mark.parametrize("name", ["vanilla", "kl"])
 def test_models_learn(corpus: Path, tmp_path: Path, name: str, norm: str) -> None:
-    changes = {"steps": 60, "eval_every": 60, "save_every": 60, "precision": "fp32", "d_model": 32, "context": 32}
+    changes = {"steps": 40, "eval_every": 40, "save_every": 40, "precision": "fp32", "d_model": 32, "context": 32}
     settings = {**changes, "optim.name": "trust", "optim.norm": norm, "qk_norm": name == "kl"}
     train(small_run(corpus, name, **settings), tmp_path / "run", quiet=True)
     lines = list(read_metrics(tmp_path / "run/metrics.jsonl"))
     losses = [line["val_loss"] for line in lines if line["kind"] == "eval"]
-    assert losses[-1] < 3.3 < 5 < losses[0]
+    assert losses[-1] < 3.5 < 5 < losses[0]
     looks = [line for line in lines if "r1" in line]
-    assert [line["step"] for line in looks] == [*range(1, 12), 21, 31, 41, 51]
+    assert [line["step"] for line in looks] == [*range(1, 12), 21, 31]
     assert all(0 < line["eta"] <= 0.1 and np.isfinite([line["r1"], line["r2"]]).all() for line in looks)
     assert set(looks[0]["changes"][0]) == {"kl[0]", "kl[1]", "attn", "mlp"}
 
@@ -330,9 +339,10 @@ def test_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     settings = {"optim.name": "trust", "optim.norm": norm, "probe_every": 3, "factor_every": 6, "steps": 14}
     train(small_run(corpus, "vanilla", **settings), tmp_path / "whole", quiet=True)
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
+    with monkeypatch.context() as patch:
         stop_after(patch, 7)
-        train(small_run(corpus, "vanilla", **settings), tmp_path / "cut", quiet=True)
+        with pytest.raises(Stopped):
+            train(small_run(corpus, "vanilla", **settings), tmp_path / "cut", quiet=True)
     resume(tmp_path / "cut", quiet=True)
     one, two = (dict(load_run(tmp_path / name, "last").model.named_parameters()) for name in ("whole", "cut"))
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -361,7 +371,9 @@ def test_the_radius_obeys_its_rules() -> None:
         assert float(trust.state[trust.param_groups[0]["params"][0]]["radius"]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("r2", "sentence"), [(-1.0, "radius of the trust region fell to"), (float("nan"), "not finite")])
+@pytest.mark.parametrize(
+    ("r2", "sentence"), [(-1.0, "radius of the trust region fell to"), (float("nan"), "not finite")]
+)
 def test_a_collapse_stops_with_a_sentence_and_loses_nothing(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r2: float, sentence: str
 ) -> None:

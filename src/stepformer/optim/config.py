@@ -184,7 +184,7 @@ class OptimConfig(Settings):
                 if f.name in keys and self.name != owner and getattr(self, f.name) != f.default
             ]
         if self.name == "trust" and (self.qkv, self.scaling) != ("fused", "none"):
-            problems.append("name = 'trust' takes every head by itself and finds the size of a step: no qkv or scaling.")
+            problems.append("name = 'trust' takes every head by itself and sizes its steps: leave qkv and scaling out.")
         if self.radius is not None and self.wd_matrix and self.name == "scion":
             problems.append("radius and wd_matrix both pull the matrices inward: give one of them.")
         return problems

@@ -5,7 +5,7 @@ activation, rho what the norm after a branch divides by, alpha the step size of 
 
     W_Q,h   L = lambda/(2 d_h H) E[ beta^2 Cov_a(k) ]         R = E[ u u^T ]
     W_K,h   L = lambda/(2 d_h H) E[ beta^2 q q^T ]            R = E[ Cov_a(u) ]
-    W_V,h   L = W_O,h^T W_O,h / d                             R = E[ ubar ubar^T alpha^2 / rho^2 ],  ubar = sum_j a_j u_j
+    W_V,h   L = W_O,h^T W_O,h / d                             R = E[ ubar ubar^T alpha^2 / rho^2 ],  ubar = a.u
     W_O     L = 1 / d                                         R = E[ o o^T alpha^2 / rho^2 ]
     W_up    L = (W_down^T W_down * E[ phi' phi'^T ]) / d      R = E[ u u^T alpha^2 / rho^2 ]
     W_down  L = 1 / d                                         R = E[ phi phi^T alpha^2 / rho^2 ]
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from stepformer.ops.sharding import whole
 from stepformer.optim.trust.observing import Inputs, Observation, Rows
 from stepformer.oracles.constrained import ConstrainedAttention
 from stepformer.oracles.mlp import MLP
-from stepformer.oracles.softmax import QK_NORM_EPS, SoftmaxAttention
+from stepformer.oracles.softmax import QK_NORM_EPS, MultiHeadAttention, SoftmaxAttention
 
 AT_ONCE = 1 << 26  # numbers in a tensor of queries times keys times head width
 
@@ -77,8 +76,8 @@ def stacks(model: Model) -> Iterator[Stack]:
         yield Stack(f"{own}.attn.out.weight", "", 0, 1, d, d, 1, (False, False))
         branches, hidden = block.mlp.branches, block.mlp.down.in_features
         for place in range(branches):
-            part = ("", "") if branches == 1 else (".gate", ".up")
-            yield Stack(f"{own}.mlp.up.weight", part[place], place * hidden, 1, hidden, d, hidden, (False, False))
+            part = "" if branches == 1 else (".gate", ".up")[place]
+            yield Stack(f"{own}.mlp.up.weight", part, place * hidden, 1, hidden, d, hidden, (False, False))
         yield Stack(f"{own}.mlp.down.weight", "", 0, 1, d, hidden, 1, (False, False))
 
 
@@ -136,7 +135,8 @@ def factors(model: Model, at: Observation, lambda_attn: float = 1.0) -> dict[str
     streams = {(stream.layer, stream.branch): stream.square for stream in at.streams}
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for i, (block, seen, rows) in enumerate(zip(model.blocks, at.inputs, at.rows, strict=True)):
-        own, d = f"blocks.{i}", model.config.d_model
+        own, d, attention = f"blocks.{i}", model.config.d_model, block.attn
+        assert isinstance(attention, MultiHeadAttention)
         assert seen.gathered is not None
         assert seen.mlp_input is not None
         assert seen.hidden is not None
@@ -145,10 +145,10 @@ def factors(model: Model, at: Observation, lambda_attn: float = 1.0) -> dict[str
             seen.steps[branch] ** 2 / streams[i, branch].squeeze(-1) / streams[i, branch].numel()
             for branch in ("attn", "mlp")
         )
-        out, down = whole(block.attn.out.weight), whole(block.mlp.down.weight)
+        out, down = whole(attention.out.weight), whole(block.mlp.down.weight)
         one = out.new_full((1, 1, 1), 1 / d)
-        left, right = _of_heads(block.attn, seen, rows, at.queries, by_attention, lambda_attn)
-        heads = out.unflatten(1, (block.attn.n_head, -1)).transpose(0, 1)
+        left, right = _of_heads(attention, seen, rows, at.queries, by_attention, lambda_attn)
+        heads = out.unflatten(1, (attention.n_head, -1)).transpose(0, 1)
         left["v"] = heads.mT @ heads / d
         found |= {f"{own}.attn.qkv.weight.{part}": (left[part], right[part]) for part in "qkv"}
         found[f"{own}.attn.out.weight"] = one, _gram(seen.gathered, by_attention).sum(0, keepdim=True)
@@ -171,7 +171,12 @@ def _gram(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _of_heads(
-    attention: Any, seen: Inputs, rows: Rows, queries: Tensor | None, by_attention: Tensor, lambda_attn: float
+    attention: MultiHeadAttention,
+    seen: Inputs,
+    rows: Rows,
+    queries: Tensor | None,
+    by_attention: Tensor,
+    lambda_attn: float,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """L of queries and keys, R of queries, keys and values, by letter."""
     u, call = seen.attention_input, seen.call
@@ -211,7 +216,7 @@ def _of_heads(
 
 
 def _pulled_back(
-    attention: Any,
+    attention: MultiHeadAttention,
     used: tuple[Tensor, Tensor],
     raw: tuple[Tensor, Tensor],
     where: Tensor,
@@ -239,7 +244,7 @@ def _pulled_back(
     return left_q, left_k
 
 
-def _back(attention: Any, x: Tensor, positions: Tensor, raw: Tensor) -> Tensor:
+def _back(attention: MultiHeadAttention, x: Tensor, positions: Tensor, raw: Tensor) -> Tensor:
     """Gradients by the queries or keys that are used, as gradients by what the matrix gives, (..., head_dim)."""
     if attention.rotary:
         cos, sin = angles_of(positions, x.shape[-1] // 2, x.dtype)

@@ -207,8 +207,8 @@ class TrustRegion(LmoOptimizer):
             radius.mul_(1.05).clamp_(max=peak)
         if float(radius) < COLLAPSED * cap:
             self.problem = (
-                f"the radius of the trust region fell to {float(radius):.3g}, below {COLLAPSED:g} of the schedule's rate "
-                f"(measured over predicted change {r1:.3g}, decrease {r2:.3g})"
+                f"the radius of the trust region fell to {float(radius):.3g}, below {COLLAPSED:g} of the schedule's "
+                f"rate (measured over predicted change {r1:.3g}, decrease {r2:.3g})"
             )
 
     def _ratios(self, measured: Change, predicted: Change) -> tuple[float, float]:
