@@ -51,9 +51,12 @@ class TrustRegion(LmoOptimizer):
         self.t = 0
         self.report: dict[str, Any] = {}  # of this step, for the metrics
         self.problem = ""  # why training cannot go on
-        own = list(stacks(model))
         names = {p: name for name, p in model.named_parameters()}
-        parts = [[stack for stack in own if stack.name == names[p]] for p in group["params"]]
+        parts = [[stack for stack in stacks(model) if stack.name == names[p]] for p in group["params"]]
+        if [] in parts:
+            foreign = names[group["params"][parts.index([])]]
+            raise InputError(f"optim.name = 'trust' has no factors for the matrix '{foreign}'.")
+        own = [stack for some in parts for stack in some]
         self.owner = {stack.key: p for p, some in zip(group["params"], parts, strict=True) for stack in some}
         # what a matrix counts in the budget
         self.weights = {s.key: config.share_qk if s.part in (".q", ".k") else 1.0 for s in own}
@@ -101,8 +104,7 @@ class TrustRegion(LmoOptimizer):
         tokens, targets = self.probe(self.t)
         rows = rows_of(tokens.shape[1])
         at = observe(self.model, tokens, targets, rows=rows, inputs=True)
-        with rounded_products():
-            self.learn(factors(self.model, at, self.config.lambda_attn))
+        self.learn(factors(self.model, at, self.config.lambda_attn))
         if self.problem:
             return
         before = [p.detach().clone() for p in params]
@@ -236,7 +238,7 @@ def _times(root: Tensor, matrices: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def rounded_products() -> Iterator[None]:
-    """Inside, products of fp32 matrices on a GPU may round their inputs to tf32; solves do not."""
+    """Inside, products of fp32 matrices on a GPU round their inputs to tf32, which a direction can bear."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
