@@ -327,6 +327,21 @@ def test_models_learn(corpus: Path, tmp_path: Path, name: str, norm: str) -> Non
     assert set(looks[0]["changes"][0]) == {"kl[0]", "kl[1]", "attn", "mlp"}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("norm", ["frobenius", "spectral"])
+@pytest.mark.parametrize("name", ["vanilla", "kl"])
+def test_models_learn_on_a_gpu(corpus: Path, tmp_path: Path, name: str, norm: str) -> None:
+    """In bf16, beside a recorded pass that reads the weights where they are."""
+    changes = {"steps": 60, "eval_every": 60, "save_every": 60, "precision": "bf16", "d_model": 64, "context": 64}
+    settings = {**changes, "device": "cuda", "optim.name": "trust", "optim.norm": norm}
+    train(small_run(corpus, name, **settings), tmp_path / "run", quiet=True)
+    lines = list(read_metrics(tmp_path / "run/metrics.jsonl"))
+    losses = [line["val_loss"] for line in lines if line["kind"] == "eval"]
+    assert losses[-1] < 3.3 < 5 < losses[0]
+    assert all(0.2 < line["r1"] < 5 for line in lines if "r1" in line)
+
+
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])
 def test_resumed_run_is_the_uninterrupted_one(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: str
