@@ -87,6 +87,16 @@ class Optimizers:
         for part in self.parts:
             part.step()
 
+    def report(self) -> dict[str, Any]:
+        """Rates, and what the trust region has to say about the last step, for the metrics."""
+        rates = {f"lr_{role}": rate for role, rate in self.rates().items()}
+        return rates if self.trust is None else rates | self.trust.report
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot go on, if it cannot."""
+        return "" if self.trust is None else self.trust.problem
+
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)

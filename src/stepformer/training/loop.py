@@ -79,11 +79,12 @@ class Trainer:
         self.model.stream_dtype = config.stream_dtype
         if config.optim.own_init:
             scion_init(self.model, config.optim)
-        self.flops = flops_per_token(self.model)
-        self.peak = peak_flops(device)[0] * world.size
+        self.flops, self.peak = flops_per_token(self.model), peak_flops(device)[0] * world.size
         self.num_parameters = self.model.num_parameters()
         self.parallel = ParallelModel(self.model, world, train.parallel, train.compile, self._replays())
-        self.optimizers = Optimizers(self.model, config.optim, train.steps, self._probe)
+        self.optimizers = Optimizers(
+            self.model, config.optim, train.steps, partial(self.batches.first, config.optim.probe)
+        )
         self.captured = self._captured_pass()
         # where the decay of wsd begins a run can go on in other ways (stepformer.training.extending)
         self.branches = self.optimizers.schedule.decay_start if config.optim.schedule == "wsd" else None
@@ -189,7 +190,7 @@ class Trainer:
         return self._home is None or self._home == identity(self.folder.path)
 
     def _train_step(self) -> None:
-        begin, config, trust = time.perf_counter(), self.config, self.optimizers.trust
+        begin, config = time.perf_counter(), self.config
         loss_now, norm_now = self.update()
         took = time.perf_counter() - begin
         self.seconds += took
@@ -198,11 +199,10 @@ class Trainer:
         mfu = self.flops * speed / self.peak
         self.display.step(self.step, loss_now, norm_now, speed, mfu)
         if self.step % config.train.log_every == 0 or self.step == config.train.steps:
-            rates = {f"lr_{role}": rate for role, rate in self.optimizers.rates().items()}
-            numbers = {"loss": loss_now, "grad_norm": norm_now, **rates, "tokens_per_second": speed, "mfu": mfu}
-            self._log("train", {**numbers, **(trust.report if trust is not None else {})})
-        if trust is not None and trust.problem:
-            self._fail(f"after step {self.step}", trust.problem, diagnose=False)
+            numbers = {"loss": loss_now, "grad_norm": norm_now, **self.optimizers.report()}
+            self._log("train", {**numbers, "tokens_per_second": speed, "mfu": mfu})
+        if self.optimizers.problem:
+            self._fail(f"after step {self.step}", self.optimizers.problem, diagnose=False)
 
     def update(self) -> tuple[float, float]:
         """One step of the optimizer, without a note of it; returns loss and gradient norm of its batch."""
@@ -255,12 +255,6 @@ class Trainer:
         if self.captured is not None:
             self.parallel.average(self.captured.parameters)
         return self.world.sum(total) / self.world.size
-
-    def _probe(self, t: int) -> tuple[Tensor, Tensor]:
-        """The first sequences of step t's whole batch, the same on every rank and whatever the micro-batches."""
-        count = max(1, min(self.config.train.batch, self.config.optim.probe // self.config.model.context))
-        inputs, targets = self.batches.batches.rows(t, 0, count)
-        return inputs.to(self.world.device), targets.to(self.world.device)
 
     def _replays(self) -> bool:
         """Whether the pass may be a CUDA graph: on GPUs, with whole weights, and no activations computed twice."""
