@@ -82,9 +82,7 @@ class Trainer:
         self.flops, self.peak = flops_per_token(self.model), peak_flops(device)[0] * world.size
         self.num_parameters = self.model.num_parameters()
         self.parallel = ParallelModel(self.model, world, train.parallel, train.compile, self._replays())
-        self.optimizers = Optimizers(
-            self.model, config.optim, train.steps, partial(self.batches.first, config.optim.probe)
-        )
+        self.optimizers = Optimizers(self.model, config.optim, train.steps, self.batches.first)
         self.captured = self._captured_pass()
         # where the decay of wsd begins a run can go on in other ways (stepformer.training.extending)
         self.branches = self.optimizers.schedule.decay_start if config.optim.schedule == "wsd" else None

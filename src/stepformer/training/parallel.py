@@ -259,7 +259,7 @@ class LocalBatches:
         device = self.world.device
         return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
-    def first(self, tokens: int, t: int) -> tuple[Tensor, Tensor]:
+    def first(self, t: int, tokens: int) -> tuple[Tensor, Tensor]:
         """The first sequences of step t's whole batch, about so many tokens, the same on every rank."""
         count = max(1, min(self.batches.size, tokens // self.batches.context))
         inputs, targets = self.batches.rows(t, 0, count)

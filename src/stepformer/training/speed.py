@@ -100,7 +100,7 @@ def _measured(config: RunConfig, micro: int, device: torch.device) -> tuple[floa
     """Seconds of a forward and backward pass, and of an update."""
     model = Model(config.model, seed=0, device=device)
     tokens = torch.zeros(micro, config.model.context, dtype=torch.long, device=device)
-    optimizers = Optimizers(model, config.optim, config.train.steps, lambda t: (tokens[:1], tokens[:1]))
+    optimizers = Optimizers(model, config.optim, config.train.steps, lambda *_: (tokens[:1], tokens[:1]))
 
     def now() -> float:
         if device.type == "cuda":

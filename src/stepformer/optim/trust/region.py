@@ -29,8 +29,8 @@ from stepformer.optim.trust.changes import Change, change, local, tangent
 from stepformer.optim.trust.factors import Stack, factors, inverse_root, kronecker, refusals, rows_of, stacks
 from stepformer.optim.trust.observing import Observation, moved, observe
 
-Probe = Callable[[int], tuple[Tensor, Tensor]]
-"""Tokens and targets (B, T) of a step to look at, the same on every rank."""
+Probe = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Tokens and targets (B, T) to look at in a step, about so many tokens, the same on every rank."""
 
 MEMORY = 0.8  # of factors and ratios, from one look to the next
 COLLAPSED = 1e-3  # of the peak: a smaller radius learns nothing any more
@@ -101,7 +101,7 @@ class TrustRegion(LmoOptimizer):
         if self.t % every and self.t >= every and first["looks"]:  # at first the factors change with every step
             super().step()
             return
-        tokens, targets = self.probe(self.t)
+        tokens, targets = self.probe(self.t, self.config.probe)
         rows = rows_of(tokens.shape[1])
         at = observe(self.model, tokens, targets, rows=rows, inputs=True)
         self.learn(factors(self.model, at, self.config.lambda_attn))
