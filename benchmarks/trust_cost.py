@@ -1,7 +1,7 @@
 """What the trust region costs: time of a whole step with muon and with trust in both norms, at the size small.
 
     python benchmarks/trust_cost.py                  # on a GPU: 480 sequences of 1024 tokens a step, 15 micro-batches
-    python benchmarks/trust_cost.py --size tiny --batch 32 --micro-batch 32 --device cpu
+    python benchmarks/trust_cost.py --size tiny --batch 4 --micro-batch 4 --probe 128 --device cpu
 
 The passes are timed once; an optimizer is timed over one period of its factors (50 steps), after the first looks, which
 come with every step. "look" is one with statistics and radius, "roots" one that also inverts the factors.
@@ -41,12 +41,15 @@ def main() -> None:
     parser.add_argument("--size", default="small")
     parser.add_argument("--batch", type=int, default=480, help="sequences in a step")
     parser.add_argument("--micro-batch", type=int, default=32)
+    parser.add_argument("--probe", type=int, default=4096, help="tokens of a look")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     device = torch.device(args.device)
     autocast = torch.bfloat16 if device.type == "cuda" else None
     cases: dict[str, dict[str, Any]] = {"muon": {"name": "muon", "qkv": "split"}}
-    cases |= {f"trust, {norm}": {"name": "trust", "norm": norm} for norm in ("frobenius", "spectral")}
+    cases |= {
+        f"trust, {norm}": {"name": "trust", "norm": norm, "probe": args.probe} for norm in ("frobenius", "spectral")
+    }
     print(f"{args.model}, {args.size}, {args.batch} sequences a step; torch {torch.__version__}")
     if device.type == "cuda":
         print(torch.cuda.get_device_name(device))
@@ -58,7 +61,7 @@ def main() -> None:
         rows = torch.randint(model.config.real_vocab or model.config.vocab_size, (64, model.config.context + 1))
         tokens, targets = rows[:, :-1].to(device), rows[:, 1:].to(device)
         count = max(1, config.probe // model.config.context)
-        optimizers = Optimizers(model, config, 10_000, lambda t, x=tokens, y=targets, n=count: (x[:n], y[:n]))
+        optimizers = Optimizers(model, config, 10_000, lambda *_, x=tokens, y=targets, n=count: (x[:n], y[:n]))
         trained = [p for p in model.parameters() if p.requires_grad]
 
         def loss_of(x: torch.Tensor, y: torch.Tensor, model: sf.Model = model) -> torch.Tensor:

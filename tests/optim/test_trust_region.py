@@ -31,7 +31,7 @@ X, Y = tokens(8, 8), tokens(8, 8, seed=1)
 def optimizers(model: sf.Model, **settings: Any) -> Optimizers:
     usual: dict[str, Any] = {"name": "trust", "warmup": 0, "schedule": "constant", "momentum": 0.0, "nesterov": False}
     return Optimizers(
-        model, OptimConfig(**{**usual, "lr": 1e-3, "factor_damping": 0.0, **settings}), 10, lambda t: (X, Y)
+        model, OptimConfig(**{**usual, "lr": 1e-3, "factor_damping": 0.0, **settings}), 10, lambda *_: (X, Y)
     )
 
 
