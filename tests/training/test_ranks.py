@@ -131,6 +131,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {},
     "sam": {"sam": "always", "optim.name": "adamw", "micro_batch": 2},
     "scion": {"optim.name": "scion", "qkv": "split", "clip_coefficients": False},
+    "trust": {"name": "vanilla", "optim.name": "trust", "probe": 48, "probe_every": 2, "factor_every": 4},
+    "trust-spectral": {"name": "vanilla", "optim.name": "trust", "optim.norm": "spectral", "probe": 48},
 }
 
 
@@ -139,6 +141,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     [
         ("ddp", ["muon"], 10),
         ("fsdp", ["muon"], 10),
+        ("ddp", ["trust"], 10),
+        ("fsdp", ["trust"], 10),
         *(pytest.param(kind, list(VARIANTS), 20, marks=pytest.mark.slow, id=kind) for kind in ("ddp", "fsdp")),
     ],
 )
@@ -146,15 +150,13 @@ def test_two_ranks_take_the_steps_of_one(
     corpus: Path, tmp_path: Path, kind: str, variants: list[str], steps: int
 ) -> None:
     """fp64, clipping active: 1e-9 (measured 1e-14). The same after a stop, and from one world to another."""
-    jobs, shared = [], {**SETTINGS, "steps": steps}
+    jobs, first = [], {**SETTINGS, "steps": steps, **VARIANTS[variants[0]]}
     for name in variants:
-        settings = {**shared, **VARIANTS[name]}
+        settings = {**SETTINGS, "steps": steps, **VARIANTS[name]}
         train(small_run(corpus, **settings), tmp_path / f"one-{name}", quiet=True)
         jobs.append({"do": "train", "out": str(tmp_path / f"two-{name}"), "settings": {**settings, "parallel": kind}})
     # stopped on two ranks after seven steps, to be continued on one
-    jobs.append(
-        {"do": "train", "out": str(tmp_path / "cut"), "settings": {**shared, "parallel": kind}, "stop_after": 7}
-    )
+    jobs.append({"do": "train", "out": str(tmp_path / "cut"), "settings": {**first, "parallel": kind}, "stop_after": 7})
     # stopped on one rank after seven steps, to be continued on two
     with pytest.MonkeyPatch.context() as patch:
         calls = [0]
@@ -165,7 +167,7 @@ def test_two_ranks_take_the_steps_of_one(
 
         patch.setattr(Watch, "asked", asked)
         with pytest.raises(Stopped):
-            train(small_run(corpus, **shared, parallel=kind), tmp_path / "grown", quiet=True)
+            train(small_run(corpus, **first, parallel=kind), tmp_path / "grown", quiet=True)
     jobs.append({"do": "resume", "out": str(tmp_path / "grown"), "settings": {}})
     on_two_ranks([{"corpus": str(corpus), **job} for job in jobs], tmp_path / "ranks")
     resume(tmp_path / "cut", quiet=True)
@@ -176,9 +178,10 @@ def test_two_ranks_take_the_steps_of_one(
         np.testing.assert_allclose(norms(two), norms(one), atol=1e-9, rtol=0)
         assert min(norms(one)) > 0.3  # clipping was active
         assert distance(one, two) < 1e-9
+    uncut = tmp_path / f"one-{variants[0]}"
     for name in ("cut", "grown"):
-        np.testing.assert_allclose(numbers(tmp_path / name), numbers(tmp_path / "one-muon"), atol=1e-9, rtol=0)
-        assert distance(tmp_path / name, tmp_path / "one-muon") < 1e-9
+        np.testing.assert_allclose(numbers(tmp_path / name), numbers(uncut), atol=1e-9, rtol=0)
+        assert distance(tmp_path / name, uncut) < 1e-9
 
 
 @pytest.mark.slow

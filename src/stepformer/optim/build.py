@@ -15,6 +15,7 @@ from stepformer.ops.sharding import whole
 from stepformer.optim.config import OptimConfig, Schedule
 from stepformer.optim.lmo import LmoOptimizer, unit_rows
 from stepformer.optim.polar import polar
+from stepformer.optim.trust.region import Probe, TrustRegion
 
 DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -22,7 +23,8 @@ DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": t
 class Optimizers:
     """All parameter groups of a model, one per role, under one schedule, with clipping and sharpness-aware steps."""
 
-    def __init__(self, model: nn.Module, config: OptimConfig, steps: int) -> None:
+    def __init__(self, model: nn.Module, config: OptimConfig, steps: int, probe: Probe | None = None) -> None:
+        """probe: what the trust region looks at, tokens and targets of every step; the others need none."""
         self.config = config
         self.schedule = Schedule(config, steps)
         named = [(n, p, r) for n, p, r in named_roles(model) if p.requires_grad]
@@ -30,7 +32,7 @@ class Optimizers:
         self.parameters = [p for _, p, _ in named]
         self.clipped = [p for _, p, r in named if config.clip_coefficients or r is not Role.COEFFICIENT]
         parts = stacked_parts(model, config.qkv)
-        steepest, adaptive = [], []
+        steepest, trusted, adaptive = [], [], []
         for role in Role:
             members = [(n, p) for n, p, r in named if r is role]
             if not members:
@@ -38,7 +40,9 @@ class Optimizers:
             rate, decay = config.rate(role), config.decay(role)
             group: dict[str, Any] = {"role": str(role), "lr": rate, "peak": rate, "weight_decay": decay}
             group["params"] = [p for _, p in members]
-            if config.name == "scion" or (role is Role.MATRIX and config.name != "adamw"):
+            if config.name == "trust" and role is Role.MATRIX:
+                trusted.append(group)
+            elif config.name == "scion" or (role is Role.MATRIX and config.name != "adamw"):
                 geometry = {Role.MATRIX: "polar", Role.EMBEDDING: config.embedding_geometry}.get(role, "sign")
                 group |= {"geometry": geometry, "parts": [parts.get(n, 1) for n, _ in members]}
                 if role is Role.MATRIX and config.radius is not None:
@@ -49,16 +53,20 @@ class Optimizers:
         self.parts: list[torch.optim.Optimizer] = []
         self.graphs = CudaGraphs()  # in one memory pool for all parts
         self._number = torch.zeros(())  # where captured work reads or writes a norm
+        same: dict[str, Any] = {
+            "nuclear": config.name == "polargrad",
+            "nesterov": config.nesterov and config.name != "scion",
+            "momentum": config.momentum,
+            "scaling": config.scaling,
+            "method": config.polar,
+            "dtype": DTYPES[config.polar_dtype],
+        }
+        self.trust: TrustRegion | None = None
         if steepest:
-            same: dict[str, Any] = {
-                "nuclear": config.name == "polargrad",
-                "nesterov": config.nesterov and config.name != "scion",
-                "momentum": config.momentum,
-                "scaling": config.scaling,
-                "method": config.polar,
-                "dtype": DTYPES[config.polar_dtype],
-            }
             self.parts.append(LmoOptimizer(steepest, graphs=self.graphs, **same))
+        for group in trusted:  # before the others: it looks at what its own step changes
+            self.trust = TrustRegion(group, model, config, probe, graphs=self.graphs, **same)
+            self.parts.append(self.trust)
         if adaptive:
             # fused needs no copies of the gradients on CUDA; on CPU one code path for every tensor is as fast
             fused, betas = self.parameters[0].device.type == "cuda", (config.beta1, config.beta2)
@@ -74,8 +82,20 @@ class Optimizers:
             group["lr"] = group["peak"] * factor
             if "momentum" in group:
                 group["momentum"] = momentum
+        if self.trust is not None:
+            self.trust.t = t
         for part in self.parts:
             part.step()
+
+    def report(self) -> dict[str, Any]:
+        """Rates, and what the trust region has to say about the last step, for the metrics."""
+        rates = {f"lr_{role}": rate for role, rate in self.rates().items()}
+        return rates if self.trust is None else rates | self.trust.report
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot go on, if it cannot."""
+        return "" if self.trust is None else self.trust.problem
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -151,10 +171,10 @@ class Optimizers:
         return found
 
     def _create(self, part: torch.optim.Optimizer, p: nn.Parameter) -> None:
-        state = part.state[p]
         if isinstance(part, LmoOptimizer):
-            state.setdefault("momentum", torch.zeros_like(p))
+            part.create(p)
             return
+        state = part.state[p]
         if "step" not in state:
             on_device = p.device if part.defaults.get("fused") else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=on_device)

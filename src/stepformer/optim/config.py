@@ -22,6 +22,7 @@ DEFAULTS: dict[str, dict[str, float | str]] = {
     "muon": {"lr": 0.02, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "jordan"},
     "adamw": {"lr": 6e-4, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
     "polargrad": {"lr": 0.2, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
+    "trust": {"lr": 0.1, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
     "scion": {"lr": 0.05, "lr_embedding": 5e-3, "lr_norm": 2e-3, "lr_coefficient": 3e-3, "scaling": "spectral"},
 }
 for _name, _values in DEFAULTS.items():
@@ -33,8 +34,15 @@ for _name, _values in DEFAULTS.items():
 SCALED: dict[str, tuple[str, ...]] = {
     "muon": ("lr_embedding", "lr_norm"),
     "polargrad": ("lr_embedding", "lr_norm"),
+    "trust": ("lr_embedding", "lr_norm"),
     "adamw": ("lr", "lr_embedding", "lr_norm"),
     "scion": (),
+}
+OWN = {  # keys that one optimizer alone reads
+    "scion": ("radius", "own_init", "embedding_geometry"),
+    "trust": (
+        *("norm", "lambda_attn", "share_qk", "factor_damping", "factor_every", "probe", "probe_every", "adapt_radius"),
+    ),
 }
 # Two runs whose AdamW rates are known: small takes 6e-4 (the recipe), tiny 6e-3 (docs/lab-notebook.md).
 SMALL = {"steps": 10_000, "batch": 32, "width": 768, "depth": 12}
@@ -73,10 +81,10 @@ class OptimConfig(Settings):
     section = "optim"
     unset: ClassVar[frozenset[str]] = frozenset()  # of an instance: the keys that were filled in
 
-    name: Literal["muon", "adamw", "scion", "polargrad"] = setting(
+    name: Literal["muon", "adamw", "scion", "polargrad", "trust"] = setting(
         "muon", "what steps the block matrices (f below: the factor of length and size in docs/optimizers.md)"
     )
-    lr: float | None = _usual("lr", "peak rate of the block matrices")
+    lr: float | None = _usual("lr", "peak rate of the block matrices; trust: largest radius")
     lr_embedding: float | None = _usual("lr_embedding", "peak rate of token and position tables")
     lr_head: float | None = setting(None, "peak rate of an untied output head (unset: that of the tables)", least=0)
     lr_norm: float | None = _usual("lr_norm", "peak rate of norm gains and biases")
@@ -91,12 +99,12 @@ class OptimConfig(Settings):
     beta1: float = setting(0.9, "AdamW: memory of the gradient", least=0)
     beta2: float = setting(0.95, "AdamW: memory of its square", least=0)
     eps: float = setting(1e-8, "AdamW: added to the root of the second moment", above=0)
-    momentum: float = setting(0.95, "muon, scion, polargrad: memory of the gradient (an average)", least=0)
-    nesterov: bool = setting(True, "muon, polargrad: look ahead along the momentum")
+    momentum: float = setting(0.95, "all but adamw: memory of the matrices' gradient (an average)", least=0)
+    nesterov: bool = setting(True, "muon, polargrad, trust: look ahead along the momentum")
     momentum_start: float = setting(0.85, "momentum at step 0 when it is warmed up", least=0)
     momentum_warmup: int = setting(0, "steps over which the momentum rises to its value (0: none)", least=0)
     polar: Literal["newton-schulz", "polar-express", "svd"] | None = setting(
-        None, "how the polar factor is found (unset: newton-schulz muon, polar-express scion/polargrad)"
+        None, "how the polar factor is found (unset: newton-schulz muon/trust, polar-express scion/polargrad)"
     )
     polar_dtype: Literal["auto", "bf16", "fp32", "fp64"] = setting(
         "auto", "what it is computed in (auto: bf16 on CUDA for newton-schulz, else fp32; fp64 with fp64 weights)"
@@ -112,6 +120,16 @@ class OptimConfig(Settings):
     embedding_geometry: Literal["row", "sign"] = setting("row", "scion: step of the tables, rows of unit RMS or signs")
     radius: float | None = setting(None, "scion: keep block matrices inside this ball (unset: unconstrained)", above=0)
     own_init: bool = setting(False, "scion: start block matrices and tables on their unit balls")
+    norm: Literal["frobenius", "spectral"] = setting(
+        "frobenius", "trust: bound the average change (L^-1 M R^-1) or the worst case (the polar factor, whitened)"
+    )
+    lambda_attn: float = setting(1.0, "trust: what the change of attention rows counts beside that of streams", above=0)
+    share_qk: float = setting(1.0, "trust: what queries and keys count in the budget, beside 1 for the others", above=0)
+    factor_damping: float = setting(1e-2, "trust: added to the factors, times their mean eigenvalue", least=0)
+    factor_every: int = setting(50, "trust: steps between inversions of the factors", least=1)
+    probe: int = setting(4096, "trust: tokens that are looked at for statistics and radius", least=1)
+    probe_every: int = setting(10, "trust: steps between two looks", least=1)
+    adapt_radius: bool = setting(True, "trust: find the radius below the schedule's rate; false: it is that rate")
     clip: float = setting(1.0, "largest global gradient norm (0: no clipping)", least=0)
     clip_coefficients: bool = setting(True, "coefficients take part in the clipping and its norm")
     schedule: Literal["cosine", "wsd", "constant"] = setting("cosine", "wsd: warm-up, stable, linear decay")
@@ -159,14 +177,15 @@ class OptimConfig(Settings):
             problems.append(f"lr = {self.lr} is larger than radius = {self.radius}: a step would leave the ball.")
         if self.decay_start is not None and self.schedule != "wsd":
             problems.append("decay_start belongs to schedule = 'wsd'.")
-        if self.name != "scion":
-            own = {f.name: f.default for f in fields(self) if f.name in ("radius", "own_init", "embedding_geometry")}
+        for owner, keys in OWN.items():
             problems += [
-                f"{key} = {getattr(self, key)!r} belongs to name = 'scion'; this is '{self.name}'."
-                for key, default in own.items()
-                if getattr(self, key) != default
+                f"{f.name} = {getattr(self, f.name)!r} belongs to name = '{owner}'; this is '{self.name}'."
+                for f in fields(self)
+                if f.name in keys and self.name != owner and getattr(self, f.name) != f.default
             ]
-        elif self.radius is not None and self.wd_matrix:
+        if self.name == "trust" and (self.qkv, self.scaling) != ("fused", "none"):
+            problems.append("name = 'trust' takes every head by itself and sizes its steps: leave qkv and scaling out.")
+        if self.radius is not None and self.wd_matrix and self.name == "scion":
             problems.append("radius and wd_matrix both pull the matrices inward: give one of them.")
         return problems
 

@@ -57,6 +57,11 @@ class LmoOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.graphs, self.stacks = CudaGraphs(), {}
 
+    def create(self, p: Tensor) -> None:
+        """Make what is remembered of a parameter, if it is not there yet."""
+        if "momentum" not in self.state[p]:
+            self.state[p]["momentum"] = torch.zeros_like(p)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for number, group in enumerate(self.param_groups):
@@ -76,8 +81,7 @@ class LmoOptimizer(torch.optim.Optimizer):
     def _averages(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """Update the running averages and return what the steps are taken along."""
         for p in params:
-            if "momentum" not in self.state[p]:
-                self.state[p]["momentum"] = torch.zeros_like(p)
+            self.create(p)
         gradients = [p.grad for p in params if p.grad is not None]
         averages = [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
@@ -102,7 +106,7 @@ class LmoOptimizer(torch.optim.Optimizer):
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for piece in chain(*pieces):
             by_shape.setdefault(piece.shape, []).append(piece)
-        found = {shape: iter(_shared(members, group)) for shape, members in by_shape.items()}
+        found = {shape: iter(polar_directions(members, group)) for shape, members in by_shape.items()}
         directions = []
         for m, own in zip(averages, pieces, strict=True):
             steps, scales = zip(*(next(found[piece.shape]) for piece in own), strict=True)
@@ -154,23 +158,29 @@ def _scale(matrix: Tensor, group: dict[str, Any]) -> float:
     return SCALINGS[group["scaling"]](*matrix.shape)
 
 
-def _shared(matrices: list[Tensor], group: dict[str, Any]) -> list[Direction]:
+def polar_directions(matrices: list[Tensor], group: dict[str, Any]) -> list[Direction]:
     """The directions of equally shaped matrices: each rank computes its share of them, all get all."""
     narrow, scale = _narrow(matrices[0], group), _scale(matrices[0], group)
     inside, outside = (scale, 1.0) if narrow is None else (1.0, scale)
+    return [(step, outside) for step in shared(matrices, lambda some: _polar_steps(some, group, inside), narrow)]
+
+
+def shared(
+    matrices: list[Tensor], work: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+) -> Iterable[Tensor]:
+    """What work on a stack (n, rows, cols) makes of equally shaped matrices: each rank does its share, all get all."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
-        steps = _polar_steps(_stack(matrices, narrow), group, inside)
-    else:
-        share = -(-len(matrices) // world)
-        mine = matrices[dist.get_rank() * share : (dist.get_rank() + 1) * share]
-        done = matrices[0].new_zeros(share, *matrices[0].shape, dtype=narrow)
-        if mine:
-            done[: len(mine)] = _polar_steps(_stack(mine, narrow), group, inside)
-        steps = done.new_empty(world * share, *done.shape[1:])
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(steps, done)
-    return [(step, outside) for step in steps[: len(matrices)]]
+        return work(_stack(matrices, dtype))
+    share = -(-len(matrices) // world)
+    mine = matrices[dist.get_rank() * share : (dist.get_rank() + 1) * share]
+    done = matrices[0].new_zeros(share, *matrices[0].shape, dtype=dtype)
+    if mine:
+        done[: len(mine)] = work(_stack(mine, dtype))
+    found = done.new_empty(world * share, *done.shape[1:])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(found, done)
+    return found[: len(matrices)]
 
 
 def _narrow(matrix: Tensor, group: dict[str, Any]) -> torch.dtype | None:

@@ -21,6 +21,7 @@ from stepformer.data.corpus import Corpus
 from stepformer.data.sources import TALES_COUNT
 from stepformer.model.config import ModelConfig
 from stepformer.optim import OptimConfig, Schedule
+from stepformer.optim.trust.factors import refusals
 from stepformer.training.parallel import World
 
 EVAL_TOKENS = 4_915_200  # what YuriiFormer evaluates on: 160 batches of 30 x 1024
@@ -159,6 +160,8 @@ class RunConfig:
             problems.append(
                 "[optim] own_init = true starts output layers on a unit ball: leave output_init = 'zero' out."
             )
+        if self.optim.name == "trust":
+            problems += [f"[model] {problem}" for problem in refusals(self.model)]
         if problems:
             raise ConfigError(problems)
 
@@ -340,6 +343,8 @@ def _place(word: str) -> tuple[str, str]:
     section, dot, key = word.partition(".")
     if dot and section in ("model", *SECTIONS):
         return section, key
+    if word in ModelConfig.__dataclass_fields__:  # an optimizer's norm is optim.norm
+        return "model", word
     owners = [name for name, kind in SECTIONS.items() if word in kind.field_names()]
     return (owners[0], word) if owners else ("model", word)
 

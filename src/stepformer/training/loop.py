@@ -79,11 +79,10 @@ class Trainer:
         self.model.stream_dtype = config.stream_dtype
         if config.optim.own_init:
             scion_init(self.model, config.optim)
-        self.flops = flops_per_token(self.model)
-        self.peak = peak_flops(device)[0] * world.size
+        self.flops, self.peak = flops_per_token(self.model), peak_flops(device)[0] * world.size
         self.num_parameters = self.model.num_parameters()
         self.parallel = ParallelModel(self.model, world, train.parallel, train.compile, self._replays())
-        self.optimizers = Optimizers(self.model, config.optim, train.steps)
+        self.optimizers = Optimizers(self.model, config.optim, train.steps, self.batches.first)
         self.captured = self._captured_pass()
         # where the decay of wsd begins a run can go on in other ways (stepformer.training.extending)
         self.branches = self.optimizers.schedule.decay_start if config.optim.schedule == "wsd" else None
@@ -198,9 +197,10 @@ class Trainer:
         mfu = self.flops * speed / self.peak
         self.display.step(self.step, loss_now, norm_now, speed, mfu)
         if self.step % config.train.log_every == 0 or self.step == config.train.steps:
-            rates = {f"lr_{role}": rate for role, rate in self.optimizers.rates().items()}
-            numbers = {"loss": loss_now, "grad_norm": norm_now, **rates, "tokens_per_second": speed, "mfu": mfu}
-            self._log("train", numbers)
+            numbers = {"loss": loss_now, "grad_norm": norm_now, **self.optimizers.report()}
+            self._log("train", {**numbers, "tokens_per_second": speed, "mfu": mfu})
+        if self.optimizers.problem:
+            self._fail(f"after step {self.step}", self.optimizers.problem, diagnose=False)
 
     def update(self) -> tuple[float, float]:
         """One step of the optimizer, without a note of it; returns loss and gradient norm of its batch."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import resource
 import shlex
@@ -29,6 +30,7 @@ from stepformer.model import Model
 from stepformer.model.block import Block
 from stepformer.model.config import ModelConfig
 from stepformer.model.roles import Role, named_roles
+from stepformer.optim.trust.factors import stacks
 from stepformer.rules import State
 from stepformer.training.config import RunConfig
 from stepformer.training.parallel import World
@@ -179,6 +181,8 @@ def run_memory(config: RunConfig, device: torch.device, micro_batch: int) -> Mem
     for _, p, role in named_roles(model):
         steepest = name == "scion" or (role is Role.MATRIX and name != "adamw")
         kept += p.numel() * (1 if steepest else 2)
+    if name == "trust":  # factors and their roots
+        kept += sum(2 * math.prod(shape) for stack in stacks(model) for shape in stack.shapes())
     copies = kept / model.num_parameters() + (config.optim.sam != "off")
     return estimate_memory(config.model, micro_batch, autocast=config.autocast_on(device), optimizer_copies=copies)
 

@@ -27,7 +27,7 @@ from stepformer.base import files
 from stepformer.base.errors import InputError, StepformerError, StepformerWarning
 from stepformer.training.config import RunConfig
 
-BY_LAYER = ("coefficients", "gains", "norms")  # lists over layers in the lines of evaluations
+BY_LAYER = ("coefficients", "gains", "norms", "changes")  # lists over layers; the last in lines of training
 _LEFT_OUT = {"kind", "step", "val_hash", "also", "first", *BY_LAYER}
 KINDS = ("train", "eval", "saved")
 LONGEST = 1 << 24  # bytes of a line: coefficients of every layer are in some

@@ -259,6 +259,12 @@ class LocalBatches:
         device = self.world.device
         return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
+    def first(self, t: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """The first sequences of step t's whole batch, about so many tokens, the same on every rank."""
+        count = max(1, min(self.batches.size, tokens // self.batches.context))
+        inputs, targets = self.batches.rows(t, 0, count)
+        return inputs.to(self.world.device), targets.to(self.world.device)
+
     def read(self, t: int) -> tuple[Tensor, Tensor]:
         share = self.batches.size // self.world.size
         inputs, targets = self.batches.rows(t, self.world.rank * share, (self.world.rank + 1) * share)

@@ -82,8 +82,9 @@ def change(before: Observation, after: Observation) -> Change:
     kls = []
     for a, b in zip(before.rows, after.rows, strict=True):
         gain = b.log_weights - a.log_weights
-        # sum_j a_j e^gain_j = 1: adding it takes the first order away, term by term
-        kls.append((a.weights * (gain.expm1() - gain)).sum(dim=-1))
+        # sum_j a_j e^gain_j = 1: adding it takes the first order away, term by term; e^gain itself may overflow
+        large = b.weights - a.weights * (1 + gain)
+        kls.append(torch.where(gain > 20, large, a.weights * (gain.clamp_max(20).expm1() - gain)).sum(dim=-1))
     rms = [
         (b.normalised - a.normalised).square().mean(dim=-1) for a, b in zip(before.streams, after.streams, strict=True)
     ]

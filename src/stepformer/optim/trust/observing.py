@@ -22,6 +22,7 @@ from stepformer.base.errors import InputError
 from stepformer.model import Model
 from stepformer.ops import at_least_fp32, kernels
 from stepformer.ops.constraint import constrained_softmax
+from stepformer.ops.sharding import is_managed
 from stepformer.oracles import Call
 from stepformer.oracles.constrained import ConstrainedAttention
 from stepformer.oracles.softmax import SoftmaxAttention
@@ -116,6 +117,8 @@ def observe(
             model(tokens)
         else:
             recorder.found.loss = model(tokens, targets, loss_only=True).loss
+    if is_managed(model):  # its tables would stay whole, and be those of now in the next pass
+        model.reshard()  # type: ignore[operator]
     return recorder.found
 
 

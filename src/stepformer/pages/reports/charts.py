@@ -122,7 +122,8 @@ def coefficient_charts(runs: Sequence[RunData]) -> Charts:
         for name, lines in sorted(grouped(found).items())
     ]
     charts += history_charts(runs, "coefficients", "{} during training")
-    return Charts([*charts, *history_charts(runs, "gains", "Gain of {} during training")])
+    charts += history_charts(runs, "gains", "Gain of {} during training")
+    return Charts([*charts, *history_charts(runs, "changes", "What steps change during training: {}")])
 
 
 def history_charts(runs: Sequence[RunData], what: str, title: str) -> list[Chart]:
