@@ -98,6 +98,32 @@ step of one token.
 `hyper`, `mhc` and `attnres` take the place of the template and go with the splittings `lie-trotter` and `parallel`.
 `scaled`, `denseformer` and `unet` act around a layer and go with templates that carry x.
 
+## Hyper-connections
+
+    hyper:  h = A_m^T H,    H' = A_r^T H + B^T T(h)            mhc:  h = pre H,    H' = R H + post^T T(h)
+
+H has n rows of the width of x (`n`, 4 unless you say otherwise), of which x is the first. They start as n copies of the
+embedding, and the final norm reads their sum. Every oracle call has its own weights.
+
+In `hyper` (arXiv 2409.19606) these are learned numbers of any sign, n (n + 2) of a call, from B = 1, A_r = I and an A_m
+that reads row l mod n in call l. With `dynamic=true` the rows of a token change its own: s tanh(norm(H) W) is added to
+each, W from 0 and s from 0.01; the norm is the model's, without a gain. The preset is the static form.
+
+In `mhc` (arXiv 2512.24880) all weights of a token come from z = RMSNorm(vec H): pre = sigmoid(a1 z F1 + b1), post =
+2 sigmoid(a2 z F2 + b2), and R, whose rows and columns sum to 1, by 20 Sinkhorn steps from exp(a3 z F3 + b3). With
+`mixing=permutations` (arXiv 2601.05732, n up to 4) R is a mean of all n! permutations with weights softmax(a3 z F3 +
+b3), doubly stochastic without iterations. The paper says a = 0.01 and n = 4; the other starts are those of the public
+code of mHC-lite: F = 0, and b so that call l reads and writes mostly row l mod n and R is nearly the identity. With F =
+0 and b2 = 0 it is vanilla.
+
+What differs: the output layers start as they do in vanilla (the first paper scales them by sqrt(n), which the final
+norm removes). Numbers are coefficients, without decay; W and F are trained by AdamW with the rate and decay of the
+tables, never by Muon. Extras that change x are refused, since x is one of n rows; so is hybrid inference.
+
+On a GPU `hyper` is one generated pass between two calls, which reads and writes each row once; the numbers per token of
+its dynamic form are computed on the way. `mhc` has one event more: products of the rows with F and the Sinkhorn steps
+are kernels of their own (`ops/connection_kernels.py`), whose backward pass does the steps again.
+
 ## Attention residuals
 
     h_l = n sum_i c_il v_i,    c_il = softmax_i(w_l . RMSNorm(v_i)),    v_(l+1) = T_l(h_l)
@@ -149,7 +175,8 @@ def traffic(model: Model) -> float | None:
         calls += len(event.oracles) + (event.kind == "fields")
         if event.kind not in ("ask", "fields", "velocity", "force", "finish"):
             sizes = {"row": 1.0, "other": matrix}
-            found += sum(sizes.get(n.kind, 0.0) for n in (*event.needs, *event.gives))
+            moved_rows = event.needs[:-1] if event.kind == "connections" else (*event.needs, *event.gives)
+            found += sum(sizes.get(n.kind, 0.0) for n in moved_rows)  # connections hand their rows on as they are
             found += event.kind == "attend_depth"  # the newest source is put on a stack
     return found / calls
 

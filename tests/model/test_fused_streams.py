@@ -29,7 +29,7 @@ SIZE = {"n_layer": 2, "n_head": 2, "d_model": 16, "context": 8, "vocab_size": 17
 FUSED = [
     *("vanilla", "hb", "yurii", "tmm", "tables", "rmsprop", "adam", "adamw", "ortho", "muon", "shampoo", "soap"),
     *("polyak-euler", "nesterov-euler", "symplectic-euler", "verlet-ama", "verlet-mam"),
-    *("imex-k1-ama", "imex-ln-k1-mam", "imex-ln-k2-ama", "linear", "entropy", "kl-carried", "attnres"),
+    *("imex-k1-ama", "imex-ln-k1-mam", "imex-ln-k2-ama", "linear", "entropy", "kl-carried", "attnres", "hyper", "mhc"),
 ]
 
 
@@ -94,7 +94,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-QUICK = ("yurii", "tables", "adamw", "attnres")
+QUICK = ("yurii", "tables", "adamw", "attnres", "hyper")
 
 
 def quickly(names: Any, quick: Any) -> list[Any]:

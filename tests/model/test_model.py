@@ -46,6 +46,10 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
     "tables": 124_373_760 + (50_304 + 1024) * 768 + 24 * (768 + 1),
     "value-tables": 124_373_760 + (50_304 + 1024) * 768 + 12,
     "attnres": 124_373_760 + 19_200,  # one vector of 768 in each of the 24 calls, and one for the last sum
+    # Vanilla and, in each of the 24 calls, the weights of n = 4 streams (tests/rules/test_hyper.py).
+    **{name: 124_373_760 + more for name, more in (("scaled", 24), ("denseformer", 90), ("unet", 6))},
+    "hyper": 124_373_760 + 576,
+    "mhc": 124_373_760 + 1_770_120,
     # By hand, d = 768, 12 layers: one pair of tables 39,419,904; per layer MLP 8 d^2, norms d each, and attention
     # W_Q, W_K, C (Hamiltonian), A, V (linear) or 4 d^2; gainless norms have none. Coefficients per layer: h_x, h_y,
     # mu, beta, gamma and alpha, or c_log and c_lin; h of linear attention; r and keep per head; a map r of d x heads.
@@ -67,7 +71,7 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
 
 def test_counts_cover_the_catalogue() -> None:
     assert {sf.preset(name).name for name in COUNTS} == set(sf.presets())
-    assert len(sf.presets()) == 53
+    assert len(sf.presets()) == 55
     assert (COUNTS["tables"], COUNTS["value-tables"]) == (163_812_120, 163_793_676)
 
 

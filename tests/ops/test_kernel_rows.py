@@ -111,6 +111,11 @@ FAMILIES = [
     ("vanilla", {"n_head": 2, "d_model": 24}, 2),
     ("vanilla", {"mlp": "swiglu", "bias": True, "value_residual": "unit"}, 6),
     ("tables", {"mlp": "relu2", "head": "untied", "value_tables": True}, 2),
+    ("hyper", {"n_layer": 1}, 1),
+    ("hyper", {"dynamic": True, "n": 2}, 2),
+    ("hyper", {"dynamic": True, "n": 3, "norm": "rmsnorm", "splitting": "parallel"}, 6),
+    ("mhc", {"n": 2}, 1),
+    ("mhc", {"mixing": "permutations", "n": 3}, 6),
     ("value-tables", {"mlp": "relu2", "head": "untied", "positions": "rotary", "document_separator": 3}, 6),
     ("linear", {"value_tables": True}, 1),
     ("scaled", {"scale": "layerscale", "value_residual": "free"}, 2),
@@ -137,7 +142,7 @@ FAMILIES = [
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]
 QUICK = [("yurii", 1), ("adam", 2), ("vanilla", 6), ("entropy", 2), ("kl-previous", 2), ("linear", 2), ("symp-ab2", 2)]
-QUICK += [("tables", 2), ("denseformer", 2)]
+QUICK += [("tables", 2), ("denseformer", 2), ("hyper", 2), ("mhc", 1)]
 
 
 @NO_GPU

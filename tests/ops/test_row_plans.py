@@ -126,6 +126,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "every second output": ("yurii", {"denseformer": True, "dilation": 2, "n_layer": 5}),
     "an average after every second layer": ("vanilla", {"denseformer": True, "period": 2, "unet": True, "n_layer": 5}),
     "averages of Hamiltonian layers": ("symp-etd-ab2", {"denseformer": True, "unet": True}),
+    "weights of each token": ("hyper", {"dynamic": True}),
+    "of two streams, for both oracles at once": ("hyper", {"dynamic": True, "n": 2, "splitting": "parallel"}),
+    "by RMSNorm": ("hyper", {"dynamic": True, "n": 3, "norm": "rmsnorm", "weight_sharing": "oracles"}),
+    "one stream": ("hyper", {"n": 1}),
+    "permutations": ("mhc", {"mixing": "permutations", "n": 3}),
+    "parallel, constrained": ("mhc", {"n": 2, "splitting": "parallel"}),
     "a soft cap": ("yurii", {"logit_softcap": 3.0}),
     "documents": ("yurii", {"document_separator": 3}),
 }
@@ -255,12 +261,14 @@ def test_the_same_rule_in_another_layer_is_the_same_program() -> None:
 
 
 def test_passes_read_and_write_no_more_rows_than_they_must() -> None:
-    """Between two answers gradient descent moves x; a momentum rule x and v, and reads what it has moved."""
+    """Between two answers gradient descent moves x; a momentum rule x and v, and reads what it has moved. Of four
+    streams each is read and written once, all numbers that weigh them beside it."""
     rows = {
         name: [(step.program.inputs["row"], len(step.program.outputs)) for step in tiny(name, **SIZE).plan().passes()]
-        for name in ("vanilla", "yurii", "adam")
+        for name in ("vanilla", "yurii", "adam", "hyper")
     }
     assert rows["vanilla"] == [(1, 1), *[(2, 2)] * 5, (2, 1)]
     assert rows["yurii"] == [(2, 1), *[(3, 3)] * 5, (3, 1)]
     assert rows["adam"][1:-1] == [(4, 4)] * 5
+    assert rows["hyper"] == [(1, 1), (2, 5), *[(5, 5)] * 4, (5, 1)]
     assert math.prod(rows["adam"][-1]) == 4

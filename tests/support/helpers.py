@@ -72,6 +72,8 @@ ACCEPTED: list[dict[str, Any]] = [
         "triple-momentum": BASIC + imex(1, 2, 3),
         "tables": BASIC,
         "attnres": BASIC[:2],
+        "hyper": [{**split, **more} for split in BASIC[:2] for more in ({}, {"dynamic": True, "n": 3})],
+        "mhc": [{**split, **more} for split in BASIC[:2] for more in ({}, {"mixing": "permutations", "n": 3})],
     }.items()
     for splitting in splits
 ]
@@ -95,10 +97,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         ({"template": template, "splitting": splitting}, "works on a velocity stream")
-        for template in ("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo", "tables")
+        for template in ("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo", "tables", "hyper", "mhc")
         for splitting in ("imex", "symplectic-euler")
     ),
     ({"template": "tables", "aux_init": "zero"}, "has no tables"),
+    *(
+        ({"template": name, "splitting": "strang"}, "gives each oracle call its own weights")
+        for name in ("hyper", "mhc")
+    ),
+    *(({"template": name, "embedding_skip": True}, "makes its points of other streams") for name in ("hyper", "mhc")),
+    *(({"template": name, "scale": "rezero"}, "acts on x") for name in ("hyper", "mhc")),
+    ({"template": "mhc", "mixing": "permutations", "n": 5}, "use n up to 4"),
+    ({"template": "attnres", "splitting": "strang"}, "keeps the answer of every oracle call"),
     ({"template": "heavy-ball", "splitting": "imex", "k": 2}, "repeats itself"),
     ({"template": "triple-momentum", "splitting": "symplectic-euler"}, "delta"),
     *(

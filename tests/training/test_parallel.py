@@ -26,6 +26,8 @@ ARCHITECTURES: tuple[dict[str, Any], ...] = (
     *({"name": name} for name in ("symp-etd-ab2", "linear-symp-conformal-euler", "entropy-token")),
     {"name": "tables", "value_tables": True, "head": "untied", "mlp": "relu2"},
     {"name": "symp-etd-ab2", "weight_sharing": "oracles"},
+    {"name": "hyper", "dynamic": True, "weight_sharing": "oracles"},
+    {"name": "mhc", "splitting": "parallel"},
     {"name": "kl-carried", "value_residual": "unit", "embedding_skip": True, "logit_softcap": 5.0},
 )
 

@@ -55,6 +55,7 @@ def weights_of(model: Model) -> dict[str, Any]:
             "down": block.mlp.down.weight,
             "aux_norm": {key: norm.weight for key, norm in block.aux_norms.items()},
             "coef": {**raw_of(block.coefficients), **raw_of(block.extras)},
+            "arrays": raw_of(block.arrays),
             "coef_value": {spell(k): v for k, v in block.coefficients.pinned.items()},
             "attn_coef": raw_of(getattr(block.attn, "coefficients", None)),
             **attention_of(block.attn),

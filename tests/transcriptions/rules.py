@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transcriptions import hamiltonian
+from transcriptions import connections, hamiltonian, rivals
 from transcriptions.parts import (
     DEFAULTS,
     Block,
@@ -108,6 +108,8 @@ LAYERS: dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]] = {
     ("shampoo", "parallel"): shampoo_parallel,
     ("shampoo", "lie-trotter"): shampoo_lie_trotter,
     ("shampoo", "strang"): shampoo_strang,
+    **{("hyper", splitting): connections.hyper_layer for splitting in ("parallel", "lie-trotter")},
+    **{("mhc", splitting): connections.mhc_layer for splitting in ("parallel", "lie-trotter")},
     **{(template, "lie-trotter"): hamiltonian.hamiltonian_layer for template in hamiltonian.TEMPLATES},
 }
 
@@ -192,6 +194,8 @@ def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Any, ...]:
     """
     template = rule["template"]
     x = embed(tokens, w, "", rule)
+    if template in connections.TEMPLATES:
+        return tuple(rivals.copies(x, rule["n"]))
     if template in ("gd", "ortho"):
         return (x,)
     if template == "rmsprop":
@@ -261,6 +265,8 @@ def logits(tokens: Tensor, w: dict[str, Any], rule: Rule) -> Tensor:
         history.append(x)
         x = averaged(history, b, rule)
         given.append(x)
+    if rule["template"] in connections.TEMPLATES:
+        x = rivals.sum_of_rows([x, *state[1:]])
     return head(x, w, rule)
 
 

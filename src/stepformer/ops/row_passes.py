@@ -139,8 +139,9 @@ class Pass:
         self.kept = choose_kept(program, frozenset(learned))
         self.reached = {**self.outputs, **{f"h_{name}": program.input(name) for name in handed}, **program.lent()}
         found = self._found(tuple(self.reached), learned)
-        self.statistics = statistics_of(found.all())
         nodes = topological(found.all())
+        sums = {n for n in topological(program.outputs) if n.op == "sum"}  # of the forward, which leaves them too
+        self.statistics = *statistics_of(found.all()), *(n for n in nodes if n in sums)
         divided = frozenset(n.args[0].attr for n in nodes if n.op == "quotient" and n.args[0].kind == "vec")
         self.divided = divided
         self.forwards = {

@@ -25,9 +25,9 @@ from stepformer.ops.scalar_functions import NAMES, printed
 from stepformer.ops.symbols import Symbol, is_const, make, topological
 
 COMMON = (
-    common.load_columns, common.load_gain, common.load_stored, common.numbers, common.over_row, common.row_statistics,
-    common.row_statistics_at_once, common.row_sum, common.row_sums, common.standardised, common.store_columns,
-    common.thread_sums, common.tile_columns,
+    common.four_row_sums, common.load_columns, common.load_gain, common.load_stored, common.numbers, common.over_row,
+    common.row_statistics, common.row_statistics_at_once, common.row_sum, common.row_sums, common.standardised,
+    common.store_columns, common.thread_sums, common.tile_columns,
 )  # fmt: skip
 ZERO, FINITE, ANYTHING = 0, 1, 2
 
@@ -56,6 +56,7 @@ class Printer:
     """One kernel as text; `parameters` names its arguments in their order."""
 
     statistics = "row_statistics"
+    one_row = False  # of a program, by several warps
 
     def __init__(self, task: Task, *, loops: bool, hold: bool, ahead: bool) -> None:
         self.task, self.loops, self.hold = task, loops, hold
@@ -72,6 +73,7 @@ class Printer:
         self.given = sorted(k for k, n in order.items() if n.kind == "stat")
         self.vectors = sorted(k for k, n in order.items() if n.kind == "vec")
         self.found = [n for n in found if n in nodes]
+        self.groups = grouped(nodes) if loops or self.one_row else {}
         self._print(nodes)
         self.text = self._assembled(ahead)
 
@@ -194,6 +196,9 @@ class Printer:
         elif n.op in ("first", "second"):
             other = "second" if n.op == "first" else "first"
             self._pair(n, other, name, put)
+        elif n in self.groups:
+            self._sums(n, put)
+            return
         elif n.op == "sum":
             put.append(f"{name} = row_sum({self.clean(n.args[0])})")
         elif n.op == "hat":
@@ -219,6 +224,19 @@ class Printer:
         self.names[twin] = self.fresh()
         first, second = (name, self.names[twin]) if n.op == "first" else (self.names[twin], name)
         put.append(f"{first}, {second} = row_sums({self.clean(n.args[0])}, {self.clean(n.args[1])})")
+
+    def _sums(self, n: Symbol, put: list[str]) -> None:
+        """Several sums over rows at once."""
+        group = self.groups[n]
+        rows = []
+        for m in group:
+            self.value(m.args[0])
+            rows.append(self.clean(m.args[0]))
+            self.names.setdefault(m, self.fresh())
+        names = ", ".join(self.names[m] for m in group)
+        put.append(f"{names} = {'four_row_sums' if len(group) == 4 else 'row_sums'}({', '.join(rows)})")
+        for m in group:
+            self._store(m, put)
 
     def _leaf(self, n: Symbol) -> str:
         if n.kind == "row":
@@ -294,6 +312,7 @@ class StepPrinter(Printer):
     """
 
     statistics = "row_statistics_at_once"
+    one_row = True
 
     def __init__(self, rows: dict[str, Symbol], stored: Sequence[str], into: str | None) -> None:
         self.into, self.stored = into, stored
@@ -344,6 +363,22 @@ def finite_rec(n: Symbol) -> bool:
     a = n.args[0]
     constant = a.op == "add" and any(is_const(b) and b.attr > 0 for b in a.args)
     return constant and all(is_const(b) or b.op in ("sqrt", "abs", "exp", "relu") for b in a.args)
+
+
+def grouped(nodes: Sequence[Symbol]) -> dict[Symbol, tuple[Symbol, ...]]:
+    """Sums over rows of which none needs another, by fours and twos: warps meet once for all of a group."""
+    level: dict[Symbol, int] = {}
+    alike: dict[int, list[Symbol]] = {}
+    for n in nodes:
+        level[n] = max([level.get(a, 0) for a in n.args], default=0) + (n.op == "sum")
+        if n.op == "sum":
+            alike.setdefault(level[n], []).append(n)
+    found: dict[Symbol, tuple[Symbol, ...]] = {}
+    for sums in alike.values():
+        while len(sums) > 1:
+            group, sums = tuple(sums[: 4 if len(sums) > 3 else 2]), sums[4 if len(sums) > 3 else 2 :]
+            found |= dict.fromkeys(group, group)
+    return found
 
 
 def load_kernel(name: str, text: str, more: Sequence[Any] = ()) -> Any:

@@ -341,6 +341,14 @@ def _over_rows(a: Any, dim: Any = None, keepdim: bool = False, **other: Any) -> 
     return row_sum(a)
 
 
+def _norm(a: Any, weight: Any = None, bias: Any = None, eps: float | None = 1e-5, *, centred: bool) -> Symbol:
+    if eps is None:
+        raise UntraceableError("it normalises with an eps that depends on the dtype")
+    found = standardise(a, eps, centred=centred)
+    found = found if weight is None else mul(weight, found)
+    return found if bias is None else add(found, bias)
+
+
 def _clamp(a: Any, min: float | None = None, max: float | None = None) -> Symbol:
     return function("clamp", a, (-math.inf if min is None else float(min), math.inf if max is None else float(max)))
 
@@ -390,6 +398,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "lerp": lambda a, b, weight: add(a, mul(weight, _LESS(b, a))),
     "sum": _over_rows,
     "mean": lambda a, **named: mul(inverse_width(), _over_rows(a, **named)),
+    "layer_norm": lambda a, shape, **named: _norm(a, **named, centred=True),
+    "rms_norm": lambda a, shape, **named: _norm(a, **named, centred=False),
     "isinf": _is_inf,
     "where": _where,
     "detach": _detach,

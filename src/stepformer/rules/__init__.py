@@ -1,7 +1,15 @@
 """The mathematics of depth: state, coefficients, templates and splittings."""
 
 # Importing a module registers its rules.
-from stepformer.rules import adaptive, attention_residuals, first_order, hamiltonian, kronecker, spectral  # noqa: F401
+from stepformer.rules import (  # noqa: F401
+    adaptive,
+    attention_residuals,
+    first_order,
+    hamiltonian,
+    hyper,
+    kronecker,
+    spectral,
+)
 from stepformer.rules.coefficients import Array, Coefficient, Values, free, positive, unit
 from stepformer.rules.hamiltonian import HamiltonianStep
 from stepformer.rules.splittings import Splitting, Substep, register_splitting, splittings

@@ -144,7 +144,8 @@ class CoefficientBank(LearnedScalars):
 
     def values(self) -> dict[str, Values]:
         """Mapped values for every substep, each coefficient mapped once."""
-        mapped = {key: self.value(key) for key in self.specs}
+        mapped: dict[str, Any] = {key: self.value(key) for key in self.specs}
+        mapped |= {key: mapped[key].split(1) for key, spec in self.specs.items() if isinstance(spec.start, tuple)}
         return {
             sub: Values({**{name: mapped[k] for name, k in keys.items()}, **self.constants.get(sub, {})})
             for sub, keys in self.keys_of.items()

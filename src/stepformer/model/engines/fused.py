@@ -18,7 +18,7 @@ from stepformer.decoding.cache import Cache
 from stepformer.model.backbone import Backbone
 from stepformer.model.engines.planning import EventStep, PassStep, Plan, plan_of
 from stepformer.model.engines.tracing import Trace
-from stepformer.ops import heads, kernels
+from stepformer.ops import connections, heads, kernels
 from stepformer.ops.depth_attention import DepthAttention
 from stepformer.ops.mixing import Mixed
 from stepformer.ops.sharding import is_managed, is_sharded
@@ -26,6 +26,7 @@ from stepformer.ops.symbols import UntraceableError
 from stepformer.oracles import Call
 from stepformer.rules import State
 
+FEW = 4  # numbers that a recorded function takes one by one
 SETTINGS = (bool, int, float, str)  # of a rule or an extra
 
 
@@ -127,6 +128,7 @@ def run(model: Backbone, start: State, call: Call, cache: Cache | None) -> Tenso
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "connections": connections.connections,
     "newton_schulz": heads.newton_schulz,
     "newton_schulz_of_mean": heads.newton_schulz_of_mean,
     "whiten": heads.whiten,
@@ -143,6 +145,13 @@ def parameter(model: Backbone, layer: int, norm: str, name: str) -> Tensor:
         owner = owner[key] if key else owner
     found: Tensor = getattr(owner, name)
     return found
+
+
+def numbers_of(step: EventStep, lines: list[Tensor]) -> list[Tensor]:
+    """The numbers that a recorded function takes: one by one, many as one line."""
+    if step.count <= FEW:
+        return [lines[step.line][i : i + 1] for i in range(step.count)]
+    return [lines[step.line]]
 
 
 def array(model: Backbone, name: str) -> Tensor:
@@ -237,8 +246,9 @@ class Run:
             answer, self.places[step.needs[-1]] = self.depth(step.needs, needs)
             found = [answer]
         else:
-            numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
-            answer = FUNCTIONS[step.kind](*needs, *numbers, **dict(step.settings), dtype=self.carried)
+            answer = FUNCTIONS[step.kind](
+                *needs, *numbers_of(step, self.lines), **dict(step.settings), dtype=self.carried
+            )
             found = [answer] if isinstance(answer, Tensor) else list(answer)
         for at, tensor in zip(step.gives, found, strict=True):
             self.places[at] = tensor

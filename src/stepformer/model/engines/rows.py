@@ -317,7 +317,7 @@ class Walk:
                 self.depth = fused.depth_attention(self.model, self.plan, torch.float32)
             found = [self.depth(step.needs, [self.places[at] for at in step.needs])[0]]
         else:
-            numbers = [self.lines[step.line][i : i + 1] for i in range(step.count)]
+            numbers = fused.numbers_of(step, self.lines)
             self.settle(*step.needs)
             needs = [self.places[at] for at in step.needs]
             answer = fused.FUNCTIONS[step.kind](*needs, *numbers, **dict(step.settings), dtype=torch.float32)

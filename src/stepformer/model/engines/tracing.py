@@ -167,16 +167,18 @@ class Trace:
 
     def _coefficient(self, bank: str, key: str, spec: Coefficient | Array) -> Any:
         if isinstance(spec, Array):
-            kind, name = ("vec", f"{self.layer} {bank} {key}"), ("other", f"array {self.layer} {key}")
-            return leaf(*(kind if len(spec.size) == 1 else name))
-        if spec.size > 1 and not isinstance(spec.start, tuple):
+            if len(spec.size) == 1:
+                return leaf("vec", f"{self.layer} {bank} {key}")
+            return leaf("other", f"array {self.layer} {key}")
+        several, name = isinstance(spec.start, tuple), f"{self.layer} {bank} {key}"
+        if spec.size > 1 and not several:
             if spec.size != self.model.config.d_model or spec.range != "free":
                 raise UntraceableError(f"its coefficient {key} is neither one number nor a vector")
-            return leaf("vec", f"{self.layer} {bank} {key}")
-        names = [f"{self.layer} {bank} {key}{f'[{i}]' * (spec.size > 1)}" for i in range(spec.size)]
+            return leaf("vec", name)
+        names = [f"{name}[{i}]" for i in range(spec.size)] if several else [name]
         raws = self.raws.setdefault((self.layer, bank, key), [leaf("num", name) for name in names])
         found = [raw if spec.range == "free" else function(MAPS[spec.range], raw) for raw in raws]
-        return found[0] if spec.size == 1 else found
+        return found if several else found[0]
 
     def _norm(self, norm: nn.Module, name: str) -> Callable[[Any], Symbol]:
         """LayerNorm or RMSNorm themselves on a symbol."""

@@ -1,0 +1,302 @@
+"""Kernels of constrained hyper-connections (connections.py): their weights of n streams, and the gradients of these.
+
+    P = sum_i H_i F_i, and the streams' squares        one launch a stream: each row is read once
+    pre, post, R from P                                a warp has several tokens, a thread few numbers of a matrix
+    and back: the gradient of P, then of each stream   which adds what arrives for the stream while it is written
+
+Nothing between P and R is kept: the backward pass computes it again, and leaves the sums by which it has divided in
+memory, from which it finds its way back, M before = M after times its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stepformer.ops import common
+from stepformer.ops.common import dense
+from stepformer.ops.operators import traced
+
+MOST_STREAMS = 8
+ROWS, COLUMNS, WARPS = 64, 64, 4  # tiles of the products
+TOKENS, PERMUTED = 64, 16  # of a program that makes weights, by Sinkhorn steps or from permutations
+PROGRAMS = 4  # of a multiprocessor that sum up the gradient of the maps
+
+
+def supports(n: int, like: Tensor) -> bool:
+    """Whether kernels take so many streams; the interpreter cannot multiply bf16, and a compiler has its own way."""
+    able = like.is_cuda or like.dtype == torch.float32
+    return able and n <= MOST_STREAMS and like.numel() > 0 and not traced(like)
+
+
+@triton.jit
+def project_kernel(  # type: ignore[no-untyped-def]
+    h, maps, out, squares, n, D: tl.constexpr, JOINED: tl.constexpr, FIRST: tl.constexpr, OUTPUTS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A stream times its maps, added to what earlier streams gave; `maps` points to the stream's first column."""
+    m, o, k = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_M, WIDE), tl.float32)
+    square = tl.zeros((BLOCK_M,), tl.float32)
+    for begin in range(0, D, BLOCK_K):
+        at = (begin + k)[None, :]
+        row = tl.load(h + m[:, None].to(tl.int64) * D + at, mask=(m < n)[:, None] & (at < D), other=0.0)
+        tile = tl.load(maps + o[:, None] * JOINED + at, mask=(o < OUTPUTS)[:, None] & (at < D), other=0.0)
+        total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
+        wide = row.to(tl.float32)
+        square += tl.sum(wide * wide, 1)
+    place = m[:, None] * WIDE + o[None, :]
+    if not FIRST:
+        total += tl.load(out + place, mask=(m < n)[:, None], other=0.0)
+        square += tl.load(squares + m, mask=m < n, other=0.0)
+    tl.store(out + place, total, mask=(m < n)[:, None])
+    tl.store(squares + m, square, mask=m < n)
+
+
+@triton.jit
+def gated(products, line, r, m, at, FIRST: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Some outputs P and their logits a r P + b, those from FIRST on, of tokens m."""
+    p = tl.load(products + m * WIDE + FIRST + at)
+    return p, tl.load(line + GATE) * (r * p) + tl.load(line + 3 + FIRST + at)
+
+
+@triton.jit
+def pull_gated(  # type: ignore[no-untyped-def]
+    dy, p, line, changed, partial, r, m, at, inside, real, FIRST: tl.constexpr, GATE: tl.constexpr, WIDE: tl.constexpr
+):
+    """From the gradient of these logits to those of P, of the line's numbers, and, which is returned, r's terms."""
+    dy = tl.where(inside & real, dy, 0.0)
+    dz = tl.load(line + GATE) * dy
+    tl.store(changed + m * WIDE + FIRST + at, dz * r, mask=inside & real)
+    tl.store(partial + 3 + FIRST + at, tl.sum(dy, 0, keep_dims=True), mask=inside)
+    tl.store(partial + GATE, tl.sum(dy * p * r))
+    return dz * p
+
+
+@triton.jit
+def sums_over(a, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the columns (1) or rows (2) of matrices (tokens, N, N); 1 for one that is not there."""
+    total = tl.sum(a, AXIS, keep_dims=True)
+    return tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def exponentials(y, inside):  # type: ignore[no-untyped-def]
+    """Of matrices, the largest of each column 1."""
+    y = tl.where(inside, y, float("-inf"))
+    top = tl.max(y, 1, keep_dims=True)
+    return tl.where(inside, tl.exp(y - tl.where(top > float("-inf"), top, 0.0)), 0.0)
+
+
+@triton.jit
+def softmax(y, inside):  # type: ignore[no-untyped-def]
+    y = tl.where(inside, y, float("-inf"))
+    e = tl.exp(y - tl.max(y, 1, keep_dims=True))
+    return e / tl.sum(e, 1, keep_dims=True)
+
+
+@triton.jit
+def permutation_table(table, N: tl.constexpr, LAST: tl.constexpr, LP: tl.constexpr, EP: tl.constexpr):  # type: ignore[no-untyped-def]
+    k, e = tl.arange(0, LP)[:, None], tl.arange(0, EP)[None, :]
+    return tl.load(table + k * (N * N) + e, mask=(k < LAST) & (e < N * N), other=0.0)[None, :, :]
+
+
+@triton.jit
+def weights_kernel(  # type: ignore[no-untyped-def]
+    products, squares, line, table, stats, count, eps, D: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr,
+    STEPS: tl.constexpr, LAST: tl.constexpr, NP: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines of `stats`: pre, post and R of all tokens. STEPS 0: R is a mean of LAST permutations, those of `table`."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.where(token < count, token, 0)
+    r = tl.rsqrt(tl.load(squares + m) / (N * D) + eps)
+    real, m1, r1, i = (token < count)[:, None], m[:, None], r[:, None], tl.arange(0, NP)[None, :]
+    at = tl.where(i < N, i, 0)
+    _, y = gated(products, line, r1, m1, at, 0, 0, WIDE)
+    tl.store(stats + at * count + m1, tl.sigmoid(y), mask=real & (i < N))
+    _, y = gated(products, line, r1, m1, at, N, 1, WIDE)
+    tl.store(stats + (N + at) * count + m1, 2.0 * tl.sigmoid(y), mask=real & (i < N))
+    if STEPS > 0:
+        row, column = tl.arange(0, NP)[None, :, None], tl.arange(0, NP)[None, None, :]
+        inside = (row < N) & (column < N)
+        at2 = tl.where(inside, row * N + column, 0)
+        _, y = gated(products, line, r1[:, :, None], m1[:, :, None], at2, 2 * N, 2, WIDE)
+        mixing = exponentials(y, inside)
+        for _step in range(STEPS):
+            mixing = mixing / sums_over(mixing, 1)
+            mixing = mixing / sums_over(mixing, 2)
+        tl.store(stats + (2 * N + at2) * count + m1[:, :, None], mixing, mask=inside & real[:, :, None])
+    else:
+        k, e = tl.arange(0, LP)[None, :], tl.arange(0, NP * NP)[None, :]
+        _, y = gated(products, line, r1, m1, tl.where(k < LAST, k, 0), 2 * N, 2, WIDE)
+        share = softmax(y, k < LAST)
+        mixed = tl.sum(share[:, :, None] * permutation_table(table, N, LAST, LP, NP * NP), 1)
+        tl.store(stats + (2 * N + e) * count + m1, mixed, mask=real & (e < N * N))
+
+
+@triton.jit
+def weights_backward_kernel(  # type: ignore[no-untyped-def]
+    products, squares, line, table, grads, changed, factor, partial, scratch, count, eps,
+    D: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, LAST: tl.constexpr,
+    NP: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """From the lines of `grads` to the gradients of P (`changed`), of the numbers (a line of `partial` a program), and
+    the number by which a token's streams enter their own gradients, since their squares are part of r (`factor`)."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.where(token < count, token, 0)
+    r = tl.rsqrt(tl.load(squares + m) / (N * D) + eps)
+    partial += tl.program_id(0) * WIDTH
+    real, m1, r1, i = (token < count)[:, None], m[:, None], r[:, None], tl.arange(0, NP)[None, :]
+    at = tl.where(i < N, i, 0)
+    p, y = gated(products, line, r1, m1, at, 0, 0, WIDE)
+    s = tl.sigmoid(y)
+    dy = tl.load(grads + at * count + m1) * s * (1.0 - s)
+    dr = tl.sum(pull_gated(dy, p, line, changed, partial, r1, m1, at, i < N, real, 0, 0, WIDE), 1)
+    p, y = gated(products, line, r1, m1, at, N, 1, WIDE)
+    s = tl.sigmoid(y)
+    dy = tl.load(grads + (N + at) * count + m1) * 2.0 * s * (1.0 - s)
+    dr += tl.sum(pull_gated(dy, p, line, changed, partial, r1, m1, at, i < N, real, N, 1, WIDE), 1)
+    if STEPS > 0:
+        row, column = tl.arange(0, NP)[None, :, None], tl.arange(0, NP)[None, None, :]
+        inside = (row < N) & (column < N)
+        at2, m2, r2 = tl.where(inside, row * N + column, 0), m1[:, :, None], r1[:, :, None]
+        p2, y2 = gated(products, line, r2, m2, at2, 2 * N, 2, WIDE)
+        mixing = exponentials(y2, inside)
+        kept = scratch + tl.program_id(0).to(tl.int64) * (2 * STEPS * NP * BLOCK) + tl.arange(0, BLOCK)[:, None, None]
+        for step in range(STEPS):
+            total = sums_over(mixing, 1)
+            tl.store(kept + (2 * step * NP + column) * BLOCK, total)
+            mixing = mixing / total
+            total = sums_over(mixing, 2)
+            tl.store(kept + ((2 * step + 1) * NP + row) * BLOCK, total)
+            mixing = mixing / total
+        tl.debug_barrier()  # other threads may have written what one reads
+        back = tl.load(grads + (2 * N + at2) * count + m2)
+        for turn in range(STEPS):
+            step = STEPS - 1 - turn
+            total = tl.load(kept + ((2 * step + 1) * NP + row) * BLOCK)
+            back = (back - tl.sum(back * mixing, 2, keep_dims=True)) / total
+            mixing = mixing * total
+            total = tl.load(kept + (2 * step * NP + column) * BLOCK)
+            back = (back - tl.sum(back * mixing, 1, keep_dims=True)) / total
+            mixing = mixing * total
+        terms = pull_gated(
+            back * mixing, p2, line, changed, partial, r2, m2, at2, inside, real[:, :, None], 2 * N, 2, WIDE
+        )
+        dr += tl.sum(tl.sum(terms, 2), 1)
+    else:
+        k, e = tl.arange(0, LP)[None, :], tl.arange(0, NP * NP)[None, :]
+        at3 = tl.where(k < LAST, k, 0)
+        p3, y3 = gated(products, line, r1, m1, at3, 2 * N, 2, WIDE)
+        share = softmax(y3, k < LAST)
+        arrived = tl.load(grads + (2 * N + e) * count + m1, mask=e < N * N, other=0.0)
+        back = tl.sum(arrived[:, None, :] * permutation_table(table, N, LAST, LP, NP * NP), 2)
+        dy = share * (back - tl.sum(share * back, 1, keep_dims=True))
+        dr += tl.sum(pull_gated(dy, p3, line, changed, partial, r1, m1, at3, k < LAST, real, 2 * N, 2, WIDE), 1)
+    tl.store(factor + m, -dr * r * r * r / (N * D), mask=token < count)
+
+
+@triton.jit
+def streams_backward_kernel(  # type: ignore[no-untyped-def]
+    h, arrived, changed, factor, maps, out, partial, count, turns, D: tl.constexpr, JOINED: tl.constexpr,
+    OUTPUTS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a stream's gradient, what arrived + dP F + factor h, and of that of its maps, dP^T h, in which
+    program (columns, s) adds up the tokens of every grid's s-th tile."""
+    at, o = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, WIDE)
+    inside = (o < OUTPUTS)[:, None] & (at < D)[None, :]
+    tile = tl.load(maps + o[:, None] * JOINED + at[None, :], mask=inside, other=0.0)
+    total = tl.zeros((WIDE, BLOCK_K), tl.float32)
+    for turn in range(turns):
+        m = (turn * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (m < count)[:, None] & (at < D)[None, :]
+        place = m[:, None].to(tl.int64) * D + at[None, :]
+        row = tl.load(h + place, mask=mask, other=0.0)
+        dp = tl.load(
+            changed + m[:, None] * WIDE + o[None, :], mask=(m < count)[:, None] & (o < OUTPUTS)[None, :], other=0.0
+        )
+        back = tl.dot(dp, tile, input_precision=PRECISION)
+        back += tl.load(factor + m, mask=m < count, other=0.0)[:, None] * row.to(tl.float32)
+        if arrived is not None:
+            back += tl.load(arrived + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + place, back, mask=mask)
+        total = tl.dot(tl.trans(dp), row, total, input_precision=PRECISION)
+    line = partial + tl.program_id(1).to(tl.int64) * (OUTPUTS * D)
+    tl.store(line + o[:, None] * D + at[None, :], total, mask=inside)
+
+
+class _Connections(torch.autograd.Function):
+    """Streams, which are handed on, and the lines of their weights."""
+
+    @staticmethod
+    def forward(ctx: Any, eps: float, steps: int, maps: Tensor, line: Tensor, table: Any, *H: Tensor) -> Any:
+        n, d, count = len(H), H[0].shape[-1], H[0].numel() // H[0].shape[-1]
+        ctx.shape, ctx.eps, ctx.kind, ctx.sizes = (n, d, count), eps, maps.dtype, _sizes(n, d, len(maps), steps)
+        rows, maps, line = [dense(h) for h in H], maps.to(H[0].dtype).contiguous(), line.float().contiguous()
+        wide = max(16, triton.next_power_of_2(len(maps)))
+        products = maps.new_empty(count, wide, dtype=torch.float32)
+        squares = maps.new_empty(count, dtype=torch.float32)
+        for i, row in enumerate(rows):
+            project_kernel[(triton.cdiv(count, ROWS),)](
+                row, maps[:, i * d :], products, squares, count, D=d, JOINED=n * d, FIRST=i == 0, OUTPUTS=len(maps),
+                WIDE=wide, PRECISION="ieee", BLOCK_M=ROWS, BLOCK_K=COLUMNS, num_warps=WARPS,
+            )  # fmt: skip
+        stats = maps.new_empty(2 * n + n * n, count, dtype=torch.float32)
+        weights_kernel[(triton.cdiv(count, ctx.sizes["BLOCK"]),)](
+            products, squares, line, table, stats, count, eps, WIDE=wide, **ctx.sizes
+        )
+        ctx.save_for_backward(products, squares, line, maps, table, *rows)
+        ctx.set_materialize_grads(False)
+        return *H, stats
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        products, squares, line, maps, table, *rows = ctx.saved_tensors
+        (n, d, count), sizes = ctx.shape, ctx.sizes
+        *arrived, of_stats = grads
+        if of_stats is None:
+            return None, None, None, None, None, *arrived
+        like, wide, outputs = rows[0], products.shape[1], len(maps)
+        programs = triton.cdiv(count, sizes["BLOCK"])
+        changed, factor = products.new_empty(count, wide, dtype=like.dtype), torch.empty_like(squares)
+        width = -(-len(line) // 8) * 8
+        partial = products.new_zeros(programs, width)
+        scratch = products.new_empty(programs, 2 * sizes["STEPS"] * sizes["NP"] * sizes["BLOCK"])
+        weights_backward_kernel[(programs,)](
+            products, squares, line, table, dense(of_stats), changed, factor, partial, scratch, count, ctx.eps,
+            WIDE=wide, WIDTH=width, **sizes,
+        )  # fmt: skip
+        columns, tiles = triton.cdiv(d, COLUMNS), triton.cdiv(count, ROWS)
+        splits = min(tiles, max(1, PROGRAMS * common.multiprocessors(like.device) // columns))
+        found, of_maps = [], []
+        for i, row in enumerate(rows):
+            out = torch.empty_like(row)
+            lines = products.new_empty(splits, outputs * d)
+            streams_backward_kernel[(columns, splits)](
+                row, dense(arrived[i]), changed, factor, maps[:, i * d :], out, lines, count,
+                triton.cdiv(tiles, splits), D=d, JOINED=n * d, OUTPUTS=outputs, WIDE=wide, PRECISION="ieee",
+                BLOCK_M=ROWS, BLOCK_K=COLUMNS, num_warps=WARPS,
+            )  # fmt: skip
+            found.append(out)
+            of_maps.append(common.sum_lines(lines).view(outputs, d))
+        of_line = common.sum_lines(partial)[: len(line)]
+        return None, None, torch.cat(of_maps, dim=1).to(ctx.kind), of_line, None, *found
+
+
+def _sizes(n: int, d: int, outputs: int, steps: int) -> dict[str, int]:
+    last = outputs - 2 * n
+    padded = {"NP": triton.next_power_of_2(n), "LP": triton.next_power_of_2(last)}
+    return {"D": d, "N": n, "STEPS": steps, "LAST": last, **padded, "BLOCK": TOKENS if steps else PERMUTED}
+
+
+def connections(
+    H: Sequence[Tensor], maps: Tensor, line: Tensor, eps: float, steps: int, table: Tensor | None
+) -> list[Tensor]:
+    """As `connections.connections`, by so many Sinkhorn steps, or with none from a table of permutations."""
+    *rows, stats = _Connections.apply(eps, steps, maps, line, table, *H)
+    return [*rows, *stats.view(-1, *rows[0].shape[:-1]).unbind(0)]

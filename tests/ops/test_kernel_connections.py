@@ -1,0 +1,63 @@
+"""Kernels of constrained hyper-connections against plain PyTorch, values and gradients, through the interpreter.
+
+fp32 with sums in another order: 1e-6 measured, 1e-5 of the largest entry allowed. On a GPU also in bf16, which the
+interpreter cannot multiply: 2e-2 for streams and gradients that are rounded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from draws import seeded
+from stepformer.ops import connections, kernels
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+CASES = [
+    (4, "sinkhorn", 40),
+    (3, "sinkhorn", 20),
+    (1, "sinkhorn", 16),
+    (3, "permutations", 20),
+    (2, "permutations", 16),
+]
+
+
+def run(n: int, mixing: str, d: int, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
+    """The streams that are handed on, their weights, and gradients of a random functional of all of them."""
+    generator = seeded(n)
+    outputs = 2 * n + (n * n if mixing == "sinkhorn" else math.factorial(n))
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    H = [drawn(2, 37, d).to(dtype).requires_grad_() for _ in range(n)]
+    maps = (0.3 * drawn(outputs, n * d) * (16 / d) ** 0.5).requires_grad_()
+    line = drawn(3 + outputs).requires_grad_()
+    found = connections.connections(*H, maps, line, eps=1e-5, mixing=mixing, dtype=dtype)
+    total = torch.stack([(t.float() * drawn(*t.shape)).sum() for t in found]).sum()
+    return found, list(torch.autograd.grad(total, [*H, maps, line]))
+
+
+@pytest.mark.parametrize(("n", "mixing", "d"), CASES)
+def test_weights_of_streams(n: int, mixing: str, d: int) -> None:
+    with kernels.off():
+        expected, slopes = run(n, mixing, d, torch.float32)
+    found, own = run(n, mixing, d, torch.float32)
+    for a, b in zip([*found, *own], [*expected, *slopes], strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "mixing", "d"), [*CASES, (4, "sinkhorn", 768), (4, "permutations", 768)])
+def test_on_the_gpu(n: int, mixing: str, d: int, dtype: torch.dtype) -> None:
+    with kernels.off():
+        expected, slopes = run(n, mixing, d, torch.float32, "cuda")
+    found, own = run(n, mixing, d, dtype, "cuda")
+    for a, b in zip([*found, *own], [*expected, *slopes], strict=True):
+        assert (a.float() - b).norm() <= (1e-4 if dtype == torch.float32 else 2e-2) * b.norm()
