@@ -83,7 +83,7 @@ def test_it_composes(extra: dict[str, Any]) -> None:
     ("settings", "sentence"),
     [
         ({"splitting": "strang"}, "splitting 'strang' takes fractions of steps"),
-        ({"splitting": "imex"}, "splitting 'imex' takes fractions of steps"),
+        ({"splitting": "imex"}, "works on a velocity stream"),
         ({"blocks": 5}, "blocks = 5 is more than the 4 oracle calls of this model"),
         ({"blocks": -1}, "blocks = -1 is below its minimum"),
         ({"embedding_skip": True}, "'embedding-skip' changes x before a layer, and template 'attnres'"),

@@ -97,7 +97,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         ({"template": template, "splitting": splitting}, "works on a velocity stream")
-        for template in ("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo", "tables", "hyper", "mhc")
+        for template in (
+            *("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo", "tables"),
+            *("hyper", "mhc", "attnres"),
+        )
         for splitting in ("imex", "symplectic-euler")
     ),
     ({"template": "tables", "aux_init": "zero"}, "has no tables"),

@@ -44,7 +44,7 @@ class AttentionResiduals(Template):
 
     @classmethod
     def refusal(cls, config: Selection) -> str | None:
-        if config.splitting not in ("lie-trotter", "parallel"):
+        if config.splitting not in ("lie-trotter", "parallel") and not config.component("splitting").needs_velocity:
             return (
                 f"Template 'attnres' keeps the answer of every oracle call, and splitting '{config.splitting}' takes "
                 "fractions of steps: use 'lie-trotter' or 'parallel'."
