@@ -339,7 +339,7 @@ def test_models_learn_on_a_gpu(corpus: Path, tmp_path: Path, name: str, norm: st
     lines = list(read_metrics(tmp_path / "run/metrics.jsonl"))
     losses = [line["val_loss"] for line in lines if line["kind"] == "eval"]
     assert losses[-1] < 3.3 < 5 < losses[0]
-    assert all(0.2 < line["r1"] < 5 for line in lines if "r1" in line)
+    assert all(0.01 < line["r1"] < 10 for line in lines if "r1" in line)  # 0.1 to 2.5 on a CPU in fp32
 
 
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])

@@ -102,8 +102,9 @@ def softmax(y, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def permutation_table(table, N: tl.constexpr, LAST: tl.constexpr, LP: tl.constexpr, EP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where permutation k has a one. It selects: Triton makes a product that is summed a dot, with tf32's digits."""
     k, e = tl.arange(0, LP)[:, None], tl.arange(0, EP)[None, :]
-    return tl.load(table + k * (N * N) + e, mask=(k < LAST) & (e < N * N), other=0.0)[None, :, :]
+    return (tl.load(table + k * (N * N) + e, mask=(k < LAST) & (e < N * N), other=0.0) > 0)[None, :, :]
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def weights_kernel(  # type: ignore[no-untyped-def]
         k, e = tl.arange(0, LP)[None, :], tl.arange(0, NP * NP)[None, :]
         _, y = gated(products, line, r1, m1, tl.where(k < LAST, k, 0), 2 * N, 2, WIDE)
         share = softmax(y, k < LAST)
-        mixed = tl.sum(share[:, :, None] * permutation_table(table, N, LAST, LP, NP * NP), 1)
+        mixed = tl.sum(tl.where(permutation_table(table, N, LAST, LP, NP * NP), share[:, :, None], 0.0), 1)
         tl.store(stats + (2 * N + e) * count + m1, mixed, mask=real & (e < N * N))
 
 
@@ -195,7 +196,7 @@ def weights_backward_kernel(  # type: ignore[no-untyped-def]
         p3, y3 = gated(products, line, r1, m1, at3, 2 * N, 2, WIDE)
         share = softmax(y3, k < LAST)
         arrived = tl.load(grads + (2 * N + e) * count + m1, mask=e < N * N, other=0.0)
-        back = tl.sum(arrived[:, None, :] * permutation_table(table, N, LAST, LP, NP * NP), 2)
+        back = tl.sum(tl.where(permutation_table(table, N, LAST, LP, NP * NP), arrived[:, None, :], 0.0), 2)
         dy = share * (back - tl.sum(share * back, 1, keep_dims=True))
         dr += tl.sum(pull_gated(dy, p3, line, changed, partial, r1, m1, at3, k < LAST, real, 2 * N, 2, WIDE), 1)
     tl.store(factor + m, -dr * r * r * r / (N * D), mask=token < count)
