@@ -53,6 +53,13 @@ class Segment(NamedTuple):
     ends: bool  # is this the end of its document?
 
 
+class Tokens(NamedTuple):
+    """Ready-made tokens, end of text included."""
+
+    split: Split
+    ids: NDArray[Any]
+
+
 Counts = dict[str, dict[str, int]]  # {split: number} for documents, bytes and tokens
 Encoded = tuple[Counts, dict[str, NDArray[Any]]]  # the counts of a piece and the tokens of each split
 
@@ -119,9 +126,17 @@ def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype("<u2" if tokenizer.vocab_size <= 65_536 else "<u4")
 
 
-def encode(tokenizer: Tokenizer, segments: list[Segment]) -> Encoded:
+def encode(tokenizer: Tokenizer, segments: list[Segment] | Tokens) -> Encoded:
     """The tokens of a piece, each document followed by end of text."""
     counts = none_yet()
+    if isinstance(segments, Tokens):
+        split, found = segments
+        lengths = np.array([len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size)])
+        lengths[tokenizer.eot] = 0
+        counts["bytes"][split] = int(lengths[found].sum())
+        counts["documents"][split] = int((found == tokenizer.eot).sum())
+        counts["tokens"][split] = len(found)
+        return counts, {name: found if name == split else found[:0] for name in SPLITS}
     ids: dict[str, list[int]] = {split: [] for split in SPLITS}
     for segment, tokens in zip(segments, tokenizer.encode_batch([s.text for s in segments]), strict=True):
         ids[segment.split] += tokens
@@ -194,5 +209,5 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def encode_in_worker(segments: list[Segment]) -> Encoded:
+def encode_in_worker(segments: list[Segment] | Tokens) -> Encoded:
     return encode(_worker[0], segments)

@@ -30,8 +30,9 @@ from stepformer.base.errors import InputError, StepformerError
 from stepformer.base.version import __version__
 from stepformer.data import pieces
 from stepformer.data.corpus import MANIFEST, SPLITS, TOKENIZER, Corpus, read_manifest
-from stepformer.data.pieces import PIECE_CHARACTERS, PIECE_SEGMENTS, RULES, Counts, Encoded, Progress, Segment
+from stepformer.data.pieces import PIECE_CHARACTERS, PIECE_SEGMENTS, RULES, Counts, Encoded, Progress, Segment, Tokens
 from stepformer.data.sources import Source
+from stepformer.data.token_files import TokenFiles
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind, tokenizer_name
 
 PARTS = ".parts"
@@ -56,7 +57,11 @@ def prepare(
 
     `force` replaces a finished corpus; the old one is kept until the new one has been tokenised.
     """
-    tokenizer_kind(tokenizer_spec)
+    if tokenizer_kind(tokenizer_spec)[0] == "bpe" and isinstance(source, TokenFiles):
+        raise InputError(
+            f"'{source.name}' has tokens and no text to train '{tokenizer_spec}' on: name the tokenizer that made "
+            "them, gpt2 or the folder of a run or a corpus."
+        )
     asked = val_fraction is not None
     val_fraction = source.val_fraction if val_fraction is None else val_fraction
     if not 0 <= val_fraction < 1:
@@ -203,15 +208,21 @@ class Job:
     def sample(self, characters: int = BPE_SAMPLE) -> Iterator[str]:
         """The first training texts, for training a tokenizer."""
         size = 0
-        found = (segments for unit in range(len(self.source.units())) for segments, _ in self.pieces(unit))
+        found = (segments for unit in range(len(self.source.units())) for segments, _ in self.segments(unit))
         for text in (segment.text for segments in found for segment in segments if segment.split == "train"):
             yield text[: characters - size]
             size += len(text)
             if size >= characters:
                 return
 
-    def pieces(self, unit: int) -> Iterator[tuple[list[Segment], bool]]:
-        """The pieces of a unit, and whether each is its last (an empty unit has one, empty piece)."""
+    def pieces(self, unit: int) -> Iterator[tuple[list[Segment] | Tokens, bool]]:
+        """The pieces of a unit, and whether each is its last."""
+        if isinstance(self.source, TokenFiles):
+            return self.source.tokens(unit, self.tokenizer)
+        return self.segments(unit)
+
+    def segments(self, unit: int) -> Iterator[tuple[list[Segment], bool]]:
+        """The same of text (an empty unit has one, empty piece)."""
         held: list[Segment] = []
         size = 0
         for document in self.source.documents(unit):
@@ -260,7 +271,7 @@ class Job:
             if pool:
                 pool.shutdown(cancel_futures=True)
 
-    def _missing(self, done: Counts) -> Iterator[tuple[Path, list[Segment], bool]]:
+    def _missing(self, done: Counts) -> Iterator[tuple[Path, list[Segment] | Tokens, bool]]:
         """The pieces without a part; a unit whose parts are all there is not even read."""
         for unit in range(len(self.source.units())):
             headers = []

@@ -74,18 +74,21 @@ def _lower(where: str) -> str:
     return where[0].lower() + where[1:]
 
 
+def packing(path: Path) -> str:
+    """The compression of a file by its name, e.g. '.xz'; '' for none."""
+    return next((ending for ending in COMPRESSIONS if path.name.lower().endswith(ending)), "")
+
+
 def extensions(path: Path) -> tuple[str, str]:
     """The format and compression of a file by its name, e.g. ('.jsonl', '.xz'); ('', '') if it is none of ours."""
-    name = path.name.lower()
-    packing = next((ending for ending in COMPRESSIONS if name.endswith(ending)), "")
-    form = Path(name.removesuffix(packing)).suffix
-    return (form, packing) if form in FORMATS else ("", "")
+    form = Path(path.name.lower().removesuffix(packing(path))).suffix
+    return (form, packing(path)) if form in FORMATS else ("", "")
 
 
 def approximate_text(path: Path) -> int:
     """About how many bytes of text a file holds."""
-    form, packing = extensions(path)
-    return int(path.stat().st_size * FORMATS[form] * COMPRESSIONS.get(packing, 1.0))
+    form, packed = extensions(path)
+    return int(path.stat().st_size * FORMATS[form] * COMPRESSIONS.get(packed, 1.0))
 
 
 def need(module: str, extra: str = "data") -> ModuleType:
@@ -121,12 +124,12 @@ def sentence(error: Exception) -> str:
 
 def opened(path: Path) -> BinaryIO:
     """The unpacked bytes of a file. A truncated one raises instead of ending early."""
-    packing, file = extensions(path)[1], files.opened(path)
-    if not packing:
+    packed, file = packing(path), files.opened(path)
+    if not packed:
         return file
     file.close()
-    if packing != ".zst":
-        return cast(BinaryIO, (gzip if packing == ".gz" else lzma).open(path, "rb"))
+    if packed != ".zst":
+        return cast(BinaryIO, (gzip if packed == ".gz" else lzma).open(path, "rb"))
     arrow = need("pyarrow")  # zstandard's own reader takes a truncated file for a short one
     return cast(BinaryIO, io.BufferedReader(arrow.input_stream(str(path), compression="zstd")))
 

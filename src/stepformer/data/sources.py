@@ -342,6 +342,15 @@ def open_source(
         raise InputError(f"The limit of documents must be at least 1, not {limit}.")
     if is_tales:
         return Tales(dialect, TALES_COUNT if count is None else count, seed or 0)
+    path = Path(spec).expanduser()
+    if not is_hf and path.exists() and not (path.is_dir() and usable_files(path)):
+        from stepformer.data.token_files import TokenFiles, token_files
+
+        if token_files(path):
+            for option in ("field", "val_field", "document", "limit"):
+                if options[option] is not None:
+                    raise InputError(f"The option '{option}' does not apply to ready-made tokens ('{spec}').")
+            return TokenFiles(path)
     layout = Layout(field or "text", val_field, document or "auto")
     source = _dataset(spec, where, layout, local, revision, split) if is_hf else _files(spec, layout)
     source.limit = limit
