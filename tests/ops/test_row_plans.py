@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 pytest.importorskip("triton")
 import forked
@@ -25,6 +26,8 @@ from stepformer.model.engines import fused
 from stepformer.ops import kernels
 from stepformer.ops.row_programs import extract
 from stepformer.ops.symbols import leaf
+from stepformer.rules import State
+from stepformer.rules.first_order import Nesterov
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,6 +238,19 @@ def test_texts_do_not_depend_on_what_was_traced_before(names: list[str]) -> None
     fresh = json.loads(done.stdout)
     for name in names:
         assert scope["texts"](name) == fresh[name], name
+
+
+def test_a_mean_of_what_is_carried() -> None:
+    """A number per token from before the oracle's answer: it is kept, or computed again."""
+
+    class Mine(Nesterov):
+        def kick(self, s: State, c: Any, g: Tensor, scale: float = 1.0) -> State:
+            return s.replace(v=c.beta * s.v + g - 0.1 * s.v.mean(dim=-1, keepdim=True))
+
+    model = shake(tiny("yurii", **SIZE))
+    for block in model.blocks:
+        block.template.__class__ = Mine
+    check_plan(model)
 
 
 def test_the_order_of_a_sum_is_ones_own() -> None:

@@ -72,11 +72,7 @@ def kicks() -> dict[str, tuple[Callable[..., Any], str]]:
     def heads(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
         return c.beta * s.v + self.heads(g).flatten(-2)
 
-    def carried_mean(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
-        return c.beta * s.v + g - 0.1 * s.v.mean(dim=-1, keepdim=True)
-
     return {
-        "a mean that is carried": (carried_mean, "a number per token of it is carried from one answer to the next"),
         "indexing": (indexing, "it indexes a tensor"),
         "deciding": (deciding, "it decides by the value of a tensor"),
         "comparing": (comparing, "cannot be followed on symbols"),

@@ -18,8 +18,8 @@ from stepformer.base.files import write_json
 from stepformer.cli import main
 from stepformer.data.batches import Batches
 from stepformer.data.corpus import Corpus, corpus_folder
+from stepformer.data.opening import open_source
 from stepformer.data.prepare import prepare, shared_tokenizer
-from stepformer.data.sources import open_source
 from stepformer.data.tokenizers import load_tokenizer
 from stepformer.optim import OptimConfig, Schedule
 from stepformer.training import RunConfig, Stopped, evaluate_run, load_run, resume, run_config, train

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from stepformer.data.corpus import Corpus
+from stepformer.data.opening import open_source
 from stepformer.data.prepare import prepare
-from stepformer.data.sources import open_source
 from stepformer.optim import Optimizers
 from stepformer.training import RunConfig, run_config
 from stepformer.training.stopping import Watch

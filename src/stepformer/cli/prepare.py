@@ -17,10 +17,11 @@ from stepformer.base.errors import command_line
 from stepformer.cli.options import command, given, option
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus, corpus_folder
+from stepformer.data.opening import open_source
 from stepformer.data.pieces import Progress
 from stepformer.data.prepare import prepare
 from stepformer.data.readers import DOCUMENT_RULES
-from stepformer.data.sources import TALES_COUNT, open_source
+from stepformer.data.sources import TALES_COUNT
 from stepformer.present.tables import of_texts
 
 

@@ -20,8 +20,9 @@ from stepformer.base import documents, files
 from stepformer.base.errors import InputError, command_line
 from stepformer.base.words import parse_override, parse_overrides
 from stepformer.data.corpus import MANIFEST, TOKENIZER, Corpus
+from stepformer.data.opening import open_source
 from stepformer.data.prepare import shared_tokenizer
-from stepformer.data.sources import TALES_COUNT, open_source
+from stepformer.data.sources import TALES_COUNT
 from stepformer.data.tokenizers import tokenizer_kind
 from stepformer.study.study import Planned, plan_runs
 from stepformer.training.config import DataConfig, RunConfig

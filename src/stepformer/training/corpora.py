@@ -18,8 +18,8 @@ SMALL = 2 << 30  # bytes up to which every checksum is compared at the start of 
 
 def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Corpus:
     """Open what `[data]` names. Tales are prepared when they are not there yet; anything else is asked for."""
+    from stepformer.data.opening import open_source
     from stepformer.data.prepare import prepare
-    from stepformer.data.sources import open_source
 
     is_tales = config.corpus == "tales"
     given = Path(config.corpus).expanduser()

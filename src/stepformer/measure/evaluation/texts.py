@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from stepformer.base.errors import InputError, StepformerError, suggestion
 from stepformer.data.corpus import MANIFEST, Corpus
+from stepformer.data.opening import open_source
 from stepformer.data.pieces import divide
 from stepformer.data.readers import Layout, cut_text, extensions, opened, read_documents, reading
-from stepformer.data.sources import DATASETS, open_source, usable_files
+from stepformer.data.sources import DATASETS, usable_files
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.training.corpora import checked
 
