@@ -477,7 +477,7 @@ def test_capacities_are_rounded_up_to_the_context() -> None:
     assert decoding.capacity_for(1, 1, 8) == 8
 
 
-@pytest.mark.parametrize("name", sf.presets())
+@pytest.mark.parametrize("name", covering_presets())
 def test_weights_in_bf16_decode(name: str) -> None:
     """Against fp32, 8 bits of every product and stream: 1.4 % at most in 12 draws, 4.4 % where linear attention divides
     by a small sum. Constrained attention sharpens rounded scores without bound, whatever their size, under autocast as

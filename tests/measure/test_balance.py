@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 import stepformer as sf
+from architectures import covering_presets
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
 from stepformer.cli import main
@@ -125,7 +126,7 @@ def test_streams_of_rules_that_divide(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", sf.presets())
+@pytest.mark.parametrize("name", covering_presets())
 def test_every_preset_has_a_balance_and_stays_as_it_is(name: str) -> None:
     model, ids = shake(tiny(name)), tokens()
     with torch.no_grad():

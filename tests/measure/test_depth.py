@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 import stepformer as sf
+from architectures import covering_presets
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run
 from stepformer.base.errors import InputError
@@ -253,7 +254,7 @@ def test_norms_updates_cosines_and_losses(name: str) -> None:
         near(row["cosine"], dots.mean())
 
 
-@pytest.mark.parametrize("name", sf.presets())
+@pytest.mark.parametrize("name", covering_presets())
 def test_every_preset_can_be_looked_into(name: str) -> None:
     model = shake(tiny(name))
     result = inside(model, windows())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import stepformer as sf
+from architectures import covering_presets
 from draws import seeded, shifted
 from helpers import shake, tiny, tokens
 from stepformer.model.roles import declare, named_roles
@@ -264,7 +265,7 @@ def test_per_sample_gradients_by_vmap() -> None:
         assert (each[name][1] - gradient).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("name", sf.presets())
+@pytest.mark.parametrize("name", covering_presets())
 def test_bf16_parameters(name: str) -> None:
     """Weights, streams and answers all in bf16 (8 bits): close to fp32 and finite in both directions."""
     ids, targets = tokens(), tokens(seed=1)

@@ -19,6 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 import forked
 import stepformer as sf
+from architectures import covering_presets
 from helpers import shake, tiny, tokens
 from row_cases import FP32, FP64, SINGLE, SIZE, gradients
 from row_references import run_plan
@@ -80,7 +81,7 @@ def with_extras(name: str, wanted: list[dict[str, Any]]) -> dict[str, Any]:
     return changes
 
 
-@pytest.mark.parametrize("name", sf.presets())
+@pytest.mark.parametrize("name", covering_presets())
 def test_plans_of_all_presets_with_extras(name: str) -> None:
     """Everything at once that an architecture takes."""
     changes = with_extras(name, EXTRAS)
