@@ -1,4 +1,6 @@
-"""How constrained hyper-connections weigh a token's n streams: maps of all of them, and doubly stochastic matrices.
+"""How hyper-connections weigh a token's n streams: maps of each, or of all of them, and doubly stochastic matrices.
+
+Dynamic ones take tanh(norm(h) . w) of every stream and vector (`along`); constrained ones
 
     z = RMSNorm(vec H);  y = a z F + b, the gate a of its part;  pre = sigmoid(y1), post = 2 sigmoid(y2), R from y3
 
@@ -19,10 +21,69 @@ from torch import Tensor
 
 from stepformer.ops import kernels
 from stepformer.ops.dtypes import working_dtype
-from stepformer.ops.symbols import Symbol, record
+from stepformer.ops.row_programs import Program, extract
+from stepformer.ops.symbols import Symbol, function, leaf, record, row_sum, standardise
 
 SINKHORN = 20
 GATES = 3
+
+
+def along(
+    H: list[Any], vectors: Sequence[Any], scales: Sequence[Any], starts: Sequence[Sequence[Any]], eps: float,
+    centred: bool,
+) -> tuple[list[Any], list[list[Any]]]:  # fmt: skip
+    """The streams (..., d), and of each start + scale tanh(norm(h) . w), (..., 1), for every vector w."""
+    n, each = len(H), len(vectors)
+    if not isinstance(H[0], Symbol):
+        norm = F.layer_norm if centred else F.rms_norm
+        rows = [norm(h, h.shape[-1:], eps=eps) for h in H]
+        found = [[torch.tanh((z * w).sum(dim=-1, keepdim=True)) for w in vectors] for z in rows]
+        own = [list(zip(scales, line, starts[i], strict=True)) for i, line in enumerate(found)]
+        return H, [[scale * t + start for scale, t, start in line] for line in own]
+    program, _, order = along_program(each, eps, centred)
+    empty = [0.0] * (program.numbers - 2 * each)
+    numbers = [number for line in starts for number in (*([*scales, *line][k] for k in order), *empty)]
+    kinds, names = ["row"] * n + ["stat"] * n * each, tuple(str(w.attr) for w in vectors)
+    given = record("along", H, kinds, numbers, eps=eps, centred=centred, weights=names)
+    return given[:n], [given[n + i * each :][:each] for i in range(n)]
+
+
+def along_rows(
+    *tensors: Tensor, eps: float, centred: bool, weights: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """The same from streams and a line of numbers, a pass a stream; it adds what else arrives to the stream's gradient.
+
+    One small kernel for all streams: in the pass between two oracles their sums took Triton minutes to compile.
+    """
+    *H, line = tensors
+    each = len(weights)
+    program, vectors, order = along_program(each, eps, centred)
+    numbers = line[: len(H) * program.numbers].chunk(len(H))
+    if not kernels.usable(*H, *weights):
+        own = [[t[order.index(k)] for k in range(2 * each)] for t in numbers]
+        _, found = along(H, weights, own[0][:each], [t[each:] for t in own], eps, centred)
+        return [*H, *(t.squeeze(-1) for line in found for t in line)]
+    from stepformer.ops.row_passes import row_pass
+
+    passes = [
+        row_pass(program, [h, *(weights[i] for i in vectors), own], dtype, dtype, ("r0",))
+        for h, own in zip(H, numbers, strict=True)
+    ]
+    return [*(handed["r0"] for _, handed in passes), *(t for outs, _ in passes for t in outs)]
+
+
+@cache
+def along_program(count: int, eps: float, centred: bool) -> tuple[Program, list[int], list[int]]:
+    """What `along` computes of a stream, and the order in which it takes vectors, and scales and starts."""
+    z, vectors = standardise(leaf("row", "h"), eps, centred=centred), [leaf("vec", f"w{k}") for k in range(count)]
+    numbers = [leaf("num", f"{kind}{k}") for kind in ("scale", "start") for k in range(count)]
+    along = [function("tanh", row_sum(z * w)) for w in vectors]
+    found = extract([numbers[k] * t + numbers[count + k] for k, t in enumerate(along)], [], lambda n: False)
+    return (
+        found.program,
+        [vectors.index(w) for w in found.inputs["vec"]],
+        [numbers.index(n) for n in found.inputs["num"]],
+    )
 
 
 def read(H: list[Any], maps: Any, numbers: Sequence[Any], eps: float, mixing: str) -> tuple[list[Any], Sequence[Any]]:
