@@ -32,16 +32,18 @@ def along(
     H: list[Any], vectors: Sequence[Any], scales: Sequence[Any], starts: Sequence[Sequence[Any]], eps: float,
     centred: bool,
 ) -> tuple[list[Any], list[list[Any]]]:  # fmt: skip
-    """The streams (..., d), and of each start + scale tanh(norm(h) . w), (..., 1), for every vector w."""
+    """The streams (..., d), and of each start + scale tanh(norm(h) . w), (..., 1), for every vector w.
+
+    The second vector, that of the weights of the answer, has the second scale, all others the first.
+    """
     n, each = len(H), len(vectors)
     if not isinstance(H[0], Symbol):
         norm = F.layer_norm if centred else F.rms_norm
         rows = [norm(h, h.shape[-1:], eps=eps) for h in H]
         found = [[torch.tanh((z * w).sum(dim=-1, keepdim=True)) for w in vectors] for z in rows]
-        own = [list(zip(scales, line, starts[i], strict=True)) for i, line in enumerate(found)]
-        return H, [[scale * t + start for scale, t, start in line] for line in own]
+        return H, [[scales[k == 1] * t + starts[i][k] for k, t in enumerate(line)] for i, line in enumerate(found)]
     program, _, order = along_program(each, eps, centred)
-    empty = [0.0] * (program.numbers - 2 * each)
+    empty = [0.0] * (program.numbers - len(order))
     numbers = [number for line in starts for number in (*([*scales, *line][k] for k in order), *empty)]
     kinds, names = ["row"] * n + ["stat"] * n * each, tuple(str(w.attr) for w in vectors)
     given = record("along", H, kinds, numbers, eps=eps, centred=centred, weights=names)
@@ -60,8 +62,8 @@ def along_rows(
     program, vectors, order = along_program(each, eps, centred)
     numbers = line[: len(H) * program.numbers].chunk(len(H))
     if not kernels.usable(*H, *weights):
-        own = [[t[order.index(k)] for k in range(2 * each)] for t in numbers]
-        _, found = along(H, weights, own[0][:each], [t[each:] for t in own], eps, centred)
+        own = [[t[order.index(k)] for k in range(len(order))] for t in numbers]
+        _, found = along(H, weights, own[0][:2], [t[2:] for t in own], eps, centred)
         return [*H, *(t.squeeze(-1) for line in found for t in line)]
     from stepformer.ops.row_passes import row_pass
 
@@ -76,9 +78,9 @@ def along_rows(
 def along_program(count: int, eps: float, centred: bool) -> tuple[Program, list[int], list[int]]:
     """What `along` computes of a stream, and the order in which it takes vectors, and scales and starts."""
     z, vectors = standardise(leaf("row", "h"), eps, centred=centred), [leaf("vec", f"w{k}") for k in range(count)]
-    numbers = [leaf("num", f"{kind}{k}") for kind in ("scale", "start") for k in range(count)]
+    numbers = [leaf("num", f"number{k}") for k in range(2 + count)]
     along = [function("tanh", row_sum(z * w)) for w in vectors]
-    found = extract([numbers[k] * t + numbers[count + k] for k, t in enumerate(along)], [], lambda n: False)
+    found = extract([numbers[k == 1] * t + numbers[2 + k] for k, t in enumerate(along)], [], lambda n: False)
     return (
         found.program,
         [vectors.index(w) for w in found.inputs["vec"]],

@@ -119,7 +119,7 @@ class HyperConnections(Connections):
         """The streams, and of each its weights A_m, B and A_r with what they gain from its own row, (..., 1)."""
         n, vectors = self.n, [c.W_m, c.W_b, *(getattr(c, f"W_r{j}") for j in range(self.n))]
         starts = [[c.A_m[i], c.B[i], *c.A_r[i * n : (i + 1) * n]] for i in range(n)]
-        return connections.along(H, vectors, [c.s_a, c.s_b, *[c.s_a] * n], starts, self.eps, self.norm != "rmsnorm")
+        return connections.along(H, vectors, (c.s_a, c.s_b), starts, self.eps, self.norm != "rmsnorm")
 
     def read(self, H: list[Tensor], c: Values) -> tuple[list[Tensor], Sequence[Any]]:
         if not self.dynamic:
