@@ -62,9 +62,11 @@ def along_rows(
     program, vectors, order = along_program(each, eps, centred)
     numbers = line[: len(H) * program.numbers].chunk(len(H))
     if not kernels.usable(*H, *weights):
-        own = [[t[order.index(k)] for k in range(len(order))] for t in numbers]
-        _, found = along(H, weights, own[0][:2], [t[2:] for t in own], eps, centred)
-        return [*H, *(t.squeeze(-1) for line in found for t in line)]
+        found = []
+        for h, own in zip(H, numbers, strict=True):
+            given = [own[order.index(k)] for k in range(len(order))]
+            found += along([h], weights, given[:2], [given[2:]], eps, centred)[1][0]
+        return [*H, *(t.squeeze(-1) for t in found)]
     from stepformer.ops.row_passes import row_pass
 
     passes = [
