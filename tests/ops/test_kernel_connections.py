@@ -7,6 +7,7 @@ interpreter cannot multiply: 2e-2 for streams and gradients that are rounded.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def run_along(n: int, centred: bool, d: int) -> tuple[list[Tensor], list[Tensor]
 
     H, line = [drawn(2, 5, d).requires_grad_() for _ in range(n)], drawn(n * aligned(n + 4) + 4).requires_grad_()
     weights = [(drawn(d) / d**0.5).requires_grad_() for _ in range(n + 2)]
-    found = connections.along_rows(*H, line, eps=1e-5, centred=centred, weights=weights, dtype=torch.float32)
+    how: dict[str, Any] = {"eps": 1e-5, "centred": centred, "order": connections.along_program(n + 2, 1e-5, centred)[2]}
+    found = connections.along_rows(*H, line, weights=weights, dtype=torch.float32, **how)
     total = torch.stack([(t * drawn(*t.shape)).sum() for t in found]).sum()
     return found, list(torch.autograd.grad(total, [*H, *weights, line]))
 

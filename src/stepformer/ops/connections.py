@@ -21,7 +21,8 @@ from torch import Tensor
 
 from stepformer.ops import kernels
 from stepformer.ops.dtypes import working_dtype
-from stepformer.ops.row_programs import Program, extract
+from stepformer.ops.operators import traced
+from stepformer.ops.row_programs import Program, aligned, extract
 from stepformer.ops.symbols import Symbol, function, leaf, record, row_sum, standardise
 
 SINKHORN = 20
@@ -46,22 +47,20 @@ def along(
     empty = [0.0] * (program.numbers - len(order))
     numbers = [number for line in starts for number in (*([*scales, *line][k] for k in order), *empty)]
     kinds, names = ["row"] * n + ["stat"] * n * each, tuple(str(w.attr) for w in vectors)
-    given = record("along", H, kinds, numbers, eps=eps, centred=centred, weights=names)
+    given = record("along", H, kinds, numbers, eps=eps, centred=centred, weights=names, order=tuple(order))
     return given[:n], [given[n + i * each :][:each] for i in range(n)]
 
 
 def along_rows(
-    *tensors: Tensor, eps: float, centred: bool, weights: Sequence[Tensor], dtype: torch.dtype
+    *tensors: Tensor, eps: float, centred: bool, weights: Sequence[Tensor], order: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
     """The same from streams and a line of numbers, a pass a stream; it adds what else arrives to the stream's gradient.
 
     One small kernel for all streams: in the pass between two oracles their sums took Triton minutes to compile.
     """
     *H, line = tensors
-    each = len(weights)
-    program, vectors, order = along_program(each, eps, centred)
-    numbers = line[: len(H) * program.numbers].chunk(len(H))
-    if not kernels.usable(*H, *weights):
+    numbers = line[: len(H) * aligned(len(order))].chunk(len(H))
+    if not kernels.usable(*H, *weights) or traced(H[0]):
         found = []
         for h, own in zip(H, numbers, strict=True):
             given = [own[order.index(k)] for k in range(len(order))]
@@ -69,6 +68,7 @@ def along_rows(
         return [*H, *(t.squeeze(-1) for t in found)]
     from stepformer.ops.row_passes import row_pass
 
+    program, vectors, _ = along_program(len(weights), eps, centred)
     passes = [
         row_pass(program, [h, *(weights[i] for i in vectors), own], dtype, dtype, ("r0",))
         for h, own in zip(H, numbers, strict=True)
