@@ -1,4 +1,4 @@
-"""Kernels of constrained hyper-connections against plain PyTorch, values and gradients, through the interpreter.
+"""Kernels of hyper-connections whose weights a token makes, against plain PyTorch, values and gradients, interpreted.
 
 fp32 with sums in another order: 1e-6 measured, 1e-5 of the largest entry allowed. On a GPU also in bf16, which the
 interpreter cannot multiply: 2e-2 for streams and gradients that are rounded.
@@ -7,6 +7,7 @@ interpreter cannot multiply: 2e-2 for streams and gradients that are rounded.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from draws import seeded
 from stepformer.ops import connections, kernels
+from stepformer.ops.row_programs import aligned
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 CASES = [
@@ -47,6 +49,30 @@ def test_weights_of_streams(n: int, mixing: str, d: int) -> None:
     with kernels.off():
         expected, slopes = run(n, mixing, d, torch.float32)
     found, own = run(n, mixing, d, torch.float32)
+    for a, b in zip([*found, *own], [*expected, *slopes], strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def run_along(n: int, centred: bool, d: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The same of dynamic hyper-connections: n vectors for the streams, one for reading, one for writing."""
+    generator = seeded(n)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    H, line = [drawn(2, 5, d).requires_grad_() for _ in range(n)], drawn(n * aligned(n + 4) + 4).requires_grad_()
+    weights = [(drawn(d) / d**0.5).requires_grad_() for _ in range(n + 2)]
+    how: dict[str, Any] = {"eps": 1e-5, "centred": centred, "order": connections.along_program(n + 2, 1e-5, centred)[2]}
+    found = connections.along_rows(*H, line, weights=weights, dtype=torch.float32, **how)
+    total = torch.stack([(t * drawn(*t.shape)).sum() for t in found]).sum()
+    return found, list(torch.autograd.grad(total, [*H, *weights, line]))
+
+
+@pytest.mark.parametrize(("n", "centred", "d"), [(4, True, 40), (3, False, 20), (1, True, 16)])
+def test_weights_along_streams(n: int, centred: bool, d: int) -> None:
+    with kernels.off():
+        expected, slopes = run_along(n, centred, d)
+    found, own = run_along(n, centred, d)
     for a, b in zip([*found, *own], [*expected, *slopes], strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 

@@ -43,7 +43,7 @@ def score(v, w, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
     return dot * tl.rsqrt(square / D + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def mix_kernel(  # type: ignore[no-untyped-def]
     stack, newest, kept, w, h, levels, n, step, count, eps,
     D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
@@ -83,7 +83,7 @@ def term(g, v, w, r, level, mean):  # type: ignore[no-untyped-def]
     return share, ds * r, ds * s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["calls", "sources"])
 def gather_kernel(  # type: ignore[no-untyped-def]
     source, handed, own, h, left, grads, weights, levels, means, slopes, gradient, n, step, calls, sources, eps,
     D: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
@@ -135,7 +135,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(gradient + at, found - v * over_row(along * r * r / D), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["calls", "turns"])
 def weight_kernel(  # type: ignore[no-untyped-def]
     slopes, source, lines, n, calls, turns,
     D: tl.constexpr, CALLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr,

@@ -33,6 +33,7 @@ from stepformer.ops.symbols import topological
 
 KINDS = ("row", "stat")  # of outputs
 LIGHT = 4  # rows that a backward pass reads, at most, to have registers left for the next ones
+MANY = 4  # gains to sum, for which threads of eight numbers of a row each have the registers
 MOST_PROGRAMS = 16  # of a multiprocessor
 
 
@@ -45,11 +46,12 @@ def backward_tile(d: int, reads: int, sums: int, width: int) -> Tile:
     """A whole row of a program, the next ones on their way through shared memory while it is computed.
 
     `reads` and `sums` count the rows that are read and the gains that are summed, `width` is the bytes of a column in
-    all of what is read. A pass of few rows has registers left for the next one instead. On an H200 (32,768 rows of 768
+    all of what is read. A pass of few rows has registers left for the next one instead, one that sums many gains has
+    more threads to hold them. On an H200 (32,768 rows of 768
     in bf16) Nesterov took 94 us so, 129 with a warp for a row; gradient descent 52.
     """
     chunk = max(16, triton.next_power_of_2(d))
-    warps = min(16, max(1, chunk // 256))
+    warps = min(16, max(1, chunk // (256 if sums <= MANY else 128)))
     if reads < LIGHT and sums < 2 and d <= 4096:
         return Tile(chunk, 1, warps, programs=max(1, 32 // warps), ahead=True, hold=True)
     fits = (common.STAGES - 1) * width * chunk + 2048 <= common.SHARED

@@ -295,7 +295,7 @@ class Printer:
         ]  # fmt: skip
         inner = "        " if self.loops else "    "
         lines = [
-            "@triton.jit",
+            '@triton.jit(do_not_specialize=["tiles"])',
             f"def {task.name}({signature}):",
             *(f"    {line}" for line in head),
             *(["    for tile in tl.range(0, tiles, num_stages=STAGES):"] if self.loops else []),

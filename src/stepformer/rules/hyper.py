@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stepformer.base.options import choice, flag, integer
@@ -117,27 +115,24 @@ class HyperConnections(Connections):
             return {}
         return dict.fromkeys(["W_m", "W_b", *(f"W_r{j}" for j in range(self.n))], Array((self.n_head * self.head_dim,)))
 
-    def along(self, h: Tensor, w: Tensor) -> Tensor:
-        """tanh(Hbar_i w), (..., 1)."""
-        norm = F.rms_norm if self.norm == "rmsnorm" else F.layer_norm
-        return torch.tanh((norm(h, (self.n_head * self.head_dim,), eps=self.eps) * w).sum(dim=-1, keepdim=True))
+    def weights(self, H: list[Tensor], c: Values) -> tuple[list[Tensor], list[list[Any]]]:
+        """The streams, and of each its weights A_m, B and A_r with what they gain from its own row, (..., 1)."""
+        n, vectors = self.n, [c.W_m, c.W_b, *(getattr(c, f"W_r{j}") for j in range(self.n))]
+        starts = [[c.A_m[i], c.B[i], *c.A_r[i * n : (i + 1) * n]] for i in range(n)]
+        return connections.along(H, vectors, (c.s_a, c.s_b), starts, self.eps, self.norm != "rmsnorm")
 
     def read(self, H: list[Tensor], c: Values) -> tuple[list[Tensor], Sequence[Any]]:
         if not self.dynamic:
             return H, c.A_m
-        return H, [c.s_a * self.along(h, c.W_m) + own for h, own in zip(H, c.A_m, strict=True)]
+        H, weights = self.weights(H, c)
+        return H, [own[0] for own in weights]
 
     def mix(self, H: list[Tensor], c: Values) -> tuple[list[Tensor], Sequence[Sequence[Any]], Sequence[Any]]:
         n = self.n
-        mix = [c.A_r[i * n : (i + 1) * n] for i in range(n)]
         if not self.dynamic:
-            return H, mix, c.B
-        maps = [getattr(c, f"W_r{j}") for j in range(n)]
-        moved = [
-            [c.s_a * self.along(h, w) + own for w, own in zip(maps, line, strict=True)]
-            for h, line in zip(H, mix, strict=True)
-        ]
-        return H, moved, [c.s_b * self.along(h, c.W_b) + own for h, own in zip(H, c.B, strict=True)]
+            return H, [c.A_r[i * n : (i + 1) * n] for i in range(n)], c.B
+        H, weights = self.weights(H, c)
+        return H, [own[2:] for own in weights], [own[1] for own in weights]
 
 
 @register_template(

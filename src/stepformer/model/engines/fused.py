@@ -128,6 +128,7 @@ def run(model: Backbone, start: State, call: Call, cache: Cache | None) -> Tenso
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "along": connections.along_rows,
     "connections": connections.connections,
     "newton_schulz": heads.newton_schulz,
     "newton_schulz_of_mean": heads.newton_schulz_of_mean,
@@ -152,6 +153,18 @@ def numbers_of(step: EventStep, lines: list[Tensor]) -> list[Tensor]:
     if step.count <= FEW:
         return [lines[step.line][i : i + 1] for i in range(step.count)]
     return [lines[step.line]]
+
+
+def call_function(
+    model: Backbone, step: EventStep, needs: list[Any], lines: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """What a recorded function gives; its settings name the vectors that it takes beside rows and numbers."""
+    settings = dict(step.settings)
+    if "weights" in settings:
+        names = [name.split() for name in settings["weights"]]
+        settings["weights"] = [parameter(model, int(layer), bank, key) for layer, bank, key in names]
+    answer = FUNCTIONS[step.kind](*needs, *numbers_of(step, lines), **settings, dtype=dtype)
+    return [answer] if isinstance(answer, Tensor) else list(answer)
 
 
 def array(model: Backbone, name: str) -> Tensor:
@@ -246,10 +259,7 @@ class Run:
             answer, self.places[step.needs[-1]] = self.depth(step.needs, needs)
             found = [answer]
         else:
-            answer = FUNCTIONS[step.kind](
-                *needs, *numbers_of(step, self.lines), **dict(step.settings), dtype=self.carried
-            )
-            found = [answer] if isinstance(answer, Tensor) else list(answer)
+            found = call_function(self.model, step, needs, self.lines, self.carried)
         for at, tensor in zip(step.gives, found, strict=True):
             self.places[at] = tensor
 

@@ -317,11 +317,9 @@ class Walk:
                 self.depth = fused.depth_attention(self.model, self.plan, torch.float32)
             found = [self.depth(step.needs, [self.places[at] for at in step.needs])[0]]
         else:
-            numbers = fused.numbers_of(step, self.lines)
             self.settle(*step.needs)
             needs = [self.places[at] for at in step.needs]
-            answer = fused.FUNCTIONS[step.kind](*needs, *numbers, **dict(step.settings), dtype=torch.float32)
-            found = [answer] if isinstance(answer, Tensor) else list(answer)
+            found = fused.call_function(self.model, step, needs, self.lines, torch.float32)
         for at, tensor in zip(step.gives, found, strict=True):
             self.places[at] = tensor
 
