@@ -122,14 +122,15 @@ FEWER_ATTENTIONS = [{}, {}, {}, *LINEAR[:1] * 3, CONSTRAINED[3], CONSTRAINED[11]
 
 
 def covering_presets(without: Collection[str] = ()) -> list[Any]:
-    """All presets as parameters of a test; in the fast set those that bring a new template, splitting or attention, and
-    are not among `without`.
+    """All presets as parameters of a test; in the fast set those that bring a new family of templates (a file), a new
+    splitting or attention, and are not among `without`.
     """
     seen: set[tuple[str, str]] = set()
     found = []
     for name in sf.presets():
         config = sf.preset(name).config
-        brings = {(kind, getattr(config, kind)) for kind in ("template", "splitting", "attention")} - seen
+        family = config.component("template").__module__
+        brings = {("template", family), ("splitting", config.splitting), ("attention", config.attention)} - seen
         quick = brings and name not in without
         found.append(pytest.param(name, marks=[] if quick else [pytest.mark.slow]))
         seen |= brings if quick else set()
