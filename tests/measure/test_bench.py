@@ -278,6 +278,7 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert "with a long story" not in table.plain()
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_does_not_fit_is_halved_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     real = measuring._Bench.full_step
 

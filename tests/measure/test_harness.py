@@ -166,7 +166,7 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, 
 @pytest.mark.parametrize(
     ("name", "shots"),
     [
-        ("hellaswag", 0),
+        pytest.param("hellaswag", 0, marks=pytest.mark.slow),
         pytest.param("hellaswag", 10, marks=pytest.mark.slow),
         ("arc_easy", 10),
         pytest.param("arc_easy", 0, marks=pytest.mark.slow),

@@ -33,7 +33,7 @@ def covering(sample: list[dict[str, Any]]) -> list[int]:
 
 # An audit of an attention that solves a problem in every row takes ten times as long: their presets are in the fast set
 # of other tests.
-QUICK = [i for i in covering(SAMPLE) if cost(SAMPLE[i]) < 4][:14]
+QUICK = [i for i in covering(SAMPLE) if cost(SAMPLE[i]) < 4][:10]
 
 
 def test_the_sample_covers_what_there_is() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import stepformer as sf
 import unchanged
 
 RECORDED = json.loads(unchanged.RECORDED.read_text())
@@ -30,7 +31,9 @@ def same(name: str, found: list[Any], recorded: list[Any], scale: float) -> None
         assert abs(a - b) <= 1e-11 * max(1.0, scale), name
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case", [c if c in sf.presets() or c.endswith(" all") else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
 def test_as_recorded(case: str) -> None:
     recorded, found = RECORDED["architectures"][case], unchanged.facts(*CASES[case])
     assert found["hash"] == recorded["hash"]

@@ -312,8 +312,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"), count=40).folder
 
 
-@pytest.mark.parametrize("norm", ["frobenius", "spectral"])
-@pytest.mark.parametrize("name", ["vanilla", "kl"])
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        ("vanilla", "frobenius"),
+        ("kl", "spectral"),
+        pytest.param("vanilla", "spectral", marks=pytest.mark.slow),
+        pytest.param("kl", "frobenius", marks=pytest.mark.slow),
+    ],
+)
 def test_models_learn(corpus: Path, tmp_path: Path, name: str, norm: str) -> None:
     changes = {"steps": 40, "eval_every": 40, "save_every": 40, "precision": "fp32", "d_model": 32, "context": 32}
     settings = {**changes, "optim.name": "trust", "optim.norm": norm, "qk_norm": name == "kl"}
@@ -342,7 +349,7 @@ def test_models_learn_on_a_gpu(corpus: Path, tmp_path: Path, name: str, norm: st
     assert all(0.01 < line["r1"] < 10 for line in lines if "r1" in line)  # 0.1 to 2.5 on a CPU in fp32
 
 
-@pytest.mark.parametrize("norm", ["frobenius", "spectral"])
+@pytest.mark.parametrize("norm", ["frobenius", pytest.param("spectral", marks=pytest.mark.slow)])
 def test_resumed_run_is_the_uninterrupted_one(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: str
 ) -> None:

@@ -196,8 +196,9 @@ def test_the_audit_sees_it(steps: int, share: float) -> None:
     assert number(broken[4], r"loss (\S+) on unpredictable tokens") < share * CHANCE
 
 
-@pytest.mark.parametrize("steps", [120, pytest.param(300, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("force", ["row", pytest.param("query", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [120, 300])
+@pytest.mark.parametrize("force", ["row", "query"])
 def test_the_causal_forces_stay_at_chance(force: str, steps: int) -> None:
     result = audit(sf.model_config("symp-plain-euler", force=force), steps=steps)
     assert failures(result) == {}

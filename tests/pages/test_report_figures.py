@@ -37,6 +37,7 @@ def with_jacobians(study: Path, folder: Path, persistence: list[float], **change
     return found
 
 
+@pytest.mark.slow
 def test_jacobians_against_the_loss(study: Path, tmp_path: Path) -> None:
     """Persistence in the order of the losses: a rank correlation of 1, and of its opposite -1."""
     losses = [read_run(study / name).record.best_val_loss for name in NAMES]  # type: ignore[union-attr]

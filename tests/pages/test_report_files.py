@@ -179,6 +179,7 @@ def test_hostile_words_are_escaped_everywhere(study: Path, tmp_path: Path) -> No
     assert page.count("<script") == 2
 
 
+@pytest.mark.slow
 def test_words_that_are_no_unicode_do_not_stop_a_report(study: Path, tmp_path: Path) -> None:
     folder = copied(study, tmp_path)
     changed(folder / "result.json", label="x\udc80y")

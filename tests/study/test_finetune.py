@@ -445,6 +445,7 @@ def test_runs_that_were_pretrained_differently_are_told(
 BOTH = ["--corpora", "tales:village", "tales:space", "--quiet", "n_layer=1", "n_head=2", "context=16", "device=cpu"]
 
 
+@pytest.mark.slow
 def test_both_directions_in_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
