@@ -16,7 +16,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 from draws import seeded
 from stepformer.ops import connections, kernels
-from stepformer.ops.row_programs import aligned
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 CASES = [
@@ -53,26 +52,25 @@ def test_weights_of_streams(n: int, mixing: str, d: int) -> None:
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
-def run_along(n: int, centred: bool, d: int) -> tuple[list[Tensor], list[Tensor]]:
+def run_along(n: int, centred: bool, d: int, dtype: torch.dtype, device: str = "cpu") -> Any:
     """The same of dynamic hyper-connections: n vectors for the streams, one for reading, one for writing."""
     generator = seeded(n)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(device)
 
-    H, line = [drawn(2, 5, d).requires_grad_() for _ in range(n)], drawn(n * aligned(n + 4) + 4).requires_grad_()
-    weights = [(drawn(d) / d**0.5).requires_grad_() for _ in range(n + 2)]
-    how: dict[str, Any] = {"eps": 1e-5, "centred": centred, "order": connections.along_program(n + 2, 1e-5, centred)[2]}
-    found = connections.along_rows(*H, line, weights=weights, dtype=torch.float32, **how)
-    total = torch.stack([(t * drawn(*t.shape)).sum() for t in found]).sum()
-    return found, list(torch.autograd.grad(total, [*H, *weights, line]))
+    H = [(drawn(2, 37, d) + 0.5).to(dtype).requires_grad_() for _ in range(n)]
+    maps, line = (drawn(n + 2, d) / d**0.5).requires_grad_(), drawn(2 + n * (n + 2) + 4).requires_grad_()
+    found = connections.along_rows(*H, maps, line, eps=1e-5, centred=centred, dtype=dtype)
+    total = torch.stack([(t.float() * drawn(*t.shape)).sum() for t in found]).sum()
+    return found, list(torch.autograd.grad(total, [*H, maps, line]))
 
 
 @pytest.mark.parametrize(("n", "centred", "d"), [(4, True, 40), (3, False, 20), (1, True, 16)])
 def test_weights_along_streams(n: int, centred: bool, d: int) -> None:
     with kernels.off():
-        expected, slopes = run_along(n, centred, d)
-    found, own = run_along(n, centred, d)
+        expected, slopes = run_along(n, centred, d, torch.float32)
+    found, own = run_along(n, centred, d, torch.float32)
     for a, b in zip([*found, *own], [*expected, *slopes], strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
@@ -81,9 +79,21 @@ def test_weights_along_streams(n: int, centred: bool, d: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "mixing", "d"), [*CASES, (4, "sinkhorn", 768), (4, "permutations", 768)])
-def test_on_the_gpu(n: int, mixing: str, d: int, dtype: torch.dtype) -> None:
+def test_weights_on_the_gpu(n: int, mixing: str, d: int, dtype: torch.dtype) -> None:
     with kernels.off():
         expected, slopes = run(n, mixing, d, torch.float32, "cuda")
     found, own = run(n, mixing, d, dtype, "cuda")
+    for a, b in zip([*found, *own], [*expected, *slopes], strict=True):
+        assert (a.float() - b).norm() <= (1e-4 if dtype == torch.float32 else 2e-2) * b.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "centred", "d"), [(4, True, 768), (4, False, 768), (3, True, 40)])
+def test_weights_along_on_the_gpu(n: int, centred: bool, d: int, dtype: torch.dtype) -> None:
+    with kernels.off():
+        expected, slopes = run_along(n, centred, d, torch.float32, "cuda")
+    found, own = run_along(n, centred, d, dtype, "cuda")
     for a, b in zip([*found, *own], [*expected, *slopes], strict=True):
         assert (a.float() - b).norm() <= (1e-4 if dtype == torch.float32 else 2e-2) * b.norm()

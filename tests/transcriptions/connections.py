@@ -33,8 +33,8 @@ def hyper_layer(*state: Any) -> tuple[Tensor, ...]:
         call = {name: b["coef"][name + end].reshape(shape) for name, shape in shapes.items()}
         if rule["dynamic"]:
             call |= {name: b["coef"][name + end] for name in ("s_a", "s_b")}
-            call |= {name: b["arrays"][name + end].reshape(d, 1) for name in ("W_m", "W_b")}
-            call["W_r"] = torch.stack([b["arrays"][f"W_r{j}{end}"] for j in range(n)], dim=1)
+            W = b["arrays"]["W" + end].T
+            call |= {"W_m": W[:, :1], "W_b": W[:, 1:2], "W_r": W[:, 2:]}
             norm = rms_norm if rule["norm"] == "rmsnorm" else lambda z: layer_norm(z, torch.ones(d, dtype=z.dtype))
             H = rivals.hyper_call(H, T, *rivals.hyper_dynamic_matrices(H, call, norm))
         else:

@@ -1,4 +1,4 @@
-"""Kernels of constrained hyper-connections (connections.py): their weights of n streams, and the gradients of these.
+"""Kernels of hyper-connections (connections.py): a token's weights of its n streams, and the gradients of these.
 
     P = sum_i H_i F_i, and the streams' squares        one launch a stream: each row is read once
     pre, post, R from P                                a warp has several tokens, a thread few numbers of a matrix
@@ -11,7 +11,7 @@ memory, from which it finds its way back, M before = M after times its sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from torch import Tensor
 from stepformer.ops import common
 from stepformer.ops.common import dense
 from stepformer.ops.operators import traced
+from stepformer.ops.scalar_functions import tanh
 
 MOST_STREAMS = 8
 ROWS, COLUMNS, WARPS = 64, 64, 4  # tiles of the products
@@ -203,6 +204,59 @@ def weights_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def along_of(  # type: ignore[no-untyped-def]
+    products, squares, stream, m, k, count, eps, D: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
+    CENTRED: tl.constexpr,
+):  # fmt: skip
+    """The products of a stream's tokens with its maps, their means (the product EACH is the sum), and r of the norm."""
+    p = tl.load(products + (stream * count + m[:, None]) * WIDE + k)
+    square, mean = tl.load(squares + stream * count + m) / D, tl.zeros(m.shape, tl.float32)
+    if CENTRED:
+        mean = tl.load(products + (stream * count + m) * WIDE + EACH) / D
+        square = tl.maximum(square - mean * mean, 0.0)
+    return p, mean, tl.rsqrt(square + eps)
+
+
+@triton.jit
+def along_kernel(  # type: ignore[no-untyped-def]
+    products, squares, line, stats, count, eps, D: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Lines of `stats`, start + scale tanh(r p), of some tokens of a stream."""
+    token, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
+    m = tl.where(token < count, token, 0)
+    p, _, r = along_of(products, squares, stream, m, k, count, eps, D, EACH, WIDE, CENTRED)
+    start = tl.load(line + 2 + stream * EACH + k, mask=k < EACH, other=0.0)
+    found = start + tl.load(line + tl.where(k == 1, 1, 0)) * tanh(r[:, None] * p)
+    tl.store(stats + (stream * EACH + k) * count + m[:, None], found, mask=(token < count)[:, None] & (k < EACH))
+
+
+@triton.jit
+def along_backward_kernel(  # type: ignore[no-untyped-def]
+    products, squares, line, grads, changed, factor, partial, count, eps, WIDTH: tl.constexpr, D: tl.constexpr,
+    EACH: tl.constexpr, WIDE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `weights_backward_kernel`. r changes with h by factor (h - mean), whose second part the map of ones takes."""
+    token, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
+    m, real = tl.where(token < count, token, 0), token < count
+    p, mean, r = along_of(products, squares, stream, m, k, count, eps, D, EACH, WIDE, CENTRED)
+    t = tanh(r[:, None] * p)
+    arrived = tl.load(grads + (stream * EACH + k) * count + m[:, None], mask=real[:, None] & (k < EACH), other=0.0)
+    dz = arrived * tl.load(line + tl.where(k == 1, 1, 0)) * (1.0 - t * t)
+    by_r = -tl.sum(dz * p, 1) * r * r * r / D
+    dp = dz * r[:, None]
+    if CENTRED:
+        dp = tl.where(k == EACH, -(by_r * mean)[:, None], dp)
+    tl.store(changed + (stream * count + m[:, None]) * WIDE + k, dp, mask=real[:, None])
+    tl.store(factor + stream * count + m, by_r, mask=real)
+    own = partial + (stream * tl.num_programs(0) + tl.program_id(0)) * WIDTH
+    of_scales = tl.sum(arrived * t, 0, keep_dims=True)
+    tl.store(own, tl.sum(tl.where(k == 1, 0.0, of_scales)))
+    tl.store(own + 1, tl.sum(tl.where(k == 1, of_scales, 0.0)))
+    tl.store(own + 2 + stream * EACH + k, tl.sum(arrived, 0, keep_dims=True), mask=k < EACH)
+
+
+@triton.jit
 def streams_backward_kernel(  # type: ignore[no-untyped-def]
     h, arrived, changed, factor, maps, out, partial, count, turns, D: tl.constexpr, JOINED: tl.constexpr,
     OUTPUTS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -231,73 +285,162 @@ def streams_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(line + o[:, None] * D + at[None, :], total, mask=inside)
 
 
-class _Connections(torch.autograd.Function):
-    """Streams, which are handed on, and the lines of their weights."""
+class Streams:
+    """n streams and their maps: (outputs, n d), those of all streams, or (outputs, d), the same for each.
+
+    Of the first the products of all streams are added up, (1, tokens, width), of the others not, (n, tokens, width).
+    """
+
+    def __init__(self, rows: Sequence[Tensor], maps: Tensor) -> None:
+        self.rows, self.maps = [dense(h) for h in rows], maps.to(rows[0].dtype).contiguous()
+        self.d = rows[0].shape[-1]
+        self.count, self.outputs = rows[0].numel() // self.d, len(maps)
+        self.joined = maps.shape[1] > self.d
+        self.wide = max(16, triton.next_power_of_2(self.outputs))
+
+    def _places(self) -> list[tuple[int, Tensor]]:
+        """Of each stream: where its products are, and its maps."""
+        return [(0, self.maps[:, i * self.d :]) if self.joined else (i, self.maps) for i in range(len(self.rows))]
+
+    def project(self) -> tuple[Tensor, Tensor]:
+        """The products, and the sums of squares."""
+        kinds = 1 if self.joined else len(self.rows)
+        products = self.maps.new_empty(kinds, self.count, self.wide, dtype=torch.float32)
+        squares = self.maps.new_empty(kinds, self.count, dtype=torch.float32)
+        for i, (row, (place, maps)) in enumerate(zip(self.rows, self._places(), strict=True)):
+            project_kernel[(triton.cdiv(self.count, ROWS),)](
+                row, maps, products[place], squares[place], self.count, D=self.d, JOINED=self.maps.shape[1],
+                FIRST=i == 0 or not self.joined, OUTPUTS=self.outputs, WIDE=self.wide, PRECISION="ieee",
+                BLOCK_M=ROWS, BLOCK_K=COLUMNS, num_warps=WARPS,
+            )  # fmt: skip
+        return products, squares
+
+    def back(self, arrived: Sequence[Tensor | None], changed: Tensor, factor: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The gradients of the streams and of the maps from those of the products, and a multiple of each row."""
+        columns, tiles = triton.cdiv(self.d, COLUMNS), triton.cdiv(self.count, ROWS)
+        splits = min(tiles, max(1, PROGRAMS * common.multiprocessors(self.maps.device) // columns))
+        found, of_maps = [], []
+        for row, grad, (place, maps) in zip(self.rows, arrived, self._places(), strict=True):
+            found.append(torch.empty_like(row))
+            of_maps.append(self.maps.new_empty(splits, self.outputs * self.d, dtype=torch.float32))
+            streams_backward_kernel[(columns, splits)](
+                row, dense(grad), changed[place], factor[place], maps, found[-1], of_maps[-1], self.count,
+                triton.cdiv(tiles, splits), D=self.d, JOINED=self.maps.shape[1], OUTPUTS=self.outputs, WIDE=self.wide,
+                PRECISION="ieee", BLOCK_M=ROWS, BLOCK_K=COLUMNS, num_warps=WARPS,
+            )  # fmt: skip
+        if not self.joined:
+            return found, common.sum_lines(torch.cat(of_maps)).view(self.outputs, self.d)
+        return found, torch.cat([common.sum_lines(lines).view(self.outputs, self.d) for lines in of_maps], dim=1)
+
+
+class _Weights(torch.autograd.Function):
+    """Streams, which are handed on, and the lines of their weights; `how` launches what lies between."""
 
     @staticmethod
-    def forward(ctx: Any, eps: float, steps: int, maps: Tensor, line: Tensor, table: Any, *H: Tensor) -> Any:
-        n, d, count = len(H), H[0].shape[-1], H[0].numel() // H[0].shape[-1]
-        ctx.shape, ctx.eps, ctx.kind, ctx.sizes = (n, d, count), eps, maps.dtype, _sizes(n, d, len(maps), steps)
-        rows, maps, line = [dense(h) for h in H], maps.to(H[0].dtype).contiguous(), line.float().contiguous()
-        wide = max(16, triton.next_power_of_2(len(maps)))
-        products = maps.new_empty(count, wide, dtype=torch.float32)
-        squares = maps.new_empty(count, dtype=torch.float32)
-        for i, row in enumerate(rows):
-            project_kernel[(triton.cdiv(count, ROWS),)](
-                row, maps[:, i * d :], products, squares, count, D=d, JOINED=n * d, FIRST=i == 0, OUTPUTS=len(maps),
-                WIDE=wide, PRECISION="ieee", BLOCK_M=ROWS, BLOCK_K=COLUMNS, num_warps=WARPS,
-            )  # fmt: skip
-        stats = maps.new_empty(2 * n + n * n, count, dtype=torch.float32)
-        weights_kernel[(triton.cdiv(count, ctx.sizes["BLOCK"]),)](
-            products, squares, line, table, stats, count, eps, WIDE=wide, **ctx.sizes
-        )
-        ctx.save_for_backward(products, squares, line, maps, table, *rows)
+    def forward(ctx: Any, how: Any, maps: Tensor, line: Tensor, *H: Tensor) -> Any:
+        streams = Streams(H, maps)
+        products, squares = streams.project()
+        line = line.float().contiguous()
+        stats = products.new_empty(how.lines(streams), streams.count)
+        how.forward(streams, products, squares, line, stats)
+        ctx.how, ctx.kind = how, maps.dtype
+        ctx.save_for_backward(products, squares, line, streams.maps, *streams.rows)
         ctx.set_materialize_grads(False)
         return *H, stats
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        products, squares, line, maps, table, *rows = ctx.saved_tensors
-        (n, d, count), sizes = ctx.shape, ctx.sizes
+        products, squares, line, maps, *rows = ctx.saved_tensors
         *arrived, of_stats = grads
         if of_stats is None:
-            return None, None, None, None, None, *arrived
-        like, wide, outputs = rows[0], products.shape[1], len(maps)
-        programs = triton.cdiv(count, sizes["BLOCK"])
-        changed, factor = products.new_empty(count, wide, dtype=like.dtype), torch.empty_like(squares)
-        width = -(-len(line) // 8) * 8
-        partial = products.new_zeros(programs, width)
-        scratch = products.new_empty(programs, 2 * sizes["STEPS"] * sizes["NP"] * sizes["BLOCK"])
+            return None, None, None, *arrived
+        streams = Streams(rows, maps)
+        changed, factor = torch.empty_like(products, dtype=rows[0].dtype), torch.empty_like(squares)
+        partial = ctx.how.backward(streams, products, squares, line, dense(of_stats), changed, factor)
+        found, of_maps = streams.back(arrived, changed, factor)
+        return None, of_maps.to(ctx.kind), common.sum_lines(partial)[: len(line)], *found
+
+
+def _width(line: Tensor) -> int:
+    return -(-len(line) // 8) * 8
+
+
+class Constrained(NamedTuple):
+    """Weights by Sinkhorn steps, or with none from a table of permutations."""
+
+    eps: float
+    steps: int
+    table: Tensor | None
+
+    def sizes(self, streams: Streams) -> dict[str, int]:
+        n = len(streams.rows)
+        last, block = streams.outputs - 2 * n, TOKENS if self.steps else PERMUTED
+        padded = {"NP": triton.next_power_of_2(n), "LP": triton.next_power_of_2(last), "BLOCK": block}
+        return {"D": streams.d, "N": n, "STEPS": self.steps, "LAST": last, "WIDE": streams.wide, **padded}
+
+    def lines(self, streams: Streams) -> int:
+        return 2 * len(streams.rows) + len(streams.rows) ** 2
+
+    def forward(self, streams: Streams, products: Tensor, squares: Tensor, line: Tensor, stats: Tensor) -> None:
+        sizes = self.sizes(streams)
+        weights_kernel[(triton.cdiv(streams.count, sizes["BLOCK"]),)](
+            products, squares, line, self.table, stats, streams.count, self.eps, **sizes
+        )
+
+    def backward(self, streams: Streams, products: Tensor, squares: Tensor, line: Tensor, *rest: Tensor) -> Tensor:
+        sizes = self.sizes(streams)
+        programs = triton.cdiv(streams.count, sizes["BLOCK"])
+        partial = products.new_zeros(programs, _width(line))
+        scratch = products.new_empty(programs, 2 * self.steps * sizes["NP"] * sizes["BLOCK"])
         weights_backward_kernel[(programs,)](
-            products, squares, line, table, dense(of_stats), changed, factor, partial, scratch, count, ctx.eps,
-            WIDE=wide, WIDTH=width, **sizes,
+            products, squares, line, self.table, *rest, partial, scratch, streams.count, self.eps,
+            WIDTH=_width(line), **sizes,
         )  # fmt: skip
-        columns, tiles = triton.cdiv(d, COLUMNS), triton.cdiv(count, ROWS)
-        splits = min(tiles, max(1, PROGRAMS * common.multiprocessors(like.device) // columns))
-        found, of_maps = [], []
-        for i, row in enumerate(rows):
-            out = torch.empty_like(row)
-            lines = products.new_empty(splits, outputs * d)
-            streams_backward_kernel[(columns, splits)](
-                row, dense(arrived[i]), changed, factor, maps[:, i * d :], out, lines, count,
-                triton.cdiv(tiles, splits), D=d, JOINED=n * d, OUTPUTS=outputs, WIDE=wide, PRECISION="ieee",
-                BLOCK_M=ROWS, BLOCK_K=COLUMNS, num_warps=WARPS,
-            )  # fmt: skip
-            found.append(out)
-            of_maps.append(common.sum_lines(lines).view(outputs, d))
-        of_line = common.sum_lines(partial)[: len(line)]
-        return None, None, torch.cat(of_maps, dim=1).to(ctx.kind), of_line, None, *found
+        return partial
 
 
-def _sizes(n: int, d: int, outputs: int, steps: int) -> dict[str, int]:
-    last = outputs - 2 * n
-    padded = {"NP": triton.next_power_of_2(n), "LP": triton.next_power_of_2(last)}
-    return {"D": d, "N": n, "STEPS": steps, "LAST": last, **padded, "BLOCK": TOKENS if steps else PERMUTED}
+class Along(NamedTuple):
+    """Weights by the stream's own direction, `each` of one stream."""
+
+    eps: float
+    each: int
+    centred: bool
+
+    def launch(self, streams: Streams) -> tuple[tuple[int, int], dict[str, Any]]:
+        sizes = {"D": streams.d, "EACH": self.each, "WIDE": streams.wide, "CENTRED": self.centred, "BLOCK": TOKENS}
+        return (triton.cdiv(streams.count, TOKENS), len(streams.rows)), sizes
+
+    def lines(self, streams: Streams) -> int:
+        return self.each * len(streams.rows)
+
+    def forward(self, streams: Streams, products: Tensor, squares: Tensor, line: Tensor, stats: Tensor) -> None:
+        grid, sizes = self.launch(streams)
+        along_kernel[grid](products, squares, line, stats, streams.count, self.eps, **sizes)
+
+    def backward(self, streams: Streams, products: Tensor, squares: Tensor, line: Tensor, *rest: Tensor) -> Tensor:
+        grid, sizes = self.launch(streams)
+        partial = products.new_zeros(grid[0] * grid[1], _width(line))
+        along_backward_kernel[grid](
+            products, squares, line, *rest, partial, streams.count, self.eps, WIDTH=_width(line), **sizes
+        )
+        return partial
 
 
 def connections(
     H: Sequence[Tensor], maps: Tensor, line: Tensor, eps: float, steps: int, table: Tensor | None
 ) -> list[Tensor]:
     """As `connections.connections`, by so many Sinkhorn steps, or with none from a table of permutations."""
-    *rows, stats = _Connections.apply(eps, steps, maps, line, table, *H)
+    return _given(Constrained(eps, steps, table), maps, line, H)
+
+
+def along(H: Sequence[Tensor], maps: Tensor, line: Tensor, eps: float, centred: bool) -> list[Tensor]:
+    """As `connections.along_rows`. A LayerNorm's (h - mean) . w is h . (w - mean of w); its mean is a map of ones."""
+    each = len(maps)
+    if centred:
+        maps = torch.cat([maps - maps.mean(dim=1, keepdim=True), torch.ones_like(maps[:1])])
+    return _given(Along(eps, each, centred), maps, line, H)
+
+
+def _given(how: Constrained | Along, maps: Tensor, line: Tensor, H: Sequence[Tensor]) -> list[Tensor]:
+    *rows, stats = _Weights.apply(how, maps, line, *H)
     return [*rows, *stats.view(-1, *rows[0].shape[:-1]).unbind(0)]

@@ -1,6 +1,6 @@
 """How hyper-connections weigh a token's n streams: maps of each, or of all of them, and doubly stochastic matrices.
 
-Dynamic ones take tanh(norm(h) . w) of every stream and vector (`along`); constrained ones
+Dynamic ones take tanh(norm(h) . w) of every stream h and each of their vectors w (`along`); constrained ones
 
     z = RMSNorm(vec H);  y = a z F + b, the gate a of its part;  pre = sigmoid(y1), post = 2 sigmoid(y2), R from y3
 
@@ -21,73 +21,39 @@ from torch import Tensor
 
 from stepformer.ops import kernels
 from stepformer.ops.dtypes import working_dtype
-from stepformer.ops.operators import traced
-from stepformer.ops.row_programs import Program, aligned, extract
-from stepformer.ops.symbols import Symbol, function, leaf, record, row_sum, standardise
+from stepformer.ops.symbols import Symbol, record
 
 SINKHORN = 20
 GATES = 3
 
 
 def along(
-    H: list[Any], vectors: Sequence[Any], scales: Sequence[Any], starts: Sequence[Sequence[Any]], eps: float,
-    centred: bool,
-) -> tuple[list[Any], list[list[Any]]]:  # fmt: skip
-    """The streams (..., d), and of each start + scale tanh(norm(h) . w), (..., 1), for every vector w.
+    H: list[Any], maps: Any, scales: Sequence[Any], starts: Sequence[Sequence[Any]], eps: float, centred: bool
+) -> tuple[list[Any], list[Any]]:
+    """The streams (..., d), and of each start + scale tanh(norm(h) . w), (..., 1), for every line w of `maps`.
 
-    The second vector, that of the weights of the answer, has the second scale, all others the first.
+    The second line, that of the weights of the answer, has the second scale, all others the first.
     """
-    n, each = len(H), len(vectors)
-    if not isinstance(H[0], Symbol):
+    n, each = len(H), len(starts[0])
+    if not isinstance(maps, Symbol):
         norm = F.layer_norm if centred else F.rms_norm
-        rows = [norm(h, h.shape[-1:], eps=eps) for h in H]
-        found = [[torch.tanh((z * w).sum(dim=-1, keepdim=True)) for w in vectors] for z in rows]
-        return H, [[scales[k == 1] * t + starts[i][k] for k, t in enumerate(line)] for i, line in enumerate(found)]
-    program, _, order = along_program(each, eps, centred)
-    empty = [0.0] * (program.numbers - len(order))
-    numbers = [number for line in starts for number in (*([*scales, *line][k] for k in order), *empty)]
-    kinds, names = ["row"] * n + ["stat"] * n * each, tuple(str(w.attr) for w in vectors)
-    given = record("along", H, kinds, numbers, eps=eps, centred=centred, weights=names, order=tuple(order))
-    return given[:n], [given[n + i * each :][:each] for i in range(n)]
+        along = [torch.tanh(F.linear(norm(h, h.shape[-1:], eps=eps), maps)).split(1, dim=-1) for h in H]
+        return H, [[scales[int(k == 1)] * t + starts[i][k] for k, t in enumerate(line)] for i, line in enumerate(along)]
+    numbers = [*scales, *(number for line in starts for number in line)]
+    found = record("along", [*H, maps], ["row"] * n + ["stat"] * n * each, numbers, eps=eps, centred=centred)
+    return found[:n], [found[n + i * each :][:each] for i in range(n)]
 
 
-def along_rows(
-    *tensors: Tensor, eps: float, centred: bool, weights: Sequence[Tensor], order: Sequence[int], dtype: torch.dtype
-) -> list[Tensor]:
-    """The same from streams and a line of numbers, a pass a stream; it adds what else arrives to the stream's gradient.
+def along_rows(*tensors: Tensor, eps: float, centred: bool, dtype: torch.dtype) -> list[Tensor]:
+    """The same from n streams, the maps and a line of numbers: the streams, and one number per token each (...)."""
+    *H, maps, line = tensors
+    if kernels.usable(*H, maps):
+        from stepformer.ops import connection_kernels as fast
 
-    One small kernel for all streams: in the pass between two oracles their sums took Triton minutes to compile.
-    """
-    *H, line = tensors
-    numbers = line[: len(H) * aligned(len(order))].chunk(len(H))
-    if not kernels.usable(*H, *weights) or traced(H[0]):
-        found = []
-        for h, own in zip(H, numbers, strict=True):
-            given = [own[order.index(k)] for k in range(len(order))]
-            found += along([h], weights, given[:2], [given[2:]], eps, centred)[1][0]
-        return [*H, *(t.squeeze(-1) for t in found)]
-    from stepformer.ops.row_passes import row_pass
-
-    program, vectors, _ = along_program(len(weights), eps, centred)
-    passes = [
-        row_pass(program, [h, *(weights[i] for i in vectors), own], dtype, dtype, ("r0",))
-        for h, own in zip(H, numbers, strict=True)
-    ]
-    return [*(handed["r0"] for _, handed in passes), *(t for outs, _ in passes for t in outs)]
-
-
-@cache
-def along_program(count: int, eps: float, centred: bool) -> tuple[Program, list[int], list[int]]:
-    """What `along` computes of a stream, and the order in which it takes vectors, and scales and starts."""
-    z, vectors = standardise(leaf("row", "h"), eps, centred=centred), [leaf("vec", f"w{k}") for k in range(count)]
-    numbers = [leaf("num", f"number{k}") for k in range(2 + count)]
-    along = [function("tanh", row_sum(z * w)) for w in vectors]
-    found = extract([numbers[k == 1] * t + numbers[2 + k] for k, t in enumerate(along)], [], lambda n: False)
-    return (
-        found.program,
-        [vectors.index(w) for w in found.inputs["vec"]],
-        [numbers.index(n) for n in found.inputs["num"]],
-    )
+        if fast.supports(len(H), H[0]):
+            return fast.along(H, maps, line[: 2 + len(H) * len(maps)], eps, centred)
+    starts = line[2 : 2 + len(H) * len(maps)].unflatten(0, (len(H), -1))
+    return [*H, *(t.squeeze(-1) for own in along(H, maps, line[:2], starts, eps, centred)[1] for t in own)]
 
 
 def read(H: list[Any], maps: Any, numbers: Sequence[Any], eps: float, mixing: str) -> tuple[list[Any], Sequence[Any]]:

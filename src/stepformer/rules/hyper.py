@@ -113,13 +113,13 @@ class HyperConnections(Connections):
     def arrays_of(self, turn: str) -> Mapping[str, Array]:
         if turn == "out" or not self.dynamic:
             return {}
-        return dict.fromkeys(["W_m", "W_b", *(f"W_r{j}" for j in range(self.n))], Array((self.n_head * self.head_dim,)))
+        return {"W": Array((2 + self.n, self.n_head * self.head_dim))}  # lines W_m, W_b, W_r
 
-    def weights(self, H: list[Tensor], c: Values) -> tuple[list[Tensor], list[list[Any]]]:
+    def weights(self, H: list[Tensor], c: Values) -> tuple[list[Tensor], list[Any]]:
         """The streams, and of each its weights A_m, B and A_r with what they gain from its own row, (..., 1)."""
-        n, vectors = self.n, [c.W_m, c.W_b, *(getattr(c, f"W_r{j}") for j in range(self.n))]
+        n = self.n
         starts = [[c.A_m[i], c.B[i], *c.A_r[i * n : (i + 1) * n]] for i in range(n)]
-        return connections.along(H, vectors, (c.s_a, c.s_b), starts, self.eps, self.norm != "rmsnorm")
+        return connections.along(H, c.W, (c.s_a, c.s_b), starts, self.eps, self.norm != "rmsnorm")
 
     def read(self, H: list[Tensor], c: Values) -> tuple[list[Tensor], Sequence[Any]]:
         if not self.dynamic:

@@ -155,15 +155,9 @@ def numbers_of(step: EventStep, lines: list[Tensor]) -> list[Tensor]:
     return [lines[step.line]]
 
 
-def call_function(
-    model: Backbone, step: EventStep, needs: list[Any], lines: list[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """What a recorded function gives; its settings name the vectors that it takes beside rows and numbers."""
-    settings = dict(step.settings)
-    if "weights" in settings:
-        names = [name.split() for name in settings["weights"]]
-        settings["weights"] = [parameter(model, int(layer), bank, key) for layer, bank, key in names]
-    answer = FUNCTIONS[step.kind](*needs, *numbers_of(step, lines), **settings, dtype=dtype)
+def call_function(step: EventStep, needs: list[Any], lines: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """What a recorded function gives."""
+    answer = FUNCTIONS[step.kind](*needs, *numbers_of(step, lines), **dict(step.settings), dtype=dtype)
     return [answer] if isinstance(answer, Tensor) else list(answer)
 
 
@@ -259,7 +253,7 @@ class Run:
             answer, self.places[step.needs[-1]] = self.depth(step.needs, needs)
             found = [answer]
         else:
-            found = call_function(self.model, step, needs, self.lines, self.carried)
+            found = call_function(step, needs, self.lines, self.carried)
         for at, tensor in zip(step.gives, found, strict=True):
             self.places[at] = tensor
 

@@ -319,7 +319,7 @@ class Walk:
         else:
             self.settle(*step.needs)
             needs = [self.places[at] for at in step.needs]
-            found = fused.call_function(self.model, step, needs, self.lines, torch.float32)
+            found = fused.call_function(step, needs, self.lines, torch.float32)
         for at, tensor in zip(step.gives, found, strict=True):
             self.places[at] = tensor
 
