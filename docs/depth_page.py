@@ -125,7 +125,7 @@ tables, never by Muon. Extras that change x are refused, since x is one of n row
 
 On a GPU `hyper` is one generated pass between two calls, which reads and writes each row once; the numbers per token of
 its dynamic form are computed on the way. `mhc` has one event more: products of the rows with F and the Sinkhorn steps
-are kernels of their own (`ops/connection_kernels.py`), whose backward pass does the steps again.
+are kernels of their own (`ops/connection_passes.py`), whose backward pass does the steps again.
 
 ## Attention residuals
 

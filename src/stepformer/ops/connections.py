@@ -27,9 +27,7 @@ SINKHORN = 20
 GATES = 3
 
 
-def along(
-    H: list[Any], maps: Any, scales: Sequence[Any], starts: Sequence[Sequence[Any]], eps: float, centred: bool
-) -> tuple[list[Any], list[Any]]:
+def along(H: list[Any], maps: Any, scales: Any, starts: Any, eps: float, centred: bool) -> tuple[list[Any], list[Any]]:
     """The streams (..., d), and of each start + scale tanh(norm(h) . w), (..., 1), for every line w of `maps`.
 
     The second line, that of the weights of the answer, has the second scale, all others the first.
@@ -48,7 +46,7 @@ def along_rows(*tensors: Tensor, eps: float, centred: bool, dtype: torch.dtype) 
     """The same from n streams, the maps and a line of numbers: the streams, and one number per token each (...)."""
     *H, maps, line = tensors
     if kernels.usable(*H, maps):
-        from stepformer.ops import connection_kernels as fast
+        from stepformer.ops import connection_passes as fast
 
         if fast.supports(len(H), H[0]):
             return fast.along(H, maps, line[: 2 + len(H) * len(maps)], eps, centred)
@@ -95,7 +93,7 @@ def connections(*tensors: Tensor, eps: float, mixing: str, dtype: torch.dtype) -
     n = len(H)
     line = line[: GATES + len(maps)]
     if kernels.usable(*H, maps):
-        from stepformer.ops import connection_kernels as fast
+        from stepformer.ops import connection_passes as fast
 
         if fast.supports(n, H[0]):
             if mixing == "sinkhorn":
