@@ -114,6 +114,11 @@ def tangent(
         up = observe(model, tokens, targets, rows=rows)
     with moved(model, step, -h):
         down = observe(model, tokens, targets, rows=rows)
+    return tangent_between(at, up, down, h)
+
+
+def tangent_between(at: Observation, up: Observation, down: Observation, h: float) -> Change:
+    """The same from observations at the beginning of a step and at +-h times the step."""
 
     def slope(a: Any, b: Any) -> Any:
         return None if a is None or b is None else (a - b) / (2 * h)

@@ -16,6 +16,7 @@ Cov_a(y, s) Cov_a(y, s)^T / Var_a(s). Rotations and norms of queries and keys ar
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -148,26 +149,40 @@ def factors(model: Model, at: Observation, lambda_attn: float = 1.0) -> dict[str
         out, down = whole(attention.out.weight), whole(block.mlp.down.weight)
         one = out.new_full((1, 1, 1), 1 / d)
         left, right = _of_heads(attention, seen, rows, at.queries, by_attention, lambda_attn)
-        heads = out.unflatten(1, (attention.n_head, -1)).transpose(0, 1)
-        left["v"] = heads.mT @ heads / d
-        found |= {f"{own}.attn.qkv.weight.{part}": (left[part], right[part]) for part in "qkv"}
-        found[f"{own}.attn.out.weight"] = one, _gram(seen.gathered, by_attention).sum(0, keepdim=True)
         with torch.enable_grad():
             hidden = seen.hidden.detach().requires_grad_()
             (slopes,) = torch.autograd.grad(block.mlp.activation(hidden).sum(), hidden)
-        u = _gram(seen.mlp_input, by_mlp).sum(0, keepdim=True)
-        products = down.mT @ down / d
         parts = ("",) if block.mlp.branches == 1 else (".gate", ".up")
-        for part, slope in zip(parts, slopes.chunk(len(parts), dim=-1), strict=True):
-            squares = _gram(slope, torch.ones_like(by_mlp) / by_mlp.numel()).sum(0)
-            found[f"{own}.mlp.up.weight{part}"] = (products * squares)[None], u
-        found[f"{own}.mlp.down.weight"] = one, _gram(seen.activated, by_mlp).sum(0, keepdim=True)
+        with rounded_products():
+            heads = out.unflatten(1, (attention.n_head, -1)).transpose(0, 1)
+            left["v"] = heads.mT @ heads / d
+            found |= {f"{own}.attn.qkv.weight.{part}": (left[part], right[part]) for part in "qkv"}
+            found[f"{own}.attn.out.weight"] = one, _gram(seen.gathered, by_attention).sum(0, keepdim=True)
+            u = _gram(seen.mlp_input, by_mlp).sum(0, keepdim=True)
+            products = down.mT @ down / d
+            for part, slope in zip(parts, slopes.chunk(len(parts), dim=-1), strict=True):
+                squares = _gram(slope, torch.ones_like(by_mlp) / by_mlp.numel()).sum(0)
+                found[f"{own}.mlp.up.weight{part}"] = (products * squares)[None], u
+            found[f"{own}.mlp.down.weight"] = one, _gram(seen.activated, by_mlp).sum(0, keepdim=True)
     return found
 
 
 def _gram(x: Tensor, weights: Tensor) -> Tensor:
     """sum_n w_n x_n x_n^T of vectors (..., n, p) with weights (..., n)."""
     return (x * weights.unsqueeze(-1)).mT @ x
+
+
+@contextlib.contextmanager
+def rounded_products() -> Iterator[None]:
+    """Inside, products of fp32 matrices on a GPU round their inputs to tf32: directions and sums of squares can bear
+    it (1/2000 of the mean eigenvalue, a twentieth of the damping), differences of near ones cannot.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _of_heads(
@@ -184,35 +199,41 @@ def _of_heads(
     assert call is not None
     assert seen.qkv is not None
     # differences of large numbers, times a beta^2 that may be large too
-    a, s, heads = rows.weights.double(), rows.scores.double(), attention.n_head
+    a, heads = rows.weights.double(), attention.n_head
     a = a / a.sum(dim=-1, keepdim=True)
     beta2 = rows.beta.double().square().masked_fill(rows.capped, 0.0)  # out of reach: one-hot, nothing moves it
-    centred = a * (s - (a * s).sum(dim=-1, keepdim=True))
-    variance = (centred * s).sum(dim=-1)
-    # where the constraint decides beta and the row is not one-hot to rounding
-    tied = rows.active & (beta2 * variance > torch.finfo(u.dtype).eps)
-    taken = torch.where(tied, 1 / torch.where(tied, variance, 1.0), 0.0)
+    centred = taken = None
+    if isinstance(attention, ConstrainedAttention):
+        s = rows.scores.double()
+        centred = a * (s - (a * s).sum(dim=-1, keepdim=True))
+        variance = (centred * s).sum(dim=-1)
+        # where the constraint decides beta and the row is not one-hot to rounding
+        tied = rows.active & (beta2 * variance > torch.finfo(u.dtype).eps)
+        taken = torch.where(tied, 1 / torch.where(tied, variance, 1.0), 0.0)
     raw_q, raw_k, _ = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in seen.qkv.chunk(3, dim=-1))
     q, k, _ = attention.in_heads(seen.qkv, call)
     where = torch.arange(u.shape[1], device=u.device) if queries is None else queries
     q, k, raw_q, raw_k = (t.double() for t in (q[:, :, where], k, raw_q[:, :, where], raw_k))
     scale = lambda_attn / (2 * attention.head_dim * heads) / (len(u) * len(where))
 
-    def covariance(y: Tensor, weights: Tensor) -> Tensor:
+    def covariance(y: Tensor, mean: Tensor, weights: Tensor) -> Tensor:
         """sum_i w_i (Cov_a(y) less what a tied row does not see), y (..., K, p) the same for every query."""
-        every, weights, less = (t.to(y.dtype) for t in ((a * weights[..., None]).sum(-2), weights, weights * taken))
-        return _gram(y, every) - _gram(a.to(y.dtype) @ y, weights) - _gram(centred.to(y.dtype) @ y, less)
+        found = _gram(y, (a * weights[..., None]).sum(-2).to(y.dtype)) - _gram(mean, weights.to(y.dtype))
+        if centred is None or taken is None:
+            return found
+        return found - _gram(centred.to(y.dtype) @ y, (weights * taken).to(y.dtype))
 
     if attention.qk_norm or attention.rotary:
         left_q, left_k = _pulled_back(attention, (q, k), (raw_q, raw_k), where, a, centred, beta2, taken)
     else:
-        left_q, left_k = covariance(k, beta2), _gram(q, beta2)
+        left_q, left_k = covariance(k, a @ k, beta2), _gram(q, beta2)
     ones = torch.full_like(beta2, 1 / (len(u) * len(where)))
     gathered = a.to(u.dtype) @ u[:, None]
-    right_q = _gram(u, torch.full_like(u[..., 0], 1 / u[..., 0].numel())).sum(0, keepdim=True)
-    right_v = _gram(gathered, by_attention[:, None].expand(beta2.shape))
+    with rounded_products():
+        right_q = _gram(u, torch.full_like(u[..., 0], 1 / u[..., 0].numel())).sum(0, keepdim=True)
+        right_v = _gram(gathered, by_attention[:, None].expand(beta2.shape)).sum(0)
     left = {"q": (scale * left_q.sum(0)).to(u.dtype), "k": (scale * left_k.sum(0)).to(u.dtype)}
-    return left, {"q": right_q, "k": covariance(u[:, None], ones).sum(0), "v": right_v.sum(0)}
+    return left, {"q": right_q, "k": covariance(u[:, None], gathered, ones).sum(0), "v": right_v}
 
 
 def _pulled_back(
@@ -221,9 +242,9 @@ def _pulled_back(
     raw: tuple[Tensor, Tensor],
     where: Tensor,
     a: Tensor,
-    centred: Tensor,
+    centred: Tensor | None,
     beta2: Tensor,
-    taken: Tensor,
+    taken: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """sum_i beta^2 Cov_a and sum_ij beta^2 a_ij r_ij r_ij^T where the map to the queries and keys that are used depends
     on the token: k_j as query i's own map sees it, and r_ij, q_i as key j's does; some queries at a time.
@@ -234,11 +255,14 @@ def _pulled_back(
     step = max(1, AT_ONCE // k.numel())
     for begin in range(0, q.shape[2], step):
         some = slice(begin, begin + step)
-        weights, moved, b2 = a[:, :, some], centred[:, :, some], beta2[:, :, some]
+        weights, b2 = a[:, :, some], beta2[:, :, some]
         seen = _back(attention, k[:, :, None], where[some, None], raw_q[:, :, some, None])
         both = (weights * b2.unsqueeze(-1)).flatten(2)
-        mean, along = ((w.unsqueeze(-2) @ seen).squeeze(-2) for w in (weights, moved))
-        left_q = left_q + _gram(seen.flatten(2, 3), both) - _gram(mean, b2) - _gram(along, b2 * taken[:, :, some])
+        mean = (weights.unsqueeze(-2) @ seen).squeeze(-2)
+        left_q = left_q + _gram(seen.flatten(2, 3), both) - _gram(mean, b2)
+        if centred is not None and taken is not None:
+            along = (centred[:, :, some].unsqueeze(-2) @ seen).squeeze(-2)
+            left_q = left_q - _gram(along, b2 * taken[:, :, some])
         seen = _back(attention, q[:, :, some, None], keys, raw_k[:, :, None])
         left_k = left_k + _gram(seen.flatten(2, 3), both)
     return left_q, left_k

@@ -12,9 +12,8 @@ change and what it changed. From that the radius eta is found, below the schedul
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,8 +24,17 @@ from stepformer.model import Model
 from stepformer.ops.sharding import is_sharded, like, whole
 from stepformer.optim.config import OptimConfig
 from stepformer.optim.lmo import Direction, LmoOptimizer, polar_directions, shared
-from stepformer.optim.trust.changes import Change, change, local, tangent
-from stepformer.optim.trust.factors import Stack, factors, inverse_root, kronecker, refusals, rows_of, stacks
+from stepformer.optim.trust.changes import Change, change, local, tangent_between
+from stepformer.optim.trust.factors import (
+    Stack,
+    factors,
+    inverse_root,
+    kronecker,
+    refusals,
+    rounded_products,
+    rows_of,
+    stacks,
+)
 from stepformer.optim.trust.observing import Observation, moved, observe
 
 Probe = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -186,16 +194,18 @@ class TrustRegion(LmoOptimizer):
     ) -> None:
         """Compare what the step changed with what was predicted; change radius and ratios accordingly."""
         config, group = self.config, self.param_groups[0]
-        measured = change(at, observe(self.model, tokens, targets, rows=rows))
-        with moved(self.model, step, -1.0):  # where it began
-            predicted = tangent(self.model, tokens, step, targets=targets, rows=rows, at=at)
+        after = observe(self.model, tokens, targets, rows=rows)
+        measured = change(at, after)
+        with moved(self.model, step, -2.0):  # as far the other way
+            predicted = tangent_between(at, after, observe(self.model, tokens, targets, rows=rows), 1.0)
+        with moved(self.model, step, -1.0), rounded_products():  # where it began
             exact = local(self.model, tokens, step, rows=rows, lambda_attn=config.lambda_attn, at=at)
-        for stack in self.stacks_of_all:
-            left, right, ratio = self.kept(stack, "left", "right", "ratio")
-            guess = kronecker(left, right, stack.of(whole(step[stack.name]).to(left.dtype)))
-            known = (guess > 0) & (exact[stack.key] > 0)
-            new = torch.where(known, exact[stack.key].to(ratio.dtype) / torch.where(known, guess, 1.0), ratio)
-            ratio.lerp_(new, 1 - MEMORY)
+            for stack in self.stacks_of_all:
+                left, right, ratio = self.kept(stack, "left", "right", "ratio")
+                guess = kronecker(left, right, stack.of(whole(step[stack.name]).to(left.dtype)))
+                known = (guess > 0) & (exact[stack.key] > 0)
+                new = torch.where(known, exact[stack.key].to(ratio.dtype) / torch.where(known, guess, 1.0), ratio)
+                ratio.lerp_(new, 1 - MEMORY)
         r1, r2 = self._ratios(measured, predicted)
         eta, peak = group["lr"], group["peak"]
         radius = self.state[group["params"][0]]["radius"]
@@ -234,14 +244,3 @@ def _by_layer(measured: Change) -> list[dict[str, float]]:
 
 def _times(root: Tensor, matrices: Tensor) -> Tensor:
     return root * matrices if root.shape[-1] == 1 else root @ matrices
-
-
-@contextlib.contextmanager
-def rounded_products() -> Iterator[None]:
-    """Inside, products of fp32 matrices on a GPU round their inputs to tf32, which a direction can bear."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
