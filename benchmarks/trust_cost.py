@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--size", default="small")
     parser.add_argument("--batch", type=int, default=480, help="sequences in a step")
     parser.add_argument("--micro-batch", type=int, default=32)
-    parser.add_argument("--probe", type=int, default=4096, help="tokens of a look")
+    parser.add_argument("--probe", type=int, default=2048, help="tokens of a look")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     device = torch.device(args.device)

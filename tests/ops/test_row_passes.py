@@ -273,6 +273,21 @@ def test_rows_that_are_lent(place: int) -> None:
     check_loans(step, (1, 3, 20))
 
 
+def test_a_gradient_that_arrives_as_it_is_needed_is_not_written_again() -> None:
+    x, g, s = leaf("row", "x"), leaf("row", "g"), leaf("stat", "s")
+    program = extract([x + s * g], [], lambda n: False).program
+    given = [torch.randn(3, 20, requires_grad=True), torch.randn(3, 20, requires_grad=True)]
+    weight = torch.randn(3, requires_grad=True)
+    ((out,), _) = row_pass(program, [*given, weight], SINGLE, SINGLE)
+    arriving = torch.randn_like(out)
+    by_x, by_g, by_s = torch.autograd.grad(out, [*given, weight], arriving)
+    assert by_x.data_ptr() == arriving.data_ptr()
+    assert torch.allclose(by_g, weight[:, None] * arriving)
+    assert torch.allclose(by_s, (given[1] * arriving).sum(-1), atol=1e-6)
+    ((out,), _) = row_pass(program, [*given, weight], HALF, HALF)  # another dtype has to be written
+    assert torch.autograd.grad(out, given[0], arriving.to(HALF))[0].dtype == SINGLE
+
+
 def test_who_borrows_writes_one_gradient() -> None:
     """However many rows an average has: one gradient for those that are lent, one for what is new; and the backward
     reads none of them again."""
@@ -281,7 +296,7 @@ def test_who_borrows_writes_one_gradient() -> None:
     assert [len(step.borrows) for step in steps] == [1, 2, 3, 4, 5, 6, 6, 6]
     for step in steps[:6]:
         own = row_passes.compiled(step.program.text, step.handed, step.borrows)
-        stored = own.backward(tuple(own.reached), tuple(own.names), tuple("f" for _ in own.names)).stored
+        stored = own.backward(dict.fromkeys(own.reached, SINGLE), tuple(own.names), (SINGLE,) * len(own.names)).stored
         borrowed = {name for name, _ in step.borrows}
         assert len({stored[name] for name in borrowed}) == 1
         assert len(set(stored.values())) == 2

@@ -55,21 +55,6 @@ def four_row_sums(a, b, c, d):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def eight_row_sums(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
-    """Eight, each first added up in its threads: joined, whole rows of so many would take minutes to compile."""
-    first = tl.join(tl.join(thread_sums(a), thread_sums(c)), tl.join(thread_sums(b), thread_sums(d)))
-    second = tl.join(tl.join(thread_sums(e), thread_sums(g)), tl.join(thread_sums(f), thread_sums(h)))
-    first, second = tl.split(tl.sum(tl.join(first, second), 1))
-    ac, bd = tl.split(first)
-    eg, fh = tl.split(second)
-    a, c = tl.split(ac)
-    b, d = tl.split(bd)
-    e, g = tl.split(eg)
-    f, h = tl.split(fh)
-    return a, b, c, d, e, f, g, h
-
-
-@triton.jit
 def over_row(a):  # type: ignore[no-untyped-def]
     """(ROWS,) -> (1, ROWS, 1)"""
     return a[None, :, None]

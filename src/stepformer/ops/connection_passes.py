@@ -19,7 +19,7 @@ from stepformer.ops.operators import traced
 MOST_STREAMS = 8
 TILE = common.Tile(64, 64, 4)  # columns, rows and warps of the products
 BACK = common.Tile(64, 64, 4, stages=3, programs=4)  # and of those backward
-SINKHORN, PERMUTED = common.Tile(0, 64, 4), common.Tile(0, 16, 4)  # tokens of a program that makes weights
+SINKHORN, PERMUTED = common.Tile(0, 32, 1), common.Tile(0, 16, 4)  # tokens of a program that makes weights
 
 
 def supports(n: int, like: Tensor) -> bool:

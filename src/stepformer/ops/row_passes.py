@@ -34,6 +34,7 @@ from stepformer.ops.symbols import topological
 KINDS = ("row", "stat")  # of outputs
 LIGHT = 4  # rows that a backward pass reads, at most, to have registers left for the next ones
 MANY = 4  # gains to sum, for which threads of eight numbers of a row each have the registers
+MEETINGS = 16  # sums over a row, for which fewer warps should wait for each other
 MOST_PROGRAMS = 16  # of a multiprocessor
 
 
@@ -42,16 +43,18 @@ def forward_tile(d: int) -> Tile:
     return common.row_tile(d)._replace(programs=0)
 
 
-def backward_tile(d: int, reads: int, sums: int, width: int) -> Tile:
+def backward_tile(d: int, reads: int, sums: int, width: int, stats: int = 0) -> Tile:
     """A whole row of a program, the next ones on their way through shared memory while it is computed.
 
-    `reads` and `sums` count the rows that are read and the gains that are summed, `width` is the bytes of a column in
-    all of what is read. A pass of few rows has registers left for the next one instead, one that sums many gains has
-    more threads to hold them. On an H200 (32,768 rows of 768
-    in bf16) Nesterov took 94 us so, 129 with a warp for a row; gradient descent 52.
+    `reads`, `sums` and `stats` count the rows that are read, the gains that are summed and the sums over a row, `width`
+    is the bytes of a column in all of what is read. A pass of few rows has registers left for the next one instead, one
+    that sums many gains has more threads to hold them. On an H200 (32,768 rows of 768 in bf16) Nesterov took 94 us so,
+    129 with a warp for a row; gradient descent 52; four streams mixed by weights of the token 183 with two warps, 248
+    with four, 205 with one.
     """
     chunk = max(16, triton.next_power_of_2(d))
-    warps = min(16, max(1, chunk // (256 if sums <= MANY else 128)))
+    numbers = 512 if stats >= MEETINGS else 256 if sums <= MANY else 128  # of a warp
+    warps = min(16, max(1, chunk // numbers))
     if reads < LIGHT and sums < 2 and d <= 4096:
         return Tile(chunk, 1, warps, programs=max(1, 32 // warps), ahead=True, hold=True)
     fits = (common.STAGES - 1) * width * chunk + 2048 <= common.SHARED
@@ -118,6 +121,7 @@ class Backward(NamedTuple):
     kernel: Kernel
     found: Gradients
     stored: dict[str, str]  # input -> the row in which its gradient is written
+    same: dict[str, str]  # input -> the output whose gradient is its own, as it arrived
 
 
 class Pass:
@@ -167,15 +171,23 @@ class Pass:
         assert found is not None
         return found
 
-    def backward(self, present: tuple[str, ...], needed: tuple[str, ...], dtypes: tuple[Any, ...]) -> Backward:
+    def backward(
+        self, present: dict[str, torch.dtype], needed: tuple[str, ...], dtypes: tuple[torch.dtype, ...]
+    ) -> Backward:
         """For the gradients that arrive and those that are asked for, in these dtypes."""
-        key = (present, needed, dtypes)
+        key = (*present.items(), needed, dtypes)
         if key not in self.backwards:
             wanted = [*needed, *(f"n{i}" for i in range(self.count) if "scalars" in needed)]
-            found = self._found(present, wanted)
+            found = self._found(tuple(present), wanted)
             first: dict[Any, str] = {}
             kinds = dict(zip(self.names, dtypes, strict=True))
-            stored = {k: first.setdefault((n, kinds[k]), k) for k, n in found.rows.items()}
+            arrived = {f"d_{k}": k for k, kind in present.items() if self.reached[k].kind == "row"}
+            same = {
+                k: arrived[n.attr]
+                for k, n in found.rows.items()
+                if n.op == "in" and n.attr in arrived and present[arrived[n.attr]] == kinds[k]
+            }
+            stored = {k: first.setdefault((n, kinds[k]), k) for k, n in found.rows.items() if k not in same}
             sums = Gradients(sums=found.sums)
             task = Task(
                 "row_backward",
@@ -187,7 +199,7 @@ class Pass:
                 numbers=self.program.numbers if any(k.startswith("n") for k in found.sums) else 0,
                 scaled=self.scaled,
             )
-            self.backwards[key] = Backward(Kernel(task), found, stored)
+            self.backwards[key] = Backward(Kernel(task), found, stored, same)
         return self.backwards[key]
 
     # running
@@ -225,9 +237,10 @@ class Pass:
         needed: tuple[str, ...], dtypes: tuple[torch.dtype, ...], shape: Sequence[int],
     ) -> dict[str, Tensor]:  # fmt: skip
         """By name of the inputs; `grads` by name of the outputs."""
-        plan = self.backward(tuple(grads), needed, dtypes)
-        if not plan.found.rows and not plan.found.stats and not plan.found.sums:
-            return {}  # nothing that is asked for depends on what has arrived
+        plan = self.backward({k: t.dtype for k, t in grads.items()}, needed, dtypes)
+        found = {k: grads[at] for k, at in plan.same.items()}
+        if not plan.stored and not plan.found.stats and not plan.found.sums:
+            return found  # nothing else that is asked for depends on what has arrived
         stats = {f"d_{k}": t for k, t in grads.items() if self.reached[k].kind == "stat"}
         rows = {f"d_{k}": t for k, t in grads.items() if f"d_{k}" not in stats}
         printer_rows = {**rows, **dict(zip(self.kept, kept, strict=True))}
@@ -245,8 +258,7 @@ class Pass:
         vectors = sorted((k for k in plan.found.sums if k.startswith("g")), key=lambda k: int(k[1:]))
         width = -(-(len(vectors) * d + task.numbers) // 8) * 8
         reads = [t for k, t in printer_rows.items()]
-        tile = backward_tile(d, len(reads), len(vectors), common.column_bytes(*reads))
-        found: dict[str, Tensor] = {}
+        tile = backward_tile(d, len(reads), len(vectors), common.column_bytes(*reads), len(task.stats))
         partial = plan.kernel.launch(named, n, d, tile, width) if n else None
         found |= {k: outs[at] for k, at in plan.stored.items()} | singles
         if partial is not None:
@@ -348,14 +360,14 @@ def _row_pass_backward(
     others = dict(zip([k for k in own.names if not k.startswith("r")], parameters, strict=True))
     given = dict(zip(names.split(), grads, strict=True))
     found = own.gradients(given, kept, statistics, others, tuple(needed.split()), _dtypes(dtypes), shape)
-    seen: set[int] = set()
+    seen = {t.untyped_storage().data_ptr() for t in grads}
     result = []
     for k in needed.split():
         t = found.get(k)
         if t is None:
             t = _fake_backward(text, grads, names, kept, statistics, parameters, k, dtypes, shape)[0].zero_()
         memory = t.untyped_storage().data_ptr()
-        t = t.clone() if memory in seen else t  # an operator's outputs share no memory
+        t = t.clone() if memory in seen else t  # what an operator is given and what it gives share no memory
         seen.add(memory)
         result.append(t)
     return result

@@ -25,11 +25,10 @@ from stepformer.ops.scalar_functions import NAMES, printed
 from stepformer.ops.symbols import Symbol, is_const, make, topological
 
 COMMON = (
-    common.eight_row_sums, common.four_row_sums, common.load_columns, common.load_gain, common.load_stored,
-    common.numbers, common.over_row, common.row_statistics, common.row_statistics_at_once, common.row_sum,
-    common.row_sums, common.standardised, common.store_columns, common.thread_sums, common.tile_columns,
+    common.four_row_sums, common.load_columns, common.load_gain, common.load_stored, common.numbers, common.over_row,
+    common.row_statistics, common.row_statistics_at_once, common.row_sum, common.row_sums, common.standardised,
+    common.store_columns, common.thread_sums, common.tile_columns,
 )  # fmt: skip
-SUMS = {8: "eight_row_sums", 4: "four_row_sums", 2: "row_sums"}
 ZERO, FINITE, ANYTHING = 0, 1, 2
 
 
@@ -235,7 +234,7 @@ class Printer:
             rows.append(self.clean(m.args[0]))
             self.names.setdefault(m, self.fresh())
         names = ", ".join(self.names[m] for m in group)
-        put.append(f"{names} = {SUMS[len(group)]}({', '.join(rows)})")
+        put.append(f"{names} = {'four_row_sums' if len(group) == 4 else 'row_sums'}({', '.join(rows)})")
         for m in group:
             self._store(m, put)
 
@@ -367,7 +366,7 @@ def finite_rec(n: Symbol) -> bool:
 
 
 def grouped(nodes: Sequence[Symbol]) -> dict[Symbol, tuple[Symbol, ...]]:
-    """Sums over rows of which none needs another, by eights, fours and twos: warps meet once for all of a group."""
+    """Sums over rows of which none needs another, by fours and twos: warps meet once for all of a group."""
     level: dict[Symbol, int] = {}
     alike: dict[int, list[Symbol]] = {}
     for n in nodes:
@@ -377,8 +376,7 @@ def grouped(nodes: Sequence[Symbol]) -> dict[Symbol, tuple[Symbol, ...]]:
     found: dict[Symbol, tuple[Symbol, ...]] = {}
     for sums in alike.values():
         while len(sums) > 1:
-            size = next(size for size in SUMS if size <= len(sums))
-            group, sums = tuple(sums[:size]), sums[size:]
+            group, sums = tuple(sums[: 4 if len(sums) > 3 else 2]), sums[4 if len(sums) > 3 else 2 :]
             found |= dict.fromkeys(group, group)
     return found
 

@@ -127,7 +127,7 @@ class OptimConfig(Settings):
     share_qk: float = setting(1.0, "trust: what queries and keys count in the budget, beside 1 for the others", above=0)
     factor_damping: float = setting(1e-2, "trust: added to the factors, times their mean eigenvalue", least=0)
     factor_every: int = setting(50, "trust: steps between inversions of the factors", least=1)
-    probe: int = setting(4096, "trust: tokens that are looked at for statistics and radius", least=1)
+    probe: int = setting(2048, "trust: tokens that are looked at for statistics and radius", least=1)
     probe_every: int = setting(10, "trust: steps between two looks", least=1)
     adapt_radius: bool = setting(True, "trust: find the radius below the schedule's rate; false: it is that rate")
     clip: float = setting(1.0, "largest global gradient norm (0: no clipping)", least=0)

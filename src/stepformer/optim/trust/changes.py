@@ -50,6 +50,8 @@ def row_change(rows: Rows, scores: Tensor, log_prior: Tensor | None = None, radi
     def mean(t: Tensor) -> Tensor:
         return (a * t).sum(dim=-1, keepdim=True)
 
+    if rows.free:
+        return (a * (scores - mean(scores)).square()).sum(dim=-1) / 2
     centred = s - mean(s)
     variance = mean(centred.square())
     moves = beta * scores if log_prior is None else beta * scores + log_prior

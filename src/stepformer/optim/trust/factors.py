@@ -203,7 +203,7 @@ def _of_heads(
     a = a / a.sum(dim=-1, keepdim=True)
     beta2 = rows.beta.double().square().masked_fill(rows.capped, 0.0)  # out of reach: one-hot, nothing moves it
     centred = taken = None
-    if isinstance(attention, ConstrainedAttention):
+    if not rows.free:
         s = rows.scores.double()
         centred = a * (s - (a * s).sum(dim=-1, keepdim=True))
         variance = (centred * s).sum(dim=-1)
@@ -300,8 +300,3 @@ def inverse_root(matrices: Tensor, damping: float) -> Tensor:
     root, failed = torch.linalg.cholesky_ex(matrices + ridge[..., None, None] * eye)
     found = torch.linalg.solve_triangular(root, eye.expand_as(root), upper=False)
     return found.masked_fill((failed > 0)[..., None, None], torch.nan)
-
-
-def rows_of(tokens: int, share: int = 2) -> Tensor | None:
-    """The queries that statistics are taken of: every second one, ending with the last."""
-    return torch.arange(tokens - 1 - (tokens - 1) // share * share, tokens, share) if tokens > share else None

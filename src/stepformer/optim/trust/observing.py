@@ -41,6 +41,7 @@ class Rows:
     capped: Tensor  # (B, H, R), bool: out of reach, beta follows the spread of the scores
     log_prior: Tensor | None = None  # ln p, (B, H, R, K), normalised; None: uniform, always
     radius: Tensor | None = None  # (B, H, R)
+    free: bool = False  # softmax: nothing decides beta
 
     @property
     def weights(self) -> Tensor:
@@ -239,7 +240,7 @@ class _Recorder:
         else:
             log_weights = scores.masked_fill(~visible, -math.inf).log_softmax(dim=-1).masked_fill(~visible, 0.0)
             no = torch.zeros(scores.shape[:-1], dtype=torch.bool, device=scores.device)
-            rows = Rows(self.layer, scores, log_weights, visible, torch.ones_like(scores[..., 0]), no, no)
+            rows = Rows(self.layer, scores, log_weights, visible, torch.ones_like(scores[..., 0]), no, no, free=True)
         self.found.rows.append(rows)
         answer: Tensor = type(attention).attend(attention, q, k, v, *others)
         return answer

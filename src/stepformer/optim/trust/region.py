@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from stepformer.base.errors import ConfigError, InputError
 from stepformer.model import Model
+from stepformer.ops.graphs import capturable
 from stepformer.ops.sharding import is_sharded, like, whole
 from stepformer.optim.config import OptimConfig
 from stepformer.optim.lmo import Direction, LmoOptimizer, polar_directions, shared
@@ -32,7 +33,6 @@ from stepformer.optim.trust.factors import (
     kronecker,
     refusals,
     rounded_products,
-    rows_of,
     stacks,
 )
 from stepformer.optim.trust.observing import Observation, moved, observe
@@ -57,6 +57,7 @@ class TrustRegion(LmoOptimizer):
             raise InputError("optim.name = 'trust' looks at tokens: give Optimizers a `probe`.")
         self.model, self.config, self.probe = model, config, probe
         self.t = 0
+        self.places: list[Tensor] = []  # of averages, and then of steps
         self.report: dict[str, Any] = {}  # of this step, for the metrics
         self.problem = ""  # why training cannot go on
         names = {p: name for name, p in model.named_parameters()}
@@ -110,8 +111,7 @@ class TrustRegion(LmoOptimizer):
             super().step()
             return
         tokens, targets = self.probe(self.t, self.config.probe)
-        rows = rows_of(tokens.shape[1])
-        at = observe(self.model, tokens, targets, rows=rows, inputs=True)
+        at = observe(self.model, tokens, targets, inputs=True)
         self.learn(factors(self.model, at, self.config.lambda_attn))
         if self.problem:
             return
@@ -120,7 +120,7 @@ class TrustRegion(LmoOptimizer):
         if group["lr"] > 0:
             names = [some[0].name for some in group["parts"]]
             step = {name: p.detach() - old for name, p, old in zip(names, params, before, strict=True)}
-            self._judge(step, tokens, targets, rows, at, cap)
+            self._judge(step, tokens, targets, at, cap)
 
     def learn(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Take new factors into the averages, and at times their roots into the steps."""
@@ -150,7 +150,24 @@ class TrustRegion(LmoOptimizer):
             self.problem = "a factor of the trust region is not positive: its statistics are not finite, or too few"
 
     def _directions(self, number: int, averages: list[Tensor], parts: list[Any]) -> list[Direction]:
-        """Steps of unit size: eta times them is taken."""
+        """Steps of unit size: eta times them is taken. On a GPU by way of memory that stays where it is, as a graph."""
+        if not capturable(averages[0]):
+            return [(step, 1.0) for step in self._steps(averages, parts)]
+        places = [(m.shape, m.dtype, m.device) for m in averages]
+        if [(t.shape, t.dtype, t.device) for t in self.places] != places:
+            self.places = [torch.empty_like(m) for m in averages]
+        own = [stack for some in parts for stack in some]
+        used = [t for stack in own for t in self.kept(stack, "left_root", "right_root", "ratio")]
+        torch._foreach_copy_(self.places, averages)
+        self.graphs.run(
+            "trust",
+            tuple(t.data_ptr() for t in (*self.places, *used)),
+            lambda: torch._foreach_copy_(self.places, self._steps(self.places, parts)),
+            averages[0],
+        )
+        return [(step, 1.0) for step in self.places]
+
+    def _steps(self, averages: list[Tensor], parts: list[Any]) -> list[Tensor]:
         with rounded_products():
             whitened: dict[str, Tensor] = {}
             for m, some in zip(averages, parts, strict=True):
@@ -174,7 +191,7 @@ class TrustRegion(LmoOptimizer):
                     step = _times(left.mT, whitened[stack.key]) @ right
                     steps.append((step / ratio.sqrt()[:, None, None]).flatten(0, 1))
                 step = torch.cat(steps) if len(steps) > 1 else steps[0]
-                directions.append((like(step, m) if is_sharded(m) else step, 1.0))
+                directions.append(like(step, m) if is_sharded(m) else step)
         return directions
 
     def _orthogonalise(self, own: list[Stack], whitened: dict[str, Tensor]) -> None:
@@ -189,17 +206,15 @@ class TrustRegion(LmoOptimizer):
             size = math.sqrt(self.weights[stack.key] / self.count / min(stack.rows, stack.cols))
             whitened[stack.key] = steps.to(whitened[stack.key].dtype) * size
 
-    def _judge(
-        self, step: dict[str, Tensor], tokens: Tensor, targets: Tensor, rows: Tensor | None, at: Observation, cap: float
-    ) -> None:
+    def _judge(self, step: dict[str, Tensor], tokens: Tensor, targets: Tensor, at: Observation, cap: float) -> None:
         """Compare what the step changed with what was predicted; change radius and ratios accordingly."""
         config, group = self.config, self.param_groups[0]
-        after = observe(self.model, tokens, targets, rows=rows)
+        after = observe(self.model, tokens, targets)
         measured = change(at, after)
         with moved(self.model, step, -2.0):  # as far the other way
-            predicted = tangent_between(at, after, observe(self.model, tokens, targets, rows=rows), 1.0)
+            predicted = tangent_between(at, after, observe(self.model, tokens, targets), 1.0)
         with moved(self.model, step, -1.0), rounded_products():  # where it began
-            exact = local(self.model, tokens, step, rows=rows, lambda_attn=config.lambda_attn, at=at)
+            exact = local(self.model, tokens, step, lambda_attn=config.lambda_attn, at=at)
             for stack in self.stacks_of_all:
                 left, right, ratio = self.kept(stack, "left", "right", "ratio")
                 guess = kronecker(left, right, stack.of(whole(step[stack.name]).to(left.dtype)))
