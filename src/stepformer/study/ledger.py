@@ -21,7 +21,7 @@ from typing import Any
 from stepformer.base.errors import InputError
 from stepformer.base.version import PACKAGE
 from stepformer.present.style import short_number
-from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, paired, summarise
+from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, PairedDifference, paired, summarise
 
 CLAIMS = PACKAGE / "catalogue" / "claims.toml"
 NUMBERS = PACKAGE / "catalogue" / "claims.json"
@@ -102,7 +102,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Test:
+class Criterion:
     """A quantity and where the claim has it: between `low` and `high`.
 
     `a - b < 0` is a difference, `a - 0.5 b - 0.5 c > 0` a sum whose terms may have factors, `a / b in 0.4..0.6` a
@@ -116,7 +116,7 @@ class Test:
     high: float
 
     @classmethod
-    def parse(cls, text: str) -> Test:
+    def parse(cls, text: str) -> Criterion:
         found = re.fullmatch(r"(.+?) (?:([<>]) (\S+)|in (\S+?)\.\.(\S+))", text)
         if not found:
             raise InputError(f"'{text}' is no test: it ends with < bound, > bound or in low..high.")
@@ -152,13 +152,12 @@ class Test:
         sums = {seed: math.fsum(c * log(values[label][seed]) for c, label in self.terms) for seed in seeds}
         if source.exact:
             return Measured(len(sums), max(sums.values()), min(sums.values()), max(sums.values()))
-        found_ = paired(dict.fromkeys(seeds, 0.0), sums)
-        measured = Measured(found_.n, found_.mean, found_.low, found_.high)
-        if self.kind == "ratio":
-            return Measured(measured.n, *(None if value is None else math.exp(value) for value in _three(measured)))
-        return (
-            _over_noise(measured, [list(of.values()) for of in values.values()]) if self.kind == "noise" else measured
-        )
+        pairs = paired(dict.fromkeys(seeds, 0.0), sums)
+        if self.kind == "noise":
+            return _over_noise(pairs, [[of[seed] for seed in seeds] for of in values.values()])
+        scale = math.exp if self.kind == "ratio" else float
+        low, high = (None if end is None else scale(end) for end in (pairs.low, pairs.high))
+        return Measured(pairs.n, scale(pairs.mean), low, high)
 
     def _of_differences(self, source: Source, rows: Mapping[str, Mapping[str, Any]], before: str) -> Measured:
         """Of rows that have their differences to the baseline alone: what is between two of them is not known by seed,
@@ -166,15 +165,16 @@ class Test:
         """
         if abs(math.fsum(c for c, _ in self.terms)) > 1e-9:
             raise InputError(f"{' and '.join(source.raw)} have differences alone, and the factors do not add up to 0.")
-        mean = half = 0.0
-        n = 0
+        mean, half, counts = 0.0, 0.0, list[int]()
         for factor, label in self.terms:
             row = rows[label]
-            if label == row.get("baseline", source.baseline):
-                continue
-            centre, low, high = (float(row[f"{before}difference{end}"] or "nan") for end in ("", "_low", "_high"))
-            mean, half, n = mean + factor * centre, half + abs(factor) * (high - low) / 2, int(row.get("n") or 0)
-        return Measured(n or len(source.seeds), mean, *((None, None) if half != half else (mean - half, mean + half)))
+            if label != row.get("baseline", source.baseline):
+                centre, low, high = (float(row[f"{before}difference{end}"] or "nan") for end in ("", "_low", "_high"))
+                mean, half = mean + factor * centre, half + abs(factor) * (high - low) / 2
+                counts.append(int(row["n"]))
+        if math.isnan(half):  # of one seed
+            return Measured(min(counts), mean, None, None)
+        return Measured(min(counts), mean, mean - half, mean + half)
 
     def verdict(self, measured: Measured, quantity: str) -> str:
         """Confirmed if the interval lies where the claim has it, refuted if nowhere there, open otherwise."""
@@ -193,7 +193,7 @@ class Evidence:
     """What a source says of a test."""
 
     source: Source
-    test: Test
+    test: Criterion
     measured: Measured
     verdict: str
 
@@ -290,7 +290,7 @@ def ledger(numbers: Numbers | None = None) -> list[Claim]:
                     raise InputError(f"claims.json has no numbers for '{entry}': run `python docs/claims_page.py`.")
                 n, mean, low, high = known[entry]
                 measured = Measured(int(n or 0), float(mean or 0), low, high)
-                test = Test.parse(part.test)
+                test = Criterion.parse(part.test)
                 evidence.append(Evidence(sources[name], test, measured, test.verdict(measured, part.quantity)))
             evidence.sort(key=lambda one: (one.source.work, one.measured.n), reverse=True)
             parts.append(replace(part, evidence=tuple(evidence)))
@@ -308,7 +308,7 @@ def read_numbers(root: Path) -> dict[str, list[float | None]]:
             for name in part.sources:
                 if name not in rows:
                     rows[name] = sources[name].rows(root)
-                measured = Test.parse(part.test).measure(sources[name], rows[name], part.quantity)
+                measured = Criterion.parse(part.test).measure(sources[name], rows[name], part.quantity)
                 numbers = [None if value is None else _rounded(value) for value in _three(measured)]
                 found[key(claim, place, name)] = [measured.n, *numbers]
     return found
@@ -373,18 +373,17 @@ def _by_seed(source: Source, rows: Sequence[Mapping[str, Any]], column: str) -> 
     return {int(seed): value for seed, value in zip(seeds, numbers, strict=True)}
 
 
-def _over_noise(difference: Measured, values: Sequence[Sequence[float]]) -> Measured:
+def _over_noise(pairs: PairedDifference, values: Sequence[Sequence[float]]) -> Measured:
     """A difference over the pooled standard deviation between seeds. The interval has both uncertainties: the ends of
     the difference over those of the deviation, whose chi-squared quantiles are Wilson and Hilferty's.
     """
-    spreads = [summarise(of).std for of in values]
-    if difference.low is None or difference.high is None or None in spreads:
-        return replace(difference, mean=math.nan)
-    noise = math.sqrt(math.fsum(std * std for std in spreads if std is not None) / len(spreads))
-    df = len(values) * (len(values[0]) - 1)
+    if pairs.low is None or pairs.high is None:
+        return Measured(pairs.n, math.nan, None, None)
+    df = len(values) * (pairs.n - 1)
+    noise = math.sqrt(math.fsum((x - summarise(of).mean) ** 2 for of in values for x in of) / df)
     least, most = (math.sqrt((1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3) for z in (-1.96, 1.96))
-    ends = sorted(end * root / noise for end in (difference.low, difference.high) for root in (least, most))
-    return Measured(difference.n, difference.mean / noise, ends[0], ends[-1])
+    ends = sorted(end * root / noise for end in (pairs.low, pairs.high) for root in (least, most))
+    return Measured(pairs.n, pairs.mean / noise, ends[0], ends[-1])
 
 
 def _three(measured: Measured) -> tuple[float, float | None, float | None]:

@@ -34,7 +34,7 @@ def ledger_table(claims: Sequence[Claim]) -> Table:
         part = claim.deciding
         best = part.decisive[0] if part and part.evidence else None
         held = sum(part.verdict == CONFIRMED for part in claim.counted)
-        parts = f" ({held} of {len(claim.counted)} parts hold)" if len(claim.counted) > 1 else ""
+        parts = f" ({held} of {len(claim.counted)} parts confirmed)" if len(claim.counted) > 1 else ""
         cells = (claim.claim, f"{claim.verdict}{parts}", f"{part.test}: {best}" if part and best else "")
         scale = f"{best.source.short}; {best.pairs}" if best else ""
         rows.append([text(claim.number, style=HUES.get(claim.verdict, "")), *map(text, (*cells, scale))])
