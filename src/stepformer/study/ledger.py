@@ -36,10 +36,10 @@ class Source:
     """A raw file, or several that are alike, and what they are of.
 
     The rows of a file are those of a CSV file, the matches of `pattern` with its named groups, or a list at a path of a
-    JSON file. `label` is the column that names a row, `names` and `prefix` change what it says, `columns` says which
-    column has a quantity. A row holds one seed (column `seed`), all of them (`QUANTITY_by_seed`), the difference to the
-    baseline with its interval (`difference`, `difference_low`, `difference_high`; other quantities than the loss with
-    their name before it) or one measurement of several.
+    JSON file. `label` is the column that names a row, `names` and `prefix` change what it says, `where` leaves rows
+    out, `columns` says which column has a quantity. A row holds one seed (column `seed`), all of them
+    (`QUANTITY_by_seed`), the difference to the baseline with its interval (`difference`, `difference_low`,
+    `difference_high`; other quantities than the loss with their name before it) or one measurement of several.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Source:
     label: str = "architecture"
     names: Mapping[str, str] | None = None
     prefix: str = ""
+    where: Mapping[str, Any] | None = None  # what else a row has to say
     columns: Mapping[str, str] | None = None
     seeds: tuple[int, ...] = ()
     baseline: str = "vanilla"
@@ -86,7 +87,8 @@ class Source:
                 if isinstance(there, dict):  # of lists
                     there = [{self.label: label, "value_by_seed": values} for label, values in there.items()]
                 found += there
-        kept = [row for row in found if row[self.label].startswith(self.prefix)]
+        asked = (self.where or {}).items()
+        kept = [row for row in found if row[self.label].startswith(self.prefix) and asked <= row.items()]
         names = self.names or {}
         return [{**row, self.label: names.get(row[self.label], row[self.label][len(self.prefix) :])} for row in kept]
 
@@ -370,6 +372,10 @@ def _by_seed(source: Source, rows: Sequence[Mapping[str, Any]], column: str) -> 
         return {int(seed): float(value) for seed, value in zip(seeds, values, strict=True)}
     numbers = [float(row[column] if column in row else _at(row, column)) for row in rows]
     seeds = [row["seed"] for row in rows] if "seed" in first else range(len(rows))
+    if len({*seeds}) < len(rows):
+        raise InputError(
+            f"{' and '.join(source.raw)} have a seed of '{first[source.label]}' twice: say which by `where`."
+        )
     return {int(seed): value for seed, value in zip(seeds, numbers, strict=True)}
 
 
