@@ -43,7 +43,7 @@ How a verdict follows from the numbers:
 
 ![Every interval of the ledger](figures/claims.png)
 
-A new result enters by its `comparison.csv` in `docs/raw/` and five lines in `claims.toml`, whose first lines say how.
+A new result enters by its `comparison.csv` in `docs/raw/` and six lines in `claims.toml`, whose first lines say how.
 
 | | document | claim | verdict | deciding test | measured | scale |
 |---|---|---|---|---|---|---|
