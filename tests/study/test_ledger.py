@@ -240,7 +240,7 @@ def test_commands_to_test_a_claim_would_run(
 
 def test_every_claim_says_what_is_needed() -> None:
     table = tomllib.loads(ledger.CLAIMS.read_text())
-    assert "verdict" not in json.dumps(table), "verdicts are computed"
+    assert '"verdict":' not in json.dumps(table), "verdicts are computed"
     for claim in ledger.ledger():
         assert claim.commands
         assert claim.published
