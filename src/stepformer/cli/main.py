@@ -38,6 +38,7 @@ A preset is a named point in template x splitting x attention; change one word a
   stepformer serve RUN [RUN2]                  type a prompt, compare two checkpoints token by token, watch a training
   stepformer export RUN --out DIR              to Hugging Face; `stepformer import` reads others' checkpoints
   stepformer flow                              the particle systems behind attention: energies, orders, pictures
+  stepformer claims                            what the documents claim, what was measured, and the verdict
 """
 
 
@@ -64,6 +65,7 @@ COMMANDS = {  # name: who adds it
     "audit": "audit.add_audit",
     "bench": "bench.add_bench",
     "flow": "flow.add_flow",
+    "claims": "claims.add_claims",
 }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepformer.present.tables import Column, Table, tabulated, text
 from stepformer.study.forgetting import AMOUNTS, Direction, ForgettingRow
-from stepformer.study.records import Compared, Row
+from stepformer.study.records import Compared, Row, RunRecord
 from stepformer.study.statistics import PairedDifference, Summary, seed_words, several_intervals
 
 HUES = {"better": "green", "worse": "red"}  # of a row in a terminal
@@ -116,6 +117,10 @@ def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
         "loss_std": _number(row.loss.std),
         "best_loss": _number(row.best.mean),
         "train_loss": _number(row.train.mean if row.train else None),
+        "loss_by_seed": _by_seed(record.val_loss for record in row.records),
+        "best_loss_by_seed": _by_seed(record.best_val_loss for record in row.records),
+        "seconds_by_seed": _by_seed(record.train_seconds for record in row.records),
+        "order_by_seed": _by_seed(_same_order(record, base) for record, base in _with_baseline(comparison, row)),
         "paired_seeds": " ".join(map(str, difference.seeds)) if difference else "",
         "difference": _of(difference, "mean"),
         "difference_standard_error": _of(difference, "standard_error", ".6f"),
@@ -142,6 +147,23 @@ def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
         "remarks": " ".join(comparison.remarks),
         "rows_differ_in": "; ".join(str(found) for found in comparison.differences if not found.meant),
     }
+
+
+def _by_seed(values: Iterable[float]) -> str:
+    return " ".join(map(_number, values))
+
+
+def _with_baseline(comparison: Compared, row: Row) -> list[tuple[RunRecord, RunRecord]]:
+    """The runs of a row, each with the baseline's of the same seed; none unless every seed has one."""
+    others = {record.seed: record for record in comparison.rows[0].records}
+    return [(record, others[record.seed]) for record in row.records] if {*row.seeds} <= others.keys() else []
+
+
+def _same_order(record: RunRecord, base: RunRecord) -> float:
+    """Part of the evaluations after a tenth of the tokens that order two runs as the last one does."""
+    other, later = dict(base.curve), [tokens for tokens, _ in record.curve if 10 * tokens > record.tokens]
+    apart = [loss - other[tokens] for tokens, loss in record.curve if tokens in other and tokens in later]
+    return sum((one < 0) == (apart[-1] < 0) for one in apart) / len(apart) if apart else math.nan
 
 
 def _of(difference: PairedDifference | None, name: str, digits: str = "+.6f") -> str:
