@@ -1,4 +1,4 @@
-"""What the documentation site needs besides the pages: equations as MathML, pages from outside docs/, a look at the result.
+"""What the site needs besides the pages of docs/: equations as MathML, pages from elsewhere, a look at the result.
 
 mkdocs calls the functions by their names (mkdocs.yml). A warning ends a build with `--strict`, which `make docs` uses.
 """
@@ -45,12 +45,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def listing(folder: Path) -> str:
     """A page with links to everything in a folder."""
     title = "Raw outputs" if folder.name == "raw" else f"Raw outputs: {folder.name}"
-    entries = sorted(folder.iterdir())
-    return f"# {title}\n\n" + "\n".join(
-        f"- [{path.name}]({path.name}{'/index.md' if path.is_dir() and not (path / 'README.md').exists() else ''}"
-        f"{'/README.md' if path.is_dir() and (path / 'README.md').exists() else ''})"
-        for path in entries
-    )
+    links = [f"- [{path.name}]({path.name})" for path in sorted(folder.iterdir())]
+    return "\n".join([f"# {title}", "", *links])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

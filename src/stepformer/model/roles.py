@@ -12,6 +12,8 @@ from stepformer.rules.coefficients import ArrayBank, CoefficientBank
 
 
 class Role(StrEnum):
+    """What a parameter is for, by which an optimizer chooses its rule, rate and decay."""
+
     MATRIX = "matrix"
     EMBEDDING = "embedding"
     HEAD = "head"  # an output head that is not the token table
