@@ -49,7 +49,7 @@ def compare(
         budget: Training tokens of a run, such as "2M", instead of `steps`.
         baseline: The row that others are compared with, by default the first.
         recipe: A paper's settings for all rows.
-        allow: Keys in which rows may differ although it makes them unlike.
+        allow: Settings that may differ between the rows although they are not of the architecture.
         match: "parameters", "flops" or "time": adds for each row a baseline that has as much of it.
         tune: A search such as "lr,lr_norm=0.5x,1x,2x" that every row gets first.
         budget_tune: Tokens of each run of that search.
@@ -106,7 +106,7 @@ def sweep(
         axes: The values of every key, `{"lr": (0.01, 0.02)}`.
         out: The study's folder; what is finished in it is not trained again.
         seeds: How many, or which.
-        allow: Keys in which points may differ although it makes them unlike.
+        allow: Settings that may differ although they are not of the architecture.
         confidence: Of the intervals.
         jobs: Runs at a time.
         plugins: Files or modules with rules of your own.

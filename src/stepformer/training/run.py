@@ -54,7 +54,7 @@ def train(
         watch: What looks out for signals and the time limit, where several runs share one.
 
     Returns:
-        What the run's result.json holds: `val_loss`, `best_loss`, `steps`, ...
+        What the run's result.json holds: `steps`, `val_loss`, `best_val_loss`, ...
 
     Raises:
         Stopped: A signal or the time limit has ended it early, after saving; `resume` continues it.
