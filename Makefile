@@ -4,6 +4,7 @@
 # make test-shaken  the fast tests under what differs between machines: kernels, threads, order, data, versions of torch
 # make test-gpu   CUDA tests, with a python that has pytest, xdist and a GPU build of torch (PYTHON=...)
 # make test-gpu-all  those of every shape too
+# make docs       the documentation site in site/, to be opened as a file; a broken link or equation is an error
 # make audit      every preset's audit as a table
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n > 14 ? 14 : n)))
 # The tests use tiny matrices: one thread per worker beats several fighting over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-shaken test-gpu test-gpu-all lint audit format clean setup
+.PHONY: demo test test-all test-shaken test-gpu test-gpu-all checked lint docs audit format clean setup
 
 setup: $(STAMP)
 
@@ -33,11 +34,18 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python tests/support/house.py
 
-test: lint
-	$(PYTEST)
+# The site, which takes seconds, is built beside the type checker; tests/cli/test_site.py looks at it.
+checked: $(STAMP)
+	$(MAKE) --no-print-directory -j 2 lint docs
 
-test-all: lint
-	$(PYTEST) -m "not gpu"
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+test: checked
+	STEPFORMER_SITE=site $(PYTEST)
+
+test-all: checked
+	STEPFORMER_SITE=site $(PYTEST) -m "not gpu"
 
 # ONLY="oldest-torch threads": some of the variations
 test-shaken: $(STAMP)
@@ -57,4 +65,4 @@ format: $(STAMP)
 	$(BIN)/ruff format src tests docs benchmarks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache site

@@ -19,14 +19,15 @@ from stepformer.rules import splittings, templates
 from stepformer.training.config import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+WRITTEN = [page for folder in ("docs", "docs/reference") for page in (ROOT / folder).glob("*.md")]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN])
 RUNNABLE = [
     "README.md",
     *(
         f"docs/{page}.md"
         for page in (
             *("attention", "build-a-model", "curvature", "evaluate", "generate-text", "inside-the-network", "jacobian"),
-            *("optimizers", "prepare-data", "recipes", "train", "trust-region"),
+            *("optimizers", "prepare-data", "recipes", "reference/models", "reference/runs", "train", "trust-region"),
         )
     ),
 ]

@@ -16,9 +16,9 @@ from stepformer.base.settings import limit_problem, type_problem
 class Option:
     """A typed setting with a default and a sentence of help."""
 
-    default: Any
+    default: Any  # its type is that of the values
     help: str
-    choices: tuple[Any, ...] | None = None
+    choices: tuple[Any, ...] | None = None  # all values that it may have
     minimum: float | None = None
     refused: tuple[Any, ...] = ()  # values that the component itself refuses, with a sentence of its own
 
@@ -47,8 +47,10 @@ def choice(*values: Any, help: str, refused: tuple[Any, ...] = ()) -> Option:
 
 
 def integer(default: int, *, minimum: int, help: str) -> Option:
+    """A whole number that is not below its minimum."""
     return Option(default, help, minimum=minimum)
 
 
 def flag(default: bool, *, help: str) -> Option:
+    """True or false."""
     return Option(default, help, choices=(False, True))

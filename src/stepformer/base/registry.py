@@ -35,8 +35,8 @@ class Selection:
 class Component:
     """Anything a config selects by name: a template, a splitting, an attention, an MLP, an extra."""
 
-    name: str = ""
-    options: Mapping[str, Option] = {}
+    name: str = ""  # under which it was registered
+    options: Mapping[str, Option] = {}  # its settings: keys of a config that selects it, attributes of the object
     exact_gradient: Mapping[str, Any] = {}  # options under which no gradient is stopped on purpose, for the audit
     all_active: Mapping[str, Any] = {}  # options under which every part acts and none is held constant, for the audit
 
@@ -95,7 +95,17 @@ class Registry(Generic[T]):
     def register(
         self, name: str, *, equation: str = "", cite: str | tuple[str, ...] = (), aliases: str | tuple[str, ...] = ()
     ) -> Callable[[type[T]], type[T]]:
-        """Class decorator that makes a component available under `name`."""
+        """Class decorator that makes a component available under a name.
+
+        Args:
+            name: What a config calls it.
+            equation: What it does, in one line; `stepformer show` prints it.
+            cite: Keys of its references.
+            aliases: Other names.
+
+        Examples:
+            `@stepformer.register_template("my-rule", equation="x' = x + gamma g")` above a subclass of `Template`.
+        """
         cite = (cite,) if isinstance(cite, str) else tuple(cite)
         aliases = (aliases,) if isinstance(aliases, str) else tuple(aliases)
 
@@ -139,6 +149,7 @@ class Registry(Generic[T]):
         return iter(self._entries.values())
 
     def names(self) -> list[str]:
+        """All registered names, without aliases."""
         return list(self._entries)
 
 

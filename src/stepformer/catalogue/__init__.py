@@ -39,6 +39,7 @@ class Preset:
 
     @functools.cached_property
     def config(self) -> ModelConfig:
+        """Its config at size small."""
         return ModelConfig.from_dict({**SIZES["small"], **self.settings})
 
     @property
@@ -76,9 +77,14 @@ _ALIASES: dict[str, str] = {}
 def register_preset(
     name: str, *, cite: str, equation: str = "", aliases: tuple[str, ...] = (), **settings: Any
 ) -> None:
-    """Add a named architecture; `settings` are config keys that differ from the defaults.
+    """Add a named architecture.
 
-    Without an `equation` it is composed from the components.
+    Args:
+        name: What `build` and the commands call it.
+        cite: The key of its reference; "" if there is none.
+        equation: What a layer does, in one line; composed from the components if not given.
+        aliases: Other names for it.
+        settings: Config keys that differ from the defaults.
     """
     for word in (name, *aliases):
         if word in _ALIASES:
@@ -93,7 +99,13 @@ for _paper, _rows in _TABLE["presets"].items():
 
 
 def presets(pattern: str = "*") -> list[str]:
-    """Names of all presets whose name or alias matches a shell pattern, in the order of the catalogue."""
+    """Names of all presets whose name or alias matches a shell pattern, in the order of the catalogue.
+
+    Examples:
+        >>> import stepformer as sf
+        >>> sf.presets("verlet*")
+        ['verlet-ama', 'verlet-mam']
+    """
     if not any(mark in pattern for mark in "*?["):
         pattern = f"*{pattern}*"
     return [p.name for p in _PRESETS.values() if any(fnmatch.fnmatch(w, pattern) for w in (p.name, *p.aliases))]
@@ -148,7 +160,18 @@ def size_settings(name: str) -> dict[str, Any]:
 
 
 def model_config(name: str, /, *, size: str = "small", **overrides: Any) -> ModelConfig:
-    """The config of a preset at a size, with overrides: `model_config("yurii", size="tiny", n_layer=2)`."""
+    """The config of a preset at a size, without building the model.
+
+    Args:
+        name: A preset or a template.
+        size: The name of a size.
+        overrides: Config keys and options of the chosen components.
+
+    Examples:
+        >>> import stepformer as sf
+        >>> sf.model_config("yurii", size="tiny", n_layer=2).d_model
+        128
+    """
     problems: list[str] = []
     settings: dict[str, Any] = {}
     unknown: set[str] = set()  # complaints about these would mislead
@@ -175,6 +198,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
     """Read the `[model]` table of a TOML file, then apply `key=value` words (`model.key=value` works too).
 
     `preset` and `size` choose the starting point (vanilla, small), all other keys override it.
+
+    Args:
+        path: The file.
+        overrides: Words that win over the file, such as `["n_layer=2", "size=tiny"]`.
     """
     document = read_toml(path)
     problems = [
@@ -208,14 +235,26 @@ def build(
 ) -> Model:
     """Build an architecture from a name, a TOML file or a config.
 
-    >>> import stepformer as sf
-    >>> model = sf.build("yurii", size="tiny", n_layer=2)
-    >>> model.config.template
-    'nesterov'
+    Args:
+        what: A preset or a template (`stepformer list` shows them), the path of a TOML file, or a config.
+        size: tiny, small, medium, ...; by default small for a name, else what the file or config says.
+        seed: Equal seeds give equal initial weights to every parameter that two architectures have in common, so that
+            a comparison is paired from the first step. Without one it is drawn from torch's global generator.
+        device: Where the weights are; torch's default device if not given.
+        dtype: Of the weights; torch.float32 if not given.
+        overrides: Config keys and options of the chosen components, such as `n_layer=2` or `splitting="strang"`.
 
-    `size` defaults to small for a name, and to what a file or config says. `overrides` are config keys and component
-    options. Equal `seed` gives equal initial weights to every parameter
-    that two architectures have in common, so that a comparison is paired from the first step.
+    Returns:
+        The model with its initial weights, in training mode.
+
+    Raises:
+        ConfigError: With a sentence for everything that cannot be built.
+
+    Examples:
+        >>> import stepformer as sf
+        >>> model = sf.build("yurii", size="tiny", n_layer=2)
+        >>> model.config.template
+        'nesterov'
     """
     from stepformer.model import Model
 

@@ -25,9 +25,9 @@ from stepformer.study.studies import Study, compared, resolved, swept
 from stepformer.study.study import carry_out, plan, seeds_of, submit, words_of
 from stepformer.training import load_run, run_config
 from stepformer.training.parallel import choose_device
-from stepformer.training.run import continue_text
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import forecast
+from stepformer.training.text import continue_text
 
 # Few tokens, well used: small batches for many steps, and a vocabulary in which most words are one token, so that the
 # text can be read. Four minutes of training where vanilla at this size trains on 5,000 tokens a second (batches of 32).

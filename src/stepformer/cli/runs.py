@@ -11,7 +11,8 @@ from stepformer.base.errors import InputError
 from stepformer.cli.hybrids import HYBRID, hybrid_of
 from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, option
 from stepformer.training import load_run
-from stepformer.training.run import LoadedRun, continue_text, prompt_ids, readable
+from stepformer.training.run import LoadedRun
+from stepformer.training.text import continue_text, prompt_ids, readable
 
 
 def run_generate(args: argparse.Namespace) -> int:

@@ -112,9 +112,26 @@ def generate(
     beams: int | None = None,
     length_penalty: float = 1.0,
 ) -> Generation:
-    """Continue one prompt or several of different length; `decoding.sampling.stream` explains the settings.
+    """Continue one prompt or several of different length.
 
-    With `beams` nothing is drawn: each prompt gets its best continuation by beam search (`beam_search`).
+    Args:
+        model: A model; as its method, `model.generate(prompts)`, it is the model itself.
+        prompts: Ids of one prompt, or of several.
+        max_new_tokens: After so many a row ends.
+        temperature: 0 is greedy.
+        top_k: Draw from the k most likely tokens.
+        top_p: Draw from the smallest set of tokens that has this probability.
+        stop: A token, or several, that end a row.
+        seed: Of the draws.
+        on_context_end: When the context is full: end the row, or go on with its later half encoded again ("slide").
+        beams: Draw nothing, and give each prompt its best continuation by a search with so many beams.
+        length_penalty: Beams are ranked by their log-probability divided by length to this power.
+
+    Examples:
+        >>> import stepformer as sf
+        >>> model = sf.build("yurii", size="tiny", seed=0)
+        >>> [len(row) for row in model.generate([[72, 101], [84]], max_new_tokens=3, seed=0).tokens]
+        [3, 3]
     """
     shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop": stop, "on_context_end": on_context_end}
     if beams is not None:

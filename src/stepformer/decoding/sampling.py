@@ -46,8 +46,9 @@ class Decodes(Protocol):
 
     config: Any
     training: bool
-    __call__: Callable[..., Any]
 
+    @property
+    def __call__(self) -> Callable[..., Any]: ...
     def eval(self) -> Any: ...
     def train(self, mode: bool = True) -> Any: ...
     @property

@@ -31,6 +31,7 @@ class Extra(Component):
 
     @classmethod
     def chosen(cls, config: Selection) -> bool:
+        """Whether a model has it: the config lists it, unless a class says otherwise."""
         return cls.name in config.get("extras")
 
     def coefficients(self) -> Mapping[str, Coefficient]:
@@ -88,6 +89,7 @@ class Extra(Component):
 
 extras: Registry[Extra] = Registry("extra", Extra)
 register_extra = extras.register
+"""Class decorator: `@register_extra("my-extra", equation="...")` (see `Registry.register`)."""
 
 
 def needs_x(config: Selection, setting: str) -> str | None:

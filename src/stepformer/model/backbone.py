@@ -195,7 +195,13 @@ class Backbone(nn.Module):
         return [block.calls()["attn"] for block in self.blocks]
 
     def new_cache(self, batch: int, capacity: int | None = None, dtype: torch.dtype | None = None) -> Cache:
-        """An empty cache for incremental decoding; `capacity` defaults to the context."""
+        """An empty cache for incremental decoding.
+
+        Args:
+            batch: How many rows it holds.
+            capacity: How many tokens of each, by default the context.
+            dtype: Of what is stored; by default that of the weights, or of autocast.
+        """
         capacity = self.config.context if capacity is None else capacity
         if not 1 <= capacity <= self.config.context:
             raise InputError(f"A cache holds 1 to {self.config.context} tokens, the model's context, not {capacity}.")

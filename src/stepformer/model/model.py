@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -28,12 +28,23 @@ from stepformer.ops.tables import check_inputs
 from stepformer.oracles import Call
 from stepformer.rules import State, templates
 
+Logits = TypeVar("Logits")
+Loss = TypeVar("Loss")
 
-class Output(NamedTuple):
-    """Logits (B, T, V), or None with `loss_only`; and, with targets, their mean cross-entropy in nats."""
 
-    logits: Tensor | None
-    loss: Tensor | None = None
+class Output(NamedTuple, Generic[Logits, Loss]):
+    """What a model gives; a type checker knows which of the two is a tensor by what the model was given."""
+
+    logits: Logits  # (B, T, V); None with `loss_only`
+    loss: Loss  # with targets, their mean cross-entropy in nats; else None
+
+
+class How(TypedDict, total=False):
+    """What every call of a model may be given (`Model.forward`)."""
+
+    cache: Cache | None
+    lengths: Tensor | None
+    last_only: bool
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,12 @@ class Model(Backbone):
 
     `model(tokens)` gives `.logits`; `model(tokens, targets)` also `.loss` (targets already shifted, -100 ignored).
     Training asks for the loss alone, `model(tokens, targets, loss_only=True)`: on a GPU it needs no whole logits then.
+
+    Args:
+        config: What it is; `stepformer.build` makes both from a name.
+        seed: Of the initial weights.
+        device: Where the weights are.
+        dtype: Of the weights.
     """
 
     def forward(
@@ -64,13 +81,17 @@ class Model(Backbone):
         lengths: Tensor | None = None,
         last_only: bool = False,
         loss_only: bool = False,
-    ) -> Output:
+    ) -> Output[Any, Any]:
         """Logits for tokens (B, T), and the loss when targets are given.
 
-        With a `cache` (see `new_cache`) the tokens continue what it holds, and no gradients are recorded. `lengths`
-        (B,) says how many of each row's tokens are real when prompts of different length are padded on the right.
-        `last_only` returns the logits of each row's last real token alone, (B, 1, V); `loss_only` the loss alone,
-        for which a GPU never holds the logits of all tokens. That loss has first derivatives only (`ops.off`).
+        Args:
+            tokens: Ids (B, T), at most as many as the context in a row.
+            targets: Ids (B, T) that should follow them; -100 is ignored.
+            cache: What `new_cache` made: the tokens continue what it holds, and no gradients are recorded.
+            lengths: (B,), how many of each row's tokens are real when prompts are padded on the right.
+            last_only: Return the logits of each row's last real token alone, (B, 1, V).
+            loss_only: Return the loss alone, for which a GPU never holds the logits of all tokens. That loss has first
+                derivatives only (`ops.off`).
         """
         longest = self.config.context if cache is None else math.inf  # a cache knows its own capacity
         check_inputs(tokens, targets, lengths, vocab_size=self.config.vocab_size, context=longest)
@@ -86,6 +107,24 @@ class Model(Backbone):
                 return Output(None, self._loss(h, targets))
             logits = self.logits_of(h)
             return Output(logits, None if targets is None else cross_entropy(logits, targets))
+
+    if TYPE_CHECKING:  # a call of nn.Module may be given and give anything
+
+        @overload
+        def __call__(self, tokens: Tensor, targets: None = None, **how: Unpack[How]) -> Output[Tensor, None]: ...
+        @overload
+        def __call__(
+            self, tokens: Tensor, targets: Tensor, *, loss_only: Literal[False] = False, **how: Unpack[How]
+        ) -> Output[Tensor, Tensor]: ...
+        @overload
+        def __call__(
+            self, tokens: Tensor, targets: Tensor, *, loss_only: Literal[True], **how: Unpack[How]
+        ) -> Output[None, Tensor]: ...
+        @overload
+        def __call__(
+            self, tokens: Tensor, targets: Tensor | None, *, loss_only: bool = False, **how: Unpack[How]
+        ) -> Output[Any, Any]: ...
+        def __call__(self, *given: Any, **how: Any) -> Any: ...
 
     def _last_states(self, tokens: Tensor, cache: Cache | None, lengths: Tensor | None, last_only: bool) -> Tensor:
         """The normalised x after the last layer, of all tokens or of each row's last one."""
@@ -213,6 +252,7 @@ class Model(Backbone):
                 raise InputError(f"There is no coefficient '{word}' here.{suggestion(word, known)}")
 
     def unpin_coefficients(self) -> None:
+        """Return to the learned values."""
         for block in self.blocks:
             for bank in block.banks():
                 bank.pinned.clear()
@@ -220,13 +260,18 @@ class Model(Backbone):
     plan = engines.fused.plan
     recorded_steps = engines.decoding
     generate = generate
+    """Continue prompts: [`generate`][stepformer.decoding.beams.generate] of this model."""
 
     def hybrid(self, *, layers: Collection[int] | None = None, cutoff: int | None = None) -> Model:
         """The same weights with momentum in some layers only, the others as plain residual blocks.
 
-        `layers`: the set of momentum layers; `cutoff=c`: layers below c. The velocity passes through plain layers
-        unchanged. For checkpoints trained with a velocity template under Lie-Trotter (heavy ball, Nesterov, triple
-        momentum). The result shares parameters (and the state dict) with this model.
+        The velocity passes through plain layers unchanged. For checkpoints trained with a velocity template under
+        Lie-Trotter (heavy ball, Nesterov, triple momentum). The result shares parameters (and the state dict) with
+        this model.
+
+        Args:
+            layers: The numbers of the momentum layers.
+            cutoff: Instead of them: layers below this number have momentum.
         """
         config = self.config
         if config.splitting != "lie-trotter" or not templates[config.template].component.has_velocity():

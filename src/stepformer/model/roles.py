@@ -12,11 +12,13 @@ from stepformer.rules.coefficients import ArrayBank, CoefficientBank
 
 
 class Role(StrEnum):
-    MATRIX = "matrix"
-    EMBEDDING = "embedding"
+    """What a parameter is for, by which an optimizer chooses its rule, rate and decay."""
+
+    MATRIX = "matrix"  # weights of linear maps
+    EMBEDDING = "embedding"  # tables of tokens and positions
     HEAD = "head"  # an output head that is not the token table
     NORM = "norm"  # gains of the norms, and biases where an option adds them
-    COEFFICIENT = "coefficient"
+    COEFFICIENT = "coefficient"  # learned scalars
     ARRAY = "array"  # vectors and matrices of a depth rule; trained as tables are
 
 

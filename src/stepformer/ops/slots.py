@@ -20,9 +20,11 @@ class Place(Protocol):
 class Slot(Protocol):
     """What one attention call remembers; each attention defines its own."""
 
-    def select(self, rows: Tensor) -> None: ...
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order; a row may be there several times (beams)."""
 
-    def tensors(self) -> list[Tensor]: ...
+    def tensors(self) -> list[Tensor]:
+        """All that it stores."""
 
 
 class TokenSlot:

@@ -30,7 +30,7 @@ class Attention(Component, nn.Module):
     takes_context = False  # whether its __init__ is also given the longest sequence, `context`
     reports = False  # whether it tells `call.observe` something besides entropy and energy
     can_rotate = True  # whether rotary positions have a meaning
-    can_bias = True
+    can_bias = True  # whether its maps may have biases
 
     def __init__(self, d_model: int = 0, n_head: int = 1, *, bias: bool = False, rotary: bool = False, **options: Any):
         super().__init__()
@@ -42,11 +42,16 @@ class Attention(Component, nn.Module):
         return ()
 
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Slot:
+        """The empty memory of one call for so many rows and tokens, such as a `TokenSlot`. Define this one."""
         raise NotImplementedError(
             f"{type(self).__name__} does not say what decoding has to remember: define new_slot()."
         )
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
+        """What each of the normalised tokens u (B, T, d) gathers from those it sees. Define this one.
+
+        Where `call.next_slot()` gives a slot, the tokens follow what it holds.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not attend: define forward().")
 
     def fields(self, u: Tensor, y: Tensor, call: Call) -> Fields:
@@ -86,3 +91,4 @@ class Attention(Component, nn.Module):
 
 attentions: Registry[Attention] = Registry("attention", Attention)
 register_attention = attentions.register
+"""Class decorator: `@register_attention("my-attention", equation="...")` (see `Registry.register`)."""

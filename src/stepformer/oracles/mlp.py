@@ -15,7 +15,7 @@ class MLP(Component, nn.Module):
     """A per-token oracle (B, T, d) -> (B, T, d) with an input map `up` and an output map `down`."""
 
     output_map = "down"  # its weight starts smaller the deeper the model
-    branches = 1
+    branches = 1  # how many maps `up` holds; 2 for a gated MLP
 
     def __init__(self, d_model: int, hidden: int | None, *, bias: bool, **options: Any) -> None:
         super().__init__()
@@ -27,6 +27,7 @@ class MLP(Component, nn.Module):
 
     @staticmethod
     def default_hidden(d_model: int) -> int:
+        """The hidden width if `mlp_hidden` does not say it."""
         return 4 * d_model
 
     def activation(self, h: Tensor) -> Tensor:
@@ -44,6 +45,7 @@ class MLP(Component, nn.Module):
 
 mlps: Registry[MLP] = Registry("mlp", MLP)
 register_mlp = mlps.register
+"""Class decorator: `@register_mlp("my-mlp", equation="...")` (see `Registry.register`)."""
 
 
 @register_mlp("gelu", equation="g = W_2 gelu(W_1 u)", cite="hendrycks2016gaussian")

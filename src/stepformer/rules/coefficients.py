@@ -69,12 +69,21 @@ class Coefficient:
 
 
 def unit(start: float = 0.5, kind: Kind = "step", size: int = 1) -> Coefficient:
-    """A coefficient in (0, 1), behind a sigmoid; `size` of them, e.g. one per head."""
+    """A coefficient in (0, 1), behind a sigmoid.
+
+    Args:
+        start: Its initial value.
+        kind: What it does; a splitting shares whole kinds inside a layer.
+        size: How many there are of it, such as one per head.
+
+    Examples:
+        `coefficients = {"mu": unit(0.9, "lookahead"), "gamma": positive(1.0, "step")}` in a template.
+    """
     return Coefficient(start, "unit", kind, size)
 
 
 def positive(start: float = math.log(2.0), kind: Kind = "step") -> Coefficient:
-    """A positive coefficient, behind a softplus."""
+    """A positive coefficient, behind a softplus, with its initial value and kind."""
     return Coefficient(start, "positive", kind)
 
 

@@ -41,14 +41,17 @@ class Substep:
         return self.oracle(self.template.query(s, self.c))
 
     def kick(self, s: State, g: Tensor, scale: float = 1.0) -> State:
+        """What the answer g does to the streams."""
         return self.template.kick(s, self.c, g, scale)
 
     def normalise(self, s: State) -> State:
+        """The auxiliary norm, if this turn has one."""
         if self.norm is None or self.template.normalises_point:
             return s
         return self.template.normalise(s, self.norm)
 
     def drift(self, s: State, scale: float = 1.0) -> State:
+        """How x moves."""
         return self.template.drift(self.drifting(s), self.c, scale)
 
     def follow(self, s: State, name: str) -> State:
@@ -80,7 +83,7 @@ class Splitting(Component):
     oracles: Mapping[str, tuple[str, ...]] = {"attn": ("attn",), "mlp": ("mlp",)}
     shares: frozenset[str] = frozenset()
     coefficients: Mapping[str, Coefficient] = {}
-    needs_velocity = False
+    needs_velocity = False  # whether it has a meaning only for a template with a stream v
     answers = ""  # what g is in each turn, for people
 
     def __init__(self, *, layer: int = 0, n_layer: int = 1, **options: Any) -> None:
@@ -99,6 +102,7 @@ class Splitting(Component):
         return {turn: turn for turn in self.oracles}
 
     def calls(self) -> dict[str, int]:
+        """How often a block asks each oracle."""
         return {"attn": 1, "mlp": 1}
 
     def idle(self) -> tuple[str, ...]:
@@ -106,11 +110,13 @@ class Splitting(Component):
         return ()
 
     def step(self, turns: Substeps, s: State) -> State:
+        """The state after the block, from its turns by name. Define this one."""
         raise NotImplementedError(f"{type(self).__name__} does not say how the turns compose: define step().")
 
 
 splittings: Registry[Splitting] = Registry("splitting", Splitting)
 register_splitting = splittings.register
+"""Class decorator: `@register_splitting("my-order", equation="...")` (see `Registry.register`)."""
 
 ORDER = choice("ama", "mam", help="attention outside (strang) or explicit (imex), or the MLP")
 

@@ -58,14 +58,14 @@ class Template(Component):
     force fields of a Hamiltonian attention; its other turns go as above (rules/hamiltonian.py).
     """
 
-    streams: Mapping[str, Stream] = {}
-    coefficients: Mapping[str, Coefficient] = {}
-    normalises: str | None = None
-    normalises_point = False
-    integrates = False
+    streams: Mapping[str, Stream] = {}  # what a token carries beside x, by name
+    coefficients: Mapping[str, Coefficient] = {}  # the learned scalars of every turn, read as `c.name`
+    normalises: str | None = None  # the stream on which the auxiliary norm acts
+    normalises_point = False  # whether that norm is for the query alone
+    integrates = False  # whether it takes the attention's turn as a whole
     attention_calls = 1  # how often an integrator evaluates its attention in one turn
     goes_with: Mapping[str, str] = {}  # settings without which the bare name of this template has no meaning
-    reads_out = False
+    reads_out = False  # whether it makes the last x of its streams
     reads_x = True  # whether x, as a layer receives it, has to do with where its oracles look
     layer, n_layer = 0, 1
     norm, eps = "layernorm", 1e-5  # of the model
@@ -117,20 +117,25 @@ class Template(Component):
         return ()
 
     def query(self, s: State, c: Values) -> Tensor:
+        """The point (B, T, d) at which the oracle is asked; x unless overridden."""
         return s.x
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        """The state with the streams as the oracle's answer g (B, T, d) changes them; x stays. Define this one."""
         raise NotImplementedError(f"{type(self).__name__} does not say what an oracle's answer does: define kick().")
 
     def normalise(self, s: State, norm: Callable[[Tensor], Tensor]) -> State:
+        """The state with the stream `normalises` behind the auxiliary norm."""
         if self.normalises is None:
             return s
         return s.replace(**{self.normalises: norm(getattr(s, self.normalises))})
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
+        """The state with x moved along the streams. Define this one."""
         raise NotImplementedError(f"{type(self).__name__} does not say how x moves: define drift().")
 
     def read_out(self, s: State, c: Values) -> Tensor:
+        """The last x, for a rule with `reads_out`."""
         return s.x
 
     def heads(self, g: Tensor) -> Tensor:
@@ -140,6 +145,7 @@ class Template(Component):
 
 templates: Registry[Template] = Registry("template", Template)
 register_template = templates.register
+"""Class decorator: `@register_template("my-rule", equation="...")` (see `Registry.register`)."""
 
 
 def scaled(scale: float | Tensor, value: Tensor) -> Tensor:

@@ -42,10 +42,29 @@ def compare(
 ) -> Comparison:
     """Train every row with every seed in the folder `out`, what is not there yet, and return the table.
 
-    A row is a name, a TOML file or a config, or several of them under labels of your own: `{"mine": config}`.
-    `settings` are for all rows, `steps=300` or, where a dot is needed, `**{"optim.name": "adamw"}`. `match`
-    ("parameters", "flops" or "time") adds for each row a baseline that has as much of it; `tune`
-    ("lr,lr_norm=0.5x,1x,2x") gives every row the same search of `budget_tune` tokens a run first.
+    Args:
+        rows: Names, TOML files or configs, or several of them under labels of your own: `{"mine": config}`.
+        out: The study's folder; what is finished in it is not trained again.
+        seeds: How many, or which.
+        budget: Training tokens of a run, such as "2M", instead of `steps`.
+        baseline: The row that others are compared with, by default the first.
+        recipe: A paper's settings for all rows.
+        allow: Settings that may differ between the rows although they are not of the architecture.
+        match: "parameters", "flops" or "time": adds for each row a baseline that has as much of it.
+        tune: A search such as "lr,lr_norm=0.5x,1x,2x" that every row gets first.
+        budget_tune: Tokens of each run of that search.
+        confidence: Of the intervals.
+        jobs: Runs at a time.
+        plugins: Files or modules with rules of your own.
+        quiet: Print nothing.
+        settings: For all rows, `steps=300` or, where a dot is needed, `**{"optim.name": "adamw"}`.
+
+    Returns:
+        The table, which prints as Markdown and shows as HTML in a notebook; see `Comparison`.
+
+    Examples:
+        >>> import stepformer as sf
+        >>> print(sf.compare("vanilla", "yurii", out="runs/two", seeds=3, steps=300))  # doctest: +SKIP
     """
     how: dict[str, Any] = {"jobs": jobs, "plugins": plugins, "quiet": quiet}
     study = compared(
@@ -78,8 +97,21 @@ def sweep(
     quiet: bool = True,
     **settings: Any,
 ) -> Comparison:
-    """Train `name` at every point of a grid, `{"lr": (0.01, 0.02)}`, and return the table; its first row is the first
-    point. Points that differ in steps, batch or context have losses and no paired differences.
+    """Train one architecture at every point of a grid and return the table, whose first row is the first point.
+
+    Points that differ in steps, batch or context have losses and no paired differences.
+
+    Args:
+        name: A preset, a recipe or a TOML file.
+        axes: The values of every key, `{"lr": (0.01, 0.02)}`.
+        out: The study's folder; what is finished in it is not trained again.
+        seeds: How many, or which.
+        allow: Settings that may differ although they are not of the architecture.
+        confidence: Of the intervals.
+        jobs: Runs at a time.
+        plugins: Files or modules with rules of your own.
+        quiet: Print nothing.
+        settings: For all points.
     """
     for plugin in plugins:
         load_plugin(plugin)

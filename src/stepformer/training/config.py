@@ -286,8 +286,13 @@ class RunConfig:
 def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> RunConfig:
     """The run behind a preset, a template, a recipe or a TOML file, with `key=value` words applied.
 
-    A word is `section.key=value`, or `key=value` alone: keys of data, optim and train are found by name, all others
-    are the model's. `more` are such keys as Python values. A preset alone trains the tiny size on tales.
+    A preset alone trains the tiny size on tales.
+
+    Args:
+        what: The name or the file.
+        overrides: Words `section.key=value`, or `key=value` alone: keys of data, optim and train are found by name,
+            all others are the model's.
+        more: Such keys as Python values; `**{"optim.name": "adamw"}` where a dot is needed.
     """
     from stepformer.catalogue.recipes import load_recipe, read_recipe, recipe_names
 

@@ -1,4 +1,4 @@
-"""Start, continue, measure and read runs, and let them write: what the command line and a notebook both call."""
+"""Start, continue, measure and read runs: what the command line and a notebook both call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from stepformer.base.plugins import lasting
 from stepformer.base.progress import counting
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer
-from stepformer.decoding.sampling import Generation, stream
 from stepformer.model import Model
 from stepformer.training import checkpoints as stored
 from stepformer.training import memory
@@ -43,10 +42,26 @@ def train(
     plugins: Sequence[str] = (),
     watch: Watch | None = None,
 ) -> dict[str, Any]:
-    """Train a new run in the folder `out` (default: runs/NAME) and return its result.
+    """Train a new run and return its result. Under torchrun every rank calls it.
 
-    Under torchrun every rank calls it. Raises `Stopped` when a signal or the time limit ends it early, after saving;
-    `watch` is one that several runs share.
+    Args:
+        config: What `run_config` gives.
+        out: The run's folder, which must not hold a run yet; by default runs/NAME-CORPUS-sSEED.
+        max_seconds: Stop after so long, as a signal would.
+        quiet: Print nothing.
+        label: What a comparison calls it.
+        plugins: The files or modules with rules of your own, for the record.
+        watch: What looks out for signals and the time limit, where several runs share one.
+
+    Returns:
+        What the run's result.json holds: `steps`, `val_loss`, `best_val_loss`, ...
+
+    Raises:
+        Stopped: A signal or the time limit has ended it early, after saving; `resume` continues it.
+
+    Examples:
+        >>> import stepformer as sf
+        >>> result = sf.train(sf.run_config("yurii", steps=500), "runs/yurii")  # doctest: +SKIP
     """
     with joined_world(config.train.device, config.train.collective_timeout) as world:
         corpus = open_corpus(config.data, world, quiet=quiet)
@@ -88,9 +103,16 @@ def resume(
 ) -> dict[str, Any]:
     """Continue a run from its last checkpoint, on any number of ranks, and return its result.
 
-    `changes` are keys of [train] that change the result by rounding at most, such as micro_batch, device or keep; the
-    precision stays what it was. `corpus` and `also` say where the same corpora are now, if they were moved. If the
-    newest checkpoint that was saved is gone, it goes on from an earlier one only with `restart`.
+    Args:
+        path: The run's folder.
+        max_seconds: Stop after so long, as a signal would.
+        quiet: Print nothing.
+        watch: What looks out for signals and the time limit, where several runs share one.
+        corpus: Where the same corpus is now, if it was moved.
+        also: The same for the other corpora that it is evaluated on.
+        restart: If the newest checkpoint that was saved is gone, go on from an earlier one.
+        changes: Keys of [train] that change the result by rounding at most, such as micro_batch, device or keep; the
+            precision stays what it was.
     """
     folder = RunFolder(Path(path))
     record, config = folder.opened()
@@ -274,9 +296,15 @@ ATTEMPTS = 20  # at reading a checkpoint before the next one takes its place
 
 
 def load_run(path: str | Path, which: str = "best", device: str = "auto", *, allow_nan: bool = False) -> LoadedRun:
-    """The model of a run: its best weights, or its last ones (`which = "last"`); not finite ones only if asked for.
+    """The model of a run with its tokenizer and config.
 
     A training may take a checkpoint away while it is read: then the one that it has now is read.
+
+    Args:
+        path: The run's folder.
+        which: "best" for the weights of the lowest validation loss, "last" for the newest.
+        device: "auto", "cpu", "cuda", ...
+        allow_nan: Load weights that are not finite numbers, too.
     """
     folder = RunFolder(Path(path))
     kept = Checkpoints(folder.checkpoints)
@@ -339,7 +367,20 @@ def evaluate_run(
     device: str = "auto",
     quiet: bool = True,
 ) -> tuple[Evaluation, LoadedRun]:
-    """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus."""
+    """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus.
+
+    Args:
+        path: The run's folder.
+        which: "best" or "last".
+        corpus: The folder of another prepared corpus, which the run's tokenizer can read.
+        tokens: How many tokens, from the first on; by default as many as in training.
+        micro_batch: Sequences at a time.
+        device: "auto", "cpu", "cuda", ...
+        quiet: Show no progress.
+
+    Returns:
+        The loss and what it was measured on, and the run as `load_run` gives it.
+    """
     run = load_run(path, which, device)
     return validation_loss(run, corpus=corpus, tokens=tokens, micro_batch=micro_batch, quiet=quiet), run
 
@@ -369,32 +410,3 @@ def validation_loss(
             autocast=run.config.autocast_on(run.device),
             progress=count,
         )
-
-
-def prompt_ids(run: LoadedRun, prompt: str) -> list[int]:
-    """A new document that begins with the prompt."""
-    ids = [run.tokenizer.eot, *(int(i) for i in run.tokenizer.encode(prompt))]
-    room = run.config.model.context
-    if len(ids) > room:
-        raise InputError(f"The prompt has {len(ids)} tokens, but the model's context is {room}.")
-    return ids
-
-
-def readable(run: LoadedRun, tokens: list[int]) -> str:
-    """The text of new tokens; a character may be spread over several of them, a last one not whole yet is left out."""
-    text: str = run.tokenizer.decode([token for token in tokens if token != run.tokenizer.eot])
-    return text.rstrip("\N{REPLACEMENT CHARACTER}")
-
-
-def continue_text(run: LoadedRun, prompt: str, **settings: Any) -> Any:
-    """The prompt, then its continuation in pieces of whole characters, until the document ends."""
-    ids = prompt_ids(run, prompt)
-    made = Generation([], [])
-    shown = ""
-    steps = stream(run.model, [ids], stop=run.tokenizer.eot, on_context_end="slide", result=made, **settings)
-    for number, _ in enumerate(steps):
-        if number == 0 and prompt:  # not before the settings have been found good
-            yield prompt
-        whole = readable(run, made.tokens[0])
-        yield whole[len(shown) :]
-        shown = whole

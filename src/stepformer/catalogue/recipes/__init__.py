@@ -54,6 +54,7 @@ class Recipe:
 
 @lru_cache
 def recipe_names() -> tuple[str, ...]:
+    """Names of the recipes that come with the package."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 

@@ -82,7 +82,7 @@ def measure(run: LoadedRun, settings: DepthSettings, *, quiet: bool = False) -> 
 
 
 def inside(model: Model, windows: Tensor) -> dict[str, Any]:
-    """The same for windows (count, context + 1) of your own: inputs, and targets one token later."""
+    """Norms, updates, entropies and losses by layer on windows (count, context + 1): inputs and, one later, targets."""
     return _together(model, [_look(model, windows)])
 
 

@@ -76,6 +76,17 @@ def record(model: Model, autocast: torch.dtype | None = None) -> Recorded:
     `loss = recorded(tokens, targets)` takes the place of `loss = model(...).loss; loss.backward()`: after
     `optimizer.zero_grad()` it writes the gradients, without it adds to them. The first call of a shape records. Where
     nothing can be recorded (on a CPU) the pass runs as it is; `recorded.refused` says why.
+
+    Args:
+        model: As `build` makes it, before any wrapper.
+        autocast: The dtype of autocast, such as torch.bfloat16; None for none.
+
+    Examples:
+        >>> import stepformer as sf, torch
+        >>> model = sf.build("yurii", size="tiny", n_layer=1, seed=0)
+        >>> recorded = sf.record(model)
+        >>> tokens = torch.randint(256, (4, 65))
+        >>> loss = recorded(tokens[:, :-1], tokens[:, 1:])  # the gradients are there
     """
     if not isinstance(model, Model):
         raise InputError("`record` takes a stepformer model as `build` makes it, before any wrapper.")
