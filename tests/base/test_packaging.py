@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -32,6 +33,30 @@ def tracked() -> list[str]:
 def test_data_of_the_package_is_declared() -> None:
     assert released.undeclared(tracked()) == []
     assert released.undeclared(["rules/template.py", "catalogue/new.csv"]) == ["catalogue/new.csv"]
+
+
+def test_two_set_ups_of_one_environment(tmp_path: Path) -> None:
+    """The demo installs less than the tests; what is there is not installed again, in either order."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    log = tmp_path / "log"
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name in ("python", "stepformer", "ruff", "mypy"):
+        program = tmp_path / ".venv/bin" / name
+        program.write_text(f'#!/bin/sh\necho "{name} $*" >> {log}\n')
+        program.chmod(0o755)
+
+    def installed(*targets: str) -> list[str]:
+        log.write_text("")
+        subprocess.run(["make", *targets], cwd=tmp_path, check=True, capture_output=True)
+        assert "pytest" in log.read_text() or "stepformer demo" in log.read_text()
+        return re.findall(r"pip install .*\.\[(\w+)\]", log.read_text())
+
+    assert [installed(target) for target in ("demo", "demo", "test", "demo", "test")] == [["plot"], [], ["dev"], [], []]
+    (tmp_path / "constraints.txt").touch()
+    assert [installed(target) for target in ("test", "demo")] == [["dev"], []]
+    (tmp_path / "constraints.txt").touch()
+    assert installed("-j2", "demo", "test") == ["plot", "dev"]
 
 
 def test_one_version() -> None:
