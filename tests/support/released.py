@@ -81,10 +81,10 @@ def tried(wheel: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
         home, empty = Path(place, "environment"), Path(place, "empty")
         empty.mkdir()
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "STEPFORMER"))}
         venv.create(home, with_pip=True)
         quiet = [home / "bin" / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt"]
-        subprocess.run([*quiet, f"{wheel.resolve()}[plot]"], check=True)
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "STEPFORMER"))}
+        subprocess.run([*quiet, f"{wheel.resolve()}[plot]"], env=clean, check=True)
         for words in COMMANDS:
             done = subprocess.run(
                 [home / "bin" / "stepformer", *words], cwd=empty, env=clean, text=True, capture_output=True
