@@ -1,31 +1,45 @@
-# make demo       set up .venv, then train a plain GPT and a Nesterov one side by side: table, plot, text (minutes)
-# make test       set up .venv, lint, type-check, run the fast tests (about ten minutes on 2 slow cores)
+# make demo       set up what it needs in .venv, then train a plain GPT and a Nesterov one side by side: text, table, plot (minutes)
+# make test       set up all of .venv, lint, type-check, run the fast tests (about ten minutes on 2 slow cores)
 # make test-all   the complete set: also compiled models, every preset's full audit
 # make test-shaken  the fast tests under what differs between machines: kernels, threads, order, data, versions of torch
 # make test-gpu   CUDA tests, with a python that has pytest, xdist and a GPU build of torch (PYTHON=...)
 # make test-gpu-all  those of every shape too
 # make docs       the documentation site in site/, to be opened as a file; a broken link or equation is an error
 # make audit      every preset's audit as a table
+# make dist       what a release consists of, built in dist/ and tried in an environment of its own
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 WORKERS ?= 2
 # GPU tests spend their time compiling, on CPU cores; each worker holds a part of the GPU's memory.
 GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n > 14 ? 14 : n)))
 # The tests use tiny matrices: one thread per worker beats several fighting over the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-shaken test-gpu test-gpu-all checked lint docs audit format clean setup
+.PHONY: demo test test-all test-shaken test-gpu test-gpu-all checked lint docs audit dist format clean setup
+# Two set-ups of one environment, never at once.
+.NOTPARALLEL:
+
+define install
+	@echo "setting up $(VENV): stepformer[$(1)], which takes $(2) once everything is downloaded ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(1)]'
+endef
 
 setup: $(STAMP)
 
+# All of it: the demo needs nothing else.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $(STAMP)
+	$(call install,dev,minutes)
+	@touch $(STAMP) $(DEMO_STAMP)
 
-demo: $(STAMP)
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(call install,plot,a minute)
+	@touch $(DEMO_STAMP)
+
+demo: $(DEMO_STAMP)
 	$(BIN)/stepformer demo
 
 lint: $(STAMP)
@@ -36,7 +50,7 @@ lint: $(STAMP)
 
 # The site, which takes seconds, is built beside the type checker; tests/cli/test_site.py looks at it.
 checked: $(STAMP)
-	$(MAKE) --no-print-directory -j 2 lint docs
+	$(MAKE) --no-print-directory docs & site=$$!; $(MAKE) --no-print-directory lint && wait $$site
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -59,6 +73,11 @@ test-gpu-all:
 
 audit: $(STAMP)
 	$(BIN)/stepformer audit --all
+
+dist: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m build
+	$(BIN)/python tests/support/released.py dist
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix src tests docs benchmarks

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import forked
 import stepformer as sf
@@ -16,6 +17,7 @@ from architectures import covering_presets
 from stepformer.catalogue import citations
 from stepformer.catalogue.references import BIBTEX
 from stepformer.cli import main
+from stepformer.ops.kernels import constant_result
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,3 +183,11 @@ def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: p
     assert "ZeroDivisionError" in capsys.readouterr().err
     assert main(["show", "mine", "--plugin", "no.such.module"]) == 2
     assert "There is no plug-in module 'no.such.module'" in capsys.readouterr().err
+
+
+def test_a_command_does_not_load_the_compiler() -> None:
+    """It would double the two seconds of torch. What stands in for its mark on functions sets the same one."""
+    code = "import sys; from stepformer.cli import main; main(['show', 'yurii']); print('torch._dynamo' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).endswith("\nFalse\n")
+    marked = [mark(lambda: None).__dict__ for mark in (constant_result, torch.compiler.assume_constant_result)]
+    assert marked[0] == marked[1] != {}

@@ -22,7 +22,7 @@ from stepformer.study.differences import refuse_unmeant
 from stepformer.study.fairness import AMOUNTS, search_of
 from stepformer.study.statistics import seed_words
 from stepformer.study.studies import Study, compared, resolved, swept
-from stepformer.study.study import carry_out, plan, seeds_of, submit, words_of
+from stepformer.study.study import Planned, carry_out, plan, seeds_of, submit, words_of
 from stepformer.training import load_run, run_config
 from stepformer.training.parallel import choose_device
 from stepformer.training.runs import RunFolder
@@ -159,17 +159,23 @@ def run_demo(args: argparse.Namespace) -> int:
     took = sum(forecast(config, choose_device(config.train.device)).run for config in left)
     said = f"training {' and '.join(names)} on {tokens:,} tokens of tales each, about {duration(took)} on this machine"
     print(f"{said}; Ctrl-C saves, the same command continues", flush=True)
-    finished, failed = carry_out(runs, jobs=1, plugins=args.plugin)
+    for run in runs:
+        if run.finished:
+            _continued(run)
+    finished, failed = carry_out(runs, jobs=1, plugins=args.plugin, after=_continued)
     status = show_study(finished, failed, Facts(baseline=names[0]), 0.95, out)
     for record in load_records(finished):
-        run = load_run(record.folder)
-        text = "".join(continue_text(run, DEMO_PROMPT, max_new_tokens=120, temperature=0.7, seed=0))
-        print(f"\n{run.config.title} continues '{DEMO_PROMPT}':\n  {text.strip()}")
         if record.label == "yurii" and record.unigram_entropy:
             entropy = f"the unigram entropy of the corpus is {record.unigram_entropy:.4f}"
             print(f"\nyurii's validation loss {record.val_loss:.4f} nats/token; {entropy}")
     print(f"\ngo on: {command_line('generate', out / 'yurii-s42', 'The old')} ; stepformer compare --help")
     return status
+
+
+def _continued(run: Planned) -> None:
+    """Text of a finished run of the demo."""
+    text = "".join(continue_text(load_run(run.folder.path), DEMO_PROMPT, max_new_tokens=120, temperature=0.7, seed=0))
+    print(f"\n{run.label} continues '{DEMO_PROMPT}':\n  {text.strip()}\n", flush=True)
 
 
 STUDY_OPTIONS = (

@@ -17,7 +17,8 @@ import importlib
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DTYPES = (torch.float32, torch.bfloat16)
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def constant_result(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which would load the compiler and so double the start of a command."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class _Switch:
@@ -97,7 +105,7 @@ def prepare_compiler(narrow: bool = False) -> None:
                 make_fallback(op, warn=False)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def compiler_prepared(narrow: bool) -> bool:
     """`prepare_compiler` for a model that somebody compiles without us: called while it is traced."""
     prepare_compiler(narrow)

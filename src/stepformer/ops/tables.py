@@ -23,8 +23,8 @@ class Tables(nn.Module):
 
     def __init__(self, vocab_size: int, width: int, positions: int | None) -> None:
         super().__init__()
-        self.tok_emb = nn.Embedding(vocab_size, width)
-        self.pos_emb = None if positions is None else nn.Embedding(positions, width)
+        self.tok_emb = _table(vocab_size, width)
+        self.pos_emb = None if positions is None else _table(positions, width)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, order: Order | None = None, dtype: torch.dtype | None = None
@@ -38,6 +38,11 @@ class Tables(nn.Module):
             return embed(tokens, table, learned, order, table.dtype if dtype is None else dtype)
         x = self.tok_emb(tokens)
         return x if self.pos_emb is None else x + self.pos_emb(positions)
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Nothing is drawn yet: on the meta device, where models are built, that would load torch's compiler."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def token_order(tokens: Tensor, tables: Iterable[nn.Module]) -> Order | None:

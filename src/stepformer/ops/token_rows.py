@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stepformer.ops.kernels import constant_result
 from stepformer.ops.row_passes import row_pass
 from stepformer.ops.row_programs import Program, extract
 from stepformer.ops.symbols import Symbol, leaf, mul, row_sum
@@ -23,7 +24,7 @@ def _program(output: Symbol) -> Program:
 SCALED = _program(mul(leaf("stat", "s"), leaf("row", "x")))
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _dot(constant: float) -> Program:
     if constant not in _dots:
         _dots[constant] = _program(mul(constant, row_sum(mul(leaf("row", "a"), leaf("row", "b")))))

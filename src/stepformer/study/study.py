@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,9 +126,17 @@ def _check_one_code(folder: Path, runs: Sequence[Planned], allowed: Sequence[str
 
 
 def carry_out(
-    runs: Sequence[Planned], *, jobs: int | None = None, quiet: bool = False, plugins: Sequence[str] = ()
+    runs: Sequence[Planned],
+    *,
+    jobs: int | None = None,
+    quiet: bool = False,
+    plugins: Sequence[str] = (),
+    after: Callable[[Planned], object] = lambda run: None,
 ) -> tuple[list[Path], dict[str, str]]:
-    """Train what is not finished yet, whatever fails; returns what is finished, and a sentence for each that failed."""
+    """Train what is not finished yet, whatever fails; returns what is finished, and a sentence for each that failed.
+
+    Trained in this process, `after` is told of each run that has finished before the next one begins.
+    """
     missing = [run for run in runs if not run.finished]
     if jobs is None:  # rules that only this process knows are trained in it
         rules = [rule for run in runs for rule in run.config.model.components().values()]
@@ -137,14 +145,19 @@ def carry_out(
     several = jobs > 1 and len(runs) > 1  # also the last one, which then has as many threads as the others
     try:
         with Watch() as watch:
-            failed = _in_processes(missing, jobs, plugins, watch) if several else _here(missing, quiet, plugins, watch)
+            if several:
+                failed = _in_processes(missing, jobs, plugins, watch)
+            else:
+                failed = _here(missing, quiet, plugins, watch, after)
     except Stopped as stopped:
         stopped.add_note(f"{sum(run.finished for run in runs)} of {len(runs)} runs are finished, the rest is saved")
         raise
     return [run.folder.path for run in runs if run.finished], failed
 
 
-def _here(runs: Sequence[Planned], quiet: bool, plugins: Sequence[str], watch: Watch) -> dict[str, str]:
+def _here(
+    runs: Sequence[Planned], quiet: bool, plugins: Sequence[str], watch: Watch, after: Callable[[Planned], object]
+) -> dict[str, str]:
     """One after the other; returns why those that failed did."""
     failed = {}
     for run in runs:
@@ -153,6 +166,7 @@ def _here(runs: Sequence[Planned], quiet: bool, plugins: Sequence[str], watch: W
                 resume(run.folder.path, quiet=quiet, watch=watch)
             else:
                 train(run.config, run.folder.path, quiet=quiet, label=run.label, plugins=plugins, watch=watch)
+            after(run)
         except StepformerError as error:
             failed[run.name] = str(error)
         if watch.asked() and run is not runs[-1]:  # it came while that run was finishing

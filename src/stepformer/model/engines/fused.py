@@ -60,7 +60,7 @@ def structural(model: Backbone) -> str | None:
     return plan if isinstance(plan, str) else None
 
 
-@torch.compiler.assume_constant_result
+@kernels.constant_result
 def plan(model: Backbone, *, ready: bool = False) -> Plan | str:
     """`Backbone.plan`: as it was made before, or anew if somebody has exchanged a part or changed its settings.
 
