@@ -21,11 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "CITATION.cff": "CITATION.cff",
     "benchmarks/README.md": "benchmarks/README.md",
     "benchmarks/TARGETS.md": "benchmarks/TARGETS.md",
 }
+OUTSIDE |= {(path := str(f.relative_to(ROOT))): path for f in sorted((ROOT / "benchmarks/results").glob("*.json"))}
 INSIDE = {there: here for here, there in OUTSIDE.items()}
 log = logging.getLogger("mkdocs.hooks.stepformer")
 
