@@ -189,6 +189,11 @@ class OptimConfig(Settings):
             problems.append("radius and wd_matrix both pull the matrices inward: give one of them.")
         return problems
 
+    def to_dict(self) -> dict[str, Any]:
+        """Every key that this optimizer reads: a later default of another one's cannot stand in its way."""
+        foreign = {key for owner, keys in OWN.items() if owner != self.name for key in keys}
+        return {key: value for key, value in super().to_dict().items() if key not in foreign}
+
     def for_run(self, *, steps: int, batch: int, width: int, depth: int) -> OptimConfig:
         """This section with its unset rates for such a run; `unset` still says which they are."""
         factor = rate_factor(steps, batch, width, depth)
