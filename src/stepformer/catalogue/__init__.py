@@ -119,7 +119,9 @@ def preset(name: str) -> Preset:
         entry = templates[name]
         return Preset(entry.name, {"template": entry.name, **entry.component.goes_with}, "", written=entry.equation)
     known = [*_ALIASES, *(e.name for e in templates)]
-    raise UnknownNameError(f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them.")
+    raise UnknownNameError(
+        f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them. {templates.own}"
+    )
 
 
 def unlisted_templates() -> list[str]:

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from stepformer.base.errors import command_line
 from stepformer.cli.options import command, given, option
 from stepformer.cli.show import console
-from stepformer.data.corpus import Corpus, corpus_folder
+from stepformer.data.corpus import Corpus, corpus_folder, few
 from stepformer.data.opening import open_source
 from stepformer.data.pieces import Progress
 from stepformer.data.prepare import prepare
@@ -80,6 +80,9 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     out.print(f"split: {corpus.manifest['split_rule']['meaning']}", soft_wrap=True, markup=False)
     if not corpus.manifest["splits"]["val"]["tokens"]:
         out.print("There is no validation text: training on this corpus cannot be evaluated.", soft_wrap=True)
+    if few(tokens := corpus.manifest["splits"]["train"]["tokens"], tokenizer["vocab_size"]):
+        few_words = f"note: {tokens:,} training tokens are few for {tokenizer['vocab_size']:,} ids"
+        out.print(f"{few_words}: --tokenizer bpe:1024 or bytes suits so short a text better.", soft_wrap=True)
     train = command_line("train", "yurii", f"corpus={corpus.folder}")
     out.print(f"folder: {corpus.folder}\ntrain on it: {train}", soft_wrap=True, markup=False)
 
