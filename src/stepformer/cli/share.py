@@ -15,7 +15,11 @@ def run_export(args: argparse.Namespace) -> int:
     out = export_run(args.folder, args.out, args.checkpoint, form=args.format, **chosen)
     print(f"written: {', '.join(sorted(path.name for path in out.iterdir()))}")
     where = json.dumps(str(out), ensure_ascii=False)
-    print(f"load it with AutoModelForCausalLM.from_pretrained({where}); README.md says how, and wants a licence")
+    print("load it in Python (README.md says more, and wants a licence):")
+    if args.format == "stepformer":
+        print("  import stepformer.exchange.huggingface")
+    print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
+    print(f"  model, tokenizer = AutoModelForCausalLM.from_pretrained({where}), AutoTokenizer.from_pretrained({where})")
     return 0
 
 

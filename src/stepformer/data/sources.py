@@ -132,8 +132,6 @@ class Files(Source):
         known = f"{', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
         if path.is_dir() and not self.paths:
             raise InputError(f"There is nothing to read in the folder '{path}': no file ends in {known}.")
-        if not path.is_dir() and not extensions(path)[0]:
-            raise InputError(f"The file '{path}' cannot be read: its name must end in {known}.")
         self.name = path.resolve().name if path.is_dir() else path.name.partition(".")[0] or path.name
         self.marked = self.layout.val_field is not None
         self.description = {"kind": "files", "files": [describe_file(p, self.root) for p in self.paths]}

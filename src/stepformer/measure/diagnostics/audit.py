@@ -38,6 +38,7 @@ from stepformer.oracles import attentions, fresh_call, mlps
 from stepformer.rules import splittings, templates
 
 GEOMETRY = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 16, "vocab_size": 16}
+IGNORED = ("size", *GEOMETRY, "real_vocab", "mlp_hidden")  # keys of [model]: the audited copy has its own
 
 # fp64 carries about 16 digits; kernels may sum in another order when shapes change, and two layers amplify that.
 CACHE_TOLERANCE = 1e-10
