@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from stepformer.cli.options import CHECKPOINT, JSON, RUN, command, given, option
+from stepformer.training.runs import RunFolder
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -18,6 +20,8 @@ def run_export(args: argparse.Namespace) -> int:
     print("load it in Python (README.md says more, and wants a licence):")
     if args.format == "stepformer":
         print("  import stepformer.exchange.huggingface")
+        for plugin in RunFolder(Path(args.folder)).read().get("plugins", ()):
+            print(f"  stepformer.base.plugins.load_plugin({json.dumps(plugin, ensure_ascii=False)})")
     print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
     print(f"  model, tokenizer = AutoModelForCausalLM.from_pretrained({where}), AutoTokenizer.from_pretrained({where})")
     return 0

@@ -103,7 +103,9 @@ def _cost(trainer: Trainer) -> str:
     named = [name for name, size in SIZES.items() if all(size[key] == getattr(model, key) for key in keys)]
     size = "".join(f"size {name}, " for name in named) + f"{model.n_layer} layers of width {model.d_model}"
     amount = f"{config.train.steps:,} steps of {config.step_tokens:,} tokens"
-    expected = forecast(config, trainer.world.device, trainer.world.size, eval_tokens=trainer.eval_tokens, measure=False)
+    expected = forecast(
+        config, trainer.world.device, trainer.world.size, eval_tokens=trainer.eval_tokens, measure=False
+    )
     time = f"about {duration(expected.run)} if it reaches 30 % of this device's peak"
     return f"{size}: {trainer.num_parameters:,} parameters; {amount}, {time}"
 

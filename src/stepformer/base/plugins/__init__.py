@@ -6,8 +6,16 @@ changed is another rule, and a run made with the old one is not opened with it. 
 """
 
 from stepformer.base.plugins.identity import digest, identity, is_ours, remember, sources_of
-from stepformer.base.plugins.loading import comes_from_plugin, explained, import_file, lasting, load_plugin
-from stepformer.base.plugins.loading import load_recorded, loaded, refuse_changed
+from stepformer.base.plugins.loading import (
+    comes_from_plugin,
+    explained,
+    import_file,
+    lasting,
+    load_plugin,
+    load_recorded,
+    loaded,
+    refuse_changed,
+)
 from stepformer.base.plugins.sources import files_at, files_of, package_digest, place_of
 from stepformer.base.plugins.trusting import UntrustedError, trust, trusted
 
