@@ -144,7 +144,9 @@ def test_a_fault_of_a_plugin_is_a_sentence_in_train_as_in_audit(typo: str, train
     assert re.search(sentence, refused.stderr)
     assert "Traceback" not in refused.stderr
     (tmp_path / "qhm.py").write_text(QHM)
-    assert forked.stepformer(*words, cwd=tmp_path).returncode == 0  # in the same folder: there was no run yet
+    done = forked.stepformer(*words, cwd=tmp_path)  # in the same folder: there was no run yet
+    assert done.returncode == 0
+    assert "qhm s42  step" in done.stderr  # by its own name
 
 
 def test_the_cost_of_a_size_is_said_before_training(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,10 +197,14 @@ def test_texts_of_any_suffix_are_evaluated(
     assert "is not UTF-8 text" in said(capsys, "eval", str(trained), "--on", str(tmp_path / "picture.pdf"))
 
 
-def test_a_folder_is_read_by_suffix_as_before(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.md", "c.log"):
-        (tmp_path / name).write_text(name)
-    assert [found.text for found in open_source(str(tmp_path))] == ["a.txt"]
+def test_prepare_says_what_it_passes_over_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in ("a.txt", "b.md", "c.log", "d.md", ".hidden"):
+        (texts / name).write_text(f"{name} is a text. " * 50)
+    assert [found.text[:5] for found in open_source(str(texts))] == ["a.txt"]
+    assert main(["prepare", str(texts), "--tokenizer", "bytes", "--out", str(tmp_path / "corpus")]) == 0
+    assert f"note: not read in '{texts}': 2 .md, 1 .log; " in capsys.readouterr().out
 
 
 def test_labels_of_a_sweep_have_no_minus_of_their_own() -> None:

@@ -39,6 +39,10 @@ def run_prepare(args: argparse.Namespace) -> int:
         print("stepformer: interrupted; the same command continues where it stopped.", file=sys.stderr)
         return 130
     print_corpus(console(), corpus)
+    if others := getattr(source, "passed_over", {}):
+        named = ", ".join(f"{count:,} {ending}" for ending, count in [*others.items()][:4])
+        told = "a file that is named itself is read as text, whatever it is called"
+        print(f"note: not read in '{args.source}': {named}; {told}")
     if args.verify:
         print("all checksums agree")
     return 0
