@@ -76,13 +76,14 @@ def test_config_and_commands_of_the_build_page(tmp_path: Path) -> None:
 def test_write_your_own_rule_page(tmp_path: Path, steps: int) -> None:
     """The rule has at most 25 lines, lives in a file of its own, and passes the audits the page tells you to run."""
     page = ROOT / "docs/write-your-own-rule.md"
-    rule, usage = blocks(page, "python")
+    rule, usage, mlp = blocks(page, "python")
     assert len(rule.strip().splitlines()) <= 25
     (tmp_path / "qhm.py").write_text(rule)
+    (tmp_path / "mish.py").write_text(mlp)
     printed = run_python(usage, tmp_path)
     assert "nu_attn" in printed
     commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
-    assert sum(command.startswith("stepformer audit") for command in commands) == 3
+    assert sum(command.startswith("stepformer audit") for command in commands) == 4
     for command in commands:
         printed = run(command.replace(" audit ", f" audit --steps {steps} "), tmp_path)
         if " audit " in command:

@@ -236,16 +236,16 @@ def test_a_point_that_diverges_is_out_and_one_that_fails_stops(
 def test_a_sweep_names_its_best_point(settings: dict[str, Any], tmp_path: Path) -> None:
     table = sf.sweep("vanilla", {"lr": (1e-6, 0.02, 1e-5)}, out=tmp_path, seeds=2, **settings)
     best, *rest = table.notes
-    assert best.startswith("Best of 3 points: lr-0.02, ")
+    assert best.startswith("Best of 3 points: lr=0.02, ")
     losses = {row.label: [record.val_loss for record in row.records] for row in table.rows}
-    second = min((label for label in losses if label != "lr-0.02"), key=lambda label: sum(losses[label]))
-    mean = sum(a - b for a, b in zip(losses["lr-0.02"], losses[second], strict=True)) / 2
+    second = min((label for label in losses if label != "lr=0.02"), key=lambda label: sum(losses[label]))
+    mean = sum(a - b for a, b in zip(losses["lr=0.02"], losses[second], strict=True)) / 2
     assert f"to the next best, {second}, {mean:+.4f} [" in best
     assert any("edge of the grid in lr" in note for note in rest)
     axes = {"lr": ("1", "0.02", "1e-3"), "optim.name": ("muon", "adamw"), "train.batch": ("4", "8"), "beta1": ("0.9",)}
     points = grid_points(axes)
-    assert at_the_edge(axes, points["lr-0.02_name-muon_batch-8_beta1-0.9"]) == ["train.batch"]
-    assert at_the_edge(axes, points["lr-1e-3_name-adamw_batch-4_beta1-0.9"]) == ["lr", "train.batch"]
+    assert at_the_edge(axes, points["lr=0.02_name=muon_batch=8_beta1=0.9"]) == ["train.batch"]
+    assert at_the_edge(axes, points["lr=1e-3_name=adamw_batch=4_beta1=0.9"]) == ["lr", "train.batch"]
 
 
 def test_losses_on_different_tokens_have_no_best_point(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_sweep_over_a_grid_in_processes(corpus: Path, tmp_path: Path, capsys: py
     out = tmp_path / "sweep"
     command = ["sweep", "yurii", "--grid", "lr=0.01,0.02", "--out", str(out), "--jobs", "2", "steps=4"]
     assert main([*command, *words(corpus)]) == 0, capsys.readouterr().err
-    assert sorted(p.name for p in out.iterdir() if p.is_dir()) == ["lr-0.01-s42", "lr-0.02-s42"]
+    assert sorted(p.name for p in out.iterdir() if p.is_dir()) == ["lr=0.01-s42", "lr=0.02-s42"]
     for lr in (0.01, 0.02):
         assert json.loads((out / f"lr-{lr}-s42" / "run.json").read_text())["config"]["optim"]["lr"] == lr
 
@@ -118,7 +118,7 @@ def test_slurm_through_submitit(corpus: Path, tmp_path: Path, capsys: pytest.Cap
     assert main([*command, "--slurm", "cluster=local", "timeout_min=5"]) == 0, capsys.readouterr().err
     assert "submitted 1 runs" in capsys.readouterr().out
     deadline = time.monotonic() + 120
-    while not (out / "lr-0.01-s42" / "result.json").exists():
+    while not (out / "lr=0.01-s42" / "result.json").exists():
         assert time.monotonic() < deadline, [p.read_text()[-2000:] for p in (out / "slurm").glob("*.err")]
         time.sleep(0.2)
 
@@ -173,7 +173,7 @@ def test_a_dry_run_says_what_would_be_trained(corpus: Path, tmp_path: Path, caps
     assert "vanilla-parameters-of-yurii: " in said
     assert "each row is trained at 3 points of lr, on 256 tokens each" in said
     assert main(["sweep", "yurii", "--grid", "lr=0.01,0.02", "--dry-run", "--out", str(out), *words(corpus)]) == 0
-    assert "lr-0.01: muon, cosine: lr 0.01, " in " ".join(capsys.readouterr().out.split())
+    assert "lr=0.01: muon, cosine: lr 0.01, " in " ".join(capsys.readouterr().out.split())
     assert not out.exists()
 
 

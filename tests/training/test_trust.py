@@ -185,8 +185,8 @@ def test_a_table_in_python(corpus: Path, tmp_path: Path) -> None:
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
     assert len(table.plot().axes) == 2
     swept = sf.sweep("vanilla", {"lr": (0.01, 0.02)}, out=tmp_path / "sweep", **settings)
-    assert [row.label for row in swept.rows] == ["lr-0.01", "lr-0.02"]
-    assert swept.notes[0].startswith("Best of 2 points: lr-0.0")
+    assert [row.label for row in swept.rows] == ["lr=0.01", "lr=0.02"]
+    assert swept.notes[0].startswith("Best of 2 points: lr=0.0")
     assert "at the edge of the grid in lr" in swept.notes[1]
     longer = sf.sweep("vanilla", {"steps": (2, 4)}, out=tmp_path / "longer", **{**settings, "steps": 2})
     assert [row.verdict for row in longer.rows] == ["baseline", "not paired"]

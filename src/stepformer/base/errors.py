@@ -6,6 +6,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 
 class StepformerError(Exception):
@@ -53,10 +54,14 @@ class StepformerWarning(UserWarning):
 
 
 def suggestion(word: object, known: Iterable[str]) -> str:
-    """The nearest known name as a question, or an empty string when nothing is near."""
-    by_lower = {name.lower(): name for name in known}
+    """The nearest known name as a question, or an empty string when nothing is near. A file is never a name's typo."""
+    by_lower = {name.lower(): name for name in known if _is_file(name) or not _is_file(str(word))}
     near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean '{by_lower[near[0]]}'?" if near else ""
+
+
+def _is_file(word: str) -> bool:
+    return "/" in word or Path(word).suffix != ""
 
 
 def command_line(*words: object) -> str:

@@ -86,9 +86,10 @@ class Entry(Generic[T]):
 class Registry(Generic[T]):
     """Maps names (and aliases) to component classes of one kind: templates, splittings, attentions, MLPs, extras."""
 
-    def __init__(self, kind: str, base: type[T]) -> None:
+    def __init__(self, kind: str, base: type[T], page: str = "") -> None:
         self.kind = kind
         self.base = base
+        self.own = f"One of your own: name its file with --plugin, or import it (docs/{page}.md)." if page else ""
         self._entries: dict[str, Entry[T]] = {}
         self._aliases: dict[str, str] = {}
 
@@ -134,9 +135,8 @@ class Registry(Generic[T]):
     def canonical(self, word: str) -> str:
         """The registered name behind a name or alias."""
         if word not in self:
-            raise UnknownNameError(
-                f"Unknown {self.kind} '{word}'.{suggestion(word, self._aliases)} Known: {', '.join(self._entries)}."
-            )
+            said = f"Unknown {self.kind} '{word}'.{suggestion(word, self._aliases)}"
+            raise UnknownNameError(f"{said} Known: {', '.join(self._entries)}. {self.own}".rstrip())
         return self._aliases[word]
 
     def __getitem__(self, word: str) -> Entry[T]:

@@ -16,8 +16,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         raise InputError(f"'{path}' is a folder, not a config file.")
+    text = files.read_text(path, "config file")
     try:
-        return tomllib.loads(files.read_text(path, "config file").replace("\r\n", "\n"))
+        return tomllib.loads(text.replace("\r\n", "\n"))
     except RecursionError:
         raise InputError(f"'{path}' is not valid TOML: it is nested too deeply.") from None
     except ValueError as error:  # a number of thousands of digits, too

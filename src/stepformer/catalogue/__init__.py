@@ -119,7 +119,9 @@ def preset(name: str) -> Preset:
         entry = templates[name]
         return Preset(entry.name, {"template": entry.name, **entry.component.goes_with}, "", written=entry.equation)
     known = [*_ALIASES, *(e.name for e in templates)]
-    raise UnknownNameError(f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them.")
+    raise UnknownNameError(
+        f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them. {templates.own}"
+    )
 
 
 def unlisted_templates() -> list[str]:
@@ -144,7 +146,8 @@ def closest_preset(config: ModelConfig) -> tuple[Preset | None, dict[str, Any]]:
     """The preset with the same components from which a config differs least, and the settings that differ."""
     mine = _at_small(config).to_dict()
     found: list[tuple[Preset | None, dict[str, Any]]] = []
-    for row in _PRESETS.values():
+    bare = [preset(name) for name in unlisted_templates() if name == config.template]  # a rule of your own
+    for row in (*_PRESETS.values(), *bare):
         if all(getattr(row.config, kind) == getattr(config, kind) for kind in REGISTRIES):
             base = row.config.to_dict()
             changed = {key for key in {*mine, *base} - NOT_THE_FUNCTION if mine.get(key) != base.get(key)}

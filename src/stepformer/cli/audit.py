@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stepformer.base.errors import InputError
-from stepformer.catalogue import presets, unlisted_templates
+from stepformer.base.words import read_toml
+from stepformer.catalogue import OTHER_SECTIONS, presets, unlisted_templates
 from stepformer.cli.options import JSON, command, given, option
 from stepformer.cli.show import console, resolve, title_of
-from stepformer.measure.diagnostics.audit import GEOMETRY, OBLIGATIONS, Audit, audit, load_transcription
+from stepformer.measure.diagnostics.audit import GEOMETRY, IGNORED, OBLIGATIONS, Audit, audit, load_transcription
 from stepformer.model.config import ModelConfig
 from stepformer.present.tables import Table, columns, text
+from stepformer.training.config import place
 
 LEGEND = """
 1 parameters of the audited copy   2 change of earlier logits by later tokens (fp32, fp64) and by a longer context
@@ -37,6 +39,8 @@ def run_audit(args: argparse.Namespace) -> int:
         raise InputError("Which architecture? Give names, or --all for every preset.")
     if args.steps < 30:
         raise InputError(f"--steps {args.steps} is too short to learn anything from; use at least 30.")
+    ignored = ignored_words(names, overrides)
+    overrides = [word for word in overrides if place(word.partition("=")[0])[0] == "model"]
     configs: dict[str, ModelConfig] = {}
     for name in names:
         config = resolve(name, overrides)
@@ -66,10 +70,28 @@ def run_audit(args: argparse.Namespace) -> int:
         print(json.dumps([_as_json(result) for result in results], indent=2))
     else:
         print_results(results, time.perf_counter() - began, args.steps)
+    if ignored:
+        size = "{n_layer} layers, {n_head} heads, width {d_model}, context {context}, vocabulary {vocab_size}"
+        size = size.format(**GEOMETRY)
+        print(f"note: ignored: {', '.join(ignored)}. The audited copy has {size}, and --steps.", file=sys.stderr)
     if interrupted:
         print(f"stepformer: interrupted after {len(results)} of {len(configs)} architectures", file=sys.stderr)
         return 130
     return 0 if all(result.passed for result in results) else 1
+
+
+def ignored_words(names: list[str], overrides: list[str]) -> list[str]:
+    """Settings that say something about size or training, which the audit has its own of; of files with their names."""
+    found = [word for word in overrides if _is_ignored(*place(word.partition("=")[0]))]
+    for name in (name for name in names if name.endswith(".toml")):
+        document = {key: section for key, section in read_toml(name).items() if isinstance(section, dict)}
+        found += [f"{key} of {name}" for key in document.get("model", {}) if _is_ignored("model", key)]
+        found += [f"[{section}] of {name}" for section in document if section in OTHER_SECTIONS]
+    return found
+
+
+def _is_ignored(section: str, key: str) -> bool:
+    return section != "model" or key in IGNORED
 
 
 def _as_json(result: Audit) -> dict[str, Any]:

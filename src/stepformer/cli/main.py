@@ -8,7 +8,10 @@ import errno
 import functools
 import importlib
 import io
+import itertools
 import os
+import re
+import shlex
 import sys
 import tomllib
 import warnings
@@ -124,11 +127,30 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [w for w in extra if words is None or w.startswith("-") or not ("names" in args or "=" in w)]
     if unknown:
         known = [option for action in args.parser._actions for option in action.option_strings]
-        guess = suggestion(unknown[0].partition("=")[0], known)
+        setting = "" if words is None else _as_setting(unknown[0], sys.argv[1:] if argv is None else argv, args.parser)
+        guess = setting or suggestion(unknown[0].partition("=")[0], known)
         top.error(f"unrecognized arguments: {' '.join(unknown)}.{guess}")
     if words is not None:
         words += extra
     return args
+
+
+def _as_setting(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """How a setting is written that was given as an option: `--steps 10` is `steps=10`. Empty if it is none."""
+    from stepformer.model.config import REGISTRIES, ModelConfig
+    from stepformer.training.config import SECTIONS
+
+    option, equals, value = word.partition("=")
+    key = option.lstrip("-").replace("-", "_")
+    known = {"preset", "size", *ModelConfig.__dataclass_fields__}
+    known |= {name for registry in REGISTRIES.values() for entry in registry for name in entry.component.options}
+    known |= {name for kind in SECTIONS.values() for name in kind.field_names()}
+    known |= {*re.findall(r"^  (\w+)(?:=| )", parser.epilog or "", re.MULTILINE)}  # of `diagnose`: its help lists them
+    if not option.startswith("--") or key not in known:
+        return ""
+    if not equals:
+        value = next((after for before, after in itertools.pairwise(argv) if before == word), "VALUE")
+    return f" Settings are written key=value, without dashes: {shlex.quote(f'{key}={value}')}."
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -161,6 +183,13 @@ def _run(argv: Sequence[str] | None) -> int:
             _drop_output()
             what = "The output could not be written"
         print(f"stepformer: {what}: {error.strerror or error}.", file=sys.stderr)
+        return 2
+    except Exception as error:
+        from stepformer.base.plugins import comes_from_plugin, explained
+
+        if not comes_from_plugin(error):
+            raise
+        print(f"stepformer: {explained(error)}", file=sys.stderr)
         return 2
 
 

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from stepformer.base.errors import command_line
 from stepformer.cli.options import command, given, option
 from stepformer.cli.show import console
-from stepformer.data.corpus import Corpus, corpus_folder
+from stepformer.data.corpus import Corpus, corpus_folder, few
 from stepformer.data.opening import open_source
 from stepformer.data.pieces import Progress
 from stepformer.data.prepare import prepare
@@ -39,6 +39,10 @@ def run_prepare(args: argparse.Namespace) -> int:
         print("stepformer: interrupted; the same command continues where it stopped.", file=sys.stderr)
         return 130
     print_corpus(console(), corpus)
+    if others := getattr(source, "passed_over", {}):
+        named = ", ".join(f"{count:,} {ending}" for ending, count in [*others.items()][:4])
+        told = "a file that is named itself is read as text, whatever it is called"
+        print(f"note: not read in '{args.source}': {named}; {told}")
     if args.verify:
         print("all checksums agree")
     return 0
@@ -80,6 +84,9 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     out.print(f"split: {corpus.manifest['split_rule']['meaning']}", soft_wrap=True, markup=False)
     if not corpus.manifest["splits"]["val"]["tokens"]:
         out.print("There is no validation text: training on this corpus cannot be evaluated.", soft_wrap=True)
+    if few(tokens := corpus.manifest["splits"]["train"]["tokens"], tokenizer["vocab_size"]):
+        few_words = f"note: {tokens:,} training tokens are few for {tokenizer['vocab_size']:,} ids"
+        out.print(f"{few_words}: --tokenizer bpe:1024 or bytes suits so short a text better.", soft_wrap=True)
     train = command_line("train", "yurii", f"corpus={corpus.folder}")
     out.print(f"folder: {corpus.folder}\ntrain on it: {train}", soft_wrap=True, markup=False)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from stepformer.cli.options import CHECKPOINT, JSON, RUN, command, given, option
+from stepformer.training.runs import RunFolder
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -15,7 +17,13 @@ def run_export(args: argparse.Namespace) -> int:
     out = export_run(args.folder, args.out, args.checkpoint, form=args.format, **chosen)
     print(f"written: {', '.join(sorted(path.name for path in out.iterdir()))}")
     where = json.dumps(str(out), ensure_ascii=False)
-    print(f"load it with AutoModelForCausalLM.from_pretrained({where}); README.md says how, and wants a licence")
+    print("load it in Python (README.md says more, and wants a licence):")
+    if args.format == "stepformer":
+        print("  import stepformer.exchange.huggingface")
+        for plugin in RunFolder(Path(args.folder)).read().get("plugins", ()):
+            print(f"  stepformer.base.plugins.load_plugin({json.dumps(plugin, ensure_ascii=False)})")
+    print("  from transformers import AutoModelForCausalLM, AutoTokenizer")
+    print(f"  model, tokenizer = AutoModelForCausalLM.from_pretrained({where}), AutoTokenizer.from_pretrained({where})")
     return 0
 
 

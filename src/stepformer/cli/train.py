@@ -93,7 +93,7 @@ def print_result(result: dict[str, Any]) -> None:
 def dry_run(config: RunConfig) -> int:
     """What a run would be, from one micro-batch of it."""
     device, ranks = choose_device(config.train.device), int(os.environ.get("WORLD_SIZE", "1"))
-    notes, asked = [], config
+    notes, asked, evaluated = [], config, config.train.eval_tokens
     try:
         corpus = open_corpus(config.data, World(0, 1, device), quiet=True)
         config = config.for_vocabulary(corpus.vocab_size)
@@ -101,11 +101,12 @@ def dry_run(config: RunConfig) -> int:
         blocks = (tokens - config.model.context) // config.model.context
         epochs = config.train.steps * config.train.batch / blocks
         data = f"{corpus.folder}: {tokens:,} training tokens, {epochs:.2f} epochs"
+        evaluated = min(evaluated, len(corpus.split("val").half(config.train.eval_half)))
     except InputError as error:
         data = f"{config.data.corpus} (not prepared)"
         notes.append(str(error))
     train_, model, micro = config.train, config.model, config.micro_batch(World(0, ranks, device))
-    meta, expected = Model(model, device="meta"), forecast(config, device, ranks)
+    meta, expected = Model(model, device="meta"), forecast(config, device, ranks, eval_tokens=evaluated)
     size = f"{model.n_layer} layers of width {model.d_model}, context {model.context}"
     pieces = f"{train_.batch // ranks // micro} micro-batches x {micro} sequences"
     rows = [

@@ -24,6 +24,11 @@ TOKENIZER = "tokenizer"
 SPLITS = ("train", "val")
 
 
+def few(tokens: float, vocab_size: int) -> bool:
+    """Whether a text is too short for a vocabulary, because most of its ids would come up a few times or never."""
+    return vocab_size > 1024 and tokens < 20 * vocab_size
+
+
 def corpus_folder(name: str, tokenizer_spec: str) -> Path:
     """Where a corpus lies unless told otherwise: `data/NAME-TOKENIZER`, in $STEPFORMER_HOME if that is set."""
     home = os.environ.get("STEPFORMER_HOME", "")

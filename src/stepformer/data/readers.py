@@ -1,4 +1,4 @@
-"""Documents out of files: .txt, JSON lines and .parquet, each plain or compressed with gzip, xz or zstandard."""
+"""Documents out of files: text, JSON lines and .parquet, each plain or compressed with gzip, xz or zstandard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the text is: the field of a row, the field that marks validation rows, how a .txt is cut."""
+    """Where the text is: the field of a row, the field that marks validation rows, how a text is cut."""
 
     field: str = "text"
     val_field: str | None = None
@@ -41,7 +41,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.document not in DOCUMENT_RULES:
             raise InputError(
-                f"A .txt is cut into documents by one of {', '.join(DOCUMENT_RULES)}, not '{self.document}'."
+                f"A text is cut into documents by one of {', '.join(DOCUMENT_RULES)}, not '{self.document}'."
                 f"{suggestion(self.document, DOCUMENT_RULES)}"
             )
 
@@ -80,15 +80,16 @@ def packing(path: Path) -> str:
 
 
 def extensions(path: Path) -> tuple[str, str]:
-    """The format and compression of a file by its name, e.g. ('.jsonl', '.xz'); ('', '') if it is none of ours."""
+    """The format and compression of a file by its name, e.g. ('.jsonl', '.xz'); ('', '') if it is none of ours: then a
+    file that was named itself is read as text, and one in a folder is passed over.
+    """
     form = Path(path.name.lower().removesuffix(packing(path))).suffix
     return (form, packing(path)) if form in FORMATS else ("", "")
 
 
 def approximate_text(path: Path) -> int:
     """About how many bytes of text a file holds."""
-    form, packed = extensions(path)
-    return int(path.stat().st_size * FORMATS[form] * COMPRESSIONS.get(packed, 1.0))
+    return int(path.stat().st_size * FORMATS.get(extensions(path)[0], 1.0) * COMPRESSIONS.get(packing(path), 1.0))
 
 
 def need(module: str, extra: str = "data") -> ModuleType:
@@ -138,7 +139,7 @@ def read_documents(path: Path, layout: Layout) -> Iterator[Document]:
     """The documents of a file, in order, without empty ones."""
     form = extensions(path)[0]
     with reading(path):
-        if form == ".txt":
+        if form in (".txt", ""):
             yield from read_text(path, layout)
             return
         for where, row in read_table(path, layout) if form == ".parquet" else read_lines(path):

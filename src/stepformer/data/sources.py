@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,8 +133,7 @@ class Files(Source):
         known = f"{', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
         if path.is_dir() and not self.paths:
             raise InputError(f"There is nothing to read in the folder '{path}': no file ends in {known}.")
-        if not path.is_dir() and not extensions(path)[0]:
-            raise InputError(f"The file '{path}' cannot be read: its name must end in {known}.")
+        self.passed_over = _passed_over(path, self.paths) if path.is_dir() else {}
         self.name = path.resolve().name if path.is_dir() else path.name.partition(".")[0] or path.name
         self.marked = self.layout.val_field is not None
         self.description = {"kind": "files", "files": [describe_file(p, self.root) for p in self.paths]}
@@ -147,6 +147,15 @@ class Files(Source):
         paths = self.paths if self.limit else self.paths[unit : unit + 1]
         found = (document for path in paths for document in readers.read_documents(path, self.layout))
         return itertools.islice(found, self.limit)
+
+
+def _passed_over(folder: Path, used: Sequence[Path]) -> dict[str, int]:
+    """How many files below a folder are not read, by the endings of their names; hidden ones aside."""
+    known, found = {*used}, Counter[str]()
+    for path in folder.rglob("[!.]*"):
+        if path.is_file() and path not in known:
+            found[path.suffix or path.name] += 1
+    return dict(found.most_common())
 
 
 def usable_files(folder: Path) -> list[Path]:

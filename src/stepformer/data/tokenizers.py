@@ -235,7 +235,8 @@ def gpt2_tokenizer(path: str = "") -> Tokenizer:
         reason = type(error).__name__
         raise StepformerError(
             f"The GPT-2 vocabulary could not be downloaded ({reason}): put gpt2.tiktoken, or vocab.bpe and "
-            "encoder.json, into a folder and write --tokenizer gpt2:FOLDER or set STEPFORMER_GPT2_BPE to it."
+            "encoder.json, into a folder and write --tokenizer gpt2:FOLDER or set STEPFORMER_GPT2_BPE to it. The "
+            "tokenizers bytes and bpe:1024 need no download."
         ) from None
     return Gpt2Tokenizer(ranks, "What tiktoken downloaded")
 

@@ -87,7 +87,7 @@ class Extra(Component):
         return getattr(type(self), method) is not getattr(Extra, method)
 
 
-extras: Registry[Extra] = Registry("extra", Extra)
+extras: Registry[Extra] = Registry("extra", Extra, "write-your-own-extra")
 register_extra = extras.register
 """Class decorator: `@register_extra("my-extra", equation="...")` (see `Registry.register`)."""
 

@@ -89,6 +89,6 @@ class Attention(Component, nn.Module):
         return ()
 
 
-attentions: Registry[Attention] = Registry("attention", Attention)
+attentions: Registry[Attention] = Registry("attention", Attention, "write-your-own-attention")
 register_attention = attentions.register
 """Class decorator: `@register_attention("my-attention", equation="...")` (see `Registry.register`)."""

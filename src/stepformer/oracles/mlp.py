@@ -43,7 +43,7 @@ class MLP(Component, nn.Module):
         return self.down(self.activation(h))
 
 
-mlps: Registry[MLP] = Registry("mlp", MLP)
+mlps: Registry[MLP] = Registry("mlp", MLP, "write-your-own-rule")
 register_mlp = mlps.register
 """Class decorator: `@register_mlp("my-mlp", equation="...")` (see `Registry.register`)."""
 

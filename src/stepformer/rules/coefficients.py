@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepformer.base.errors import InputError
+from stepformer.base.errors import InputError, suggestion
 from stepformer.ops.scalars import LearnedScalars
 
 Kind = Literal["memory", "lookahead", "step", "drift", "decay", "damping", "mix", "target"]
@@ -120,7 +120,9 @@ class Values:
 
     def __getattr__(self, name: str) -> Any:
         if name == "_values" or name not in self._values:
-            raise AttributeError(f"this substep has no coefficient '{name}'")
+            there = {} if name == "_values" else self._values
+            guess = suggestion(name, there) or f" It has {', '.join(there) or 'none'}."
+            raise AttributeError(f"This turn has no coefficient '{name}'.{guess}")
         return self._values[name]
 
     def __or__(self, other: Values) -> Values:
@@ -145,6 +147,9 @@ class CoefficientBank(LearnedScalars):
         self.keys_of: dict[str, dict[str, str]] = {substep: {} for substep in substeps}
         for substep, specs in substeps.items():
             for name, spec in specs.items():
+                if not isinstance(spec, Coefficient | Array):
+                    how = "sf.unit(0.5), sf.positive(1.0) or sf.free(0.0)"
+                    raise InputError(f"The coefficient '{name}' is {spec!r}: declare it as {how}.")
                 users = [other for other in substeps.values() if name in other]
                 key = name if len(users) == 1 or spec.kind in shared else f"{name}_{substep}"
                 self.keys_of[substep][name] = key

@@ -143,7 +143,7 @@ class Template(Component):
         return g.unflatten(-1, (self.n_head, self.head_dim))
 
 
-templates: Registry[Template] = Registry("template", Template)
+templates: Registry[Template] = Registry("template", Template, "write-your-own-rule")
 register_template = templates.register
 """Class decorator: `@register_template("my-rule", equation="...")` (see `Registry.register`)."""
 

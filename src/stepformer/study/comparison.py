@@ -149,7 +149,9 @@ def best_point(rows: Sequence[Row], axes: Mapping[str, Sequence[str]], confidenc
         said += f"; to the next best, {second.label}, {difference}"
         if difference.low is not None:
             said += f" ({difference.verdict}{', not to be claimed from so few pairs' * difference.provisional})"
-    edge = ", ".join(at_the_edge(axes, grid_points(axes).get(best.label, {})))
+    points = grid_points(axes)
+    points |= {label.replace("=", "-"): point for label, point in points.items()}  # as sweeps of 0.6.0 call them
+    edge = ", ".join(at_the_edge(axes, points.get(best.label, {})))
     warning = f"{best.label} lies at the edge of the grid in {edge}: a better value may lie beyond."
     return [f"{said}.", *([warning] if edge else [])]
 
@@ -161,7 +163,7 @@ def all_points(axes: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
 def grid_points(axes: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
     """Every point of a grid under its label."""
     points = all_points(axes)
-    return {"_".join(f"{k.rpartition('.')[2]}-{v}" for k, v in p.items()).replace("/", "-"): p for p in points}
+    return {"_".join(f"{k.rpartition('.')[2]}={v}" for k, v in p.items()).replace("/", "-"): p for p in points}
 
 
 def at_the_edge(axes: Mapping[str, Sequence[str]], point: Mapping[str, str]) -> list[str]:

@@ -313,7 +313,7 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
             unknown = str(error)
     sections = _sections(document, name, problems)
     for key, value in [*parse_overrides(overrides, problems), *more.items()]:
-        section, key = _place(key)
+        section, key = place(key)
         sections[section][key] = value
     values = dict(sections["model"])
     whose, size = str(values.pop("preset", "vanilla")), str(values.pop("size", "small"))
@@ -343,7 +343,7 @@ def _sections(document: Mapping[str, Any], where: str, problems: list[str]) -> d
     return {key: dict(values) if isinstance(values, dict) else {} for key, values in found.items()}
 
 
-def _place(word: str) -> tuple[str, str]:
+def place(word: str) -> tuple[str, str]:
     """Section and key of an override's left side."""
     section, dot, key = word.partition(".")
     if dot and section in ("model", *SECTIONS):

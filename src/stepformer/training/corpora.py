@@ -8,12 +8,14 @@ from pathlib import Path
 from rich.console import Console
 
 from stepformer.base.errors import InputError, command_line
-from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder
+from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder, few
+from stepformer.data.sources import Source
 from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
 from stepformer.training.config import DataConfig
 from stepformer.training.parallel import World
 
 SMALL = 2 << 30  # bytes up to which every checksum is compared at the start of a run
+GPT2_IDS, BYTES_PER_TOKEN = 50_257, 4  # about, in English
 
 
 def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Corpus:
@@ -36,8 +38,7 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     if is_tales:
         world.barrier()
     elif not there:
-        how = command_line("prepare", config.corpus, "--tokenizer", tokenizer)
-        raise InputError(f"The corpus '{config.corpus}' is not prepared (no '{folder / MANIFEST}'): run `{how}` first.")
+        raise InputError(_not_prepared(config, source, tokenizer, folder))
     corpus = Corpus(folder)
     made_of = corpus.manifest.get("source", {})
     if not is_tales and made_of.get("kind") != source.description.get("kind"):
@@ -46,6 +47,23 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
             f"'{corpus.name}': if you mean it, say {shlex.quote(f'corpus={folder}')}."
         )
     return checked(corpus, config.tokenizer)
+
+
+def _not_prepared(config: DataConfig, source: Source, tokenizer: str, folder: Path) -> str:
+    """What to do before a training: prepare the corpus, or name what was prepared of it with another tokenizer."""
+    missing, length = f"The corpus '{config.corpus}' is not prepared", source.approximate_bytes
+    if config.tokenizer is None:
+        for other in (path.parent for path in sorted(folder.parent.glob(f"*/{MANIFEST}"))):
+            alike = other.name.startswith(folder.name.removesuffix(tokenizer))
+            if alike and (made := Corpus(other)).name == source.name:
+                name, word = made.manifest["tokenizer"]["name"], shlex.quote(f"corpus={other}")
+                return f"{missing} with the tokenizer {tokenizer}, but it is with {name}: say {word}."
+        if length is not None and few(length / BYTES_PER_TOKEN, GPT2_IDS):
+            how = command_line("prepare", config.corpus, "--tokenizer", "bpe:1024")
+            then = shlex.quote(f"corpus={corpus_folder(source.name, 'bpe:1024')}")
+            return f"{missing}, and it is short for GPT-2's {GPT2_IDS:,} ids: run `{how}` first, then say {then}."
+    how = command_line("prepare", config.corpus, "--tokenizer", tokenizer)
+    return f"{missing} (no '{folder / MANIFEST}'): run `{how}` first."
 
 
 def open_also(folders: str | None, beside: Corpus) -> dict[str, Corpus]:

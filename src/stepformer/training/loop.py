@@ -71,7 +71,8 @@ class Trainer:
         self.also = {name: other.split("val") for name, other in also.items()}
         evaluated = (self.val, *self.also.values())
         blocks = sum(evaluation.check_blocks(split, config.model.context, train.eval_tokens) for split in evaluated)
-        self.eval_every = config.eval_every(blocks * config.model.context)
+        self.eval_tokens = blocks * config.model.context
+        self.eval_every = config.eval_every(self.eval_tokens)
         evaluation.check_blocks(self.val, config.model.context, min(train.first, default=train.eval_tokens))
 
         dtype = torch.float64 if self.precision == "fp64" else torch.float32

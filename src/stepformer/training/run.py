@@ -14,8 +14,10 @@ from torch import Tensor
 
 from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
 from stepformer.base.files import write_text
-from stepformer.base.plugins import lasting
+from stepformer.base.plugins import comes_from_plugin, lasting
 from stepformer.base.progress import counting
+from stepformer.base.units import duration
+from stepformer.catalogue import SIZES
 from stepformer.data.corpus import Corpus
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.model import Model
@@ -29,6 +31,7 @@ from stepformer.training.finetuning import same_start, warm_start
 from stepformer.training.loop import Trainer
 from stepformer.training.parallel import ALONE, World, choose_device, joined_world
 from stepformer.training.runs import DIVERGED, MAY_CHANGE, Record, RunFolder, checkpoint_of, flat
+from stepformer.training.speed import forecast
 from stepformer.training.stopping import Reason, Watch
 
 
@@ -83,8 +86,28 @@ def train(
                 facts |= {"also": {name: corpus_facts(other) for name, other in also.items()}} if also else {}
                 facts |= {"init": start[1]} if start is not None else {}
                 folder.create(config, facts, corpus.folder / "tokenizer", lasting(plugins))
+            trainer.display.note(f"{trainer.display.title}  {_cost(trainer)}")
             world.barrier()
-            return _fit(trainer, watch or Watch(max_seconds))
+            try:
+                return _fit(trainer, watch or Watch(max_seconds))
+            except Exception as error:
+                if world.is_main and trainer.step == 0 and comes_from_plugin(error):
+                    (folder.path / "run.json").unlink(missing_ok=True)  # no run yet: the mended rule may begin one here
+                raise
+
+
+def _cost(trainer: Trainer) -> str:
+    """What a training is about to take, for who has not set its size."""
+    config, model = trainer.config, trainer.config.model
+    keys = ("n_layer", "n_head", "d_model", "context")
+    named = [name for name, size in SIZES.items() if all(size[key] == getattr(model, key) for key in keys)]
+    size = "".join(f"size {name}, " for name in named) + f"{model.n_layer} layers of width {model.d_model}"
+    amount = f"{config.train.steps:,} steps of {config.step_tokens:,} tokens"
+    expected = forecast(
+        config, trainer.world.device, trainer.world.size, eval_tokens=trainer.eval_tokens, measure=False
+    )
+    time = f"about {duration(expected.run)} if it reaches 30 % of this device's peak"
+    return f"{size}: {trainer.num_parameters:,} parameters; {amount}, {time}"
 
 
 PIECES = ("micro_batch", "device", "parallel", "compile")  # what changes the result by rounding, and the time

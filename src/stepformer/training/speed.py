@@ -74,16 +74,21 @@ class Forecast:
     how: str
 
 
-def forecast(config: RunConfig, device: torch.device, ranks: int = 1) -> Forecast:
-    """From one micro-batch and one update, the best of three; from counted operations where that would take long."""
+def forecast(
+    config: RunConfig, device: torch.device, ranks: int = 1, *, eval_tokens: int | None = None, measure: bool = True
+) -> Forecast:
+    """From one micro-batch and one update, the best of three; from counted operations where that would take long, or
+    is not wanted. `eval_tokens` are those of an evaluation, if the validation split has fewer than the config asks for.
+    """
     train = config.train
+    eval_tokens = train.eval_tokens if eval_tokens is None else eval_tokens
     flops = flops_per_token(Model(config.model, device="meta"))
     peak, source = peak_flops(device)
     guess = flops * config.step_tokens / (0.3 * peak) / ranks
     micro = config.micro_batch(World(0, ranks, device))
     accumulation = train.batch // ranks // micro
     passes = 2 if config.optim.sam == "always" else 1
-    if guess / accumulation > 20:
+    if guess / accumulation > 20 or not measure:
         batch, update, how = guess, 0.0, f"guessed at 30 % of {source}"
     else:
         once, update = _measured(config, micro, device)
@@ -91,8 +96,8 @@ def forecast(config: RunConfig, device: torch.device, ranks: int = 1) -> Forecas
     step = batch * passes + update
     # a forward pass is a third of a forward and backward pass; evaluated at the start, on the way and at the end, there
     # on training tokens too
-    evaluations = 3 + (train.steps - 1) // config.eval_every(train.eval_tokens)
-    evaluation = batch / 3 * train.eval_tokens / config.step_tokens
+    evaluations = 3 + (train.steps - 1) // config.eval_every(eval_tokens)
+    evaluation = batch / 3 * eval_tokens / config.step_tokens
     return Forecast(step, step * train.steps + evaluation * evaluations, how)
 
 

@@ -6,10 +6,19 @@ changed is another rule, and a run made with the old one is not opened with it. 
 """
 
 from stepformer.base.plugins.identity import digest, identity, is_ours, remember, sources_of
-from stepformer.base.plugins.loading import import_file, lasting, load_plugin, load_recorded, loaded, refuse_changed
+from stepformer.base.plugins.loading import (
+    comes_from_plugin,
+    explained,
+    import_file,
+    lasting,
+    load_plugin,
+    load_recorded,
+    loaded,
+    refuse_changed,
+)
 from stepformer.base.plugins.sources import files_at, files_of, package_digest, place_of
 from stepformer.base.plugins.trusting import UntrustedError, trust, trusted
 
 __all__ = ["UntrustedError", "digest", "files_at", "files_of", "identity", "import_file", "lasting", "load_plugin"]
 __all__ += ["load_recorded", "loaded", "package_digest", "place_of", "refuse_changed", "remember", "sources_of"]
-__all__ += ["is_ours", "trust", "trusted"]
+__all__ += ["comes_from_plugin", "explained", "is_ours", "trust", "trusted"]

@@ -8,6 +8,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+import traceback
 from collections.abc import Container, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import CodeType, ModuleType
 from stepformer.base.errors import ChangedRuleError, InputError, StepformerError
 from stepformer.base.plugins.sources import Place, files_at, files_of, hashed, imports, modules_at, named, place_of
 from stepformer.base.plugins.trusting import name_files, refuse_untrusted
+from stepformer.base.version import PACKAGE
 
 _IMPORTED: dict[str, dict[Path, str]] = {}  # module -> its files and their hashes when this process imported it
 _LOADED: dict[str, str] = {}  # module -> the plug-in's file or name, for those that this process imported
@@ -193,8 +195,23 @@ def import_file(path: Path) -> ModuleType:
     except Exception as error:
         if alone:
             sys.modules.pop(name, None)
-        reason = str(error) if isinstance(error, StepformerError) else f"{type(error).__name__}: {error}"
-        raise InputError(f"The file '{path.name}' failed to load: {reason.rstrip('.')}.") from error
+        raise InputError(f"The file '{path.name}' failed to load: {explained(error).rstrip('.')}.") from error
+
+
+def explained(error: Exception) -> str:
+    """An exception in a sentence, with the place it came from unless it already is a sentence for users."""
+    if isinstance(error, StepformerError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if "torch" not in Path(f.filename).parts and not f.filename.startswith(str(PACKAGE))]
+    place = (outside or frames)[-1]  # the rule's own line rather than the library's
+    return f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {error}"
+
+
+def comes_from_plugin(error: Exception) -> bool:
+    """Whether a file of a plug-in was at work when it was raised."""
+    known = {str(path) for files in _IMPORTED.values() for path in files}
+    return any(frame.filename in known for frame in traceback.extract_tb(error.__traceback__))
 
 
 def refuse_changed(

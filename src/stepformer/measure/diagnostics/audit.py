@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import ConfigError, InputError, StepformerError
-from stepformer.base.plugins import import_file
+from stepformer.base.plugins import explained, import_file
 from stepformer.base.version import PACKAGE
 from stepformer.catalogue import model_config, preset_of
 from stepformer.model import Model
@@ -39,6 +38,7 @@ from stepformer.oracles import attentions, fresh_call, mlps
 from stepformer.rules import splittings, templates
 
 GEOMETRY = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 16, "vocab_size": 16}
+IGNORED = ("size", *GEOMETRY, "real_vocab", "mlp_hidden")  # keys of [model]: the audited copy has its own
 
 # fp64 carries about 16 digits; kernels may sum in another order when shapes change, and two layers amplify that.
 CACHE_TOLERANCE = 1e-10
@@ -93,7 +93,7 @@ def audit(
         try:
             passed, detail = True, getattr(audited, title)()
         except Exception as error:  # a user's rule may fail in any way; the audit reports it and goes on
-            passed, detail = False, _explain(error)
+            passed, detail = False, explained(error)
         if not passed and any(detail == check.detail for check in checks):
             detail = "for the same reason"
         checks.append(Check(obligation, passed, detail))
@@ -104,16 +104,6 @@ def _small(config: ModelConfig) -> ModelConfig:
     separator = None if config.document_separator is None else min(config.document_separator, 3)
     dense = {key: min(config.get(key), GEOMETRY["n_layer"]) for key in ("dilation", "period")}
     return config.replace(**GEOMETRY, **dense, real_vocab=None, mlp_hidden=None, document_separator=separator)
-
-
-def _explain(error: Exception) -> str:
-    """An exception in a sentence, with the place it came from unless it already is a sentence for users."""
-    if isinstance(error, StepformerError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [f for f in frames if "torch" not in Path(f.filename).parts and not f.filename.startswith(str(PACKAGE))]
-    place = (outside or frames)[-1]  # the rule's own line rather than the library's
-    return f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {error}"
 
 
 def shaken(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float64) -> Model:

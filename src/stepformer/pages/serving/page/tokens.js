@@ -96,7 +96,7 @@ function attention(sides) {
   const count = Math.max(...sides.map((side) => side.attention.length));
   const cell = (side, layer) => {
     const value = typeof side.attention[layer] === "number" ? nats(side.attention[layer]) : "-";
-    const name = make("span", { class: "quiet" }, `layer ${layer + 1}`);
+    const name = make("span", { class: "quiet" }, `layer ${layer}`);
     return make("td", {}, make("span", { class: "pair" }, name, make("span", {}, value)));
   };
   return Array.from({ length: count }, (_, layer) => make("tr", {},

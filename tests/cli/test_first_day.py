@@ -1,0 +1,231 @@
+"""What somebody meets on the first day: each message names what helps, and what it prints can be typed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forked
+from runs import make_corpus, small_run
+from stepformer.base.errors import InputError, suggestion
+from stepformer.cli import main
+from stepformer.cli.prepare import print_corpus
+from stepformer.cli.show import console
+from stepformer.data import open_source
+from stepformer.measure.diagnostics.audit import GEOMETRY
+from stepformer.study.comparison import grid_points
+from stepformer.training import checkpoints, train
+from stepformer.training.config import DataConfig
+from stepformer.training.corpora import open_corpus
+from stepformer.training.parallel import World
+
+ROOT = Path(__file__).resolve().parents[2]
+QHM = re.findall(r"```python\n(.*?)```", (ROOT / "docs/write-your-own-rule.md").read_text(), re.DOTALL)[0]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command that is refused says."""
+    try:
+        status: Any = main([*words])
+    except SystemExit as stop:  # argparse's own
+        status = stop.code
+    assert status == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("first")
+    train(small_run(make_corpus(base / "corpus").folder, steps=2, eval_every=1), base / "run", quiet=True)
+    return base / "run"
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        ("train yurii --steps 10", "steps=10"),
+        ("train --steps 10 yurii", "steps=10"),
+        ("train yurii --steps=10", "steps=10"),
+        ("train yurii --n-layer 3 --quiet", "n_layer=3"),
+        ("compare vanilla yurii --lr 0.1", "lr=0.1"),
+        ("show yurii --splitting strang", "splitting=strang"),
+        ("show yurii --radius 2", "radius=2"),
+        ("diagnose runs/x --depth --windows 3", "windows=3"),
+    ],
+)
+def test_a_setting_written_as_an_option(words: str, setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, *words.split()).endswith(f"Settings are written key=value, without dashes: {setting}.")
+
+
+def test_an_option_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "train", "yurii", "--dri-run").endswith("Did you mean '--dry-run'?")
+    assert "key=value" not in said(capsys, "eval", "run", "--steps", "3")  # it takes none
+
+
+def test_a_file_that_is_not_there_suggests_no_name(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("tale.txt", "wikitex.md", "data/tales"):
+        assert "Did you mean" not in said(capsys, "eval", str(trained), "--on", word)
+        assert "Did you mean" not in said(capsys, "prepare", word)
+    assert "Did you mean 'tales'" in said(capsys, "prepare", "tale")
+    assert said(capsys, "train", "yuri.toml") == "stepformer: There is no config file 'yuri.toml'."
+    assert suggestion("mine.tom", ["mine.toml", "mine"]) == " Did you mean 'mine.toml'?"
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("show yurii mlp=relu3", "rule"),
+        ("train yurii mlp=foo", "rule"),
+        ("audit yurii attention=foo", "attention"),
+        ("show yurii template=foo", "rule"),
+        ("show qhn", "rule"),
+        ("train qhn", "rule"),
+        ('show yurii extras=["foo"]', "extra"),
+    ],
+)
+def test_an_unknown_part_names_the_page_on_your_own(words: str, page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = f"docs/write-your-own-{page}.md"
+    assert (ROOT / page).is_file()
+    assert f"One of your own: name its file with --plugin, or import it ({page})." in said(capsys, *words.split())
+
+
+def test_a_short_text_is_offered_a_small_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("STEPFORMER_HOME", raising=False)
+    Path("my notes.txt").write_text((ROOT / "README.md").read_text())
+    alone = World(0, 1, checkpoints.torch.device("cpu"))
+    with pytest.raises(InputError) as found:
+        open_corpus(DataConfig(corpus="my notes.txt"), alone)
+    assert "run `stepformer prepare 'my notes.txt' --tokenizer bpe:1024` first" in str(found.value)
+    then = str(found.value).rpartition("then say ")[2].rstrip(".").removeprefix("corpus=")
+    assert main(["prepare", "my notes.txt", "--tokenizer", "bpe:300"]) == 0
+    assert "are few for" not in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"but it is with bpe:300: say corpus=data/my-notes-bpe-300\."):
+        open_corpus(DataConfig(corpus="my notes.txt"), alone)
+    assert main(["prepare", "my notes.txt", "--tokenizer", "bpe:1024"]) == 0
+    assert open_corpus(DataConfig(corpus=then), alone).name == "my notes"
+    with pytest.raises(InputError, match=r"run `stepformer prepare 'my notes\.txt' --tokenizer gpt2` first"):
+        open_corpus(DataConfig(corpus="my notes.txt", tokenizer="gpt2"), alone)
+
+
+def test_prepare_says_that_a_vocabulary_is_too_large(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = make_corpus(tmp_path / "corpus")
+    print_corpus(console(), corpus)
+    assert "are few for" not in capsys.readouterr().out
+    corpus.manifest["tokenizer"]["vocab_size"] = 50257
+    print_corpus(console(), corpus)
+    assert "training tokens are few for 50,257 ids: --tokenizer bpe:1024 or bytes" in capsys.readouterr().out
+
+
+TYPOS = {
+    "betta": (QHM.replace("c.beta *", "c.betta *"), r"AttributeError in qhm\.py, line 18: .* Did you mean 'beta'\?"),
+    "number": (QHM.replace("sf.positive()", "0.5"), r"The coefficient 'gamma' is 0\.5: declare it as sf\.unit"),
+    "name": (QHM.replace("scale * g)", "scael * g)"), r"NameError in qhm\.py, line 18: name 'scael' is not defined"),
+    "load": (QHM.replace("as sf", "as s"), r"'qhm\.py' failed to load: NameError in qhm\.py, line 4: name 'sf'"),
+}
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_fault_of_a_plugin_is_a_sentence_in_train_as_in_audit(typo: str, trained: Path, tmp_path: Path) -> None:
+    rule, sentence = TYPOS[typo]
+    assert rule != QHM
+    (tmp_path / "qhm.py").write_text(rule)
+    small = ("n_layer=1", "n_head=2", "d_model=16", "context=16", "steps=1", "batch=2", "eval_tokens=64")
+    words = ("train", "qhm", "--plugin", "qhm.py", *small, f"corpus={trained.parent / 'corpus'}", "--out", "run")
+    audited = forked.stepformer("audit", "qhm", "--plugin", "qhm.py", "--steps", "30", cwd=tmp_path)
+    assert re.search(sentence, audited.stdout + audited.stderr)
+    refused = forked.stepformer(*words, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert re.search(sentence, refused.stderr)
+    assert "Traceback" not in refused.stderr
+    (tmp_path / "qhm.py").write_text(QHM)
+    done = forked.stepformer(*words, cwd=tmp_path)  # in the same folder: there was no run yet
+    assert done.returncode == 0
+    assert "qhm s42  step" in done.stderr  # by its own name
+
+
+def test_the_cost_of_a_size_is_said_before_training(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = trained.parent / "corpus"
+    words = [f"corpus={corpus}", "steps=1", "batch=1", "eval_tokens=128", "device=cpu"]
+    assert main(["train", "yurii", *words, "--out", str(trained.parent / "unset")]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("yurii s42  size tiny, 4 layers of width 128: 903,320 parameters; 1 steps of 128 tokens, ")
+    assert re.search(r"about [\d.]+ \w+ if it reaches 30 % of this device's peak$", first)
+    assert main(["train", "yurii", *words, "--quiet", "--out", str(trained.parent / "quiet")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_time_of_a_dry_run_knows_how_long_the_validation_split_is(trained: Path) -> None:
+    from stepformer.training.speed import forecast
+
+    config = small_run(trained.parent / "corpus", eval_tokens=4_915_200)
+    device = checkpoints.torch.device("cpu")
+    short, long = (forecast(config, device, eval_tokens=n, measure=False).run for n in (512, None))
+    assert short < long / 100
+
+
+def test_the_audit_names_what_it_ignores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "gd", "--steps", "30", "n_layer=7", "size=medium", "lr=3", "norm=rmsnorm"]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1].startswith("note: ignored: n_layer=7, size=medium, lr=3. The audited copy has 2 layers")
+    assert all(str(value) in err for value in GEOMETRY.values())
+    assert "norm=rmsnorm" in out
+    (tmp_path / "my.toml").write_text('[model]\npreset = "gd"\nd_model = 64\nn_head = 8\n[train]\nsteps = 5\n')
+    assert main(["audit", str(tmp_path / "my.toml"), "--steps", "30"]) == 0
+    named = ", ".join(f"{what} of {tmp_path / 'my.toml'}" for what in ("d_model", "n_head", "[train]"))
+    assert f"note: ignored: {named}." in capsys.readouterr().err
+    assert main(["audit", "gd", "--steps", "30"]) == 0
+    assert "ignored" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["notes.md", "NOTES", "chapter.one.tex", "notes.md.gz"])
+def test_texts_of_any_suffix_are_evaluated(
+    name: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gzip
+
+    text = ("The fox went home. " * 40).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    assert main(["eval", str(trained), "--on", str(tmp_path / name), "--device", "cpu", "--quiet"]) == 0
+    assert "bits" in capsys.readouterr().out
+    (tmp_path / "picture.pdf").write_bytes(b"%PDF-1.7 \xe2\xe3\xcf\xd3")
+    assert "is not UTF-8 text" in said(capsys, "eval", str(trained), "--on", str(tmp_path / "picture.pdf"))
+
+
+def test_prepare_says_what_it_passes_over_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in ("a.txt", "b.md", "c.log", "d.md", ".hidden"):
+        (texts / name).write_text(f"{name} is a text. " * 50)
+    assert [found.text[:5] for found in open_source(str(texts))] == ["a.txt"]
+    assert main(["prepare", str(texts), "--tokenizer", "bytes", "--out", str(tmp_path / "corpus")]) == 0
+    assert f"note: not read in '{texts}': 2 .md, 1 .log; " in capsys.readouterr().out
+
+
+def test_labels_of_a_sweep_have_no_minus_of_their_own() -> None:
+    labels = list(grid_points({"optim.lr": ("0.01", "1e-3"), "beta1": ("-0.5",)}))
+    assert labels == ["lr=0.01_beta1=-0.5", "lr=1e-3_beta1=-0.5"]
+
+
+def test_layers_are_counted_from_0_on_the_page() -> None:
+    source = (ROOT / "src/stepformer/pages/serving/page/tokens.js").read_text()
+    assert "`layer ${layer}`" in source
+    shown = [
+        path for path in (ROOT / "src").rglob("*.[jp][sy]") if re.search(r"[Ll]ayer \$?\{\w+ \+ 1\}", path.read_text())
+    ]
+    assert not shown
+
+
+def test_what_export_prints_can_be_run(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done = forked.stepformer("export", str(trained), "--out", "it's my export", cwd=tmp_path)
+    lines = [line.strip() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert len(lines) == 3
+    loaded = forked.python("\n".join([*lines, "print(model.num_parameters(), tokenizer.vocab_size)"]), cwd=tmp_path)
+    assert loaded.returncode == 0, loaded.stderr
+    assert len(loaded.stdout.split()) == 2
