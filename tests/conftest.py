@@ -59,6 +59,14 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_study(tmp_path_factory.mktemp("reports"))
 
 
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four tales as bytes, which nobody changes."""
+    from runs import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """What torch.empty gives is NaN, so whatever is read before it is written shows."""

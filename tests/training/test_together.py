@@ -14,7 +14,7 @@ import pytest
 
 from agent import Agent, Rank
 from forked import Running, begin
-from runs import SMALL, make_corpus, small_run
+from runs import SMALL, small_run
 from stepformer.training import RunConfig, resume, train
 from stepformer.training.checkpoints import verify
 from stepformer.training.runs import RunFolder
@@ -103,11 +103,6 @@ sys.argv = ["stepformer", {argument!r}]
 {fault}
 sys.exit(main({words!r}))
 """
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
 
 
 class Pair:
