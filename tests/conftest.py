@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from runs import make_corpus
 
     return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
+
+
+@pytest.fixture(scope="session")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of the small run that nothing disturbs."""
+    from runs import go
+
+    return go(corpus, tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.fixture

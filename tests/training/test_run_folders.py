@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -27,8 +28,8 @@ def test_keep_and_best(corpus: Path, tmp_path: Path) -> None:
     assert load_run(tmp_path / "run", "last").step == 12
 
 
-def test_damaged_checkpoints_are_named_and_the_one_before_is_used(corpus: Path, tmp_path: Path) -> None:
-    whole = go(corpus, tmp_path / "run")
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(whole: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(whole["folder"], tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     last = tmp_path / "run" / "checkpoints" / "step-00000012"
     model = last / "model.safetensors"
@@ -56,8 +57,8 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(corpus: Path, 
         resume(tmp_path / "run", quiet=True)
 
 
-def test_a_checkpoint_without_manifest_does_not_count(corpus: Path, tmp_path: Path) -> None:
-    whole = go(corpus, tmp_path / "run")
+def test_a_checkpoint_without_manifest_does_not_count(whole: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(whole["folder"], tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-00000012" / "manifest.json").unlink()
     with pytest.raises(sf.InputError, match=r"of step 12 .* is gone"):
         resume(tmp_path / "run", quiet=True)
@@ -81,8 +82,8 @@ def test_other_formats_are_refused(corpus: Path, tmp_path: Path) -> None:
         resume(tmp_path / "run", quiet=True)
 
 
-def test_a_second_process_is_refused(corpus: Path, tmp_path: Path) -> None:
-    go(corpus, tmp_path / "run")
+def test_a_second_process_is_refused(corpus: Path, whole: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(whole["folder"], tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     with RunFolder(tmp_path / "run").locked():

@@ -35,9 +35,8 @@ from stepformer.training.runs import RunFolder
     ],
 )
 def test_nan_stops_before_it_spoils_the_weights(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, sentence: str
+    corpus: Path, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, sentence: str
 ) -> None:
-    whole = go(corpus, tmp_path / "whole")
     original = Trainer._gradients
 
     def poisoned(self: Trainer, t: int) -> torch.Tensor:
@@ -159,10 +158,9 @@ sys.exit(main(["resume", {str(tmp_path / "run")!r}, "micro_batch=" + fits, "--qu
     "change", ["moved", *(pytest.param(x, marks=pytest.mark.slow) for x in ("deleted", "replaced"))]
 )
 def test_a_folder_that_goes_away_is_not_made_again(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    corpus: Path, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     original, run = Optimizers.step, tmp_path / "run"
-    whole = go(corpus, tmp_path / "whole")
 
     def moving(self: Optimizers, t: int) -> None:
         original(self, t)
@@ -238,8 +236,9 @@ def test_divergence_stops(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [3, 6, 8])
-def test_a_full_disk_loses_nothing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    whole = go(corpus, tmp_path / "whole")
+def test_a_full_disk_loses_nothing(
+    corpus: Path, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     calls, original = [0], files.sync
 
     def full(file: Any) -> None:
