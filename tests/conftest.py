@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,22 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from reported import make_study
 
     return make_study(tmp_path_factory.mktemp("reports"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four tales as bytes, which nobody changes."""
+    from runs import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
+
+
+@pytest.fixture(scope="session")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of the small run that nothing disturbs."""
+    from runs import go
+
+    return go(corpus, tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.fixture

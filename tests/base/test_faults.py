@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from faults import BAD, COMMANDS, Harness, StopAfter
+from runs import make_corpus
 from stepformer.base import files
 from stepformer.base.errors import InputError
 from stepformer.cli import main
@@ -175,6 +176,11 @@ def test_weights_that_are_not_numbers(house: Path, capsys: pytest.CaptureFixture
     sentence = "has weights that are not finite numbers, the first in 'final_norm.weight'"
     for words in (["eval", str(run)], ["diagnose", str(run), "--depth"], ["export", str(run), "--out", out]):
         assert sentence in said(capsys, words)
+    other = make_corpus(tmp_path / "other", count=5).folder
+    finetune = ["finetune", str(run), "--on", str(other), "steps=1"]  # other runs might be fine: status 1
+    for words, status in ((["train", str(run / "config.toml"), f"init={run}"], 2), (finetune, 1)):
+        assert sentence in said(capsys, [*words, "--out", str(tmp_path / "warm")], status)
+        assert not list(tmp_path.glob("warm/**/run.json"))
     (run / "result.json").unlink()  # which knows the weights
     assert main(["export", str(run), "--out", out, "--allow-nan"]) == 0
     assert "not finite numbers" in said(capsys, ["import", out, "--out", str(tmp_path / "again")])

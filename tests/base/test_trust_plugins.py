@@ -42,11 +42,6 @@ F.gelu = lambda *args, **named: 0.5 * kept(*args, **named)
 """
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
-
-
 @pytest.fixture
 def gelu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is as before when the test is over."""

@@ -14,7 +14,7 @@ import pytest
 
 import runs
 import stepformer as sf
-from runs import make_corpus, small_run
+from runs import small_run
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_json
 from stepformer.base.plugins import UntrustedError, load_plugin, trusting
@@ -38,11 +38,6 @@ class Rule(sf.Template):
         return s.without("u").replace(x=s.x + s.u)
 """
 SMALL = {"n_layer": 1, "steps": 2, "save_every": 1, "eval_every": 1, "eval_tokens": 64, "precision": "fp32"}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
 
 
 @pytest.fixture(autouse=True)

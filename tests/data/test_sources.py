@@ -187,6 +187,33 @@ class Hub:
         monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda api, path, **options: files)
 
 
+@pytest.mark.parametrize("kind", ["ConnectError", "ConnectTimeout", "ReadTimeout"])
+def test_without_a_network_the_hub_is_not_asked_for_long(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow answer is no missing network: then its client tries as often as it always does."""
+    import datasets
+    import huggingface_hub
+
+    def info(*args: Any, **options: Any) -> None:
+        raise type(kind, (Exception,), {})("[Errno -2] Name or service not known")
+
+    def load(*args: Any, **options: Any) -> None:
+        seen.append(patience["max_retries"])
+        raise ConnectionError("Couldn't reach 'some/where' on the Hub")
+
+    patience = huggingface_hub.utils.http_backoff.__kwdefaults__
+    usual, seen = patience["max_retries"], []
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", info)
+    with pytest.raises(
+        StepformerError, match="The dataset 'some/where' cannot be reached: Couldn't reach 'some/where'"
+    ):
+        prepare(open_source("hf:some/where"), "bytes", tmp_path / "out", workers=1)
+    assert seen == [usual if kind == "ReadTimeout" else 1]
+    assert patience["max_retries"] == usual > 1
+
+
 def test_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(monkeypatch)
     corpus = prepare(open_source("openwebtext"), "bytes", tmp_path / "a", workers=1)

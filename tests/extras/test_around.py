@@ -5,6 +5,7 @@ Transcriptions agree to 1e-11 of the largest entry in fp64, values and gradients
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -160,9 +161,6 @@ def test_counts_at_small(settings: dict[str, Any], count: int) -> None:
         ("imex-k1-ama", {"scale": "scalar"}, "moves x once"),
         ("symplectic-euler", {"scale": "scalar"}, "moves x once"),
         ("vanilla", {"scale": "half"}, "scale"),
-        ("attnres", {"scale": "rezero"}, "streams of its own"),
-        ("attnres", {"denseformer": True}, "streams of its own"),
-        ("attnres", {"unet": True}, "streams of its own"),
         ("vanilla", {"unet": True, "n_layer": 1}, "no halves"),
         ("vanilla", {"denseformer": True, "dilation": 13}, "nothing would be averaged"),
         ("vanilla", {"denseformer": True, "period": 13}, "nothing would be averaged"),
@@ -172,6 +170,16 @@ def test_counts_at_small(settings: dict[str, Any], count: int) -> None:
 def test_refusals(name: str, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(sf.ConfigError, match=words):
         sf.model_config(name, **settings)
+
+
+@pytest.mark.parametrize("hook", ["enter", "leave", "drifting", "values"])
+@pytest.mark.usefixtures("registries")
+def test_an_extra_that_acts_on_x_needs_a_template_that_carries_its_tokens_in_x(hook: str) -> None:
+    sf.register_extra("test-hook", equation="x = x")(type("Own", (sf.Extra,), {hook: lambda self, s, *others: s}))
+    tiny("yurii", extras=["test-hook"])
+    refused = pytest.raises(sf.ConfigError, match="'test-hook' acts on x, and template 'attnres' carries its tokens in")
+    with contextlib.nullcontext() if hook == "values" else refused:
+        tiny("attnres", extras=["test-hook"])
 
 
 def test_settings_of_what_is_off_do_not_change_the_hash() -> None:

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import copy
-import io
-import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,28 +11,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepformer as sf
 from architectures import covering_presets
-from draws import fixed, seeded
 from helpers import shake, tiny, tokens
-from runs import make_corpus, small_run
-from stepformer.base.errors import ConfigError, InputError, StepformerError
-from stepformer.measure import measured
+from stepformer.base.errors import InputError, StepformerError
 from stepformer.measure.diagnostics import curvature
-from stepformer.measure.diagnostics.common import fixed_windows
 from stepformer.measure.diagnostics.curvature import (
     HessianOperator,
     batches_of,
     direction,
     lanczos,
     loss_at,
-    plot,
-    power,
     probe,
-    text,
 )
 from stepformer.measure.diagnostics.hessian import LIMITS, grid
-from stepformer.measure.diagnostics.lanczos import by_magnitude
-from stepformer.training import load_run, train
-from stepformer.training.run import LoadedRun, corpus_of
 
 GPT: dict[str, Any] = {"n_layer": 2, "n_head": 2, "d_model": 8, "context": 6, "vocab_size": 11, "mlp_hidden": 4}
 
@@ -268,123 +251,6 @@ def test_precision_is_that_of_the_computation(gpt: sf.Model) -> None:
         HessianOperator(model, batches, dtype=torch.bfloat16)
 
 
-# eigenvalues of operators with a known spectrum
-
-
-def known(values: list[float], seed: int = 0) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[int], Tensor]]:
-    generator = seeded(seed)
-    basis, _ = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator, dtype=torch.float64))
-    matrix = basis @ torch.diag(torch.tensor(values, dtype=torch.float64)) @ basis.mT
-
-    def draw(number: int) -> Tensor:
-        own = seeded(seed + 100 + number)
-        return torch.randn(len(values), generator=own, dtype=torch.float64)
-
-    return matrix, lambda v: matrix @ v, draw
-
-
-BULK = torch.linspace(-1, 1, 90, dtype=torch.float64).tolist()
-
-
-@pytest.mark.parametrize(
-    "top",
-    [
-        [-50.0, 30.0, -20.0, 10.0],  # dominant and negative
-        [10.0, 10.0 - 1e-6, 9.999, -9.998],  # clustered, and nearly as large on the other side
-        [1e6, 1e3, -1.0 - 1e-1, 1.05],  # six orders of magnitude
-    ],
-)
-def test_lanczos_on_a_known_spectrum(top: list[float]) -> None:
-    _, product, draw = known([*top, *BULK])
-    found, steps = lanczos(product, draw, count=4, iterations=94, tolerance=1e-10)
-    assert [pair.value for pair in found] == pytest.approx(top, rel=1e-9)
-    assert steps <= 94
-    for pair in found:
-        assert float(pair.vector.norm()) == pytest.approx(1.0, abs=1e-12)
-        assert pair.residual == pytest.approx(float((product(pair.vector) - pair.value * pair.vector).norm()), abs=1e-9)
-
-
-def test_lanczos_says_when_it_has_not_converged() -> None:
-    _, product, draw = known([*[10.0 - 0.01 * i for i in range(30)], *BULK])
-    found, steps = lanczos(product, draw, count=3, iterations=8, tolerance=1e-6)
-    assert steps == 8
-    assert not found[2].converged(1e-6)
-    for pair in found:  # the bound holds all the same: an eigenvalue lies within the residual
-        distances = [abs(pair.value - value) for value in [10.0 - 0.01 * i for i in range(30)] + BULK]
-        assert min(distances) <= pair.residual + 1e-12
-
-
-def test_lanczos_stops_early_when_it_may() -> None:
-    _, product, draw = known([100.0, -50.0, *BULK])
-    asked: list[int] = []
-    found, steps = lanczos(product, draw, count=2, iterations=90, tolerance=1e-6, progress=asked.append)
-    assert steps == sum(asked) < 20
-    assert all(pair.converged(2e-6) for pair in found)
-
-
-def test_lanczos_goes_on_where_the_space_ends() -> None:
-    """Three different eigenvalues exhaust the directions after three steps; the rest is found in new ones."""
-    _, product, draw = known([5.0, 5.0, -3.0, -3.0, 1.0, 1.0])
-    found, _ = lanczos(product, draw, count=6, iterations=50, tolerance=1e-12)
-    assert [pair.value for pair in found] == pytest.approx([5, 5, -3, -3, 1, 1], abs=1e-10)
-
-
-def test_lanczos_finds_no_eigenvalue_twice() -> None:
-    """In fp32, without reorthogonalisation, 90 steps on such a spectrum return the largest several times."""
-    matrix, _, draw = known([1000.0, 100.0, -10.0, *BULK])
-    single = matrix.float()
-    found, _ = lanczos(lambda v: single @ v, lambda i: draw(i).float(), count=4, iterations=93, tolerance=1e-30)
-    # Rounding of fp32 is 6e-8 of the largest eigenvalue, 6e-5, for each of some 90 terms; the ends of the bulk, +1 and
-    # -1, differ by no more than that, and the positive one comes first.
-    assert [pair.value for pair in found] == pytest.approx([1000.0, 100.0, -10.0, 1.0], rel=1e-3)
-
-
-def test_opposite_eigenvalues_have_an_order() -> None:
-    """Which of +a and -a is larger by rounding depends on the machine; what is found first must not."""
-    off = 2e-13  # a unit in the last place of 1000
-    for values in ([1000, 3, -3 - off, 2], [1000, 3, -3, 2], [1000, 3 + off, -3, 2]):
-        assert by_magnitude(values, torch.float64) == [0, 1, 2, 3]
-        assert by_magnitude([values[i] for i in (3, 2, 1, 0)], torch.float64) == [3, 2, 1, 0]
-    assert by_magnitude([3, -3.001, 0.0], torch.float64) == [1, 0, 2]
-    assert by_magnitude([-2.0], torch.float32) == [0]
-    for seed in range(8):
-        _, product, draw = known([5.0, -5.0, 3.0, -3.0, *BULK], seed=seed)
-        found, _ = lanczos(product, draw, count=3, iterations=90, tolerance=1e-10)
-        assert [pair.value for pair in found] == pytest.approx([5, -5, 3], rel=1e-9)
-
-
-def test_power_iteration() -> None:
-    _, product, draw = known([-50.0, 30.0, 10.0, *BULK], seed=fixed(0))  # a start that is not nearly at right angles
-    found, steps = power(product, draw, count=2, iterations=200, tolerance=1e-12)
-    assert [pair.value for pair in found] == pytest.approx([-50.0, 30.0], rel=1e-6)
-    assert steps < 400
-    once, steps = power(product, draw, count=1, iterations=15, tolerance=1e-3)
-    assert steps <= 15
-    assert once[0].value == pytest.approx(-50, rel=1e-2)
-
-
-def test_power_iteration_may_stop_before_it_has_converged() -> None:
-    """Two eigenvalues of nearly one size: the change is small although the vector is none of theirs."""
-    _, product, draw = known([10.0, 9.99, 9.98, *BULK])
-    found, steps = power(product, draw, count=1, iterations=50, tolerance=1e-3)
-    assert steps < 50
-    assert not found[0].converged(1e-3 / 10)
-    sharp, _ = lanczos(product, draw, count=1, iterations=50, tolerance=1e-8)
-    assert sharp[0].value == pytest.approx(10.0, rel=1e-8)
-
-
-def test_an_operator_that_is_zero() -> None:
-    def product(v: Tensor) -> Tensor:
-        return torch.zeros_like(v)
-
-    def draw(number: int) -> Tensor:
-        return known([1.0] * 5)[2](number)
-
-    for method in (lanczos, power):
-        found, _ = method(product, draw, count=2, iterations=5, tolerance=1e-3)
-        assert [pair.value for pair in found] == [0.0, 0.0]
-
-
 # checks before anything is trusted
 
 
@@ -510,169 +376,9 @@ def test_weights_are_never_touched(gpt: sf.Model, error: type[BaseException]) ->
     assert all(p.grad is None for p in gpt.parameters())
 
 
-# runs
-
-QUICK = {"windows": 6, "eigenvalues": 2, "iterations": 12, "probes": 5, "curve": 5, "precision": "fp64"}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> LoadedRun:
-    folder = tmp_path_factory.mktemp("curvature")
-    make_corpus(folder / "data")
-    train(small_run(folder / "data"), folder / "run", quiet=True)
-    return load_run(folder / "run", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def result(run: LoadedRun) -> dict[str, Any]:
-    return curvature.measure(run, curvature.SETTINGS(**QUICK, surface=3), quiet=True)
-
-
-def test_a_run_is_measured(run: LoadedRun, result: dict[str, Any]) -> None:
-    json.dumps(result, allow_nan=False)
-    assert result["parameters"] == run.model.num_parameters()
-    assert result["tokens"] == 6 * 16
-    windows = fixed_windows(corpus_of(run).split("val"), 6, 16, 0)
-    with torch.no_grad():
-        expected = copy.deepcopy(run.model).double()(windows[:, :-1], windows[:, 1:]).loss
-    assert expected is not None
-    assert result["loss"] == pytest.approx(expected.item(), abs=1e-12)  # fp64: sums in another order
-    assert result["check"]["repeat"] == 0.0
-    assert len(result["eigenvalues"]) == 2
-    assert abs(result["eigenvalues"][0]["value"]) >= abs(result["eigenvalues"][1]["value"])
-    trace = result["trace"]
-    samples = torch.tensor(trace["probes"], dtype=torch.float64)
-    assert trace["mean"] == pytest.approx(float(samples.mean()))
-    assert trace["std"] == pytest.approx(float(samples.std(correction=0)))
-    assert trace["standard_error"] == pytest.approx(float(samples.std()) / 5**0.5)
-    assert result["trace_per_parameter"] == pytest.approx(trace["mean"] / run.model.num_parameters())
-    curve, surface = result["curve"], result["surface"]
-    assert curve["alpha"] == [-0.5, -0.25, 0.0, 0.25, 0.5]
-    assert curve["loss"][2] == surface["loss"][1][1] == result["loss"]
-    assert curve["range"] == max(curve["loss"]) - min(curve["loss"])
-    assert surface["loss"][0][1] == curve["loss"][0]  # the first direction of the surface is the curve's
-    assert result["settings"]["context"] == 16
-
-
-def test_windows_follow_the_seed_alone(run: LoadedRun, result: dict[str, Any]) -> None:
-    nothing = {"eigenvalues": 0, "probes": 0, "curve": 0, "precision": "fp64", "windows": 6}
-    same = curvature.measure(run, curvature.SETTINGS(**nothing), quiet=True)
-    assert same["windows_hash"] == result["windows_hash"]
-    assert same["loss"] == result["loss"]
-    assert (same["eigenvalues"], same["trace"], same["trace_per_parameter"], same["curve"]) == ([], None, None, None)
-    other = curvature.measure(run, curvature.SETTINGS(**nothing, seed=1), quiet=True)
-    assert other["windows_hash"] != result["windows_hash"]
-
-
-def test_interrupted_and_continued(run: LoadedRun, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the fourth probe: the same numbers afterwards, and nothing that was kept is computed again."""
-    asked: list[int] = []
-
-    def interrupted(operator: HessianOperator, number: int, seed: int = 0) -> float:
-        asked.append(number)
-        if number == 3 and asked.count(3) == 1:
-            raise KeyboardInterrupt
-        return probe(operator, number, seed)
-
-    monkeypatch.setattr(curvature, "probe", interrupted)
-    settings = curvature.SETTINGS(**QUICK, surface=3)
-    weights = {name: p.clone() for name, p in run.model.state_dict().items()}
-    with pytest.raises(KeyboardInterrupt):
-        curvature.measure(run, settings, quiet=True)
-    journal = run.folder.path / measured.FOLDER / "hessian.jsonl"
-    assert journal.is_file()
-
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("the eigenvalues were kept")
-
-    monkeypatch.setitem(curvature.METHODS, "lanczos", refused)
-    assert curvature.measure(run, settings, quiet=True) == result
-    assert asked == [0, 1, 2, 3, 3, 4]
-    assert not journal.exists()
-    assert all(torch.equal(weights[name], p) for name, p in run.model.state_dict().items())
-
-
-def test_protocols() -> None:
-    ours, legacy = curvature.SETTINGS(), curvature.SETTINGS(protocol="legacy")
-    assert ours.plan(1024).context == 1024
-    assert ours.plan(128).context == 128
-    assert ours.plan(1024).windows * ours.plan(1024).context == 8 * 4 * 1024
-    plan = legacy.plan(1024)
-    assert (plan.windows, plan.window_batch, plan.context) == (4, 2, 512)
-    assert (plan.method, plan.eigenvalues, plan.iterations, plan.probes) == ("power", 1, 15, 10)
-    assert (legacy.tolerance, legacy.normalise, legacy.curve, legacy.reach) == (1e-3, "tensor", 11, 0.5)
-    assert legacy.plan(128).context == 128
-    assert legacy.replace(probes=16).plan(128).probes == 16
-    with pytest.raises(InputError, match="longer than the model's"):
-        ours.replace(context=256).plan(128)
-
-
-@pytest.mark.slow
-def test_legacy_on_a_run(run: LoadedRun) -> None:
-    found = curvature.measure(run, curvature.SETTINGS(protocol="legacy"), quiet=True)
-    assert found["method"] == "power"
-    assert 2 <= found["iterations"] <= 15
-    assert len(found["trace"]["probes"]) == 10
-    assert found["tokens"] == 4 * 16
-    assert found["curve"]["normalise"] == "tensor"
-
-
-@pytest.mark.parametrize("values", [{"curve": 10}, {"curve": 1}, {"surface": 4}, {"method": "arnoldi"}, {"reach": 0}])
-def test_bad_settings(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        curvature.SETTINGS(**values)
-
-
 def test_too_many_vectors_are_refused(operator: HessianOperator) -> None:
     with pytest.raises(InputError, match="method=power"):
         curvature.check_memory(operator, 10**12)
-
-
-def test_text_and_plot(result: dict[str, Any], tmp_path: Path) -> None:
-    from rich.console import Console
-
-    out = io.StringIO()
-    Console(file=out, width=110).print(text(result))
-    shown = out.getvalue()
-    assert f"{result['eigenvalues'][0]['value']:.6g}" in shown
-    assert f"{result['trace']['mean']:.6g}" in shown
-    assert result["windows_hash"] in shown
-    pytest.importorskip("matplotlib")
-    plot(result, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    broken = {**result["curve"], "loss": [None, *result["curve"]["loss"][1:]], "range": None}
-    Console(file=out, width=110).print(text({**result, "curve": broken}))
-    assert "not finite" in out.getvalue()
-    plot({**result, "curve": broken, "surface": None, "trace": None, "eigenvalues": []}, tmp_path / "plot.png")
-
-
-@contextlib.contextmanager
-def only_hessian(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.ArgumentParser]:
-    """A parser with the one diagnosis that is tested here."""
-    from stepformer.cli import diagnose
-
-    monkeypatch.setattr(diagnose, "KINDS", {"hessian": diagnose.KINDS["hessian"]})
-    parser = argparse.ArgumentParser()
-    diagnose.add_diagnose(parser.add_subparsers(), argparse.ArgumentParser(add_help=False))
-    yield parser
-
-
-def test_the_command(run: LoadedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(run.folder.path)
-    words = [f"{key}={value}" for key, value in QUICK.items()]
-    with only_hessian(monkeypatch) as parser:
-        args = parser.parse_args(["diagnose", folder, *words, "--hessian", "--device", "cpu", "--json"])
-        assert args.run(args) == 0
-        printed = json.loads(capsys.readouterr().out)
-        kept = measured.load(run.folder.path, "hessian")
-        assert kept is not None
-        assert kept["result"] == printed["hessian"]
-        args = parser.parse_args(["diagnose", folder, *words, "--hessian", "--quiet", "--device", "cpu"])
-        assert args.run(args) == 0
-        assert "tr(H) / N" in capsys.readouterr().out
-        args = parser.parse_args(["diagnose", folder, "probe=3", "--hessian"])
-        with pytest.raises(ConfigError, match="Did you mean 'probes'"):
-            args.run(args)
 
 
 @pytest.mark.gpu

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_constraint import FAMILIES, family, solve
 from torch import Tensor
 
 from draws import seeded
 from helpers import in_documents, served, shake, tiny, tokens
+from solved_rows import FAMILIES, family, solve
 from stepformer.ops import kernels
 from stepformer.ops.constraint import BETA_MAX, constrained_softmax
 from stepformer.oracles.caches import fresh_call

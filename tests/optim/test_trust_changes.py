@@ -18,6 +18,7 @@ from helpers import shake, tiny, tokens
 from stepformer.base.errors import InputError
 from stepformer.model.roles import Role, named_roles
 from stepformer.optim.trust import Change, change, local, moved, observe, row_change, stream_change, tangent
+from transcriptions import trust_layers
 from transcriptions import trust_region as naive
 
 IDS, TARGETS = tokens(3, 8), tokens(3, 8, seed=5)
@@ -302,11 +303,11 @@ def in_groups(parameters: Mapping[str, Tensor], layer: int) -> dict[str, Any]:
     return found | {name: own[f"{name}.weight"] for name in ("attn_norm", "mlp_norm") if f"{name}.weight" in own}
 
 
-def transcribed(model: sf.Model, rule: dict[str, Any]) -> list[naive.Layer]:
+def transcribed(model: sf.Model, rule: dict[str, Any]) -> list[trust_layers.Layer]:
     x = list(model.start(IDS[:1], torch.arange(8)).x[0].detach())
     layers = []
     for layer in range(2):
-        layers.append(naive.run_layer(x, in_groups(dict(model.named_parameters()), layer), rule))
+        layers.append(trust_layers.run_layer(x, in_groups(dict(model.named_parameters()), layer), rule))
         x = layers[-1].x_m
     return layers
 

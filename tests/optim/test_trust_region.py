@@ -23,6 +23,7 @@ from stepformer.optim.trust.observing import observe
 from stepformer.optim.trust.region import TrustRegion
 from stepformer.training import Stopped, load_run, resume, train
 from stepformer.training.metrics import read_metrics
+from transcriptions import trust_layers
 from transcriptions import trust_region as naive
 
 X, Y = tokens(8, 8), tokens(8, 8, seed=1)
@@ -226,7 +227,7 @@ def transcribed(model: sf.Model, x: Tensor, lambda_attn: float) -> dict[str, nai
         weights |= {f"{turn}_norm": getattr(block, f"{turn}_norm").weight.detach() for turn in ("attn", "mlp")}
     with torch.no_grad():
         start = model.start(x, torch.arange(x.shape[1])).x
-    return naive.averaged([naive.run_layer(list(row), weights, rule) for row in start])
+    return naive.averaged([trust_layers.run_layer(list(row), weights, rule) for row in start])
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

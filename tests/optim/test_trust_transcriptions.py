@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draws import seeded
+from transcriptions import trust_layers
 from transcriptions import trust_region as naive
 from transcriptions.optimizers import polar_by_svd, scale_of
 
@@ -51,13 +52,13 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(name: str, w: dict[str, Any] | None = None, queries: list[int] | None = None) -> naive.Layer:
+def run(name: str, w: dict[str, Any] | None = None, queries: list[int] | None = None) -> trust_layers.Layer:
     rule = RULES[name]
     w = weights(gate=rule.get("mlp") == "swiglu") if w is None else w
-    return naive.run_layer(X, w, rule, FIRST if "value_lambda" in rule else None, queries)
+    return trust_layers.run_layer(X, w, rule, FIRST if "value_lambda" in rule else None, queries)
 
 
-def draw(layer: naive.Layer, seed: int = 500) -> dict[str, Tensor]:
+def draw(layer: trust_layers.Layer, seed: int = 500) -> dict[str, Tensor]:
     """A random matrix for every group."""
     shapes = {"W_Q": (HEAD_DIM, D), "W_K": (HEAD_DIM, D), "W_V": (HEAD_DIM, D), "W_O": (D, HEADS * HEAD_DIM)}
     shapes |= {"W_up": (INNER, D), "W_gate": (INNER, D), "W_down": (D, INNER)}
@@ -80,7 +81,7 @@ def moved(w: dict[str, Any], step: dict[str, Tensor], times: float = 1.0) -> dic
     return result
 
 
-def exact(layer: naive.Layer, step: dict[str, Tensor], radial: bool = True) -> Tensor:
+def exact(layer: trust_layers.Layer, step: dict[str, Tensor], radial: bool = True) -> Tensor:
     """The exact quadratic of groups that are all of attention scores, all of W_V and W_O, or all of the MLP."""
     per_head = {weight: [step.get(f"{weight}.{h}") for h in range(HEADS)] for weight in ("W_Q", "W_K", "W_V")}
     if any(name.startswith(("W_Q", "W_K")) for name in step):
@@ -115,17 +116,17 @@ def test_rows_change_as_the_quadratic_says_and_not_along_the_scores(kind: str) -
     true, predicted, along, alone = 0.0, 0.0, 0.0, 0.0
     for seed in range(20):
         s, log_q, problem = a_row(kind, seed)
-        a, beta, bound = naive.solve(s, log_q=log_q, **problem)
+        a, beta, bound = trust_layers.solve(s, log_q=log_q, **problem)
         assert bound == (kind not in ("softmax", "inactive floor"))
         assert beta == {"softmax": 1.0, "inactive floor": 1 / 0.8}.get(kind, beta)
         direction = normal(len(s), seed=seed + 200)
-        ds = direction * ETA / torch.sqrt(naive.row_quadratic(a, s, direction, beta, bound))
-        predicted += float(naive.row_quadratic(a, s, ds, beta, bound))
-        tangent = naive.tangent_quadratic(a, naive.row_tangent(a, s, ds, beta, bound))
+        ds = direction * ETA / torch.sqrt(trust_layers.row_quadratic(a, s, direction, beta, bound))
+        predicted += float(trust_layers.row_quadratic(a, s, ds, beta, bound))
+        tangent = trust_layers.tangent_quadratic(a, trust_layers.row_tangent(a, s, ds, beta, bound))
         assert abs(float(tangent) / ETA**2 - 1) <= 1e-9
-        true += float(naive.divergence(a, naive.solve(s + ds, log_q=log_q, **problem)[0]))
-        along += float(naive.divergence(a, naive.solve(1.01 * s, log_q=log_q, **problem)[0]))
-        alone += float(naive.row_quadratic(a, s, 0.01 * s, beta, bound))
+        true += float(trust_layers.divergence(a, trust_layers.solve(s + ds, log_q=log_q, **problem)[0]))
+        along += float(trust_layers.divergence(a, trust_layers.solve(1.01 * s, log_q=log_q, **problem)[0]))
+        alone += float(trust_layers.row_quadratic(a, s, 0.01 * s, beta, bound))
     assert abs(true / predicted - 1) <= 0.01
     if kind in ("softmax", "inactive floor"):
         assert along > 1e-5
@@ -142,13 +143,13 @@ def test_a_row_follows_its_prior(bound: bool) -> None:
         assert log_q is not None
         if not bound:
             problem = {"kind": "floor", "goal": -1.0, "tau": 0.7}
-        a, beta, found = naive.solve(s, log_q=log_q, **problem)
+        a, beta, found = trust_layers.solve(s, log_q=log_q, **problem)
         assert found == bound
         ds, move, step = normal(len(s), seed=seed + 1), normal(len(s), seed=seed + 2), 1e-5
         d_log_q = move - (torch.exp(log_q) * move).sum()
-        tangent = naive.row_tangent(a, s, ds, beta, bound, d_log_q)
+        tangent = trust_layers.row_tangent(a, s, ds, beta, bound, d_log_q)
         ends = [
-            naive.solve(s + t * ds, log_q=torch.log_softmax(log_q + t * move, dim=0), **problem)[0]
+            trust_layers.solve(s + t * ds, log_q=torch.log_softmax(log_q + t * move, dim=0), **problem)[0]
             for t in (step, -step)
         ]
         difference = (torch.log(ends[0]) - torch.log(ends[1])) / (2 * step)
@@ -159,10 +160,10 @@ def test_a_row_follows_its_prior(bound: bool) -> None:
 def test_normalised_streams_change_as_the_quadratic_says(norm: str) -> None:
     for seed in range(5):
         x, dB = 3 * normal(D, seed=seed) + 1, normal(D, seed=seed + 50) + 2 * normal(1, seed=seed)
-        dB = dB * 1e-4 / torch.sqrt(naive.stream_quadratic(x, dB, norm))
-        change = naive.normalised(x + dB, norm) - naive.normalised(x, norm)
+        dB = dB * 1e-4 / torch.sqrt(trust_layers.stream_quadratic(x, dB, norm))
+        change = trust_layers.normalised(x + dB, norm) - trust_layers.normalised(x, norm)
         assert abs(float((change * change).mean()) / 1e-8 - 1) <= 1e-2
-        assert float(naive.stream_quadratic(x, x, norm)) <= 1e-15
+        assert float(trust_layers.stream_quadratic(x, x, norm)) <= 1e-15
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -179,12 +180,12 @@ def test_a_layer_that_really_moves(name: str, part: str) -> None:
     for i in layer.queries:
         if part == "scores":
             pairs = zip(layer.heads, after.heads, strict=True)
-            kl = torch.stack([naive.divergence(one.a[i], other.a[i]) for one, other in pairs])
+            kl = torch.stack([trust_layers.divergence(one.a[i], other.a[i]) for one, other in pairs])
             true = true + layer.rule["lambda_attn"] * kl.mean()
         else:
             old, new = (run_.x_a[i] if part == "values" else run_.x_m[i] for run_ in (layer, after))
             norm = layer.rule["norm"]
-            true = true + (naive.normalised(new, norm) - naive.normalised(old, norm)).square().mean()
+            true = true + (trust_layers.normalised(new, norm) - trust_layers.normalised(old, norm)).square().mean()
     assert abs(float(true) / LENGTH / eta**2 - 1) <= 0.01
 
 
@@ -379,8 +380,8 @@ def test_the_step_does_not_depend_on_the_gauge(name: str, steps: Any) -> None:
     }
     turned_first = [[n @ v for v in values] for n, values in zip(N, first, strict=True)]
     residual = "value_lambda" in rule
-    layer = naive.run_layer(X, w, rule, first if residual else None)
-    changed = naive.run_layer(X, other, rule, turned_first if residual else None)
+    layer = trust_layers.run_layer(X, w, rule, first if residual else None)
+    changed = trust_layers.run_layer(X, other, rule, turned_first if residual else None)
     G = gradients(name, w)
     turned = {
         **{f"W_Q.{h}": torch.linalg.inv(M[h]).T @ G[f"W_Q.{h}"] for h in range(HEADS)},
@@ -392,7 +393,7 @@ def test_the_step_does_not_depend_on_the_gauge(name: str, steps: Any) -> None:
         for group, found in gradients(name, other).items():
             assert (found - turned[group]).abs().max() <= 1e-9 * found.abs().max(), group
 
-    def answers(layer: naive.Layer, G: dict[str, Tensor]) -> list[Tensor]:
+    def answers(layer: trust_layers.Layer, G: dict[str, Tensor]) -> list[Tensor]:
         factors = naive.all_factors(layer)
         step = steps({group: factors[group] for group in G}, G, ETA)
         rows = [
@@ -445,9 +446,9 @@ def test_the_radius_follows_both_ratios() -> None:
 def test_measured_over_predicted_goes_to_one_for_two_layers_moved_together(name: str) -> None:
     ws = [weights(0), weights(100)]
 
-    def network(both: list[dict[str, Any]]) -> list[naive.Layer]:
+    def network(both: list[dict[str, Any]]) -> list[trust_layers.Layer]:
         first = run(name, both[0])
-        return [first, naive.run_layer(first.x_m, both[1], RULES[name])]
+        return [first, trust_layers.run_layer(first.x_m, both[1], RULES[name])]
 
     at = network(ws)
     groups = {f"{n} {group}": f for n in range(2) for group, f in naive.all_factors(at[n]).items()}
@@ -455,7 +456,7 @@ def test_measured_over_predicted_goes_to_one_for_two_layers_moved_together(name:
     step = naive.frobenius_steps({key: naive.damped_factors(f) for key, f in groups.items()}, G, 1e-4)
     parts = [{key[2:]: dW for key, dW in step.items() if key.startswith(str(n))} for n in range(2)]
 
-    def shifted(times: float) -> list[naive.Layer]:
+    def shifted(times: float) -> list[trust_layers.Layer]:
         return network([moved(ws[n], parts[n], times) for n in range(2)])
 
     measured = naive.measured_change(at, shifted(1.0))

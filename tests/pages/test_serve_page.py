@@ -10,21 +10,10 @@ from typing import Any
 import pytest
 
 from browser import open_browser, watched
-from served import ask, make_runs, metric, serving, serving_two, value
+from served import ask, metric, serving, value
 from stepformer.pages.serving import PageServer, ServedRun
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_runs(tmp_path_factory.mktemp("served"))
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[PageServer]:
-    with serving_two(folder) as found:
-        yield found
 
 
 def percent(p: float) -> str:

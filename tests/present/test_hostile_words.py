@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 import shutil
@@ -265,3 +267,13 @@ def table_of(words: str) -> str:
     """A table with these words, by entities."""
     cell = "".join(f"&#{ord(character)};" for character in words)
     return "| a | b |\n|---|--:|\n" + f"| {cell} | {cell} |\n" * 2
+
+
+def test_a_spreadsheet_calculates_no_words() -> None:
+    names = ["=HYPERLINK(1)", "+1+cmd", "-2+3", "@SUM(A1)", "\t=1", "'=1", "vanilla", "a-b=c"]
+    table = Table([Column("name"), Column("loss", True)], [[Cell(name, name), Cell("x", -0.5)] for name in names])
+    lines = list(csv.DictReader(io.StringIO(table.csv(), newline="")))
+    assert [line["name"] for line in lines] == [*(f"'{name}" for name in names[:6]), *names[6:]]
+    assert {line["loss"] for line in lines} == {"-0.5"}
+    pytest.importorskip("pandas")
+    assert table.to_frame()["name"].tolist() == names

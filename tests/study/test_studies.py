@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import stepformer as sf
-from runs import make_corpus
 from stepformer.base.errors import ConfigError, InputError, StepformerError
 from stepformer.base.files import write_json
 from stepformer.cli import main
@@ -26,11 +25,6 @@ from stepformer.training.speed import flops_per_token
 
 SIZES = {"n_layer": 1, "n_head": 2, "d_model": 16, "context": 16}
 SETTINGS: dict[str, Any] = {**SIZES, "batch": 4, "eval_tokens": 256, "device": "cpu", "steps": 6}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
 
 
 @pytest.fixture

@@ -16,16 +16,10 @@ import torch
 
 import stepformer as sf
 from real_data import GPT2, TINYSTORIES, needs_gpt2, needs_tinystories
-from runs import make_corpus
 from stepformer.cli import main
 from stepformer.study.study import amount, grid, grid_axes, seeds_of
 from stepformer.training.loop import Trainer
 from stepformer.training.stopping import Watch
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
 
 
 def words(corpus: Path, *more: str) -> list[str]:

@@ -108,8 +108,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"template": name, "splitting": "strang"}, "gives each oracle call its own weights")
         for name in ("hyper", "mhc")
     ),
-    *(({"template": name, "embedding_skip": True}, "makes its points of other streams") for name in ("hyper", "mhc")),
-    *(({"template": name, "scale": "rezero"}, "acts on x") for name in ("hyper", "mhc")),
+    *(
+        ({"template": template, key: value}, "acts on x, and template")
+        for template in ("hyper", "mhc", "attnres")
+        for key, value in (("embedding_skip", True), ("scale", "rezero"), ("denseformer", True), ("unet", True))
+    ),
     ({"template": "mhc", "mixing": "permutations", "n": 5}, "use n up to 4"),
     ({"template": "attnres", "splitting": "strang"}, "keeps the answer of every oracle call"),
     ({"template": "heavy-ball", "splitting": "imex", "k": 2}, "repeats itself"),

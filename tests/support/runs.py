@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from stepformer.data.corpus import Corpus
 from stepformer.data.opening import open_source
 from stepformer.data.prepare import prepare
 from stepformer.optim import Optimizers
-from stepformer.training import RunConfig, run_config
+from stepformer.training import RunConfig, run_config, train
+from stepformer.training.metrics import read_metrics
 from stepformer.training.stopping import Watch
 
 SMALL: dict[str, Any] = {
@@ -38,6 +41,19 @@ def make_corpus(folder: Path, count: int = 40, tokenizer: str = "bytes") -> Corp
 def small_run(data: Path, name: str = "yurii", **changes: Any) -> RunConfig:
     """The config of a run that takes well under a second."""
     return run_config(name, **{**SMALL, "corpus": str(data), **changes})
+
+
+def go(data: Path, out: Path, name: str = "yurii", **changes: Any) -> dict[str, Any]:
+    return train(small_run(data, name, **changes), out, quiet=True)
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "train"]
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    last = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return load_file(last / "model.safetensors")
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:

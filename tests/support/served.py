@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,18 @@ def ask(server: PageServer, path: str, body: Any = None, **headers: str) -> tupl
         return answer.status, [json.loads(line) for line in answer.read().splitlines()]
     finally:
         connection.close()
+
+
+def connected(server: PageServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+
+
+def post(client: socket.socket, server: PageServer, body: Any) -> None:
+    """Ask for text without waiting for it."""
+    content = json.dumps(body).encode()
+    head = "POST /api/generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {server.token}\r\nContent-Length: {len(content)}\r\n\r\n"
+    client.sendall(head.encode() + content)
 
 
 def value(answer: tuple[int, list[Any]]) -> Any:

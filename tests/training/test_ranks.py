@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from forked import two_ranks
-from runs import make_corpus, small_run
+from runs import small_run
 from stepformer.base.errors import StepformerError
 from stepformer.training import Stopped, load_run, resume, train
 from stepformer.training.checkpoints import Checkpoints
@@ -26,11 +26,6 @@ from stepformer.training.stopping import Watch
 # 37 blocks of evaluation: the last round is ragged on one rank and idle on the other
 SETTINGS: dict[str, Any] = {"steps": 20, "clip": 0.3, "eval_every": 10, "save_every": 5, "eval_tokens": 37 * 16}
 SETTINGS |= {"eval_first": 11 * 16}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
 
 
 def worker(rank: int, jobs: list[dict[str, Any]], folder: str) -> None:

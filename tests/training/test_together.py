@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from agent import Agent, Rank
-from forked import Running, begin
-from runs import SMALL, make_corpus, small_run
+from forked import Running, begin, start
+from runs import SMALL, small_run
+from stepformer.base.errors import InputError
+from stepformer.study.study import carry_out
 from stepformer.training import RunConfig, resume, train
 from stepformer.training.checkpoints import verify
 from stepformer.training.runs import RunFolder
@@ -103,11 +105,6 @@ sys.argv = ["stepformer", {argument!r}]
 {fault}
 sys.exit(main({words!r}))
 """
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
 
 
 class Pair:
@@ -281,6 +278,21 @@ def test_a_save_of_45_seconds_under_torchrun(corpus: Path, tmp_path: Path) -> No
     assert "Traceback" not in said.partition("stopped by")[0]
     kept = max((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert f"after step {verify(kept)['step']};" in said
+
+
+def test_of_a_study_the_first_rank_prints(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of ranks follow each other in one process, one for each run; the table is printed and written once."""
+    settings = {**SETTINGS, "steps": 2, "n_layer": 1, "eval_tokens": 64, "corpus": corpus}
+    words = ["compare", "vanilla", "yurii", "tmm", *(f"{key}={value}" for key, value in settings.items())]
+    words += ["--out", str(tmp_path / "study"), "--quiet"]
+    agent = Agent(lambda rank, env: start(*words, env={**os.environ, **env}))
+    assert agent.wait(100) == [0, 0]
+    first, second = (rank.wait() for rank in agent.ranks)
+    assert first.stdout.count("written: ") == 1
+    assert second.stdout == second.stderr == ""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="processes train one run together: --jobs 2 does not go with it"):
+        carry_out([], jobs=2)
 
 
 def test_the_timeout_of_collectives_is_no_part_of_a_run(corpus: Path) -> None:

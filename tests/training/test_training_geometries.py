@@ -16,11 +16,6 @@ from stepformer.training.metrics import read_metrics
 NEW = [name for name in sf.presets() if sf.preset(name).config.attention != "softmax"]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
-
-
 @pytest.mark.parametrize(
     "settings",
     [

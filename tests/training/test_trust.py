@@ -18,7 +18,7 @@ import torch
 
 import forked
 import stepformer as sf
-from runs import make_corpus, small_run, stop_after
+from runs import small_run, stop_after
 from stepformer.base.errors import ChangedRuleError, ConfigError, InputError
 from stepformer.base.files import write_json
 from stepformer.base.plugins import identity
@@ -49,11 +49,6 @@ class Tilted(sf.Template):
     def drift(self, s, c, scale=1.0):
         return s.without("u").replace(x=s.x + s.u)
 """
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"), count=4).folder
 
 
 def told(folder: Path, name: str = "result.json") -> dict[str, Any]:

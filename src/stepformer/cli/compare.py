@@ -12,6 +12,7 @@ from stepformer.base.errors import InputError, command_line
 from stepformer.base.files import write_text
 from stepformer.base.units import duration
 from stepformer.catalogue.recipes import load_recipe
+from stepformer.cli.main import first_rank
 from stepformer.cli.options import CONFIDENCE, JOBS, NO_DISPLAY, command, drawn, given, option, repeated, tell_failed
 from stepformer.cli.show import console
 from stepformer.model import Model
@@ -136,12 +137,14 @@ def show_study(finished: list[Path], failed: dict[str, str], facts: Facts, confi
     status, baseline, records = int(tell_failed(failed)), facts.baseline, load_records(finished)
     if any(record.label == baseline for record in records):
         _present(compare(records, baseline, confidence, facts), out)
-    elif records:
+    elif records and first_rank():
         print(f"stepformer: no run of the baseline '{baseline}' finished: nothing to compare with", file=sys.stderr)
     return status
 
 
 def _present(comparison: Comparison, out: Path) -> None:
+    if not first_rank():
+        return
     console().print(comparison.table)
     made = {out / "comparison.md": comparison.table.markdown(), out / "comparison.csv": comparison.details.csv()}
     for path, text in made.items():

@@ -12,6 +12,7 @@ from stepformer.base.errors import InputError, UnknownNameError
 from stepformer.base.files import write_json, write_text
 from stepformer.base.plugins import lasting
 from stepformer.catalogue.recipes import recipe_names
+from stepformer.cli.main import first_rank
 from stepformer.cli.options import CONFIDENCE, JOBS, NO_DISPLAY, command, drawn, fields_help, option, tell_failed
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus
@@ -134,6 +135,8 @@ class Study:
         if not directions:
             print("stepformer: no run of the baseline finished: nothing to compare with", file=sys.stderr)
             return 1
+        if not first_rank():
+            return int(self.failed)
         table = forgetting_table(directions)
         console().print(table)
         words, details, record, picture = (out / f"{name}.{ending}" for ending in ("md", "csv", "json", "png"))

@@ -112,9 +112,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        if not first_rank():
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         warnings.showwarning = _note
         return _run(argv)
+
+
+def first_rank() -> bool:
+    """Whether this is the process that prints, of all that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:

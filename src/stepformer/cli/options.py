@@ -13,7 +13,7 @@ from rich.table import Table
 
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.base.settings import type_hints
-from stepformer.cli.main import texts
+from stepformer.cli.main import first_rank, texts
 from stepformer.training import Stopped
 
 Addition = Callable[[Any], object]
@@ -32,8 +32,9 @@ def command(
         try:
             return run(args)
         except Stopped as stopped:  # of a study, which notes what there is
-            said = "; ".join([str(stopped), *stopped.__notes__])
-            print(f"stepformer: {said}. The same command continues.", file=sys.stderr)
+            if first_rank():
+                said = "; ".join([str(stopped), *stopped.__notes__])
+                print(f"stepformer: {said}. The same command continues.", file=sys.stderr)
             return stopped.status
 
     def add(commands: Any, common: argparse.ArgumentParser) -> None:
@@ -137,6 +138,6 @@ def drawn(draw: Callable[[Any, Path], None], what: Any, path: Path) -> list[Path
 
 def tell_failed(failed: dict[str, str]) -> bool:
     """A sentence for each run that failed; whether any did."""
-    for name, problem in failed.items():
+    for name, problem in failed.items() if first_rank() else ():
         print(f"stepformer: {name} failed: {problem}", file=sys.stderr)
     return bool(failed)

@@ -15,6 +15,7 @@ from stepformer.base.errors import InputError, command_line
 from stepformer.base.units import duration
 from stepformer.base.words import parse_overrides
 from stepformer.catalogue.recipes import Recipe, load_recipe, recipe_names
+from stepformer.cli.main import first_rank
 from stepformer.cli.options import NO_DISPLAY, SETTINGS, command, fields_help, option, pairs
 from stepformer.cli.show import console
 from stepformer.model import Model
@@ -53,15 +54,13 @@ def run_extend(args: argparse.Namespace) -> int:
 
 def _supervised(work: Callable[[], dict[str, Any]]) -> int:
     """Run it, print the result, or how to go on after a stop."""
-    main = int(os.environ.get("RANK", "0")) == 0
     try:
         result = work()
     except Stopped as stopped:
-        if main:
+        if first_rank():
             print(f"stepformer: {stopped}; saved. Continue with:\n  {stopped.command}", file=sys.stderr)
         return stopped.status
-    if main:
-        print_result(result)
+    print_result(result)
     return 0
 
 

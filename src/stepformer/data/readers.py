@@ -7,6 +7,7 @@ import gzip
 import importlib
 import io
 import json
+import logging
 import lzma
 import zlib
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from unittest import mock
 
 from stepformer.base import files
 from stepformer.base.errors import InputError, StepformerError, suggestion
@@ -101,6 +103,25 @@ def need(module: str, extra: str = "data") -> ModuleType:
         raise StepformerError(
             f"The package '{package}' is needed for this and is not installed: pip install 'stepformer[{extra}]'."
         ) from None
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """The Hub's client gives up after one more try, and does not log each: without a network five take half a minute.
+
+    No setting of it says how often it tries, so that the default of its functions is another one meanwhile.
+    """
+    log = logging.getLogger("huggingface_hub")
+    client = importlib.import_module("huggingface_hub.utils")
+    asking = [getattr(client, name, None) for name in ("http_backoff", "http_stream_backoff")]
+    defaults = [getattr(ask, "__kwdefaults__", None) or {} for ask in asking]
+    with contextlib.ExitStack() as stack:
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
+        for values in defaults:
+            if "max_retries" in values:
+                stack.enter_context(mock.patch.dict(values, max_retries=1))
+        yield
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ preparation can leave out the units it has finished.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -27,6 +28,7 @@ TALES_COUNT = 20_000
 TALE_BYTES = 1000  # about; for the progress bar
 SMALL = 64 * 2**20  # files up to this size are known by their content, larger ones by size and time
 PARQUET = "refs/convert/parquet"  # the branch with the Hub's own copy of a dataset, CONFIG/SPLIT/*.parquet
+NO_CONNECTION = {"ConnectError", "ConnectTimeout", "ConnectionError"}  # of httpx and requests, whichever the Hub uses
 PARTIAL = re.compile(r"(^|/)partial[-/]")  # a split of that copy which is only a beginning
 
 
@@ -188,6 +190,8 @@ def describe_file(path: Path, root: Path) -> dict[str, Any]:
 class HuggingFace(Source):
     """A dataset of the Hub, or a local folder in its layout, streamed: nothing but its tokens is kept."""
 
+    reached = True  # the Hub, as far as is known: a slow answer is one, so that its client tries as often as it likes
+
     def __init__(
         self,
         dataset: str,
@@ -207,15 +211,15 @@ class HuggingFace(Source):
         self.description |= dataclasses.asdict(self.layout)
 
     def pin(self, pinned: Mapping[str, Any]) -> dict[str, Any]:
-        self.revision = pinned.get("revision")
-        if self.revision is None and not self.local:
+        self.revision = pinned.get("revision") or self.asked
+        if not self.local:
             try:
                 api = readers.need("huggingface_hub").HfApi()
-                self.revision = api.dataset_info(self.dataset, revision=self.asked, timeout=10).sha
+                self.revision = api.dataset_info(self.dataset, revision=self.revision, timeout=10).sha
             except StepformerError:
                 raise
-            except Exception:  # opening the dataset says better what is wrong; with a cached copy nothing is
-                self.revision = self.asked
+            except Exception as error:  # opening the dataset says better what is wrong; with a cached copy nothing is
+                self.reached = NO_CONNECTION.isdisjoint(kind.__name__ for kind in type(error).__mro__)
         return {"revision": self.revision} if self.revision else {}
 
     @property
@@ -280,8 +284,10 @@ class HuggingFace(Source):
         elif self.local and not (Path(self.dataset) / "README.md").exists():
             config = None  # the folder of the config itself
         try:
-            found = datasets.load_dataset(self.dataset, config, data_dir=folder, streaming=True, revision=self.revision)
-            partial = not self.limit and any(map(PARTIAL.search, self._names(folder)))
+            options = {"data_dir": folder, "streaming": True, "revision": self.revision}
+            with contextlib.nullcontext() if self.reached else readers.impatient():
+                found = datasets.load_dataset(self.dataset, config, **options)
+                partial = not self.limit and any(map(PARTIAL.search, self._names(folder)))
         except ConnectionError as error:
             raise StepformerError(f"{what} cannot be reached: {sentence(error)[:300]}.") from None
         except datasets.exceptions.DatasetNotFoundError as error:

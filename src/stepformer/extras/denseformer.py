@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from stepformer.base.registry import Selection
-from stepformer.extras.extra import Extra, needs_x, register_extra
+from stepformer.extras.extra import Extra, register_extra
 from stepformer.rules.coefficients import Coefficient, Values, free
 from stepformer.rules.state import State
 
@@ -33,7 +33,7 @@ class DenseFormer(Extra):
         for key in ("dilation", "period"):
             if config.get(key) > config.n_layer:
                 return f"{key} = {config.get(key)} is more than n_layer = {config.n_layer}: nothing would be averaged."
-        return needs_x(config, "denseformer = true")
+        return None
 
     def sources(self, i: int) -> range:
         """Which X enter the average after layer i (1, 2, ...), the newest last; none where it is not taken."""

@@ -82,24 +82,15 @@ class Extra(Component):
         """What it does under these settings, for people."""
         return extras[self.name].equation
 
-    def changes(self, method: str) -> bool:
+    @classmethod
+    def changes(cls, method: str) -> bool:
         """Whether it has a method of its own by this name."""
-        return getattr(type(self), method) is not getattr(Extra, method)
+        return getattr(cls, method) is not getattr(Extra, method)
 
 
 extras: Registry[Extra] = Registry("extra", Extra, "write-your-own-extra")
 register_extra = extras.register
 """Class decorator: `@register_extra("my-extra", equation="...")` (see `Registry.register`)."""
-
-
-def needs_x(config: Selection, setting: str) -> str | None:
-    """Why what acts on x has no meaning with a template that makes x of other streams after the last layer."""
-    if not config.component("template").reads_out:
-        return None
-    return (
-        f"{setting} acts on x, and template '{config.template}' carries its tokens in streams of its own, from which x "
-        "is read after the last layer: use another template."
-    )
 
 
 def chosen(config: Selection, layer: int = 0) -> list[Any]:

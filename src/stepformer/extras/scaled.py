@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from stepformer.base.registry import Selection
-from stepformer.extras.extra import Extra, needs_x, register_extra
+from stepformer.extras.extra import Extra, register_extra
 from stepformer.rules.coefficients import Coefficient, Values, free
 from stepformer.rules.state import State
 
@@ -52,7 +52,7 @@ class Scaled(Extra):
                 f"scale = 'scalar' has a factor on x for every turn, and splitting '{config.splitting}' moves x once "
                 "in a layer: use 'rezero' or 'layerscale', or another splitting."
             )
-        return needs_x(config, f"scale = '{kind}'")
+        return None
 
     def turn_coefficients(self) -> Mapping[str, Coefficient]:
         if self.kind == "layerscale":

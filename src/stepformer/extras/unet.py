@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stepformer.base.registry import Selection
-from stepformer.extras.extra import Extra, needs_x, register_extra
+from stepformer.extras.extra import Extra, register_extra
 from stepformer.rules.coefficients import Coefficient, Values, free
 from stepformer.rules.state import State
 
@@ -29,7 +29,7 @@ class UNet(Extra):
     @classmethod
     def refusal(cls, config: Selection) -> str | None:
         one = "unet = true joins two halves of the layers, and n_layer = 1 has no halves: leave it off."
-        return one if config.n_layer == 1 else needs_x(config, "unet = true")
+        return one if config.n_layer == 1 else None
 
     @property
     def partner(self) -> int:

@@ -306,13 +306,12 @@ def _pair_problems(config: ModelConfig) -> list[str]:
             f"Splitting '{config.splitting}' works on a velocity stream, and template '{config.template}' has none. "
             f"Use a velocity template ({usable}), or a splitting that needs none ({others})."
         )
-    for entry in extras:
+    for entry in extras if template.reads_out else ():
         own = entry.component
-        changes_x = own.chosen(config) and own.enter is not Extra.enter and not own.reasons(config)
-        if changes_x and not template.reads_x:
+        if own.chosen(config) and any(map(own.changes, ("enter", "leave", "drifting"))):
             problems.append(
-                f"The extra '{entry.name}' changes x before a layer, and template '{config.template}' makes its points "
-                "of other streams: leave one of them out."
+                f"The extra '{entry.name}' acts on x, and template '{config.template}' carries its tokens in streams "
+                "of its own, from which x is read after the last layer: leave one of them out."
             )
     return problems
 

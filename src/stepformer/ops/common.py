@@ -81,21 +81,26 @@ def row_statistics(p, column, eps, CENTRED: tl.constexpr, D: tl.constexpr):  # t
 
 
 @triton.jit
-def _add_both(a, b, c, d):  # type: ignore[no-untyped-def]
-    return a + c, b + d
+def _both(n, mean, square, m, other, more):  # type: ignore[no-untyped-def]
+    """Number, mean and sum of squared deviations of two parts of a row together (Chan, Golub and LeVeque)."""
+    share = m / tl.maximum(n + m, 1.0)
+    apart = other - mean
+    return n + m, mean + apart * share, square + more + apart * apart * n * share
 
 
 @triton.jit
 def row_statistics_at_once(p, column, eps, CENTRED: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The same for a tile of one chunk, both sums in one pass, which waits for the other warps once.
+    """The same for a tile of one chunk, in one pass, which waits for the other warps once.
 
-    The variance then loses digits by cancellation: its relative error is 1e-7 (1 + mean^2 / variance).
+    Sums of numbers and of their squares would lose the variance by cancellation where the mean is large.
     """
-    total, square = tl.reduce((p, p * p), 2, _add_both)
-    mean, square = tl.sum(total, 0) / D, tl.sum(square, 0) / D
     if CENTRED:
-        square = tl.maximum(square - mean * mean, 0.0)
-    return mean, tl.rsqrt(square + eps)
+        _, mean, square = tl.reduce((column.to(tl.float32) + tl.zeros_like(p), p, tl.zeros_like(p)), 2, _both)
+        mean, square = tl.sum(mean, 0), tl.sum(square, 0)
+    else:
+        square = row_sum(p * p)
+        mean = square * 0
+    return mean, tl.rsqrt(square / D + eps)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ NAMED = 5  # names that a sentence gives before it counts
 GAP = 2  # between columns
 PROSE = 24  # width of a column of words, after which they fold
 LONG = 44  # characters after which a page breaks a cell into lines
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")  # an apostrophe, too, so that one may always be taken away again
 CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # nothing to see, and no space either
 
 
@@ -149,11 +150,17 @@ class Table:
         return "\n\n".join(["\n".join(body), *(markdown_text(note) for note in self.notes)]) + "\n"
 
     def csv(self) -> str:
-        """Plain values under the columns' keys."""
+        """Plain values under the columns' keys; an apostrophe before words that a spreadsheet would calculate."""
+        return self._csv([[_guarded(value) for value in row] for row in self._values()])
+
+    def _values(self) -> list[list[float | str]]:
+        return [["" if cell.value is None else cell.value for cell in row] for row in self.rows]
+
+    def _csv(self, values: list[list[float | str]]) -> str:
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow([column.key or column.title for column in self.columns])
-        writer.writerows([["" if cell.value is None else cell.value for cell in row] for row in self.rows])
+        writer.writerows(values)
         return out.getvalue()
 
     def html(self, style: str = "", mark: Callable[[str], str] | None = None) -> str:
@@ -181,7 +188,16 @@ class Table:
             import pandas  # type: ignore[import-untyped, unused-ignore]
         except ImportError:
             raise StepformerError("to_frame needs pandas: pip install pandas.") from None
-        return pandas.read_csv(io.StringIO(self.csv()))
+        return pandas.read_csv(io.StringIO(self._csv(self._values())))
+
+
+def _guarded(value: float | str) -> float | str:
+    if isinstance(value, str) and value.startswith(FORMULA):
+        try:
+            float(value)
+        except ValueError:
+            return f"'{value}"
+    return value
 
 
 def number(value: float | None, digits: str = ".4f", suffix: str = "") -> Cell:

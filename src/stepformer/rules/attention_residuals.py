@@ -39,7 +39,6 @@ class AttentionResiduals(Template):
         )
     }
     reads_out = True
-    reads_x = False
     blocks: int
 
     @classmethod

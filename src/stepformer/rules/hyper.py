@@ -26,7 +26,6 @@ class Connections(Template):
 
     options = {"n": integer(4, minimum=1, help="streams")}
     reads_out = True
-    reads_x = False  # alone
     n: int
 
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:

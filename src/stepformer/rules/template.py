@@ -66,7 +66,6 @@ class Template(Component):
     attention_calls = 1  # how often an integrator evaluates its attention in one turn
     goes_with: Mapping[str, str] = {}  # settings without which the bare name of this template has no meaning
     reads_out = False  # whether it makes the last x of its streams
-    reads_x = True  # whether x, as a layer receives it, has to do with where its oracles look
     layer, n_layer = 0, 1
     norm, eps = "layernorm", 1e-5  # of the model
     first = last = False  # whether the block is the first, the last of its model

@@ -137,11 +137,13 @@ def carry_out(
 
     Trained in this process, `after` is told of each run that has finished before the next one begins.
     """
-    missing = [run for run in runs if not run.finished]
+    missing, ranks = [run for run in runs if not run.finished], int(os.environ.get("WORLD_SIZE", "1"))
     if jobs is None:  # rules that only this process knows are trained in it
         rules = [rule for run in runs for rule in run.config.model.components().values()]
         known = plugins or all(map(is_ours, rules))
-        jobs = max(1, torch.cuda.device_count()) if known else 1
+        jobs = max(1, torch.cuda.device_count()) if known and ranks == 1 else 1
+    if jobs > 1 and ranks > 1:
+        raise InputError(f"Under torchrun its processes train one run together: --jobs {jobs} does not go with it.")
     several = jobs > 1 and len(runs) > 1  # also the last one, which then has as many threads as the others
     try:
         with Watch() as watch:

@@ -271,6 +271,19 @@ def load(folder: Path, part: str, tensors: Tensors) -> None:
             target.copy_(like(stored.to(target.device), target) if is_sharded(target) else stored)
 
 
+def stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint as they lie there: whole, or cut by the ranks that wrote them."""
+    for path in filter(lambda path: "model" in (path.stem, path.parent.name), _weights(folder)):
+        with _readable(path) as file:
+            yield from ((name, file.get_tensor(name)) for name in sorted(file.keys()))
+
+
+def refuse_nan(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+    bad = next((name for name, value in tensors if not bool(value.isfinite().all())), None)
+    if bad is not None:
+        raise InputError(f"{what} has weights that are not finite numbers, the first in '{bad}'.")
+
+
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[Any]:
     try:

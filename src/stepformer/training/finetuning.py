@@ -19,7 +19,7 @@ from stepformer.base.errors import ConfigError, InputError, command_line
 from stepformer.base.settings import Settings, setting
 from stepformer.catalogue import size_settings
 from stepformer.optim import OptimConfig
-from stepformer.training.checkpoints import check_fits, weights_of
+from stepformer.training.checkpoints import check_fits, refuse_nan, stored_weights, weights_of
 from stepformer.training.config import DataConfig, RunConfig
 from stepformer.training.parallel import World
 from stepformer.training.runs import RunFolder, checkpoint_of
@@ -135,6 +135,7 @@ def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world
     def best() -> tuple[Path, dict[str, Any]]:
         checkpoint, state = checkpoint_of(folder, "best", (record, source))
         check_fits(checkpoint, source.model)
+        refuse_nan(stored_weights(checkpoint), f"The checkpoint '{checkpoint}'")
         return checkpoint, {"checkpoint": checkpoint.name, "step": state["step"], "weights": weights_of(checkpoint)}
 
     checkpoint, facts = world.on_main(best)

@@ -119,7 +119,10 @@ def joined_world(choice: str, timeout: int | None = None) -> Iterator[World]:
             return
         # gloo beside nccl: flags and objects travel through CPU memory without a device having to wait
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout or TIMEOUT))
+        wait = timedelta(seconds=timeout or TIMEOUT)
+        store, rank, size = next(dist.rendezvous("env://", timeout=wait))
+        store = dist.PrefixStore(f"group/{_times}", store)  # addresses of the group before may still be in it
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
         global _kept
         _kept = dist.group.WORLD
     try:

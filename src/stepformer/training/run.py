@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
 from stepformer.base.files import write_text
@@ -355,14 +354,8 @@ def _loaded(folder: RunFolder, which: str, device: str, allow_nan: bool) -> Load
     model.stream_dtype = config.stream_dtype
     stored.load(checkpoint, "model", dict(model.named_parameters()))
     if not allow_nan:
-        refuse_nan(dict(model.named_parameters()), f"The checkpoint '{checkpoint}'")
+        stored.refuse_nan(model.named_parameters(), f"The checkpoint '{checkpoint}'")
     return LoadedRun(model.eval(), tokenizer, config, record, int(state["step"]), folder)
-
-
-def refuse_nan(tensors: Mapping[str, Tensor], what: str) -> None:
-    bad = next((name for name, value in tensors.items() if not bool(value.isfinite().all())), None)
-    if bad is not None:
-        raise InputError(f"{what} has weights that are not finite numbers, the first in '{bad}'.")
 
 
 def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:

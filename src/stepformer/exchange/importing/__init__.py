@@ -18,9 +18,8 @@ from stepformer.exchange import whole
 from stepformer.exchange.importing.layouts import carry, recognise
 from stepformer.exchange.importing.reading import RECORD, number, open_source
 from stepformer.exchange.importing.vocabulary import choose_tokenizer
-from stepformer.training.checkpoints import Checkpoints, step_name, weights_sha256
+from stepformer.training.checkpoints import Checkpoints, refuse_nan, step_name, weights_sha256
 from stepformer.training.config import RunConfig, TrainConfig
-from stepformer.training.run import refuse_nan
 from stepformer.training.runs import RunFolder, new_id
 
 
@@ -65,7 +64,7 @@ def import_checkpoint(
             StepformerWarning,
             stacklevel=2,
         )
-    refuse_nan(weights, f"'{source}'")
+    refuse_nan(weights.items(), f"'{source}'")
     told = found.facts.get("weights_sha256")
     if told is not None and found.config.get("model_type") == "stepformer":
         stored = {ours: found.tensors[where.name] for ours, where in layout.sources.items()}

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
-import logging
 import os
 import re
 import tempfile
@@ -18,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from stepformer.base import files
 from stepformer.base.errors import InputError, StepformerError, suggestion
@@ -140,28 +137,9 @@ def open_task(name: str, data: str | Path | None = None, *, quiet: bool = False)
         raise InputError(f"The harness has no task '{name}'.{near or ' `lm-eval ls tasks` lists them.'}")
     hint = "; local files can be given with --data DIR" if name in LOCAL else ""
     say(f"reading {name} from the Hugging Face Hub{hint}", quiet=quiet)
-    with impatient():
+    with readers.impatient():
         objects = loaded(manager, name)
     yield OpenedTask(name, objects, manager, {"kind": "harness"})
-
-
-@contextlib.contextmanager
-def impatient() -> Iterator[None]:
-    """The Hub's client gives up after one more try, and does not log each: without a network five take half a minute.
-
-    No setting of it says how often it tries, so that the default of its functions is another one meanwhile.
-    """
-    log = logging.getLogger("huggingface_hub")
-    client = importlib.import_module("huggingface_hub.utils")
-    asking = [getattr(client, name, None) for name in ("http_backoff", "http_stream_backoff")]
-    defaults = [getattr(ask, "__kwdefaults__", None) or {} for ask in asking]
-    with contextlib.ExitStack() as stack:
-        stack.callback(log.setLevel, log.level)
-        log.setLevel(logging.ERROR)
-        for values in defaults:
-            if "max_retries" in values:
-                stack.enter_context(mock.patch.dict(values, max_retries=1))
-        yield
 
 
 @functools.cache

@@ -203,7 +203,7 @@ def _baseline(study: Path) -> str | None:
     """The baseline that the study was last compared with: its table says so."""
     try:
         with (study / "comparison.csv").open(newline="") as file:
-            return next(iter(csv.DictReader(file)), {}).get("baseline")
+            return next(iter(csv.DictReader(file)), {}).get("baseline", "").removeprefix("'") or None
     except (OSError, ValueError, csv.Error):
         return None
 
