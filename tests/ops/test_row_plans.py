@@ -209,7 +209,7 @@ TEXTS = """
 import json, sys
 import stepformer as sf
 from stepformer.ops import row_passes
-from stepformer.ops.row_passes import forward_tile, backward_tile
+from stepformer.ops.row_launching import forward_tile, backward_tile
 
 def texts(name, **changes):
     model = sf.build(name, seed=0, n_layer=3, n_head=2, d_model=16, context=8, vocab_size=17, **changes)
