@@ -15,6 +15,7 @@ from helpers import TINY
 from stepformer.base.words import parse_override
 from stepformer.catalogue import SIZES
 from stepformer.training import RunConfig
+from stepformer.training.runs import as_toml
 
 
 def test_all_problems_are_reported_at_once() -> None:
@@ -356,3 +357,16 @@ def test_stored_runs_of_etd_ab2_keep_their_method() -> None:
     named = sf.model_config("symp-etd-ab2")
     assert (named.option("etd"), named.replace(etd="cox-matthews")) == ("lawson", config)
     assert RunConfig(config).title == "symp-etd-ab2-etd=cox-matthews"
+
+
+def test_a_stored_run_keeps_nothing_of_other_optimizers() -> None:
+    """What trust looks at may have another default one day: a run of muon reads the same."""
+    config = sf.run_config("vanilla", ["optim.name=muon"])
+    stored = config.to_dict()
+    stored["optim"] |= {"probe": 4096, "radius": 2.0}
+    assert RunConfig.from_dict(stored) == config
+    assert "probe" not in as_toml(config)
+    trust = sf.run_config("vanilla", ["optim.name=trust", "probe=64"])
+    assert RunConfig.from_dict(trust.to_dict()) == trust
+    assert "probe = 64" in as_toml(trust)
+    assert "own_init" not in as_toml(trust)

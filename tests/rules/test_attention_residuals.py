@@ -86,7 +86,7 @@ def test_it_composes(extra: dict[str, Any]) -> None:
         ({"splitting": "imex"}, "works on a velocity stream"),
         ({"blocks": 5}, "blocks = 5 is more than the 4 oracle calls of this model"),
         ({"blocks": -1}, "blocks = -1 is below its minimum"),
-        ({"embedding_skip": True}, "'embedding-skip' changes x before a layer, and template 'attnres'"),
+        ({"embedding_skip": True}, "'embedding-skip' acts on x, and template 'attnres'"),
         ({"attention": "hamiltonian"}, "template 'attnres' does not integrate them"),
     ],
     ids=str,

@@ -50,6 +50,12 @@ TINY = {"steps": 500, "batch": 32, "width": 128, "depth": 4}
 LARGEST = 10.0  # no larger factor has been tried
 
 
+def without_foreign(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an optimizer as they were stored, less what only others read: their defaults may change."""
+    foreign = {key for owner, keys in OWN.items() if owner != values.get("name", "muon") for key in keys}
+    return {key: value for key, value in values.items() if key not in foreign}
+
+
 def rate_factor(steps: int, batch: int, width: int, depth: int) -> float:
     """What AdamW's unset rates are multiplied by: sqrt(batch / steps) (width^2 depth)^(-0.172), 1 at SMALL, 10 at TINY.
 
@@ -188,11 +194,6 @@ class OptimConfig(Settings):
         if self.radius is not None and self.wd_matrix and self.name == "scion":
             problems.append("radius and wd_matrix both pull the matrices inward: give one of them.")
         return problems
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every key that this optimizer reads: a later default of another one's cannot stand in its way."""
-        foreign = {key for owner, keys in OWN.items() if owner != self.name for key in keys}
-        return {key: value for key, value in super().to_dict().items() if key not in foreign}
 
     def for_run(self, *, steps: int, batch: int, width: int, depth: int) -> OptimConfig:
         """This section with its unset rates for such a run; `unset` still says which they are."""

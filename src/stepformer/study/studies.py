@@ -17,8 +17,8 @@ from stepformer.study.fairness import search_of, with_matches, with_tuning
 from stepformer.study.records import load_records
 from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, refuse_seed, seeds_of, steps_for
 from stepformer.training import RunConfig, run_config
-from stepformer.training.corpora import open_corpus
-from stepformer.training.run import ALONE, corpus_facts
+from stepformer.training.corpora import corpus_facts, open_corpus
+from stepformer.training.run import ALONE
 
 Named = str | Path | RunConfig | ModelConfig  # a row: preset, recipe or TOML file by name, or a config
 

@@ -30,9 +30,8 @@ from stepformer.base.words import parse_override
 from stepformer.study.comparison import Facts, grid_points
 from stepformer.study.differences import differences, last, recorded
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
-from stepformer.training.corpora import open_corpus
+from stepformer.training.corpora import corpus_facts, open_corpus
 from stepformer.training.parallel import ALONE, choose_device
-from stepformer.training.run import corpus_facts
 from stepformer.training.runs import RunFolder, as_toml
 from stepformer.training.stopping import Watch
 

@@ -21,6 +21,7 @@ from stepformer.data.corpus import Corpus
 from stepformer.data.sources import TALES_COUNT
 from stepformer.model.config import ModelConfig
 from stepformer.optim import OptimConfig, Schedule
+from stepformer.optim.config import without_foreign
 from stepformer.optim.trust.factors import refusals
 from stepformer.training.parallel import World
 
@@ -183,7 +184,8 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """The inverse of `to_dict`."""
-        values = {**values, "optim": {"polar": "newton-schulz", **values["optim"]}}  # what runs without the word used
+        optim = {"polar": "newton-schulz", **without_foreign(values["optim"])}  # what runs without the word used
+        values = {**values, "optim": optim}
         built = _built(values, lambda: ModelConfig.from_dict(values["model"]), "[model] {}".format)
         own, recipe = bool(values.get("own_vocabulary", True)), str(values.get("recipe", ""))
         return cls(**built, own_vocabulary=own, recipe=recipe)

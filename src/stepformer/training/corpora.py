@@ -1,9 +1,10 @@
-"""The corpus a config asks for: a prepared folder, or the tales, which are made on the spot."""
+"""The corpus a config asks for: a prepared folder, or the tales, made on the spot; and the corpus of a run again."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -11,8 +12,9 @@ from stepformer.base.errors import InputError, command_line
 from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder, few
 from stepformer.data.sources import Source
 from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
-from stepformer.training.config import DataConfig
+from stepformer.training.config import DataConfig, RunConfig
 from stepformer.training.parallel import World
+from stepformer.training.runs import Record, RunFolder
 
 SMALL = 2 << 30  # bytes up to which every checksum is compared at the start of a run
 GPT2_IDS, BYTES_PER_TOKEN = 50_257, 4  # about, in English
@@ -103,4 +105,45 @@ def checked(corpus: Corpus, tokenizer: str | None = None) -> Corpus:
     size = sum(shard["bytes"] for split in corpus.manifest["splits"].values() for shard in split["shards"])
     if size <= SMALL:
         corpus.verify()
+    return corpus
+
+
+def corpus_facts(corpus: Corpus) -> dict[str, Any]:
+    splits = {name: {"hash": corpus.split(name).hash, "tokens": len(corpus.split(name))} for name in ("train", "val")}
+    return {"folder": str(corpus.folder.resolve()), "tokenizer": corpus.manifest["tokenizer"], "splits": splits}
+
+
+def same_corpus(facts: Record, folder: RunFolder, config: RunConfig, world: World, moved: str | Path | None) -> Corpus:
+    """The corpus that the run was trained on, where it was or where it is now; other tokens are refused."""
+    where = Path(moved or facts["folder"])
+    if not where.is_dir() and moved is None and config.data.corpus == "tales":
+        where = open_corpus(config.data, world, quiet=True).folder  # made again
+    if not where.is_dir():
+        raise InputError(f"The corpus of '{folder.path}' is not in '{where}': say where it is with corpus=DIR.")
+    return _same(where, facts, f"The run '{folder.path}' was trained on other data")
+
+
+def same_also(facts: dict[str, Any], folder: RunFolder, corpus: Corpus, moved: str | None) -> dict[str, Corpus]:
+    """The other corpora that the run is evaluated on, where they were or where they are now."""
+    places = [p.strip() for p in moved.split(",")] if moved else [known["folder"] for known in facts.values()]
+    if len(places) != len(facts):
+        raise InputError(f"'{folder.path}' is evaluated on {len(facts)} other corpora, but also names {len(places)}.")
+    found = {}
+    for (name, known), place in zip(facts.items(), places, strict=True):
+        where = Path(place)
+        if not where.is_dir():
+            what = f"'{folder.path}' is evaluated on a second corpus, which is not in '{where}'"
+            raise InputError(f"{what}: say where it is with also=DIR.")
+        found[name] = _same(where, known, f"The run '{folder.path}' was evaluated on other data", corpus)
+    return found
+
+
+def _same(where: Path, facts: dict[str, Any], other: str, beside: Corpus | None = None) -> Corpus:
+    corpus = checked(Corpus(where))
+    if beside is not None:
+        check_tokenizers(corpus, beside)
+    for name, known in facts["splits"].items():
+        found = corpus.split(name).hash
+        if found != known["hash"]:
+            raise InputError(f"{other}: the {name} split of '{corpus.folder}' has hash {found}, not {known['hash']}.")
     return corpus

@@ -61,8 +61,7 @@ class Trainer:
         self.config_hash = config.hash  # of what was asked for; a resumed run may compute it in other pieces
         train, device = config.train, world.device
         torch.use_deterministic_algorithms(train.deterministic)
-        self.precision = config.precision_on(device)
-        self.autocast = config.autocast_on(device)
+        self.precision, self.autocast = config.precision_on(device), config.autocast_on(device)
         self.micro_batch = config.micro_batch(world)
         self.accumulation = train.batch // (world.size * self.micro_batch)
         rows = Batches(corpus.split("train"), config.model.context, train.batch, train.seed)

@@ -24,12 +24,19 @@ from stepformer.training import checkpoints as stored
 from stepformer.training import memory
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
-from stepformer.training.corpora import check_tokenizers, checked, open_also, open_corpus
+from stepformer.training.corpora import (
+    checked,
+    corpus_facts,
+    open_also,
+    open_corpus,
+    same_also,
+    same_corpus,
+)
 from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
 from stepformer.training.finetuning import same_start, warm_start
 from stepformer.training.loop import Trainer
 from stepformer.training.parallel import ALONE, World, choose_device, joined_world
-from stepformer.training.runs import DIVERGED, MAY_CHANGE, Record, RunFolder, checkpoint_of, flat
+from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of, flat
 from stepformer.training.speed import forecast
 from stepformer.training.stopping import Reason, Watch
 
@@ -166,8 +173,8 @@ def resume(
     ):
         own = folder.kept(record, told)
         own.check(config.model)
-        opened = _same_corpus(record["corpus"], folder, config, world, corpus)
-        others = _same_also(record.get("also", {}), folder, opened, also)
+        opened = same_corpus(record["corpus"], folder, config, world, corpus)
+        others = same_also(record.get("also", {}), folder, opened, also)
         with memory.explained(config, world, folder.path):
             trainer = Trainer(config, opened, folder, world, str(record.get("label", "")), others, quiet=quiet)
         trainer.config_hash, trainer.checkpoints.owner = told.hash, own.owner
@@ -253,47 +260,6 @@ def _taken(folder: RunFolder, config: RunConfig) -> str:
     return f"'{folder.path}' already holds a run: continue it with `{how}`, or choose another --out."
 
 
-def corpus_facts(corpus: Corpus) -> dict[str, Any]:
-    splits = {name: {"hash": corpus.split(name).hash, "tokens": len(corpus.split(name))} for name in ("train", "val")}
-    return {"folder": str(corpus.folder.resolve()), "tokenizer": corpus.manifest["tokenizer"], "splits": splits}
-
-
-def _same_corpus(facts: Record, folder: RunFolder, config: RunConfig, world: World, moved: str | Path | None) -> Corpus:
-    """The corpus that the run was trained on, where it was or where it is now; other tokens are refused."""
-    where = Path(moved or facts["folder"])
-    if not where.is_dir() and moved is None and config.data.corpus == "tales":
-        where = open_corpus(config.data, world, quiet=True).folder  # made again
-    if not where.is_dir():
-        raise InputError(f"The corpus of '{folder.path}' is not in '{where}': say where it is with corpus=DIR.")
-    return _same(where, facts, f"The run '{folder.path}' was trained on other data")
-
-
-def _same_also(facts: dict[str, Any], folder: RunFolder, corpus: Corpus, moved: str | None) -> dict[str, Corpus]:
-    """The other corpora that the run is evaluated on, where they were or where they are now."""
-    places = [p.strip() for p in moved.split(",")] if moved else [known["folder"] for known in facts.values()]
-    if len(places) != len(facts):
-        raise InputError(f"'{folder.path}' is evaluated on {len(facts)} other corpora, but also names {len(places)}.")
-    found = {}
-    for (name, known), place in zip(facts.items(), places, strict=True):
-        where = Path(place)
-        if not where.is_dir():
-            what = f"'{folder.path}' is evaluated on a second corpus, which is not in '{where}'"
-            raise InputError(f"{what}: say where it is with also=DIR.")
-        found[name] = _same(where, known, f"The run '{folder.path}' was evaluated on other data", corpus)
-    return found
-
-
-def _same(where: Path, facts: dict[str, Any], other: str, beside: Corpus | None = None) -> Corpus:
-    corpus = checked(Corpus(where))
-    if beside is not None:
-        check_tokenizers(corpus, beside)
-    for name, known in facts["splits"].items():
-        found = corpus.split(name).hash
-        if found != known["hash"]:
-            raise InputError(f"{other}: the {name} split of '{corpus.folder}' has hash {found}, not {known['hash']}.")
-    return corpus
-
-
 @dataclass(frozen=True)
 class LoadedRun:
     """A trained model with what it needs to read and write text."""
@@ -363,7 +329,7 @@ def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:
     if not record.get("corpus"):
         how = "name a prepared one with corpus=DIR (`stepformer eval`: --corpus DIR)"
         raise InputError(f"'{folder.path}' was imported without a corpus: {how}.")
-    return _same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), ALONE, None)
+    return same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), ALONE, None)
 
 
 def corpus_of(run: LoadedRun, given: str | Path | None = None) -> Corpus:

@@ -29,6 +29,7 @@ from stepformer.base.errors import ChangedRuleError, ConfigError, InputError, St
 from stepformer.base.version import __version__
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, of_its_run
 from stepformer.ops import kernels
+from stepformer.optim.config import without_foreign
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.metrics import last_saved
@@ -318,5 +319,6 @@ def as_toml(config: RunConfig) -> str:
     text = [f"[recipe]\nname = {value(config.recipe)}\n"] if config.recipe else []
     for section in ("model", "data", "optim", "train"):
         values = config.to_dict()[section]
+        values = without_foreign(values) if section == "optim" else values
         text.append(f"[{section}]\n" + "".join(f"{k} = {value(v)}\n" for k, v in values.items() if v is not None))
     return "\n".join(text)
