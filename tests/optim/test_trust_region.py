@@ -13,11 +13,14 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 import stepformer as sf
+from draws import seeded
 from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run, stop_after
 from stepformer.base.errors import ConfigError, DivergedError, InputError
 from stepformer.model.roles import Role, named_roles
+from stepformer.ops.graphs import capturable
 from stepformer.optim import OptimConfig, Optimizers
+from stepformer.optim.trust import region
 from stepformer.optim.trust.factors import Stack, factors, inverse_root, kronecker, stacks
 from stepformer.optim.trust.observing import observe
 from stepformer.optim.trust.region import TrustRegion
@@ -348,6 +351,28 @@ def test_models_learn_on_a_gpu(corpus: Path, tmp_path: Path, name: str, norm: st
     losses = [line["val_loss"] for line in lines if line["kind"] == "eval"]
     assert losses[-1] < 3.3 < 5 < losses[0]
     assert all(0.01 < line["r1"] < 10 for line in lines if "r1" in line)  # 0.1 to 2.5 on a CPU in fp32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("norm", ["frobenius", "spectral"])
+def test_recorded_steps_are_the_steps(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph and one by one, through looks and new roots; fp32, sums in any order."""
+
+    def weights(recorded: bool) -> list[Tensor]:
+        monkeypatch.setattr(region, "capturable", lambda t: recorded and capturable(t))
+        model = sf.build("vanilla", size="tiny", seed=0, device="cuda")
+        x, y = (torch.randint(256, (2, 64), generator=seeded(k)).cuda() for k in (1, 2))
+        config = OptimConfig(name="trust", norm=norm, probe_every=3, factor_every=6, warmup=0, schedule="constant")
+        trust = Optimizers(model, config, 20, lambda *_: (x, y))
+        for t in range(16):
+            model.zero_grad()
+            model(x, y).loss.backward()
+            trust.step(t)
+        return [p.detach() for p in model.parameters()]
+
+    for one, other in zip(weights(True), weights(False), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("norm", ["frobenius", pytest.param("spectral", marks=pytest.mark.slow)])
