@@ -215,6 +215,18 @@ def test_the_backward_operator(case: tuple[str, int]) -> None:
     torch.library.opcheck(torch.ops.stepformer.row_pass_backward.default, arguments, test_utils=CHECKS)
 
 
+def test_the_backward_operator_gives_dense_gradients() -> None:
+    """Also those that are what arrives, however that lies in memory: compilers were told so."""
+    x, g, s = leaf("row", "x"), leaf("row", "g"), leaf("stat", "s")
+    own = extract([x + s * g], [], lambda n: False).program
+    rows, weight = [torch.randn(3, 2, 20) for _ in range(2)], torch.randn(3, 2)
+    for arriving in (torch.randn(2, 3, 20).transpose(0, 1), torch.randn(20).expand(3, 2, 20)):
+        arguments = (own.text, [arriving], "o0", rows[1:], rows[0].new_empty(0, 6), [weight], "r0 r1 s0")
+        given = torch.ops.stepformer.row_pass_backward(*arguments, " ".join(["float32"] * 3), [3, 2, 20])
+        assert all(t.is_contiguous() for t in given)
+        assert torch.equal(given[0], arriving)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "n_layer"), [("yurii", 1), ("symp-exp-euler", 1), ("denseformer", 4)])
 def test_a_compiled_model(name: str, n_layer: int) -> None:

@@ -286,7 +286,8 @@ def _row_pass_backward(
         if t is None:
             t = _fake_backward(text, grads, names, kept, statistics, parameters, k, dtypes, shape)[0].zero_()
         memory = t.untyped_storage().data_ptr()
-        t = t.clone() if memory in seen else t  # what an operator is given and what it gives share no memory
+        # what an operator is given and what it gives share no memory, and what it gives lies as compilers were told
+        t = t.clone(memory_format=torch.contiguous_format) if memory in seen else t
         seen.add(memory)
         result.append(t)
     return result
