@@ -18,10 +18,11 @@ from helpers import shake, tiny, tokens
 from runs import make_corpus, small_run, stop_after
 from stepformer.base.errors import ConfigError, DivergedError, InputError
 from stepformer.model.roles import Role, named_roles
+from stepformer.ops.dtypes import matmul_precision
 from stepformer.ops.graphs import capturable
 from stepformer.optim import OptimConfig, Optimizers
 from stepformer.optim.trust import region
-from stepformer.optim.trust.factors import Stack, factors, inverse_root, kronecker, stacks
+from stepformer.optim.trust.factors import Stack, factors, inverse_root, kronecker, rounded_products, stacks
 from stepformer.optim.trust.observing import observe
 from stepformer.optim.trust.region import TrustRegion
 from stepformer.training import Stopped, load_run, resume, train
@@ -427,6 +428,26 @@ def test_a_collapse_stops_with_a_sentence_and_loses_nothing(
     found = json.loads((tmp_path / f"run/checkpoints/step-{step:08d}/manifest.json").read_text())
     assert found["state"]["step"] == step
     assert step == 1 or r2 == -1.0
+
+
+@pytest.mark.parametrize("how", ["medium", "high", "highest", "tf32", "ieee"])
+def test_how_matrices_are_multiplied_is_left_as_it_was(how: str) -> None:
+    """Set by either of torch's two ways, of which the older one fails once it differs from the newer."""
+    products, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    if how in ("tf32", "ieee"):
+        products.fp32_precision = how
+    else:
+        torch.set_float32_matmul_precision(how)
+    try:
+        known = matmul_precision(), products.fp32_precision
+        with rounded_products(), rounded_products():
+            assert products.fp32_precision == "tf32"
+        with pytest.raises(ZeroDivisionError), rounded_products():
+            raise ZeroDivisionError
+        assert (matmul_precision(), products.fp32_precision) == known
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        products.fp32_precision = before
 
 
 def test_stacks_cover_every_matrix() -> None:

@@ -31,3 +31,11 @@ def as_products(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The same tensors in the dtype of their products."""
     dtype = product_dtype(*tensors)
     return tuple(t.to(dtype) for t in tensors)
+
+
+def matmul_precision() -> str:
+    """How fp32 matrices are multiplied, as torch words it: its older function fails where the newer one was used."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision)

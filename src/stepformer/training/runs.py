@@ -29,6 +29,7 @@ from stepformer.base.errors import ChangedRuleError, ConfigError, InputError, St
 from stepformer.base.version import __version__
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, of_its_run
 from stepformer.ops import kernels
+from stepformer.ops.dtypes import matmul_precision
 from stepformer.optim.config import without_foreign
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
@@ -264,7 +265,7 @@ def environment() -> dict[str, Any]:
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "variables": {
             **{name: os.environ[name] for name in ARITHMETIC if name in os.environ},
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "float32_matmul_precision": matmul_precision(),
             "mkldnn": str(torch.backends.mkldnn.enabled),
             **_around(),
         },

@@ -30,6 +30,7 @@ from stepformer.model.engines import rows as row_steps
 from stepformer.model.engines.rows import SHORT, Memory
 from stepformer.ops import kernels
 from stepformer.ops.adapters import is_adapted
+from stepformer.ops.dtypes import matmul_precision
 from stepformer.ops.graphs import WARM_UP, Recorder
 from stepformer.ops.slots import StateSlot, TokenSlot
 from stepformer.rules.coefficients import Coefficient
@@ -280,7 +281,7 @@ def fingerprint(model: Backbone) -> tuple[object, ...]:
         settings,
         kernels.switched_on(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        matmul_precision(),
         torch.is_inference_mode_enabled(),
     )
 

@@ -177,12 +177,12 @@ def rounded_products() -> Iterator[None]:
     """Inside, products of fp32 matrices on a GPU round their inputs to tf32: directions and sums of squares can bear
     it (1/2000 of the mean eigenvalue, a twentieth of the damping), differences of near ones cannot.
     """
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    products = torch.backends.cuda.matmul  # not allow_tf32: it forgets "medium", and fails where this one was set
+    before, products.fp32_precision = products.fp32_precision, "tf32"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        products.fp32_precision = before
 
 
 def _of_heads(
