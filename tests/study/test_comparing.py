@@ -35,6 +35,7 @@ from stepformer.study import (
     t_quantile,
     tokens_to_reach,
 )
+from stepformer.study.differences import differences, recorded
 from stepformer.study.statistics import rank_correlation
 from stepformer.training import run_config
 
@@ -348,6 +349,16 @@ def test_refuses_runs_that_do_not_measure_one_thing(tmp_path: Path, change: dict
     records = runs(tmp_path, {"a": {1: 2.0}}) + runs(tmp_path, {"b": {1: 1.9}}, **change)
     with pytest.raises(StepformerError, match=sentence):
         compare(records, "a")
+
+
+def test_what_another_optimizer_reads_is_no_difference(tmp_path: Path) -> None:
+    """Its default was another one when the first of these runs of Muon was stored."""
+    old, new = write_run(tmp_path, "old", 42, 2.0), write_run(tmp_path, "new", 42, 1.9)
+    record = json.loads((old / "run.json").read_text())
+    assert record["config"]["optim"]["name"] == "muon"
+    record["config"]["optim"]["probe"] = 4096
+    write_json(old / "run.json", record)
+    assert differences({folder.name: recorded(folder) for folder in (old, new)}) == []
 
 
 def test_refuses_unequal_budgets_doubles_and_mixed_labels(tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ def test_what_cannot_be_tuned_is_refused(settings: dict[str, Any], tmp_path: Pat
     refused(InputError, "say what to tune", budget_tune="1k")
     refused(InputError, "with two values or more", tune="lr=1", budget_tune="1k")
     refused(InputError, "only keys of", tune="n_layer=1,2", budget_tune="1k")
+    refused(ConfigError, "probe = 64 belongs to name = 'trust'", tune="probe=64,128", budget_tune="1k")
     refused(InputError, "those of the search", tune="lr=0.1,0.2", budget_tune="1k", seeds=[1000])
     refused(InputError, "less than half a step", tune="lr=0.1,0.2", budget_tune=3)
     refused(InputError, "no multiple", tune="polar=2x,3x", budget_tune="1k")

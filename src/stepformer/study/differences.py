@@ -17,6 +17,7 @@ from stepformer.base import documents
 from stepformer.base.errors import ConfigError, suggestion
 from stepformer.base.plugins import digest
 from stepformer.model.config import NOT_THE_FUNCTION, declared_options
+from stepformer.optim.config import without_foreign
 from stepformer.training.config import SECTIONS, RunConfig
 from stepformer.training.runs import RunFolder
 
@@ -62,7 +63,8 @@ def recorded(folder: Path) -> dict[str, Any]:
     settings = {f"model.{key}": value for key, value in config["model"].items()}
     for section, kind in SECTIONS.items():
         defaults = {f.name: f.default for f in dataclasses.fields(kind)}  # of keys that are younger than the run
-        settings |= {f"{section}.{key}": value for key, value in {**defaults, **config[section]}.items()}
+        own = without_foreign(config[section]) if section == "optim" else config[section]
+        settings |= {f"{section}.{key}": value for key, value in {**defaults, **own}.items()}
     if record.get("corpus"):
         settings |= what_was_read(record["corpus"])
     if record.get("init"):

@@ -22,6 +22,7 @@ from stepformer.base.plugins import digest, identity, package_digest
 from stepformer.base.version import __version__
 from stepformer.base.words import parse_override
 from stepformer.model import Model
+from stepformer.optim import OptimConfig
 from stepformer.oracles import mlps
 from stepformer.present.tables import listed
 from stepformer.study.comparison import all_points, at_the_edge
@@ -216,6 +217,7 @@ def _at_point(config: RunConfig, point: Mapping[str, str], half: str) -> dict[st
             except (TypeError, ValueError):
                 raise InputError(f"--tune {word}: '{text}' is no multiple of {optim[key]!r}.") from None
         optim[key] = value
+    OptimConfig.from_dict(optim)  # a key of another optimizer is refused here, and left out where a run is read
     settings["train"]["eval_half"] = half
     return settings
 
