@@ -19,19 +19,30 @@ from stepformer.ops.scalar_functions import tanh
 @triton.jit
 def project_kernel(  # type: ignore[no-untyped-def]
     h, maps, out, squares, n, D: tl.constexpr, JOINED: tl.constexpr, FIRST: tl.constexpr, OUTPUTS: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr, CENTRED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A stream times its maps, added to what earlier streams gave; `maps` points to the stream's first column."""
+    """A stream times its maps, added to what earlier streams gave; `maps` points to the stream's first column.
+
+    The last map of a CENTRED stream is of ones. Its squares are those of the differences from the mean: they are found
+    from differences from the first number, since sums of numbers themselves would cancel where the mean is large.
+    """
     m, o, k = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, WIDE), tl.float32)
     square = tl.zeros((BLOCK_M,), tl.float32)
+    if CENTRED:
+        near = tl.load(h + m.to(tl.int64) * D, mask=m < n, other=0.0).to(tl.float32)
     for begin in range(0, D, BLOCK_K):
         at = (begin + k)[None, :]
         row = tl.load(h + m[:, None].to(tl.int64) * D + at, mask=(m < n)[:, None] & (at < D), other=0.0)
         tile = tl.load(maps + o[:, None] * JOINED + at, mask=(o < OUTPUTS)[:, None] & (at < D), other=0.0)
         total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
         wide = row.to(tl.float32)
+        if CENTRED:
+            wide = tl.where(at < D, wide - near[:, None], 0.0)
         square += tl.sum(wide * wide, 1)
+    if CENTRED:
+        apart = tl.sum(tl.where(o[None, :] == OUTPUTS - 1, total, 0.0), 1) / D - near
+        square = tl.maximum(square - D * apart * apart, 0.0)
     place = m[:, None] * WIDE + o[None, :]
     if not FIRST:
         total += tl.load(out + place, mask=(m < n)[:, None], other=0.0)
@@ -191,11 +202,10 @@ def along_of(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The products of a stream's tokens with its maps, their means (the product EACH is the sum), and r of the norm."""
     p = tl.load(products + (stream * count + m[:, None]) * WIDE + k)
-    square, mean = tl.load(squares + stream * count + m) / D, tl.zeros(m.shape, tl.float32)
+    mean = tl.zeros(m.shape, tl.float32)
     if CENTRED:
         mean = tl.load(products + (stream * count + m) * WIDE + EACH) / D
-        square = tl.maximum(square - mean * mean, 0.0)
-    return p, mean, tl.rsqrt(square + eps)
+    return p, mean, tl.rsqrt(tl.load(squares + stream * count + m) / D + eps)
 
 
 @triton.jit

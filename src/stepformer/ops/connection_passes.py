@@ -45,16 +45,16 @@ class Streams:
         """Of each stream: where its products are, and its maps."""
         return [(0, self.maps[:, i * self.d :]) if self.joined else (i, self.maps) for i in range(len(self.rows))]
 
-    def project(self) -> tuple[Tensor, Tensor]:
-        """The products, and the sums of squares."""
+    def project(self, centred: bool) -> tuple[Tensor, Tensor]:
+        """The products, and the sums of squares; `centred`: less the mean, of which the last map is."""
         kinds = 1 if self.joined else len(self.rows)
         products = self.maps.new_empty(kinds, self.count, self.wide, dtype=torch.float32)
         squares = self.maps.new_empty(kinds, self.count, dtype=torch.float32)
         for i, (row, (place, maps)) in enumerate(zip(self.rows, self._places(), strict=True)):
             kernels.project_kernel[(triton.cdiv(self.count, TILE.rows),)](
                 row, maps, products[place], squares[place], self.count, D=self.d, JOINED=self.maps.shape[1],
-                FIRST=i == 0 or not self.joined, OUTPUTS=self.outputs, WIDE=self.wide, PRECISION="ieee",
-                BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps,
+                FIRST=i == 0 or not self.joined, OUTPUTS=self.outputs, WIDE=self.wide, CENTRED=centred,
+                PRECISION="ieee", BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps,
             )  # fmt: skip
         return products, squares
 
@@ -82,7 +82,7 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: Any, maps: Tensor, line: Tensor, *H: Tensor) -> Any:
         streams = Streams(H, maps)
-        products, squares = streams.project()
+        products, squares = streams.project(how.centred)
         line = line.float().contiguous()
         stats = products.new_empty(how.lines(streams), streams.count)
         how.forward(streams, products, squares, line, stats)
@@ -114,6 +114,7 @@ class Constrained(NamedTuple):
     eps: float
     steps: int
     table: Tensor | None
+    centred: bool = False
 
     def sizes(self, streams: Streams) -> dict[str, int]:
         n = len(streams.rows)
