@@ -170,6 +170,17 @@ def test_all_families_in_the_interpreter(name: str, options: dict[str, Any], row
 
 
 @NO_GPU
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    [("mhc", {}, torch.float32), pytest.param("hyper", {"dynamic": True}, torch.bfloat16, marks=pytest.mark.slow)],
+)
+def test_more_streams_than_their_kernels_take(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Their weights are then columns of one array, and found in the dtype of the streams."""
+    model = shake(sf.build(name, seed=0, dtype=dtype, **{**SMALL, "n_layer": 1, "n": 9, **options}), scale=0.1).eval()
+    assert worst_error(model, 2, 2) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@NO_GPU
 def test_a_plug_in_is_decoded_by_kernels(registries: None) -> None:
     """A rule and an MLP that no kernel knows: the first is generated, the other is called."""
 

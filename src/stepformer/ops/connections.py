@@ -50,7 +50,7 @@ def along_rows(*tensors: Tensor, eps: float, centred: bool, dtype: torch.dtype) 
 
         if fast.supports(len(H), H[0]):
             return fast.along(H, maps, line[: 2 + len(H) * len(maps)], eps, centred)
-    starts = line[2 : 2 + len(H) * len(maps)].unflatten(0, (len(H), -1))
+    maps, starts = maps.to(H[0].dtype), line[2 : 2 + len(H) * len(maps)].unflatten(0, (len(H), -1))
     return [*H, *(t.squeeze(-1) for own in along(H, maps, line[:2], starts, eps, centred)[1] for t in own)]
 
 
@@ -99,7 +99,7 @@ def connections(*tensors: Tensor, eps: float, mixing: str, dtype: torch.dtype) -
             if mixing == "sinkhorn":
                 return fast.connections(H, maps, line, eps, SINKHORN, None)
             return fast.connections(H, maps, line, eps, 0, permutations(n, line.device))
-    y = logits(H, maps, eps)
+    y = logits(H, maps.to(H[0].dtype), eps)
     gates = torch.cat([line[i : i + 1].expand(k) for i, k in enumerate((n, n, len(maps) - 2 * n))])
     y = y * gates + line[GATES:]
     R = doubly_stochastic(y[..., 2 * n :], n, mixing).flatten(-2)

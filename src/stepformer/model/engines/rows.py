@@ -269,7 +269,7 @@ class Walk:
         names = [*(f"r{i}" for i in range(step.program.inputs["row"]))]
         names += [f"s{i}" for i in range(step.program.inputs["stat"])]
         tensors = {name: self.places[at] for name, at in zip(names, step.reads, strict=True)}
-        tensors = {name: t.flatten(0, 1).contiguous() if name[0] == "r" else t for name, t in tensors.items()}
+        tensors = {name: (t.flatten(0, 1) if name[0] == "r" else t).contiguous() for name, t in tensors.items()}
         tensors |= {f"g{i}": fused.parameter(self.model, *gain) for i, gain in enumerate(step.gains)}
         if step.line >= 0:
             tensors["scalars"] = self.lines[step.line]
