@@ -1,10 +1,11 @@
-"""Makes docs/ways-through-depth.md: every rule for carrying information through depth, in one table.
+"""Makes docs/ways-through-depth.md: every rule for carrying information through depth, in one table and one picture.
 
     python docs/depth_page.py
 
 Parameters are counted on the models at the small size, traffic on their plans (what the fused passes read and write),
-speeds come from benchmarks/results. The words are here. tests/cli/test_depth_page.py checks that the page is this
-file's.
+speeds come from benchmarks/results, losses from the comparisons in docs/raw. The words are here, the drawing of
+figures/ways_through_depth.svg is in depth_chart.py. tests/cli/test_depth_page.py checks that page and picture are
+up to date.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from depth_chart import Point, chart
 
 import stepformer as sf
 from stepformer.base.files import write_text
@@ -24,6 +27,28 @@ from stepformer.model.engines.tracing import Trace
 from stepformer.rules import templates
 
 HERE = Path(__file__).resolve().parent
+PICTURE = HERE / "figures/ways_through_depth.svg"
+# What the picture shows: comparisons of one size, corpus and budget, relative to docs/. A new one is one more line.
+DRAWN = ("raw/2026-11-rivals/25M.csv",)
+LOSSES = "8 layers of width 512, 25M tokens of English text, 3 seeds"
+TIMES = "12 layers of width 768 (the small size), one H200"
+# Names in comparisons that `stepformer bench` measured under other words. ReZero multiplies zeros before it is trained,
+# so that it is timed with factors from 1, which are the same work.
+BENCHED = {
+    "attnres-4": "attnres blocks=4",
+    "hyper-dynamic": "hyper dynamic=true",
+    "scaled": "vanilla scale=scalar",
+}
+SAID = {
+    "yurii": "Nesterov",
+    "scaled": "ReZero",
+    "denseformer": "DenseFormer",
+    "unet": "U-shaped skips",
+    "hyper": "hyper-connections",
+    "mhc": "constrained hyper-connections",
+    "attnres": "attention residuals (attnres)",
+    "attnres-4": "attnres, 4 blocks",
+}
 
 
 @dataclass(frozen=True)
@@ -75,16 +100,31 @@ THEIRS = (
 )  # fmt: skip
 INTRODUCTION = """# Ways through depth
 
-Every layer asks its attention and its MLP at some point and does something with their answers. What it carries from one
-call to the next, besides x, is the whole difference between the rules below: those that read a layer as a step of an
-optimizer ([ideas](ideas.md)), and those that others have proposed to carry information through depth. `stepformer list`
-prints their equations, `stepformer show NAME --cite` the papers, and `stepformer audit NAME` checks any of them.
+A layer of a plain GPT adds the outputs of its attention and its MLP to x. Many papers change how a layer passes
+information on to later layers: some read a layer as a step of an optimizer and carry a velocity ([the idea](ideas.md)),
+others carry several streams, or let a layer read the outputs of all earlier ones. This page has all that the library
+knows, side by side: what they carry, what they learn, what they cost, and which of them learned better when we trained
+them.
 
-Made by `python docs/depth_page.py`. Parameters are those beyond vanilla's 124,373,760 at the small size (12 layers,
-24 oracle calls, width 768). Traffic is counted on the plan of the fused passes: vectors of the width that they read and
-write for each token in the forward pass, for each oracle call, beyond vanilla's {vanilla:.1f}; a backward pass moves
-about as many again. (50 MB or 12 us each on an H200 with 32,768 tokens in bf16; a step of vanilla takes 54.6 ms.)
-Speed is that of training on one H200 as a part of vanilla's, from `benchmarks/results`.
+![Difference of the validation loss to a plain GPT against the time of a training step](figures/ways_through_depth.svg)
+
+*Every rule whose loss and speed we have measured. Lower is better, left is faster, bars are 95 % intervals. Loss and
+time were measured at different sizes. Loss: {losses}.
+Time: {times}. Nothing was tuned: all rules have the learning rates that
+were chosen for the plain GPT, and another size or other rates may change the order. ReZero is timed
+with factors that start at 1, not at 0 ([why](#what-they-have-in-common)).*
+
+In the words of the tables: an *oracle* is what a layer asks for a direction, its attention or its MLP, and its *answer*
+is what that returns. `stepformer list` prints the equations, `stepformer show NAME --cite` the papers, and
+`stepformer audit NAME` checks that an architecture does what its equations say.
+
+Page and picture are made by `python docs/depth_page.py`. Columns of the tables:
+
+- *Parameters*: those beyond vanilla's 124,373,760 at the small size (12 layers, 24 oracle calls, width 768).
+- *Traffic*: how much memory is moved between the oracle calls, in vectors of the width for each token and call of the
+  forward pass, beyond vanilla's {vanilla:.1f}; a backward pass moves about as much again. One vector is 50 MB or 12 us
+  on an H200 with 32,768 tokens in bf16; a whole step of vanilla takes 54.6 ms.
+- *Speed*: training tokens per second on one H200 divided by vanilla's, from `benchmarks/results`.
 """
 HEADER = "| {title} | carried besides x | learned | parameters | traffic | speed |\n|---|---|---|---:|---:|---:|\n"
 UNBUILT = "\nRows with (not built) are not in the catalogue: their parameters are counted on the papers' equations.\n"
@@ -228,6 +268,27 @@ def trained() -> str:
     return "\n".join(f"| `{name}` | {' | '.join(texts)} |" for name, texts in found.items())
 
 
+def points(measured: dict[str, float]) -> list[Point]:
+    """Every rule whose loss and speed are both stored."""
+    found, conditions = [], set()
+    for place in DRAWN:
+        with (HERE / place).open() as file:
+            rows = list(csv.DictReader(file))
+        conditions |= {(row["baseline"], row["train_tokens"], row["val_hash"]) for row in rows}
+        for row in rows:
+            name = row["architecture"]
+            label = BENCHED.get(name, name)
+            if row["difference_low"] and label in measured:
+                loss, low, high = (float(row[f"difference{part}"]) for part in ("", "_low", "_high"))
+                found.append(Point(SAID.get(name, name), 1 / measured[label], loss, low, high))
+    assert len(conditions) == 1, f"{DRAWN} differ in baseline, budget or validation text: {conditions}"
+    return found
+
+
+def picture() -> str:
+    return chart(points(speeds()), f"loss: {LOSSES}; time: {TIMES}; nothing tuned")
+
+
 def cells(row: Row, measured: dict[str, float], vanilla: Model, usual: float) -> tuple[str, ...]:
     config = config_of(row)
     parameters, extra = f"{row.parameters:,} (not built)", ""
@@ -245,7 +306,7 @@ def page() -> str:
     vanilla = Model(sf.model_config("vanilla", size="small"), device="meta")
     usual, measured = traffic(vanilla), speeds()
     assert usual is not None
-    parts = [INTRODUCTION.format(vanilla=usual)]
+    parts = [INTRODUCTION.format(vanilla=usual, losses=LOSSES, times=TIMES)]
     for title, rows in {"steps of optimizers": OURS, "other ways": THEIRS}.items():
         parts.append("\n" + HEADER.format(title=title))
         parts += ["| " + " | ".join(cells(row, measured, vanilla, usual)) + " |\n" for row in rows]
@@ -261,4 +322,5 @@ def missing() -> list[str]:
 
 if __name__ == "__main__":
     write_text(HERE / "ways-through-depth.md", page())
-    print(f"written: {HERE / 'ways-through-depth.md'}")
+    write_text(PICTURE, picture())
+    print(f"written: {HERE / 'ways-through-depth.md'}, {PICTURE}")
