@@ -16,6 +16,8 @@ import stepformer as sf
 from stepformer.catalogue.recipes import load_recipe, recipe_names
 from stepformer.oracles import attentions
 from stepformer.rules import splittings, templates
+from stepformer.study.ledger import ledger
+from stepformer.study.ledger_views import counted
 from stepformer.training.config import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,7 +172,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_pages_name_every_template_and_splitting() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs/ideas.md", ROOT / "docs/build-a-model.md"):
+    for page in (ROOT / "docs" / f"{name}.md" for name in ("features", "ideas", "build-a-model")):
         text = page.read_text()
         for registry in (templates, splittings):
             for entry in registry:
@@ -178,8 +180,9 @@ def test_the_pages_name_every_template_and_splitting() -> None:
                     assert entry.name in text, f"{page.name}: {entry.name}"
 
 
-def test_the_catalogue_numbers_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "docs/features.md"])
+def test_the_catalogue_numbers(page: str) -> None:
+    text = (ROOT / page).read_text()
     shipped = [e for e in templates if e.component.__module__.startswith("stepformer.")]
     assert f"**{len(shipped)} templates**" in text
     assert f"**{len(splittings.names())} splittings**" in text
@@ -187,7 +190,29 @@ def test_the_catalogue_numbers_in_the_readme() -> None:
     assert f"**{len(own)} attentions**" in text
     assert f"**{len(sf.presets())} presets**" in text
     recipes = [load_recipe(name) for name in recipe_names()]
-    assert f"**{len(recipes)} recipes** | the papers' {sum(len(recipe.runs) for recipe in recipes)} runs" in text
+    assert f"**{len(recipes)} recipes**" in text
+    assert f" {sum(len(recipe.runs) for recipe in recipes)} runs" in text
+
+
+def test_the_evidence_in_the_readme_is_that_of_its_raw_files() -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    with (ROOT / "docs/raw/2026-11-rivals/25M.csv").open() as file:
+        rows = {row["architecture"]: row for row in csv.DictReader(file)}
+    for name, verb in (
+        ("yurii", "by {} [{}, {}] with 8 layers"),
+        ("attnres", "attention residuals win by {} [{}, {}]"),
+    ):
+        numbers = [abs(float(rows[name][f"difference{part}"])) for part in ("", "_low", "_high")]
+        assert verb.format(*(f"{number:.3f}" for number in (numbers[0], *sorted(numbers[1:])))) in text
+    claims = ledger()
+    assert f"Of {len(claims)} claims" in text
+    assert counted(claims) in text
+    (measured,) = (e for part in claims[0].parts for e in part.evidence if e.source.name == "mix-33M")
+    difference, low, high = (f"{abs(float(word)):.3f}" for word in re.findall(r"[+-]\d\.\d+", str(measured)))
+    assert f"by {difference} [{low}, {high}] with 6 layers of width 384" in text
+    shown = next(block for block in blocks(ROOT / "README.md", "console") if "--match parameters" in block)
+    raw = (ROOT / "docs/raw/2026-11-tales-matched/terminal.txt").read_text()
+    assert all(line in raw for line in shown.splitlines() if line != "...")
 
 
 def test_keys_named_in_the_pages_exist() -> None:
