@@ -507,7 +507,7 @@ def test_markdown_has_equal_columns(tmp_path: Path) -> None:
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 5
     assert len({len(line) for line in table}) == 1
-    assert {line.count("|") for line in table} == {10}
+    assert {line.count("|") for line in table} == {12}
     for part in ("6,144 tokens of split 0123456789ab", "seeds 42, 43, 44", "95% confidence"):
         assert part in text
     odd = compare(runs(tmp_path / "odd", {"a|b": {1: 2.0}, "x_y *z*": {1: 1.9}}), "a|b")

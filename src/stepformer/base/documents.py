@@ -41,7 +41,7 @@ START = Fields({"run id": str, "config_hash": HEX, "step": COUNT}, {"checkpoint"
 # of a checkpoint: where its run was, and which run it was
 STATE = Fields(
     {"step": COUNT, "seconds": SECONDS, "best": (Fields({"val_loss": LOSS, "step": COUNT}), None), "config": CONFIG},
-    {"run": HEX, "logged": COUNT},
+    {"run": HEX, "logged start_steps": COUNT, "start_seconds": SECONDS},
 )
 SHARD = Fields({"file": INSIDE, "tokens bytes": COUNT, "sha256": SHA256})
 FIRST = {COUNTED: LOSS}  # of the first so many tokens
@@ -66,6 +66,7 @@ SPELL = Fields(
         "platform kernels": str,
         "device": {str: SCALAR},
         "threads ranks": POSITIVE,
+        "sharing": COUNT,
         "plugins": CODE,
         "git": ({str: SCALAR}, None),
     },
@@ -143,7 +144,8 @@ RESULT = Kind(
             "recipe device": str,
             "also": {str: EVALUATED},
             "train_loss": LOSS,
-            "train_tokens": COUNT,
+            "train_tokens start_steps": COUNT,
+            "start_seconds": SECONDS,
             "train_hash": HEX,
             "unigram_entropy": (float, None),
             "precision": PRECISION,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from rich.markup import escape
 
 from stepformer.base import documents
 from stepformer.base.errors import InputError, command_line
@@ -13,14 +16,25 @@ from stepformer.base.files import write_text
 from stepformer.base.units import duration
 from stepformer.catalogue.recipes import load_recipe
 from stepformer.cli.main import first_rank
-from stepformer.cli.options import CONFIDENCE, JOBS, NO_DISPLAY, command, drawn, given, option, repeated, tell_failed
+from stepformer.cli.options import (
+    CONFIDENCE,
+    JOBS,
+    MAX_TIME,
+    NO_DISPLAY,
+    command,
+    drawn,
+    given,
+    option,
+    repeated,
+    tell_failed,
+)
 from stepformer.cli.show import console
 from stepformer.model import Model
 from stepformer.present.tables import Table, of_texts
 from stepformer.study import Comparison, Facts, compare, load_records, plot_comparison
-from stepformer.study.comparison import all_points
-from stepformer.study.differences import refuse_unmeant
-from stepformer.study.fairness import AMOUNTS, search_of
+from stepformer.study.differences import BUDGET, refuse_unmeant
+from stepformer.study.fairness import AMOUNTS, most_points, search_of
+from stepformer.study.held_out import HeldOut, evaluate_held_out
 from stepformer.study.statistics import seed_words
 from stepformer.study.studies import Study, compared, resolved, swept
 from stepformer.study.study import Planned, carry_out, plan, seeds_of, submit, words_of
@@ -28,6 +42,7 @@ from stepformer.training import load_run, run_config
 from stepformer.training.parallel import choose_device
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import forecast
+from stepformer.training.stopping import Watch, seconds
 from stepformer.training.text import continue_text
 
 # Few tokens, well used: small batches for many steps, and a vocabulary in which most words are one token, so that the
@@ -43,10 +58,11 @@ DEMO_PROMPT = "One morning"
 def run_compare(args: argparse.Namespace) -> int:
     names, words = words_of(args.names)
     if args.runs:
-        others = given(args, "recipe", "match", "tune", "budget", "corpus", "seeds", "dry_run")
+        others = given(args, "recipe", "match", "tune", "by_turns", "budget", "corpus", "seeds", "dry_run")
         if names or words or any(others.values()):
             raise InputError(
-                "--runs compares what is there: of the other options only --baseline, --allow and --out apply."
+                "--runs compares what is there: of the other options only --baseline, --allow, --held-out, --max-time "
+                "and --out apply."
             )
         for folder in args.runs:
             RunFolder(Path(folder)).check_code()
@@ -54,8 +70,10 @@ def run_compare(args: argparse.Namespace) -> int:
         studies = {Path(folder).resolve().parent / "study.json" for folder in args.runs}
         one = len(studies) == 1 and min(studies).is_file()  # study of them all, which may say more
         facts = Facts.of_study(documents.read(min(studies), documents.STUDY)) if one else Facts()
+        facts = replace(facts, own_budgets=facts.own_budgets or bool(BUDGET & {*args.allow}))
         usual = facts.baseline if facts.baseline in {record.label for record in records} else records[0].label
-        found = compare(records, args.baseline or usual, args.confidence, facts)
+        texts = evaluate_held_out(list(map(Path, args.runs)), args.held_out, quiet=args.quiet, watch=_watch(args))
+        found = compare(records, args.baseline or usual, args.confidence, facts, texts)
         refuse_unmeant(found.differences, {record.label: record.settings for record in records}, args.allow)
         _present(found, Path(args.out or "runs/compare"))
         return 0
@@ -66,9 +84,10 @@ def run_compare(args: argparse.Namespace) -> int:
     if args.recipe and args.seeds is None:
         args.seeds = ",".join(map(str, load_recipe(args.recipe).about.get("seeds", [42])))
     seeds = seeds_of(args.seeds or "1")
-    searched = search_of(args.tune, args.budget_tune, seeds)
+    searched = search_of(args.tune, args.budget_tune, seeds, args.by_turns)
     if args.tune and args.slurm is not None:
         raise InputError("--tune searches here, before the runs: it does not go with --slurm.")
+    watch = _watch(args)
     study = compared(
         names,
         Path(args.out) if args.out else None,
@@ -76,14 +95,23 @@ def run_compare(args: argparse.Namespace) -> int:
         words=words,
         settings={},
         plugins=args.plugin,
-        **given(args, "budget", "baseline", "recipe", "allow", "match", "jobs", "quiet"),
-        **({} if args.dry_run else given(args, "tune", "budget_tune")),
+        watch=watch,
+        **given(args, "budget", "baseline", "recipe", "allow", "match", "held_out", "jobs", "quiet"),
+        **({} if args.dry_run else given(args, "tune", "budget_tune", "by_turns")),
     )
     if args.dry_run and args.tune:
-        points = f"{len(all_points(searched))} points of {', '.join(searched)}"
+        points = f"{most_points(searched, args.by_turns)} points of {', '.join(searched)}"
+        points = f"at most {points}, by turns" if args.by_turns else points
         said = f"Before that, each row is trained at {points}, on {args.budget_tune} tokens each."
         study = replace(study, facts=replace(study.facts, remarks=(*study.facts.remarks, said)))
-    return _study(args, study)
+    return _study(args, study, watch, args.held_out)
+
+
+def _watch(args: argparse.Namespace) -> Watch:
+    """One time limit for all that a command does."""
+    if args.max_time is not None and args.slurm is not None:
+        raise InputError("--max-time is for runs that train here: Slurm's own limit is --slurm timeout_min=...")
+    return Watch(None if args.max_time is None else seconds(args.max_time))
 
 
 def run_sweep(args: argparse.Namespace) -> int:
@@ -91,10 +119,11 @@ def run_sweep(args: argparse.Namespace) -> int:
     if len(names) != 1:
         raise InputError("A sweep is over one NAME; use --grid preset=a,b to go over architectures.")
     out = Path(args.out or f"runs/sweep-{Path(names[0]).stem}")
-    return _study(args, swept(names[0], words, args.grid, out, seeds_of(args.seeds or "1"), args.allow))
+    study = swept(names[0], words, args.grid, out, seeds_of(args.seeds or "1"), args.allow)
+    return _study(args, study, _watch(args))
 
 
-def _study(args: argparse.Namespace, study: Study) -> int:
+def _study(args: argparse.Namespace, study: Study, watch: Watch, held_out: Sequence[str] = ()) -> int:
     """Train what is missing, then show what there is."""
     if args.dry_run:
         console().print(planned_table(study))
@@ -106,8 +135,11 @@ def _study(args: argparse.Namespace, study: Study) -> int:
         ids = submit(runs, study.out, slurm=slurm, plugins=args.plugin)
         print(f"submitted {len(ids)} runs ({', '.join(ids)}); the same command shows the table when they are done")
         return 0
-    report = carry_out(runs, jobs=args.jobs, quiet=args.quiet, plugins=args.plugin)
-    return show_study(*report, study.facts, args.confidence, study.out)
+    finished, failed = carry_out(runs, jobs=args.jobs, quiet=args.quiet, plugins=args.plugin, watch=watch)
+    if failed and held_out:
+        print("stepformer: held-out texts are evaluated when all runs are finished", file=sys.stderr)
+    texts = evaluate_held_out(finished, [] if failed else held_out, quiet=args.quiet, watch=watch)
+    return show_study(finished, failed, study.facts, args.confidence, study.out, texts)
 
 
 def planned_table(study: Study) -> Table:
@@ -132,11 +164,18 @@ def planned_table(study: Study) -> Table:
     return of_texts(("architecture", "parameters", "layers", "width", "context", "steps", "tokens"), rows, notes=notes)
 
 
-def show_study(finished: list[Path], failed: dict[str, str], facts: Facts, confidence: float, out: Path) -> int:
+def show_study(
+    finished: list[Path],
+    failed: dict[str, str],
+    facts: Facts,
+    confidence: float,
+    out: Path,
+    texts: Sequence[HeldOut] = (),
+) -> int:
     """Table and plot of what finished, and a sentence for what failed; 1 if anything did."""
     status, baseline, records = int(tell_failed(failed)), facts.baseline, load_records(finished)
     if any(record.label == baseline for record in records):
-        _present(compare(records, baseline, confidence, facts), out)
+        _present(compare(records, baseline, confidence, facts, texts), out)
     elif records and first_rank():
         print(f"stepformer: no run of the baseline '{baseline}' finished: nothing to compare with", file=sys.stderr)
     return status
@@ -145,8 +184,11 @@ def show_study(finished: list[Path], failed: dict[str, str], facts: Facts, confi
 def _present(comparison: Comparison, out: Path) -> None:
     if not first_rank():
         return
-    console().print(comparison.table)
-    made = {out / "comparison.md": comparison.table.markdown(), out / "comparison.csv": comparison.details.csv()}
+    first, *others = comparison.tables
+    console().print(first)
+    for table in others:
+        console().print(f"\n{escape(table.caption)}\n", table)
+    made = {out / "comparison.md": str(comparison), out / "comparison.csv": comparison.details.csv()}
     for path, text in made.items():
         write_text(path, text)
     pictures = drawn(plot_comparison, comparison, out / "comparison.png")
@@ -187,6 +229,7 @@ STUDY_OPTIONS = (
     option("--out DIR", "folder of all runs, table and plot (default: runs/compare-... or runs/sweep-...)"),
     JOBS,
     CONFIDENCE,
+    MAX_TIME,
     NO_DISPLAY,
     option("--dry-run", "say what would be trained, with which rates, and stop"),
     option(
@@ -210,6 +253,15 @@ add_compare = command(
         "first the same search for every row, over values (0.01) or multiples of what it has (2x)",
     ),
     option("--budget-tune TOKENS", "tokens that each run of the search trains on"),
+    option(
+        "--by-turns ROUNDS",
+        "search one key after the other, the rest at its best so far, in so many rounds (1), not all points",
+        nargs="?",
+        const=1,
+        default=0,
+        type=int,
+    ),
+    repeated("--held-out TEXT", "when all runs are finished, evaluate them once on this text (as `eval --on`)"),
     *STUDY_OPTIONS,
 )
 

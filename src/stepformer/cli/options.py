@@ -84,6 +84,7 @@ DEVICE = option("--device", choices=("auto", "cpu", "cuda"), default="auto")
 JSON = option("--json", "machine-readable output")
 QUIET = option("--quiet", "no progress")
 NO_DISPLAY = option("--quiet", "no progress display")
+MAX_TIME = option("--max-time TIME", "save and stop after e.g. 90s, 15m, 1h30m (exit status 142)")
 CONFIDENCE = option("--confidence", "of the intervals (0.95)", type=float, default=0.95)
 JOBS = option("--jobs N", "runs at once (default: one per GPU, or one)", type=int)
 

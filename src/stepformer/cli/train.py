@@ -16,7 +16,7 @@ from stepformer.base.units import duration
 from stepformer.base.words import parse_overrides
 from stepformer.catalogue.recipes import Recipe, load_recipe, recipe_names
 from stepformer.cli.main import first_rank
-from stepformer.cli.options import NO_DISPLAY, SETTINGS, command, fields_help, option, pairs
+from stepformer.cli.options import MAX_TIME, NO_DISPLAY, SETTINGS, command, fields_help, option, pairs
 from stepformer.cli.show import console
 from stepformer.model import Model
 from stepformer.present.tables import Table, of_texts
@@ -176,7 +176,7 @@ def measured_table(recipe: Recipe) -> Table:
     return of_texts(("quantity", *recipe.measured), rows)
 
 
-LIMITS = (option("--max-time TIME", "save and stop after e.g. 90s, 15m, 1h30m (exit status 142)"), NO_DISPLAY)
+LIMITS = (MAX_TIME, NO_DISPLAY)
 
 add_train = command(
     run_train,

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import InputError
-from stepformer.present.tables import Table
+from stepformer.present.tables import Table, markdown_text
 from stepformer.study import statistics
 from stepformer.study.differences import LISTED, MATCHED, Difference, differences
+from stepformer.study.held_out import HeldOut
 from stepformer.study.plots import draw_comparison, plot_comparison
 from stepformer.study.records import Compared, Facts, Row, RunRecord, by_label, check_alike, values
-from stepformer.study.tables import full_table, summary_table
+from stepformer.study.tables import full_table, held_out_tables, summary_table
 
 # What may differ between the seeds of one row: the machine they ran on, what else was imported, how the work was cut
 # into pieces, and the runs they began with.
@@ -25,12 +26,16 @@ ALIKE = {
     "tokens": "their budgets are {:,} and {:,} training tokens",
     "pairing": "the same seed gives them different batches (pairing {} and {})",
 }
+OWN_BUDGETS = {  # of rows that may be of different lengths
+    **{fact: said for fact, said in ALIKE.items() if fact.startswith("val_")},
+    "same_batches": ALIKE["pairing"],
+}
 BETWEEN_SEEDS = (*LISTED, "train.init", "train.micro_batch", "train.device", "train.parallel", "train.graph")
 
 
 def time_ratio(baseline: Mapping[int, RunRecord], other: Mapping[int, RunRecord]) -> float:
     """Training time per token over the baseline's: 1.2 takes a fifth longer for the same tokens."""
-    seconds = [{seed: run.train_seconds / run.tokens for seed, run in runs.items()} for runs in (baseline, other)]
+    seconds = [{seed: run.seconds / run.tokens for seed, run in runs.items()} for runs in (baseline, other)]
     return statistics.mean_ratio(*seconds)
 
 
@@ -42,6 +47,11 @@ class Comparison(Compared):
     def table(self) -> Table:
         """What is shown: `.rich()`, `.markdown()`, `.html()`, `.latex()`."""
         return summary_table(self)
+
+    @property
+    def tables(self) -> list[Table]:
+        """What is shown, and a table for each held-out text."""
+        return [self.table, *held_out_tables(self)]
 
     @property
     def details(self) -> Table:
@@ -57,14 +67,19 @@ class Comparison(Compared):
         return draw_comparison(self) if path is None else plot_comparison(self, path)
 
     def __str__(self) -> str:
-        return self.table.markdown()
+        first, *others = self.tables
+        return "\n".join([first.markdown(), *(f"{markdown_text(t.caption)}\n\n{t.markdown()}" for t in others)])
 
     def _repr_html_(self) -> str:
-        return self.table.html()
+        return "".join(table.html() for table in self.tables)
 
 
 def compare(
-    records: Iterable[RunRecord], baseline: str, confidence: float = 0.95, facts: Facts | None = None
+    records: Iterable[RunRecord],
+    baseline: str,
+    confidence: float = 0.95,
+    facts: Facts | None = None,
+    held_out: Iterable[HeldOut] = (),
 ) -> Comparison:
     """Compare runs by label with the runs labelled `baseline`; refuses runs whose losses do not measure one thing.
 
@@ -75,10 +90,11 @@ def compare(
     if not records:
         raise InputError("There are no runs to compare.")
     if not facts.axes:
-        check_alike(records, ALIKE)
+        check_alike(records, OWN_BUDGETS if facts.own_budgets else ALIKE)
     found = by_label(records, baseline)
     # a grid over batch, steps or context has losses and no paired differences
-    pairs = len({(run.pairing, run.tokens, run.val_hash, run.val_tokens) for run in records}) == 1
+    pairs = facts.own_budgets and not facts.axes
+    pairs = pairs or len({(run.pairing, run.tokens, run.val_hash, run.val_tokens) for run in records}) == 1
     rows, between = [], list[str]()
     for label, runs in found.items():
         _check_one_row(list(runs.values()))
@@ -93,6 +109,8 @@ def compare(
         apart = differences({f"seed {seed}": runs[seed].settings for seed in sorted(runs)}, one_row=True)
         between += [f"The seeds of {label} differ in {one}." for one in apart if one.key.startswith(LISTED)]
     entropies = {record.unigram_entropy for record in records}
+    if any(record.settings.get("machine.sharing") for record in records):
+        between.append("Some runs shared their device with others of the study: seconds and speeds are rough.")
     remarks = [*facts.remarks, *best_point(rows, facts.axes, confidence if pairs else None), *between]
     failed = {other for _, other in facts.matches.values()} - {*found}
     remarks += [f"There is no finished run of {other}: nothing is compared with it." for other in sorted(failed)]
@@ -107,6 +125,7 @@ def compare(
         seeds=tuple(sorted({record.seed for record in records})),
         unigram_entropy=entropies.pop() if len(entropies) == 1 else None,
         differences=tuple(_all_differences(found, facts)),
+        held_out=tuple(text.rows(found, baseline, confidence) for text in held_out),
     )
 
 
@@ -197,10 +216,14 @@ def _row(
     records = tuple(runs[seed] for seed in sorted(runs))
     known = [record.train_loss for record in records if record.train_loss is not None]
     reached = {seed: statistics.tokens_to_reach(runs[seed].curve, base[seed].val_loss) for seed in common}
-    fractions = [tokens / base[seed].tokens for seed, tokens in reached.items() if tokens is not None]
+    there = {seed: tokens for seed, tokens in reached.items() if tokens is not None}
+    fractions = [tokens / base[seed].tokens for seed, tokens in there.items()]
+    times = [tokens / runs[seed].speed / base[seed].seconds for seed, tokens in there.items()]
+    all_reached = bool(common) and len(fractions) == len(common)
+    other_budget = not is_baseline and any(runs[seed].tokens != base[seed].tokens for seed in common)
     alike = [(runs[s].weights_sha256, runs[s].val_loss) == (base[s].weights_sha256, base[s].val_loss) for s in common]
     identical = bool(common) and all(alike)
-    difference, speeds = None, (values(base, "tokens_per_second"), values(runs, "tokens_per_second"))
+    difference, speeds = None, (values(base, "speed"), values(runs, "speed"))
     if common and not is_baseline:
         difference = statistics.paired(values(base, "val_loss"), values(runs, "val_loss"), confidence)
     notes = _too_small(label, difference)
@@ -210,6 +233,11 @@ def _row(
     ):
         if alone := sorted(some.keys() - others.keys()):
             notes.append(f"{label}: {statistics.seed_words(alone)}{of} left out of the difference, {why}.")
+    if other_budget:
+        seconds = statistics.mean_ratio(values(base, "seconds"), values(runs, "seconds"))
+        part = statistics.mean_ratio(values(base, "tokens"), values(runs, "tokens"))
+        length = f"{records[0].tokens:,} tokens ({part:.1%} of the baseline's) in {seconds:.1%} of its seconds"
+        notes.append(f"{label}: other budget, {length}, with a schedule of its own.")
     return Row(
         label=label,
         is_baseline=is_baseline,
@@ -220,12 +248,14 @@ def _row(
         difference=difference,
         common_seeds=tuple(common),
         reached=len(fractions),
-        tokens_fraction=statistics.summarise(fractions).mean if common and len(fractions) == len(common) else None,
+        tokens_fraction=statistics.summarise(fractions).mean if all_reached else None,
+        seconds_fraction=statistics.summarise(times).mean if all_reached else None,
         speed_ratio=statistics.mean_ratio(*speeds) if common else None,
         time_ratio=time_ratio(base, runs) if common else None,
         parameters=records[0].parameters,
         notes=() if is_baseline or identical else tuple(notes),
         identical=identical,
+        other_budget=other_budget,
     )
 
 

@@ -38,6 +38,7 @@ WRITTEN = (
 )
 NOT_COMPARED = frozenset(f"train.{key}" for key in WRITTEN)
 
+BUDGET = {"steps", "train.steps"}  # allowed, rows have budgets of their own
 LATER = {"stepformer", "code.stepformer", "precision", "train.precision"}  # what is compared once runs are there
 
 Flat = Mapping[str, Any]
@@ -115,6 +116,7 @@ def _ran(spells: Sequence[Flat], on_cpu: bool) -> dict[str, Any]:
             "machine.processor": gpu or device.get("cpu"),
             "machine.threads": None if gpu else spell.get("threads"),
             "machine.kernels": spell.get("kernels"),
+            "machine.sharing": spell.get("sharing"),
             "machine.ranks": ranks if (ranks := spell.get("ranks", 1)) > 1 else None,
             "machine.variables": " ".join(f"{k}={v}" for k, v in sorted(spell.get("variables", {}).items())),
             "machine.changes": spell.get("changes"),

@@ -5,12 +5,15 @@ architecture that is better at equal tokens may only be larger. So the baseline 
 the candidate is compared with that one, too.
 
 The same search for every row before it is compared: a baseline that nobody tuned is easily beaten. Every row is trained
-at every point of one grid for a tuning budget, with seed 1000, and judged on the first half of the validation split.
-Then it is trained anew at its best point, and the table shows losses on the second half.
+at every point of one grid, or by turns along one axis after the other, for a tuning budget, with seed 1000, and judged
+on the first half of the validation split. Then it is trained anew at its best point, and the table shows losses on the
+second half.
 """
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,12 +150,16 @@ def _identity(config: RunConfig) -> str:
 
 
 Axes = Mapping[str, tuple[str, ...]]
+Point = dict[str, str]
+OWN = "1x"  # what the row has
 
 
-def search_of(words: Sequence[str], budget: int | str | None, seeds: Sequence[int] = ()) -> Axes:
+def search_of(words: Sequence[str], budget: int | str | None, seeds: Sequence[int] = (), rounds: int = 0) -> Axes:
     """What is searched, `lr,lr_norm=0.01,0.02`: each key takes each value; `2x` is twice what the row has. What cannot
-    be tuned is refused before anything is trained; `seeds` are those of the comparison.
+    be tuned is refused before anything is trained; `seeds` are those of the comparison, `rounds` those of turns.
     """
+    if rounds < 0 or (rounds and not words):
+        raise InputError("--by-turns ROUNDS says how often to go over the axes of --tune: give those, and 1 or more.")
     if words and budget is None:
         raise InputError("--tune needs --budget-tune TOKENS: what each run of the search trains on.")
     if budget is not None and not words:
@@ -169,36 +176,73 @@ def search_of(words: Sequence[str], budget: int | str | None, seeds: Sequence[in
     return axes
 
 
+def most_points(axes: Axes, rounds: int) -> int:
+    """Points that a row is trained at; by turns, at most."""
+    if not rounds:
+        return len(all_points(axes))
+    return rounds * sum(len(values) - (OWN in values) for values in axes.values()) + (OWN in next(iter(axes.values())))
+
+
 def with_tuning(
-    variants: dict[str, RunConfig], axes: Axes, budget: int | str | None, out: Path, facts: Facts, **how: Any
+    variants: dict[str, RunConfig],
+    axes: Axes,
+    budget: int | str | None,
+    out: Path,
+    facts: Facts,
+    *,
+    rounds: int = 0,
+    allow: Sequence[str] = (),
+    **how: Any,
 ) -> Facts:
-    """Give every row the same search, in the folder `tuning`, then its best point; `how` as for carry_out."""
+    """Give every row the same search, in the folder `tuning`, then its best point; `how` as for carry_out.
+
+    The search is over every point of the grid or, with `rounds`, over one axis after the other: from what the row has,
+    each takes all its values while the others stay at the best point so far. A point that was tried is not tried again.
+    """
     if not axes:
         return facts
-    grid = all_points(axes)
-    short = [
-        (f"{label}-{number}", _shortened(config, point, budget))
-        for label, config in variants.items()
-        for number, point in enumerate(grid)
-    ]
-    runs = plan_runs(out / "tuning", short, quiet=how.get("quiet", False), allowed=how.pop("allow", ()))
-    _, failed = carry_out(runs, **how)
-    if lost := [run.name for run in runs if not run.finished and not run.folder.diverged]:
-        why = failed.get(lost[0], "it was stopped.")
-        raise StepformerError(f"The run {lost[0]} of the search failed: {why} The others are kept: try again to go on.")
+    for config, (key, values) in itertools.product(variants.values(), axes.items()):
+        for value in values:  # what is wrong with the last axis is said before the first is tried
+            _shortened(config, {key: value}, budget)
+    own = {key: OWN for key, values in axes.items() if OWN in values}
+    best: dict[str, Point] = dict.fromkeys(variants, own)
+    tried: dict[str, list[Point]] = {label: [] for label in variants}
+    turns = [key for _ in range(rounds) for key in axes]
+    for turn in range(max(1, len(turns))):
+        for label, points in tried.items():
+            new = [{**best[label], turns[turn]: value} for value in axes[turns[turn]]] if turns else all_points(axes)
+            points += [point for point in new if point not in points]
+        short = [
+            (f"{label}-{number}", _shortened(variants[label], point, budget))
+            for label, points in tried.items()
+            for number, point in enumerate(points)
+        ]
+        runs = plan_runs(out / "tuning", short, quiet=how.get("quiet", False), allowed=allow)
+        there = iter(runs)
+        made = {label: [(point, next(there)) for point in points] for label, points in tried.items()}
+        called = f"runs of the search{f', turn {turn + 1} of {len(turns)},' if turns else ''}"
+        going = [run for run in runs if not run.folder.diverged]  # those would again
+        _, failed = carry_out(going, after=_without_weights, called=called, **how)
+        if lost := [run.name for run in runs if not run.finished and not run.folder.diverged]:
+            why, others = failed.get(lost[0], "it was stopped."), "The others are kept: try again to go on."
+            raise StepformerError(f"The run {lost[0]} of the search failed: {why} {others}")
+        best |= {label: min(found)[2] for label, points in made.items() if (found := _losses(points))}
     said = []
-    for place, label in enumerate(variants):
-        points = zip(grid, runs[place * len(grid) : (place + 1) * len(grid)], strict=True)
-        variants[label], chosen = _best(label, variants[label], axes, [*points])
+    for label, of_row in made.items():
+        variants[label], chosen = _best(label, variants[label], axes, of_row, rounds)
         said.append(chosen)
+    counts = {label: len(points) for label, points in tried.items()}
+    if len({*counts.values()}) > 1:
+        numbers = ", ".join(f"{label} {count}" for label, count in counts.items())
+        said.append(f"Points tried: {numbers}. A row whose best point a round does not move has no others left to try.")
     made_by = {run.name: recorded(run.folder.path) for run in runs if run.folder.exists}
     codes = {str(settings.get("code.stepformer")) for settings in made_by.values()}
     if codes != {f"{__version__} {package_digest()}"}:
         said.append(f"The search was made by stepformer {', '.join(sorted(codes))}.")
     for apart in differences(made_by):
         if apart.key.startswith("machine."):
-            values = sorted({str(value) for value in apart.values.values()})
-            said.append(f"The runs of the search differ in {apart.key} ({', '.join(values)}).")
+            shown = sorted({str(value) for value in apart.values.values()})
+            said.append(f"The runs of the search differ in {apart.key} ({', '.join(shown)}).")
     return replace(facts, meant=tuple(axes), remarks=(*facts.remarks, *said))
 
 
@@ -229,23 +273,35 @@ def _shortened(config: RunConfig, point: Mapping[str, str], budget: int | str | 
     for key in ("warmup", "decay_start"):  # as large a part of the shorter run
         if settings["optim"][key] is not None:
             settings["optim"][key] = round(settings["optim"][key] * steps / config.train.steps)
-    settings["train"] |= {"steps": steps, "seed": FIRST_SEED}
+    settings["train"] |= {"steps": steps, "seed": FIRST_SEED, "keep": 1}
     return RunConfig.from_dict(settings)
 
 
+def _without_weights(run: Planned) -> None:
+    """Of a run of the search only its loss is asked for: the weights of hundreds would fill a disk."""
+    shutil.rmtree(run.folder.checkpoints, ignore_errors=True)
+
+
+def _losses(points: Sequence[tuple[Point, Planned]]) -> list[tuple[float, int, Point]]:
+    """Of the points that did not diverge, in their order."""
+    runs = [(number, point, run) for number, (point, run) in enumerate(points) if run.finished]
+    return [(RunRecord.load(run.folder.path).val_loss, number, point) for number, point, run in runs]
+
+
 def _best(
-    label: str, config: RunConfig, axes: Axes, points: Sequence[tuple[dict[str, str], Planned]]
+    label: str, config: RunConfig, axes: Axes, points: Sequence[tuple[Point, Planned]], rounds: int
 ) -> tuple[RunConfig, str]:
     """A row at its best point, to be judged on the other half, and a sentence on what was chosen."""
-    losses = [(RunRecord.load(run.folder.path).val_loss, point) for point, run in points if run.finished]
+    losses = _losses(points)
     if not losses:
         raise InputError(f"No run of the search for '{label}' finished: nothing can be chosen.")
-    loss, best = min(losses, key=lambda pair: pair[0])
+    loss, _, best = min(losses)
     settings = _at_point(config, best, "second")
     chosen = {key: settings["optim"][key.rpartition(".")[2]] for key in best}
     words = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in chosen.items())
     diverged = len(points) - len(losses)
     out = f", {diverged} of which diverged" if diverged else ""
+    out += f", by turns in {rounds} round{'s' * (rounds > 1)}" if rounds else ""
     edge = ", ".join(at_the_edge(axes, best))
     beyond = f"; at the edge of the grid of {edge}: a better value may lie beyond" if edge else ""
     said = f"({loss:.4f} on the other half, the best of {len(points)} points{out}){beyond}"

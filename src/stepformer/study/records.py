@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from stepformer.base import documents
 from stepformer.base.described import problem
 from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
 from stepformer.study.differences import Difference, recorded
-from stepformer.study.statistics import PairedDifference, Summary, several_intervals
+from stepformer.study.statistics import PairedDifference, Summary, several_intervals, summarise
 from stepformer.training.metrics import read_lines, warn_unchecked
 from stepformer.training.runs import RunFolder
 
@@ -46,8 +47,28 @@ class RunRecord:
     curve: tuple[tuple[int, float], ...]
     settings: Mapping[str, Any]
     train_loss: float | None = field(default=None, kw_only=True)  # of fixed training tokens at the end
+    start_steps: int = field(default=0, kw_only=True)  # of those that a spell of training begins with
+    start_seconds: float = field(default=0.0, kw_only=True)  # which they took
     # best and final loss of other numbers of tokens of the split; no best where only the end was evaluated
     first: Mapping[int, tuple[float | None, float]] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def seconds(self) -> float:
+        """In training steps, without evaluations and saves; those that compile count as the mean of the others."""
+        others = self.steps - self.start_steps
+        if not self.start_steps or others < 1:
+            return self.train_seconds
+        return (self.train_seconds - self.start_seconds) * self.steps / others
+
+    @property
+    def speed(self) -> float:
+        """Training tokens a second."""
+        return self.tokens / self.seconds if self.start_steps else self.tokens_per_second
+
+    @property
+    def same_batches(self) -> str:
+        """Its pairing but for the length: a shorter run sees the first batches of a longer one."""
+        return re.sub(r"x\d+/(?=\d+$)", "/", self.pairing)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -149,6 +170,7 @@ class Facts:
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a sweep: key -> values
     matches: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # row -> what of, and the other baseline
     remarks: tuple[str, ...] = ()  # what to say
+    own_budgets: bool = False  # rows may train on different numbers of tokens
 
     @classmethod
     def of_study(cls, study: Any) -> Self:
@@ -161,6 +183,7 @@ class Facts:
                 {str(key): tuple(map(str, values)) for key, values in found["axes"].items()},
                 {str(label): (str(what), str(other)) for label, (what, other) in found["matches"].items()},
                 tuple(map(str, found["remarks"])),
+                bool(found.get("own_budgets")),
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             return cls()
@@ -186,6 +209,7 @@ class Row:
     common_seeds: tuple[int, ...]
     reached: int
     tokens_fraction: float | None
+    seconds_fraction: float | None  # the same of its seconds
     speed_ratio: float | None  # tokens per second, over the baseline's
     time_ratio: float | None  # seconds for the same tokens, over the baseline's
     parameters: int
@@ -193,6 +217,12 @@ class Row:
     identical: bool = False  # on every common seed the very weights and the loss of the baseline
     matched: tuple[str, str, PairedDifference] | None = None  # of what it has as much as which other row, and to that
     paired: bool = True  # False: its batches or its budget are others than the baseline's
+    other_budget: bool = False  # it was trained on other numbers of tokens, on purpose
+
+    @property
+    def seconds(self) -> float:
+        """A run's, on average."""
+        return summarise(record.seconds for record in self.records).mean
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -206,6 +236,8 @@ class Row:
             return "identical"
         if self.difference is None:
             return "no common seed" if self.paired else "not paired"
+        if self.other_budget:
+            return f"{self.difference.verdict}, other budget"
         if self.matched is None:
             return self.difference.verdict
         what, _, to_that = self.matched
@@ -216,6 +248,18 @@ class Row:
     @property
     def provisional(self) -> bool:
         return self.difference is not None and self.difference.provisional and not self.identical
+
+
+@dataclass(frozen=True)
+class HeldOutRows:
+    """All rows on one text: their losses, and differences to the baseline where a seed has both."""
+
+    name: str
+    tokens: int
+    hash: str
+    losses: Mapping[str, Mapping[int, float]]  # by label and seed
+    differences: Mapping[str, PairedDifference]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -232,6 +276,7 @@ class Compared:
     unigram_entropy: float | None
     differences: tuple[Difference, ...] = ()  # settings in which the rows differ
     remarks: tuple[str, ...] = ()  # what was done so that they compare
+    held_out: tuple[HeldOutRows, ...] = ()  # losses on texts that nothing was chosen by
 
     @property
     def paired(self) -> bool:

@@ -12,13 +12,15 @@ from stepformer.base.plugins import load_plugin
 from stepformer.model.config import ModelConfig
 from stepformer.study.comparison import Comparison, Facts
 from stepformer.study.comparison import compare as compare_records
-from stepformer.study.differences import fair, what_was_read
+from stepformer.study.differences import BUDGET, fair, what_was_read
 from stepformer.study.fairness import search_of, with_matches, with_tuning
+from stepformer.study.held_out import evaluate_held_out, open_held_out
 from stepformer.study.records import load_records
 from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, refuse_seed, seeds_of, steps_for
 from stepformer.training import RunConfig, run_config
 from stepformer.training.corpora import corpus_facts, open_corpus
 from stepformer.training.run import ALONE
+from stepformer.training.stopping import Watch
 
 Named = str | Path | RunConfig | ModelConfig  # a row: preset, recipe or TOML file by name, or a config
 
@@ -34,8 +36,11 @@ def compare(
     match: str | None = None,
     tune: str | Sequence[str] = (),
     budget_tune: int | str | None = None,
+    by_turns: int = 0,
+    held_out: str | Sequence[str] = (),
     confidence: float = 0.95,
     jobs: int | None = None,
+    max_seconds: float | None = None,
     plugins: Sequence[str] = (),
     quiet: bool = True,
     **settings: Any,
@@ -53,8 +58,11 @@ def compare(
         match: "parameters", "flops" or "time": adds for each row a baseline that has as much of it.
         tune: A search such as "lr,lr_norm=0.5x,1x,2x" that every row gets first.
         budget_tune: Tokens of each run of that search.
+        by_turns: Search one key after the other, in so many rounds, instead of all points.
+        held_out: Texts, as for `open_text`, that the final weights are evaluated on once.
         confidence: Of the intervals.
         jobs: Runs at a time.
+        max_seconds: Save and raise `Stopped` after so long; the same call goes on.
         plugins: Files or modules with rules of your own.
         quiet: Print nothing.
         settings: For all rows, `steps=300` or, where a dot is needed, `**{"optim.name": "adamw"}`.
@@ -66,7 +74,8 @@ def compare(
         >>> import stepformer as sf
         >>> print(sf.compare("vanilla", "yurii", out="runs/two", seeds=3, steps=300))  # doctest: +SKIP
     """
-    how: dict[str, Any] = {"jobs": jobs, "plugins": plugins, "quiet": quiet}
+    texts = [held_out] if isinstance(held_out, str) else list(held_out)
+    how: dict[str, Any] = {"jobs": jobs, "plugins": plugins, "quiet": quiet, "watch": Watch(max_seconds)}
     study = compared(
         rows,
         Path(out),
@@ -79,9 +88,11 @@ def compare(
         match=match,
         tune=[tune] if isinstance(tune, str) and tune else list(tune),
         budget_tune=budget_tune,
+        by_turns=by_turns,
+        held_out=texts,
         **how,
     )
-    return _carried_out(study, confidence, **how)
+    return _carried_out(study, confidence, texts, **how)
 
 
 def sweep(
@@ -93,6 +104,7 @@ def sweep(
     allow: Sequence[str] = (),
     confidence: float = 0.95,
     jobs: int | None = None,
+    max_seconds: float | None = None,
     plugins: Sequence[str] = (),
     quiet: bool = True,
     **settings: Any,
@@ -109,6 +121,7 @@ def sweep(
         allow: Settings that may differ although they are not of the architecture.
         confidence: Of the intervals.
         jobs: Runs at a time.
+        max_seconds: Save and raise `Stopped` after so long; the same call goes on.
         plugins: Files or modules with rules of your own.
         quiet: Print nothing.
         settings: For all points.
@@ -118,7 +131,7 @@ def sweep(
     words = [f"{key}={_word(value)}" for key, value in settings.items()]
     grid_words = [f"{key}={','.join(map(_word, values))}" for key, values in axes.items()]
     study = swept(str(name), words, grid_words, Path(out), seeds_of(seeds), allow)
-    return _carried_out(study, confidence, jobs=jobs, plugins=plugins, quiet=quiet)
+    return _carried_out(study, confidence, jobs=jobs, plugins=plugins, quiet=quiet, watch=Watch(max_seconds))
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,9 @@ def compared(
     match: str | None = None,
     tune: Sequence[str] = (),
     budget_tune: int | str | None = None,
+    by_turns: int = 0,
     plugins: Sequence[str] = (),
+    held_out: Sequence[str] = (),
     quiet: bool = False,
     **how: Any,
 ) -> Study:
@@ -157,7 +172,7 @@ def compared(
     refuse_seed(*settings)
     for plugin in plugins:
         load_plugin(plugin)
-    searched = search_of(tune, budget_tune, seeds)
+    searched = search_of(tune, budget_tune, seeds, by_turns)
     if budget is not None and {"steps", "train.steps"} & {*_keys(words, settings)}:
         raise InputError("Give --budget or steps, not both.")
     variants = _rows(rows, budget, recipe, words, settings)
@@ -166,12 +181,16 @@ def compared(
         raise UnknownNameError(f"The baseline '{first}' is not among {', '.join(variants)}.")
     variants, data = resolved(variants, quiet=quiet)
     variants = fair(variants, first, allow, searched, data)
+    if held_out:  # what cannot be read is said before anything is trained
+        opened = open_corpus(variants[first].data, ALONE, quiet=quiet)
+        open_held_out(held_out, opened.tokenizer, variants[first].model.context)
     if out is None:
         corpus = Path(variants[first].data.corpus).name
         out = Path(f"runs/compare-{recipe or corpus}-{'-'.join(variants)[:60]}")
-    facts = with_matches(variants, match, out, Facts(baseline=first))
+    own_budgets = bool(BUDGET & {*allow})
+    facts = with_matches(variants, match, out, Facts(baseline=first, own_budgets=own_budgets))
     how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
-    facts = with_tuning(variants, searched, budget_tune, out, facts, **how)
+    facts = with_tuning(variants, searched, budget_tune, out, facts, rounds=by_turns, **how)
     return Study(out, variants, facts, seeds, allow)
 
 
@@ -245,11 +264,12 @@ def _keys(words: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
     return [*(word.partition("=")[0] for word in words), *settings]
 
 
-def _carried_out(study: Study, confidence: float, **how: Any) -> Comparison:
+def _carried_out(study: Study, confidence: float, held_out: Sequence[str] = (), **how: Any) -> Comparison:
     runs = study.plan(quiet=how["quiet"])
     finished, failed = carry_out(runs, **how)
     if failed:
         name, why = next(iter(failed.items()))
         first = f"{len(failed)} of {len(runs)} runs failed, {name} first: {why}"
         raise StepformerError(f"{first} The others are kept: the same call goes on.")
-    return compare_records(load_records(finished), study.facts.baseline, confidence, study.facts)
+    found = evaluate_held_out(finished, held_out, quiet=how["quiet"], watch=how["watch"])
+    return compare_records(load_records(finished), study.facts.baseline, confidence, study.facts, found)

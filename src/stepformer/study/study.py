@@ -32,7 +32,7 @@ from stepformer.study.differences import differences, last, recorded
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.corpora import corpus_facts, open_corpus
 from stepformer.training.parallel import ALONE, choose_device
-from stepformer.training.runs import RunFolder, as_toml
+from stepformer.training.runs import SHARING, RunFolder, as_toml
 from stepformer.training.stopping import Watch
 
 
@@ -131,10 +131,14 @@ def carry_out(
     quiet: bool = False,
     plugins: Sequence[str] = (),
     after: Callable[[Planned], object] = lambda run: None,
+    watch: Watch | None = None,
+    called: str = "runs",
 ) -> tuple[list[Path], dict[str, str]]:
     """Train what is not finished yet, whatever fails; returns what is finished, and a sentence for each that failed.
 
-    Trained in this process, `after` is told of each run that has finished before the next one begins.
+    `after` is told of each run that has finished here, in this process before the next one begins. `watch` has the time
+    limit, which several calls may share; after it nothing is begun. A stop says how many of what is `called` so are
+    finished.
     """
     missing, ranks = [run for run in runs if not run.finished], int(os.environ.get("WORLD_SIZE", "1"))
     if jobs is None:  # rules that only this process knows are trained in it
@@ -145,13 +149,13 @@ def carry_out(
         raise InputError(f"Under torchrun its processes train one run together: --jobs {jobs} does not go with it.")
     several = jobs > 1 and len(runs) > 1  # also the last one, which then has as many threads as the others
     try:
-        with Watch() as watch:
+        with watch or Watch() as watch:
             if several:
-                failed = _in_processes(missing, jobs, plugins, watch)
+                failed = _in_processes(missing, jobs, plugins, watch, after)
             else:
                 failed = _here(missing, quiet, plugins, watch, after)
     except Stopped as stopped:
-        stopped.add_note(f"{sum(run.finished for run in runs)} of {len(runs)} runs are finished, the rest is saved")
+        stopped.add_note(f"{sum(run.finished for run in runs)} of {len(runs)} {called} are finished, the rest is saved")
         raise
     return [run.folder.path for run in runs if run.finished], failed
 
@@ -162,6 +166,8 @@ def _here(
     """One after the other; returns why those that failed did."""
     failed = {}
     for run in runs:
+        if watch.asked():  # perhaps while the one before was finishing
+            raise Stopped(watch.asked(), None, run.folder.path.parent)
         try:
             if run.folder.exists:
                 resume(run.folder.path, quiet=quiet, watch=watch)
@@ -170,12 +176,12 @@ def _here(
             after(run)
         except StepformerError as error:
             failed[run.name] = str(error)
-        if watch.asked() and run is not runs[-1]:  # it came while that run was finishing
-            raise Stopped(watch.asked(), None, run.folder.path.parent)
     return failed
 
 
-def _in_processes(runs: Sequence[Planned], jobs: int, plugins: Sequence[str], watch: Watch) -> dict[str, str]:
+def _in_processes(
+    runs: Sequence[Planned], jobs: int, plugins: Sequence[str], watch: Watch, after: Callable[[Planned], object]
+) -> dict[str, str]:
     """The same with a process for each run, at most `jobs` at a time, GPUs taken in turn."""
     failed = {}
     waiting, running = list(runs), dict[int, tuple[Planned, subprocess.Popen[bytes]]]()
@@ -190,7 +196,9 @@ def _in_processes(runs: Sequence[Planned], jobs: int, plugins: Sequence[str], wa
                 text = run.beside("log").read_text(errors="replace")
                 last = (text.strip().splitlines() or ["it said nothing"])[-1]
                 failed[run.name] = f"exit status {process.returncode}: {last}"
-        if watch.asked():
+            elif run.finished:
+                after(run)
+        if watch.asked() and (waiting or running):
             for _, process in running.values():
                 process.send_signal(signal.SIGTERM)  # each saves and ends
             for _, process in running.values():
@@ -205,8 +213,10 @@ STEPFORMER = (sys.executable, "-P", "-m", "stepformer")
 
 
 def _start(run: Planned, slot: int, jobs: int, plugins: Sequence[str]) -> subprocess.Popen[bytes]:
-    environment = dict(os.environ)
-    if gpus := torch.cuda.device_count():
+    environment, gpus = dict(os.environ), torch.cuda.device_count()
+    if jobs > max(1, gpus):
+        environment[SHARING] = str(-(-jobs // max(1, gpus)))
+    if gpus:
         visible = environment.get("CUDA_VISIBLE_DEVICES", "")
         names = visible.split(",") if visible else [str(i) for i in range(gpus)]
         environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]

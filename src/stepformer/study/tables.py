@@ -8,8 +8,8 @@ from typing import Any
 
 from stepformer.present.tables import Column, Table, tabulated, text
 from stepformer.study.forgetting import AMOUNTS, Direction, ForgettingRow
-from stepformer.study.records import Compared, Row, RunRecord
-from stepformer.study.statistics import PairedDifference, Summary, seed_words, several_intervals
+from stepformer.study.records import Compared, HeldOutRows, Row, RunRecord
+from stepformer.study.statistics import PairedDifference, Summary, seed_words, several_intervals, summarise
 
 HUES = {"better": "green", "worse": "red"}  # of a row in a terminal
 MARK = " *"  # beside a verdict that has a note against claiming it
@@ -30,13 +30,41 @@ def summary_table(comparison: Compared) -> Table:
         (Column("parameters", numeric=True), lambda row: text(f"{row.parameters:,}")),
         (Column("verdict"), lambda row: text(row.verdict + MARK * row.provisional)),
         (Column("best loss", numeric=True, spare=1), lambda row: text(f"{row.best.mean:.4f}")),
-        (Column("tokens to baseline", numeric=True, spare=1), lambda row: text(reach(row))),
+        (Column("tokens to baseline", numeric=True, spare=2), lambda row: text(reach(row, row.tokens_fraction))),
+        (Column("time to baseline", numeric=True, spare=1), lambda row: text(reach(row, row.seconds_fraction))),
+        (Column("time", numeric=True, spare=2), lambda row: text(_in_seconds(row.seconds))),
         (Column("speed", numeric=True), lambda row: text(f"{r:.2f} x" if (r := row.speed_ratio) is not None else "-")),
     ]
     marked = {note for row in comparison.rows if row.provisional for note in row.notes[:1]}
     notes = [f"{MARK.strip()} {note}" if note in marked else note for note in comparison.notes]
     table = tabulated(comparison.rows, fields, "Comparison with the baseline", [*_facts(comparison), *notes])
     return table.without(place for place, there in ((2, budgets), (3, texts)) if not there)
+
+
+def held_out_tables(comparison: Compared) -> list[Table]:
+    """For each text that nothing was chosen by the losses of all rows."""
+    titles = ("n", "loss ± se", f"difference [{percent(comparison.confidence)} CI]")
+    columns = [Column("architecture"), *(Column(title, numeric=True) for title in titles), Column("verdict")]
+    found = []
+    for held in comparison.held_out:
+        rows = []
+        for row in comparison.rows:
+            losses, difference = held.losses[row.label], held.differences.get(row.label)
+            numbers = (len(losses), _mean(losses), with_interval(difference))
+            rows.append([text(value) for value in (row.label, *numbers, _judged(row, difference))])
+        on = f"Held-out text {held.name}: {held.tokens:,} tokens, hash {held.hash}; final weights, evaluated once."
+        found.append(Table(columns, rows, on, list(held.notes)))
+    return found
+
+
+def _mean(losses: Mapping[int, float]) -> str:
+    return with_error(summarise(losses.values())) if losses else "-"
+
+
+def _judged(row: Row, difference: PairedDifference | None) -> str:
+    if row.is_baseline or difference is None:
+        return "baseline" if row.is_baseline else "no common seed"
+    return f"{difference.verdict}{', other budget' * row.other_budget}{MARK * difference.provisional}"
 
 
 def full_table(comparison: Compared) -> Table:
@@ -49,12 +77,16 @@ def _of_records(records: Sequence[Mapping[str, Any]]) -> Table:
     return Table([Column(key) for key in records[0]], rows)
 
 
-def reach(row: Row) -> str:
+def reach(row: Row, fraction: float | None) -> str:
     """Part of the budget to the baseline's loss: a mean when every common seed got there, else how many did."""
-    if row.tokens_fraction is not None:
-        return f"{row.tokens_fraction:.1%}"
+    if fraction is not None:
+        return f"{fraction:.1%}"
     some = f"{row.reached} of {len(row.common_seeds)}" if row.reached else "never"
     return some if row.common_seeds else "-"
+
+
+def _in_seconds(time: float) -> str:
+    return f"{time:,.0f} s" if time >= 100 else f"{time:.3g} s"
 
 
 def with_error(summary: Summary) -> str:
@@ -81,7 +113,7 @@ def losses_of(comparison: Compared) -> str:
     on = f"on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}"
     if len({_text(row) for row in comparison.rows}) > 1:
         on = "of each row's own text"
-    elif comparison.paired:
+    elif comparison.paired and len({row.records[0].tokens for row in comparison.rows}) == 1:
         on += f", after training on {comparison.tokens:,} tokens"
     return f"Loss in nats per token {on}; {seed_words(comparison.seeds)}."
 
@@ -91,7 +123,9 @@ def _facts(comparison: Compared) -> list[str]:
         f"Differences are to {comparison.baseline}, paired by seed, with {percent(comparison.confidence)} confidence "
         "intervals (Student's t).",
         "Tokens to baseline: part of the budget after which the baseline's final loss was reached, or how many seeds "
-        "reached it. Speed: training tokens per second over the baseline's.",
+        "reached it; time to baseline: part of its seconds. Both are points of the row's whole schedule, not runs that "
+        "end there. Time: of a run's training steps, without compiling, evaluating and saving. Speed: training "
+        "tokens per second over the baseline's.",
     ]
     unpaired = ["The rows differ in their batches, their budget or what they are evaluated on: nothing can be paired."]
     return [
@@ -119,7 +153,8 @@ def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
         "train_loss": _number(row.train.mean if row.train else None),
         "loss_by_seed": _by_seed(record.val_loss for record in row.records),
         "best_loss_by_seed": _by_seed(record.best_val_loss for record in row.records),
-        "seconds_by_seed": _by_seed(record.train_seconds for record in row.records),
+        "seconds_by_seed": _by_seed(record.seconds for record in row.records),
+        "start_seconds_by_seed": _by_seed(record.start_seconds for record in row.records),
         "order_by_seed": _by_seed(_same_order(record, base) for record, base in _with_baseline(comparison, row)),
         "paired_seeds": " ".join(map(str, difference.seeds)) if difference else "",
         "difference": _of(difference, "mean"),
@@ -136,6 +171,7 @@ def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
         "matched_high": _of(to_that, "high"),
         "reached_baseline": row.reached,
         "tokens_fraction": _number(row.tokens_fraction),
+        "seconds_fraction": _number(row.seconds_fraction),
         "speed_ratio": _number(row.speed_ratio),
         "time_ratio": _number(row.time_ratio),
         "parameters": row.parameters,
@@ -146,7 +182,26 @@ def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
         "notes": " ".join(row.notes),
         "remarks": " ".join(comparison.remarks),
         "rows_differ_in": "; ".join(str(found) for found in comparison.differences if not found.meant),
+        **{key: value for held in comparison.held_out for key, value in _held_out(held, row).items()},
     }
+
+
+def _held_out(held: HeldOutRows, row: Row) -> dict[str, str | int]:
+    losses, difference = held.losses[row.label], held.differences.get(row.label)
+    summary = summarise(losses.values()) if losses else None
+    found: dict[str, str | int] = {
+        "loss": _number(summary.mean if summary else None),
+        "loss_standard_error": _number(summary.standard_error if summary else None),
+        "loss_by_seed": _by_seed(losses.get(seed, math.nan) for seed in row.seeds),
+        "difference": _of(difference, "mean"),
+        "difference_standard_error": _of(difference, "standard_error", ".6f"),
+        "difference_low": _of(difference, "low"),
+        "difference_high": _of(difference, "high"),
+        "p_value": _of(difference, "p_value", ".4g"),
+        "tokens": held.tokens,
+        "hash": held.hash,
+    }
+    return {f"held_out_{held.name}_{key}": value for key, value in found.items()}
 
 
 def _by_seed(values: Iterable[float]) -> str:

@@ -38,6 +38,7 @@ from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import Stopped, Watch, warn_of_torchrun
 
 NORM_WINDOWS = 8  # of the validation split that norms of streams are taken on
+STARTING = 3  # steps after a start that compile, load kernels and record graphs: their time is told apart
 SLOW_SAVE = 5.0  # seconds after which somebody who waits for a stop is told about torchrun's patience
 
 
@@ -93,6 +94,8 @@ class Trainer:
         self.run_id = ""
         self.step = 0  # completed steps
         self.seconds = 0.0  # spent in them
+        self.starting = STARTING  # steps of this spell that still are its start
+        self.start_steps, self.start_seconds = 0, 0.0  # of all spells' starts
         self._home: tuple[int, int] | None = None  # what the folder is, beside its name
         self.best: dict[str, Any] | None = None  # val_loss and step of the best evaluation
         self.last: Evaluation | None = None
@@ -114,6 +117,7 @@ class Trainer:
             stored.load(path, "optimizer", self.optimizers.tensors(create=True))
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
             self.logged = state.get("logged", 0) if self.step else 0
+            self.start_steps, self.start_seconds = state.get("start_steps", 0), state.get("start_seconds", 0.0)
         if self.world.is_main:
             self.checkpoints.remove_after(self.step if found else -1)
         self.world.barrier()
@@ -192,6 +196,9 @@ class Trainer:
         loss_now, norm_now = self.update()
         took = time.perf_counter() - begin
         self.seconds += took
+        if self.starting:
+            self.starting -= 1
+            self.start_steps, self.start_seconds = self.start_steps + 1, self.start_seconds + took
         speed = config.step_tokens / took
         self.peak = max(self.peak, self.flops * speed)  # a peak measured on a busy CPU may be too low
         mfu = self.flops * speed / self.peak
@@ -339,6 +346,7 @@ class Trainer:
     def _save_part(self, name: str, parts: dict[str, dict[str, Any]]) -> None:
         self.display.waiting("saving")
         state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "best": self.best}
+        state |= {"start_steps": self.start_steps, "start_seconds": self.start_seconds}
         state |= {"config": self.config.to_dict(), **({"run": self.run_id} if self.run_id else {})}
         if self.metrics is not None:
             self.metrics.sync()
@@ -402,6 +410,8 @@ class Trainer:
             "best_val_loss": self.best["val_loss"],
             "best_step": self.best["step"],
             "train_seconds": round(self.seconds, 3),
+            "start_steps": self.start_steps,
+            "start_seconds": round(self.start_seconds, 3),
             "tokens_per_second": self.step * config.step_tokens / self.seconds,
             "parameters": self.num_parameters,
             "unigram_entropy": self.val.entropy,

@@ -245,8 +245,18 @@ ARITHMETIC = (
     *("DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE"),
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 )
+SHARING = "STEPFORMER_SHARING"  # how many runs of a study share this device (0: it is alone)
 DIVERGED = "Diverged: "  # begins failed.txt of a run that would fail again
-SPELL = ("versions", "device", "threads", "kernels", "ranks", "variables", "plugins")  # what makes it another's
+SPELL = (
+    "versions",
+    "device",
+    "threads",
+    "kernels",
+    "ranks",
+    "sharing",
+    "variables",
+    "plugins",
+)  # what makes it another's
 
 
 def environment() -> dict[str, Any]:
@@ -263,6 +273,7 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "kernels": "on" if kernels.switched_on() else "off",
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "sharing": int(os.environ.get(SHARING, "0")),
         "variables": {
             **{name: os.environ[name] for name in ARITHMETIC if name in os.environ},
             "float32_matmul_precision": matmul_precision(),

@@ -206,6 +206,7 @@ def verdict(comparison: Comparison) -> str:
         sentences.append(f"One paired seed has no interval and shows nothing yet: {ends} nats per token to {base}.")
     alone = [row for row in others if row.difference is None and row.paired]
     say(alone, "has", "have", f"no seed in common with {base}")
+    say([row for row in others if row.other_budget], "has", "have", "a budget of its own")
     say([row for row in others if row.identical], "is", "are", f"{base}, weight for weight")
     if not comparison.paired:
         sentences.append(

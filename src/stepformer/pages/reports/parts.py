@@ -42,7 +42,7 @@ def comparison_table(comparison: Comparison) -> Table:
         return text(row.verdict + (MARK if row.provisional else ""), marked=marked)
 
     def reached(row: Row) -> Cell:
-        return Cell(reach(row).replace("-", NOTHING), row.tokens_fraction)
+        return Cell(reach(row, row.tokens_fraction).replace("-", NOTHING), row.tokens_fraction)
 
     level, base = percent(comparison.confidence), comparison.baseline
     budget = "part of the budget after which the baseline's final loss was reached"

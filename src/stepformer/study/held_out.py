@@ -1,0 +1,131 @@
+"""Texts that nothing was chosen by: when all runs are finished, the final weights of each are evaluated on them, once.
+
+RUN/measured/held-out.json keeps what was found with the hash of the text; whoever asks again is told the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepformer.base import documents
+from stepformer.base.errors import InputError
+from stepformer.base.progress import say
+from stepformer.data.tokenizers import Tokenizer
+from stepformer.measure import measured
+from stepformer.measure.evaluation import Reading, Text, open_text, perplexity
+from stepformer.measure.evaluation.scoring import about_run, scorer_of
+from stepformer.measure.evaluation.tasks import data_folder
+from stepformer.measure.evaluation.texts import token_hash
+from stepformer.study import statistics
+from stepformer.study.records import HeldOutRows, RunRecord
+from stepformer.training.run import load_run
+from stepformer.training.runs import RunFolder
+from stepformer.training.stopping import Stopped, Watch
+
+KIND = "held-out"
+
+
+@dataclass
+class HeldOut:
+    """A text with what was found of every run, by its folder, and why nothing was of others."""
+
+    name: str
+    found: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def rows(self, runs: Mapping[str, Mapping[int, RunRecord]], baseline: str, confidence: float) -> HeldOutRows:
+        """Losses and paired differences of labelled runs; those that were read in other ways are refused."""
+        first: dict[str, Any] = next(iter(self.found.values()), {"tokens": 0, "hash": ""})
+        for folder, entry in self.found.items():
+            if (entry["tokens"], entry["hash"]) != (first["tokens"], first["hash"]):
+                raise InputError(f"'{folder}' and others read different tokens of '{self.name}': leave it out.")
+        precisions = sorted({entry["precision"] for entry in self.found.values()})
+        mixed = [f"The runs were evaluated in {' and '.join(precisions)}."] if len(precisions) > 1 else []
+        losses = {
+            label: {seed: self.found[run.folder]["nats"] for seed, run in some.items() if run.folder in self.found}
+            for label, some in runs.items()
+        }
+        base = losses[baseline]
+        differences = {
+            label: statistics.paired(base, some, confidence)
+            for label, some in losses.items()
+            if label != baseline and base.keys() & some.keys()
+        }
+        several = statistics.several_intervals(differences.values(), confidence)
+        notes = (*self.notes, *mixed, *several)
+        return HeldOutRows(self.name, first["tokens"], first["hash"], losses, differences, notes)
+
+
+def open_held_out(words: Sequence[str], tokenizer: Tokenizer, context: int) -> list[Text]:
+    """The texts that words name, as `eval --on` takes them; what cannot be read, or told apart, is refused."""
+    if words and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("--held-out is for one process: let torchrun train, then give the same command without it.")
+    data = data_folder(None)
+    here = {word: data if data and (data / word).is_dir() else None for word in words}  # else from the Hub
+    texts = [open_text(word, tokenizer, data=here[word]) for word in dict.fromkeys(words)]
+    for number, text in enumerate(texts):
+        Reading().windows(text, context)  # what is too short is said at once
+        if text.name in [other.name for other in texts[:number]]:
+            raise InputError(f"Two held-out texts are called '{text.name}': rename one of them.")
+    return texts
+
+
+def evaluate_held_out(
+    folders: Sequence[Path], words: Sequence[str], *, quiet: bool = False, watch: Watch | None = None
+) -> list[HeldOut]:
+    """What finished runs make of texts: as it was found before, or found now and kept."""
+    texts: dict[str, list[Text]] = {}  # by tokenizer
+    found: dict[str, HeldOut] = {}
+    with watch or Watch() as watch:
+        for number, folder in enumerate(folders if words else ()):
+            run = RunFolder(folder)
+            record, config = run.read(), run.config()
+            tokenizer = run.read_tokenizer(record)
+            if tokenizer.fingerprint not in texts:
+                texts[tokenizer.fingerprint] = open_held_out(words, tokenizer, config.model.context)
+            named = {token_hash(text.tokens): text for text in texts[tokenizer.fingerprint]}
+            kept = measured.load(folder, KIND)
+            entries: list[dict[str, Any]] = kept["result"]["texts"] if kept else []
+            missing = {key: text for key, text in named.items() if key not in [entry["text"] for entry in entries]}
+            if missing and watch.asked():
+                stopped = Stopped(watch.asked(), None, folder.parent)
+                stopped.add_note(f"{number} of {len(folders)} runs are evaluated on the held-out texts")
+                raise stopped
+            try:
+                entries = entries + (
+                    _evaluated(folder, config.train.device, missing, entries, quiet) if missing else []
+                )
+            except InputError as error:  # its weights are gone
+                for text in missing.values():
+                    _of(found, text).notes.append(f"{folder.name} is not evaluated on {text.name}: {error}")
+            for entry in entries:
+                if entry["text"] in named:
+                    _of(found, named[entry["text"]]).found[folder] = entry
+    return list(found.values())
+
+
+def _of(found: dict[str, HeldOut], text: Text) -> HeldOut:
+    return found.setdefault(text.name, HeldOut(text.name))
+
+
+def _evaluated(
+    folder: Path, device: str, texts: Mapping[str, Text], kept: Sequence[dict[str, Any]], quiet: bool
+) -> list[dict[str, Any]]:
+    """The losses of a run's final weights, kept beside those of other texts."""
+    run = load_run(folder, "last", device)
+    about = about_run(run)
+    if about["weights"] != documents.read(run.folder.result, documents.RESULT)["weights_sha256"]:
+        raise InputError(f"The last checkpoint of '{folder}' does not have the weights of its result.")
+    found = []
+    for key, text in texts.items():
+        say(f"{folder.name} is evaluated on {text.name}", quiet=quiet)
+        windows = Reading().windows(text, run.model.config.context)
+        nats = perplexity.total_nats(scorer_of(run), text, windows)
+        entry = perplexity.entry_of(text, Reading(), windows, nats, run)
+        found.append({**entry, "text": key, "precision": about["precision"]})
+    measured.save(folder, KIND, step=run.step, settings=about, result={"texts": [*kept, *found]})
+    return found
