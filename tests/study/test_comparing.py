@@ -25,6 +25,7 @@ from stepformer.base.errors import InputError, StepformerError, UnknownNameError
 from stepformer.base.files import write_json
 from stepformer.study import (
     Comparison,
+    Facts,
     RunRecord,
     compare,
     load_records,
@@ -299,6 +300,53 @@ def test_speed(tmp_path: Path) -> None:
     row = compare(records, "a").rows[1]
     assert (row.speed_ratio, row.time_ratio) == (pytest.approx(0.8), pytest.approx(1.25))
     assert row.parameters == 2000
+
+
+def test_seconds_are_those_of_steps_that_do_not_compile(tmp_path: Path) -> None:
+    slow = {"start_steps": 3, "start_seconds": 40.0, "train_seconds": 40.0 + 77 * 0.25, "tokens_per_second": 99.0}
+    fast = {"start_steps": 6, "start_seconds": 80.0, "train_seconds": 80.0 + 74 * 0.125, "tokens_per_second": 50.0}
+    records = runs(tmp_path, {"a": {1: 2.0}}, **slow) + runs(tmp_path, {"b": {1: 1.0}}, **fast)
+    assert [record.seconds for record in records] == pytest.approx([20.0, 10.0])
+    row = compare(records, "a").rows[1]
+    assert row.time_ratio == pytest.approx(0.5)
+    assert row.speed_ratio == pytest.approx(2.0)
+    assert row.tokens_fraction == pytest.approx(2 / 3)  # from 4 to 1, and the other ends at 2
+    assert row.seconds_fraction == pytest.approx(1 / 3)
+    written = list(csv.DictReader(io.StringIO(compare(records, "a").details.csv())))
+    assert [line["seconds_by_seed"] for line in written] == ["20.000000", "10.000000"]
+    assert [line["start_seconds_by_seed"] for line in written] == ["40.000000", "80.000000"]
+    (old,) = runs(tmp_path, {"c": {1: 2.0}})
+    assert (old.seconds, old.speed) == (10.0, 800.0)
+    (short,) = runs(tmp_path, {"d": {1: 2.0}}, start_steps=80, start_seconds=10.0)
+    assert short.seconds == 10.0
+
+
+def test_rows_may_have_budgets_of_their_own(tmp_path: Path) -> None:
+    losses = {1: 2.0, 2: 2.1}
+    records = runs(tmp_path, {"a": losses}, pairing="x/y/16x4x80/256")
+    folders = [write_run(tmp_path, "b", seed, loss - 0.1, pairing="x/y/16x4x60/256") for seed, loss in losses.items()]
+    for folder in folders:  # three quarters of the budget
+        result = json.loads((folder / "result.json").read_text())
+        kept = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 60]
+        last = {"kind": "eval", "step": 60, "tokens": 6000, "val_loss": result["val_loss"]}
+        (folder / "metrics.jsonl").write_text("\n".join([*kept, json.dumps(last)]) + "\n")
+        write_json(folder / "result.json", {**result, "steps": 60, "tokens": 6000, "best_step": 60, "train_seconds": 9})
+    records += load_records(folders)
+    with pytest.raises(InputError, match=r"8,000 and 6,000 training tokens \(--allow steps permits that\)"):
+        compare(records, "a")
+    found = compare(records, "a", facts=Facts(own_budgets=True))
+    assert found.rows[1].verdict == "better, other budget"
+    assert found.rows[1].difference is not None
+    assert found.rows[1].difference.mean == pytest.approx(-0.1)
+    own = "b: other budget, 6,000 tokens (75.0% of the baseline's) in 90.0% of its seconds, with a schedule of its own."
+    assert own in found.notes
+    text = found.table.markdown()
+    assert "| 6,000 |" in " ".join(text.split())
+    assert "after training on" not in text
+    others = runs(tmp_path, {"c": {1: 2.0}}, pairing="x/y/16x8x80/256")
+    with pytest.raises(InputError, match="different batches"):
+        compare([*records, *others], "a", facts=Facts(own_budgets=True))
+    assert Facts.of_study({"facts": dataclasses.asdict(Facts("a", own_budgets=True))}).own_budgets
 
 
 def test_unpaired_seeds_are_left_out_and_reported(tmp_path: Path) -> None:

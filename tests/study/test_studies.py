@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,10 @@ from stepformer.study import Comparison, Facts, load_records
 from stepformer.study.comparison import at_the_edge, grid_points
 from stepformer.study.fairness import matched, search_of, with_tuning
 from stepformer.training import RunConfig, run_config
+from stepformer.training.loop import Trainer
 from stepformer.training.runs import as_toml
 from stepformer.training.speed import flops_per_token
+from stepformer.training.stopping import Watch
 
 SIZES = {"n_layer": 1, "n_head": 2, "d_model": 16, "context": 16}
 SETTINGS: dict[str, Any] = {**SIZES, "batch": 4, "eval_tokens": 256, "device": "cpu", "steps": 6}
@@ -190,6 +193,63 @@ def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> N
     assert str(again) == str(table)
 
 
+def test_by_turns_each_axis_is_tried_at_the_best_so_far(settings: dict[str, Any], tmp_path: Path) -> None:
+    axes = {"lr": (0.5, 1.0, 2.0), "lr_norm": (0.3, 1.0, 3.0), "wd_embedding": (0.0, 0.3)}
+    tune = ["lr=0.5x,1x,2x", "lr_norm=0.3x,1x,3x", "wd_embedding=0,0.3"]
+    how: dict[str, Any] = {"tune": tune, "budget_tune": 4 * 4 * 16, **settings}
+    table = sf.compare("vanilla", "yurii", out=tmp_path / "study", by_turns=2, **how)
+    notes = " ".join(table.notes)
+    for name in ("vanilla", "yurii"):
+        found = load_records(sorted((tmp_path / "study" / "tuning").glob(f"{name}-*-s1000")))
+        losses = {tuple(round(r.settings[f"optim.{key}"], 9) for key in axes): r.val_loss for r in found}
+        assert len(losses) == len(found)  # nothing twice
+        assert {record.settings["train.eval_half"] for record in found} == {"first"}
+        own = run_config(name, words(settings)).optim
+        best, seen = (own.lr, own.lr_norm, own.wd_embedding), dict[tuple[float, ...], float]()
+        for place, (key, values) in [*enumerate(axes.items())] * 2:
+            for value in values:
+                scale = 1.0 if key == "wd_embedding" else getattr(own, key)
+                point = tuple(round(value * scale if i == place else old, 9) for i, old in enumerate(best))
+                seen[point] = losses[point]
+            best = min(seen, key=lambda point: seen[point])
+        assert seen == losses
+        (row,) = [row for row in table.rows if row.label == name]
+        assert tuple(round(row.records[0].settings[f"optim.{key}"], 9) for key in axes) == best
+        assert row.records[0].settings["train.eval_half"] == "second"
+        assert f"best of {len(losses)} points, by turns in 2 rounds" in notes
+        assert not [*(tmp_path / "study" / "tuning").glob(f"{name}-*/checkpoints/*")]  # they would fill a disk
+    variants = {name: run_config(name, words(settings)) for name in ("vanilla", "yurii")}
+    searched = search_of(tune, how["budget_tune"])
+    first = with_tuning(
+        variants, searched, how["budget_tune"], tmp_path / "study", Facts(), rounds=1, quiet=True
+    )  # trains nothing: a second round goes on where the first ended
+    assert " ".join(first.remarks).count("best of 7 points, by turns in 1 round)") == 2  # 3, then 2, then 2 new ones
+    again = sf.compare("vanilla", "yurii", out=tmp_path / "study", by_turns=2, **how)
+    assert str(again) == str(table)
+
+
+def test_a_search_by_turns_that_was_stopped_goes_on(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tune = ["--tune", "lr=0.5x,1x", "--tune", "lr_norm=0.5x,1x", "--budget-tune", "256", "--by-turns"]
+    command = ["compare", "vanilla", "yurii", "--out", str(tmp_path), "--quiet", *words(settings), *tune]
+    taken = [0]
+    original = Trainer._train_step
+
+    def step(self: Trainer) -> None:
+        original(self)
+        taken[0] += 1
+
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    with monkeypatch.context() as patch:  # in the middle of the first run of the second turn
+        patch.setattr(Watch, "asked", lambda self: int(signal.SIGALRM) if taken[0] == 18 else 0)
+        assert main(command) == 128 + signal.SIGALRM
+    said = "out of time after step 2; 4 of 6 runs of the search, turn 2 of 2, are finished, the rest is saved."
+    assert f"{said} The same command continues." in capsys.readouterr().err
+    assert main(command) == 0
+    assert taken[0] == 6 * 4 + 2 * 6  # nothing was repeated
+
+
 def test_what_cannot_be_tuned_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     def refused(error: type[StepformerError], match: str, **more: Any) -> None:
         with pytest.raises(error, match=match):
@@ -204,6 +264,9 @@ def test_what_cannot_be_tuned_is_refused(settings: dict[str, Any], tmp_path: Pat
     refused(InputError, "those of the search", tune="lr=0.1,0.2", budget_tune="1k", seeds=[1000])
     refused(InputError, "less than half a step", tune="lr=0.1,0.2", budget_tune=3)
     refused(InputError, "no multiple", tune="polar=2x,3x", budget_tune="1k")
+    refused(InputError, "no multiple", tune=["lr=1x,2x", "polar=2x,3x"], budget_tune="1k", by_turns=1)
+    refused(InputError, "give those, and 1 or more", by_turns=1)
+    refused(InputError, "give those, and 1 or more", tune="lr=0.1,0.2", budget_tune="1k", by_turns=-1)
     assert main(["compare", "vanilla", "yurii", "--tune", "lr=1,2", "--budget-tune", "1k", "--slurm", "a=1"]) == 2
 
 
@@ -223,6 +286,22 @@ def test_a_point_that_diverges_is_out_and_one_that_fails_stops(
     monkeypatch.setattr("stepformer.study.study.train", full)
     with pytest.raises(StepformerError, match=r"of the search failed: No space left on device\."):
         with_tuning(variants, search_of(["lr=0.001,0.002"], "1k"), "1k", tmp_path / "b", Facts(), quiet=True)
+
+
+def test_a_row_with_a_budget_of_its_own(settings: dict[str, Any], tmp_path: Path) -> None:
+    common = {key: value for key, value in settings.items() if key != "steps"}
+    rows = {f"yurii-{steps}": run_config("yurii", words({**common, "steps": steps})) for steps in (8, 6)}
+    with pytest.raises(ConfigError, match=r"differ in train\.steps .* --allow steps"):
+        sf.compare(rows, out=tmp_path / "no")
+    table = sf.compare(rows, out=tmp_path / "own", seeds=2, allow=["steps"])
+    assert table.rows[1].verdict.endswith(", other budget")
+    assert "The rows also differ in train.steps (yurii-8 8, yurii-6 6)." in table.notes
+    folders = [str(path.parent) for path in sorted((tmp_path / "own").glob("*/run.json"))]
+    elsewhere = ["compare", "--baseline", "yurii-8", "--allow", "steps", "--out", str(tmp_path / "c"), "--runs"]
+    assert main([*elsewhere, *folders]) == 0
+    assert ", other budget" in (tmp_path / "c" / "comparison.md").read_text()
+    assert main(["report", str(tmp_path / "own"), "--out", str(tmp_path / "page"), "--no-samples"]) == 0
+    assert "has a budget of its own" in (tmp_path / "page" / "index.html").read_text()
 
 
 # Sweeps.

@@ -155,6 +155,36 @@ def test_a_signal_while_a_run_finishes_stops_the_study(
     assert set(taken) == {"vanilla-s42"}
 
 
+def test_after_the_time_limit_nothing_is_begun(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken, out = count_steps(monkeypatch), tmp_path / "s"
+    command = ["compare", "vanilla", "yurii", "--seeds", "2", "--budget", "256", "--out", str(out), "--quiet"]
+    assert main([*command, *words(corpus), "--max-time", "0"]) == 128 + signal.SIGALRM
+    assert not taken
+    said = "out of time; 0 of 4 runs are finished, the rest is saved. The same command continues."
+    assert said in capsys.readouterr().err
+    sweep = ["sweep", "yurii", "--grid", "lr=0.01,0.02", "--out", str(tmp_path / "g"), "--quiet", *words(corpus)]
+    assert main([*sweep, "--max-time", "0"]) == 128 + signal.SIGALRM
+    assert main([*command, *words(corpus), "--max-time", "1h"]) == 0
+    assert main([*command, *words(corpus), "--max-time", "0"]) == 0  # all is finished
+    assert main([*command, *words(corpus), "--max-time", "1h", "--slurm", "a=1"]) == 2
+
+
+@pytest.mark.slow
+def test_runs_in_processes_save_when_the_time_is_over(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "s"
+    command = ["sweep", "yurii", "--grid", "lr=0.01,0.02,0.03", "--out", str(out), "--jobs", "2", "--max-time", "40s"]
+    assert main([*command, *words(corpus), "steps=1000000", "eval_every=1000000"]) == 142
+    assert "out of time; 0 of 3 runs are finished, the rest is saved" in capsys.readouterr().err
+    assert len(list(out.glob("lr=*/checkpoints/step-*/manifest.json"))) == 2
+    assert not (out / "lr=0.03-s42").exists()
+    environment = json.loads((out / "lr=0.01-s42" / "environment.json").read_text())
+    assert environment["sharing"] == (2 if torch.cuda.device_count() < 2 else 0)
+
+
 def test_a_dry_run_says_what_would_be_trained(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "s"
     match = ["--match", "parameters", "--tune", "lr=0.5x,1x,2x", "--budget-tune", "256", "--seeds", "2"]
@@ -166,6 +196,10 @@ def test_a_dry_run_says_what_would_be_trained(corpus: Path, tmp_path: Path, caps
     assert "All rows: muon, cosine: lr 0.02, " in said
     assert "vanilla-parameters-of-yurii: " in said
     assert "each row is trained at 3 points of lr, on 256 tokens each" in said
+    turns = ["--tune", "lr=0.5x,1x,2x", "--tune", "lr_norm=1x,2x", "--budget-tune", "256", "--by-turns"]
+    assert main(["compare", "vanilla", "yurii", "--dry-run", "--out", str(out), *words(corpus), *turns]) == 0
+    said_by_turns = " ".join(capsys.readouterr().out.split())
+    assert "each row is trained by turns at up to 4 points of lr, lr_norm, on 256 tokens each" in said_by_turns
     assert main(["sweep", "yurii", "--grid", "lr=0.01,0.02", "--dry-run", "--out", str(out), *words(corpus)]) == 0
     assert "lr=0.01: muon, cosine: lr 0.01, " in " ".join(capsys.readouterr().out.split())
     assert not out.exists()

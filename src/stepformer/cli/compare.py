@@ -101,8 +101,8 @@ def run_compare(args: argparse.Namespace) -> int:
     )
     if args.dry_run and args.tune:
         points = f"{most_points(searched, args.by_turns)} points of {', '.join(searched)}"
-        points = f"at most {points}, by turns" if args.by_turns else points
-        said = f"Before that, each row is trained at {points}, on {args.budget_tune} tokens each."
+        where = f"by turns at up to {points}" if args.by_turns else f"at {points}"
+        said = f"Before that, each row is trained {where}, on {args.budget_tune} tokens each."
         study = replace(study, facts=replace(study.facts, remarks=(*study.facts.remarks, said)))
     return _study(args, study, watch, args.held_out)
 

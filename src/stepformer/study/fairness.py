@@ -234,7 +234,7 @@ def with_tuning(
     counts = {label: len(points) for label, points in tried.items()}
     if len({*counts.values()}) > 1:
         numbers = ", ".join(f"{label} {count}" for label, count in counts.items())
-        said.append(f"Points tried: {numbers}. A row whose best point a round does not move has no others left to try.")
+        said.append(f"Points tried: {numbers}; all had the same turns, and what a row has tried is not trained again.")
     made_by = {run.name: recorded(run.folder.path) for run in runs if run.folder.exists}
     codes = {str(settings.get("code.stepformer")) for settings in made_by.values()}
     if codes != {f"{__version__} {package_digest()}"}:

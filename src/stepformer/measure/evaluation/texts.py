@@ -24,6 +24,7 @@ from stepformer.data.opening import open_source
 from stepformer.data.pieces import divide
 from stepformer.data.readers import Layout, cut_text, extensions, opened, read_documents, reading
 from stepformer.data.sources import DATASETS, usable_files
+from stepformer.data.token_files import TokenFiles
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.training.corpora import checked
 
@@ -68,8 +69,8 @@ def open_text(
     enough: int | None = None,
     data: Path | None = None,
 ) -> Text:
-    """A split of a prepared corpus, the documents of a file, a folder of files or hf:OWNER/NAME (as for `prepare`), or
-    the held-out text of a dataset with a name, from `data/NAME` if `data` is given.
+    """A split of a prepared corpus, the documents of a file, a folder of files or hf:OWNER/NAME (as for `prepare`),
+    ready-made tokens, or the held-out text of a dataset with a name, from `data/NAME` if `data` is given.
     """
     folder = Path(where).expanduser()
     if (folder / MANIFEST).is_file():
@@ -90,6 +91,12 @@ def open_text(
             f"There is no file or folder and no prepared corpus '{where}'.{suggestion(where, ('tales', *DATASETS))}"
         )
     source = open_source(where, field=field, document=document)
+    if isinstance(source, TokenFiles):  # of a folder the files of the split, as `prepare` would take them
+        blocks = (block for unit in range(len(source.units())) for block, _ in source.tokens(unit, tokenizer))
+        ids = [block.ids for block in blocks if folder.is_file() or block.split == split]
+        if not ids:
+            raise InputError(f"There are no tokens of the {split} split in '{where}'.")
+        return Text(source.name, np.concatenate(ids)[: None if enough is None else enough + 1], folder.name)
     documents = (found.text for found in source)
     return as_text(source.name, documents, tokenizer, folder.name if folder.exists() else where, enough)
 

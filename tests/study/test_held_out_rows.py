@@ -1,0 +1,135 @@
+"""Texts that nothing was chosen by: every run is evaluated on them once."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepformer.cli import main
+from stepformer.measure.evaluation import Reading, measure_texts, open_text, perplexity
+from stepformer.study.statistics import paired
+from stepformer.training import load_run
+
+SMALL = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "eval_tokens=256", "device=cpu", "steps=4"]
+
+
+@pytest.fixture(scope="module")
+def texts(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A file, tokens and a prepared corpus."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "letters.txt").write_text("The old lighthouse keeper wrote a letter every evening.\n" * 20)
+    (folder / "tokens_val.bin").write_bytes(b"".join((n % 256).to_bytes(2, "little") for n in range(500)))
+    return [str(folder / "letters.txt"), str(folder / "tokens_val.bin"), str(corpus)]
+
+
+@pytest.fixture(scope="module")
+def done(corpus: Path, texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("study") / "s"
+    assert main([*asked(out, corpus), *(word for text in texts for word in ("--held-out", text))]) == 0
+    return out
+
+
+def asked(out: Path, corpus: Path) -> list[str]:
+    return ["compare", "vanilla", "yurii", "--seeds", "2", "--out", str(out), "--quiet", f"corpus={corpus}", *SMALL]
+
+
+def test_the_table_has_the_losses_of_final_weights(done: Path, texts: list[str]) -> None:
+    rows = list(csv.DictReader((done / "comparison.csv").read_text().splitlines()))
+    markdown = (done / "comparison.md").read_text()
+    for where in texts:
+        losses: dict[str, dict[int, float]] = {"vanilla": {}, "yurii": {}}
+        for label, seed in ((label, seed) for label in losses for seed in (42, 43)):
+            run = load_run(done / f"{label}-s{seed}", "last", "cpu")
+            text = open_text(where, run.tokenizer)
+            (entry,) = measure_texts(run, [text], Reading(), quiet=True)["texts"]
+            losses[label][seed] = entry["nats"]
+        difference = paired(losses["vanilla"], losses["yurii"])
+        key = f"held_out_{text.name}_"
+        for row in rows:
+            shown = [float(word) for word in row[f"{key}loss_by_seed"].split()]
+            assert shown == pytest.approx(list(losses[row["architecture"]].values()), abs=1e-6)
+            assert row[f"{key}hash"] == entry["hash"]
+            assert int(row[f"{key}tokens"]) == entry["tokens"]
+        assert float(rows[1][f"{key}difference"]) == pytest.approx(difference.mean, abs=2e-6)
+        assert float(rows[1][f"{key}difference_low"]) == pytest.approx(difference.low, abs=2e-6)
+        assert f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]" in markdown
+        assert f"{entry['tokens']:,} tokens, hash {entry['hash']}; final weights, evaluated once." in markdown
+
+
+def test_no_run_is_evaluated_twice(
+    done: Path, corpus: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> float:
+        raise AssertionError("evaluated again")
+
+    monkeypatch.setattr(perplexity, "total_nats", never)
+    before = (done / "comparison.md").read_text()
+    held_out = [word for text in texts for word in ("--held-out", text)]
+    assert main([*asked(done, corpus), *held_out]) == 0
+    assert (done / "comparison.md").read_text() == before
+    runs = [str(done / f"{label}-s{seed}") for label in ("yurii", "vanilla") for seed in (42, 43)]
+    other = str(done.parent / "other")
+    assert main(["compare", "--runs", *runs, "--baseline", "vanilla", "--out", other, *held_out]) == 0
+    assert "Held-out text letters" in capsys.readouterr().out
+
+
+def test_weights_that_are_gone_are_told(
+    done: Path, corpus: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tmp_path / "s"
+    shutil.copytree(done, study)
+    shutil.rmtree(study / "yurii-s43" / "measured")
+    shutil.rmtree(study / "yurii-s43" / "checkpoints")
+    shutil.rmtree(study / "yurii-s42" / "checkpoints")  # it was evaluated before
+    assert main([*asked(study, corpus), "--held-out", texts[0]]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "yurii-s43 is not evaluated on letters: The last checkpoint of" in said
+    row = list(csv.DictReader((study / "comparison.csv").read_text().splitlines()))[1]
+    assert row["held_out_letters_loss_by_seed"].endswith(" nan")
+    assert row["held_out_letters_difference_low"] == ""  # one pair
+    # another text under the same name is another text
+    changed = tmp_path / "letters.txt"
+    changed.write_text("Another letter was never written.\n" * 20)
+    assert main([*asked(study, corpus), "--held-out", str(changed)]) == 0
+    kept = json.loads((study / "vanilla-s42" / "measured" / "held-out.json").read_text())["result"]["texts"]
+    assert [entry["name"] for entry in kept].count("letters") == 2
+
+
+def test_the_time_limit_holds_for_texts_too(
+    done: Path, corpus: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tmp_path / "s"
+    shutil.copytree(done, study)
+    shutil.rmtree(study / "vanilla-s43" / "measured")
+    assert main([*asked(study, corpus), "--held-out", texts[0], "--max-time", "0"]) == 142
+    said = "out of time; 2 of 4 runs are evaluated on the held-out texts. The same command continues."
+    assert said in capsys.readouterr().err
+
+
+def test_texts_that_cannot_be_read_are_refused_before_training(
+    corpus: Path,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    twin = tmp_path / "letters.txt"
+    twin.write_text("words " * 50)
+    short = tmp_path / "short.txt"
+    short.write_text("words")
+    for given, sentence in (
+        (["nothing.txt"], "There is no file or folder"),
+        ([texts[0], str(twin)], "Two held-out texts are called 'letters'"),
+        ([str(short)], "too few for one block of 16"),
+    ):
+        held_out = [word for text in given for word in ("--held-out", text)]
+        assert main([*asked(tmp_path / "no", corpus), *held_out]) == 2
+        assert sentence in capsys.readouterr().err
+        assert not (tmp_path / "no").exists()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([*asked(tmp_path / "no", corpus), "--held-out", texts[0]]) == 2
