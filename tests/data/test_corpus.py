@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from stepformer import StepformerError
 from stepformer.base import files
 from stepformer.data import Corpus, corpus_folder, load_tokenizer, make_tokenizer, open_source
 from stepformer.data.prepare import prepare
+from stepformer.training.corpora import checked
 from texts import documents, stories, write_rows
 
 
@@ -101,6 +103,22 @@ def test_damaged_shards_are_named(corpus: Corpus) -> None:
     read: list[int] = []
     Corpus(corpus.folder).verify(read.append)
     assert sum(read) == sum(p.stat().st_size for p in corpus.folder.glob("*.bin"))
+
+
+def test_a_corpus_is_hashed_again_when_it_was_changed(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study opens its corpus for every run."""
+    hashed: list[str] = []
+    original = Corpus.verify
+    monkeypatch.setattr(Corpus, "verify", lambda self: (hashed.append(self.name), original(self)))
+    for _ in range(3):
+        checked(Corpus(corpus.folder))
+    assert len(hashed) == 1
+    shard = corpus.folder / "train-00001.bin"
+    whole, times = shard.read_bytes(), shard.stat()
+    shard.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(StepformerError, match=r"Shard 'train-00001.bin' .* is damaged: its checksum"):
+        checked(Corpus(corpus.folder))
 
 
 def test_a_damaged_corpus_is_made_again_with_force(corpus: Corpus, tmp_path: Path) -> None:

@@ -257,6 +257,14 @@ def test_texts_from_files(run: LoadedRun, corpus: Path, tmp_path: Path) -> None:
     assert text.tokens.tolist() == [*bytes_of("one"), eot, *bytes_of("<|endoftext|>"), eot]
     text = open_text(str(tmp_path / "b.jsonl.xz"), run.tokenizer, field="body")
     assert text.tokens.tolist() == [*bytes_of("eins"), eot, *bytes_of("zwei"), eot]
+    (tmp_path / "ready").mkdir()
+    for name, ids in (("train", [7, 8, 9]), ("val", [1, 2, 3, 4])):
+        (tmp_path / "ready" / f"{name}.bin").write_bytes(np.array(ids, "<u2").tobytes())
+    assert open_text(str(tmp_path / "ready"), run.tokenizer).tokens.tolist() == [1, 2, 3, 4, eot]
+    assert open_text(str(tmp_path / "ready" / "train.bin"), run.tokenizer, enough=1).tokens.tolist() == [7, 8]
+    (tmp_path / "ready" / "val.bin").unlink()
+    with pytest.raises(InputError, match="no tokens of the val split"):
+        open_text(str(tmp_path / "ready"), run.tokenizer)
     part = open_text(str(corpus), run.tokenizer, split="train", enough=99)
     assert len(part) == 100
     with pytest.raises(InputError, match="is a run, not a text"):

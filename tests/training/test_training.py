@@ -55,6 +55,8 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(
         again = resume(halves, quiet=True)
         assert again["weights_sha256"] == whole["weights_sha256"]
         assert (again["val_loss"], again["best_val_loss"]) == (whole["val_loss"], whole["best_val_loss"])
+        assert (whole["start_steps"], again["start_steps"]) == (3, min(3, step) + 3)  # of each start
+        assert 0 < again["start_seconds"] < again["train_seconds"]
         lines = [
             [(m["kind"], m["step"]) for m in read_metrics(f / "metrics.jsonl") if m["kind"] != "saved"]
             for f in (tmp_path / "whole", halves)

@@ -31,14 +31,13 @@ from stepformer.training import checkpoints as stored
 from stepformer.training import evaluation
 from stepformer.training.config import RunConfig
 from stepformer.training.evaluation import Evaluation, autocasting
-from stepformer.training.metrics import Display, Loggers, Metrics
+from stepformer.training.metrics import Clock, Display, Loggers, Metrics
 from stepformer.training.parallel import LocalBatches, ParallelModel, World
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import flops_per_token, peak_flops
 from stepformer.training.stopping import Stopped, Watch, warn_of_torchrun
 
 NORM_WINDOWS = 8  # of the validation split that norms of streams are taken on
-STARTING = 3  # steps after a start that compile, load kernels and record graphs: their time is told apart
 SLOW_SAVE = 5.0  # seconds after which somebody who waits for a stop is told about torchrun's patience
 
 
@@ -93,9 +92,7 @@ class Trainer:
         self.logged = 0  # lines with losses that it had at the checkpoint
         self.run_id = ""
         self.step = 0  # completed steps
-        self.seconds = 0.0  # spent in them
-        self.starting = STARTING  # steps of this spell that still are its start
-        self.start_steps, self.start_seconds = 0, 0.0  # of all spells' starts
+        self.clock = Clock()
         self._home: tuple[int, int] | None = None  # what the folder is, beside its name
         self.best: dict[str, Any] | None = None  # val_loss and step of the best evaluation
         self.last: Evaluation | None = None
@@ -115,9 +112,8 @@ class Trainer:
             path, state = found
             self.begin_with(path)
             stored.load(path, "optimizer", self.optimizers.tensors(create=True))
-            self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+            self.step, self.clock, self.best = state["step"], Clock.of(state), state["best"]
             self.logged = state.get("logged", 0) if self.step else 0
-            self.start_steps, self.start_seconds = state.get("start_steps", 0), state.get("start_seconds", 0.0)
         if self.world.is_main:
             self.checkpoints.remove_after(self.step if found else -1)
         self.world.barrier()
@@ -195,10 +191,7 @@ class Trainer:
         begin, config = time.perf_counter(), self.config
         loss_now, norm_now = self.update()
         took = time.perf_counter() - begin
-        self.seconds += took
-        if self.starting:
-            self.starting -= 1
-            self.start_steps, self.start_seconds = self.start_steps + 1, self.start_seconds + took
+        self.clock.add(took)
         speed = config.step_tokens / took
         self.peak = max(self.peak, self.flops * speed)  # a peak measured on a busy CPU may be too low
         mfu = self.flops * speed / self.peak
@@ -296,7 +289,7 @@ class Trainer:
         """Write a line of metrics, on the main rank."""
         if self.metrics is not None and self.loggers is not None:
             where = {"step": self.step, "tokens": self.step * self.config.step_tokens}
-            line = {"kind": kind, **where, "seconds": round(self.seconds, 3), **numbers}
+            line = {"kind": kind, **where, "seconds": round(self.clock.seconds, 3), **numbers}
             self.metrics.write(**line)
             self.loggers.write(line)
 
@@ -345,8 +338,7 @@ class Trainer:
 
     def _save_part(self, name: str, parts: dict[str, dict[str, Any]]) -> None:
         self.display.waiting("saving")
-        state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "best": self.best}
-        state |= {"start_steps": self.start_steps, "start_seconds": self.start_seconds}
+        state: dict[str, Any] = {"step": self.step, **self.clock.state(), "best": self.best}
         state |= {"config": self.config.to_dict(), **({"run": self.run_id} if self.run_id else {})}
         if self.metrics is not None:
             self.metrics.sync()
@@ -409,10 +401,8 @@ class Trainer:
             **evaluation.measured_once(self._evaluation, self.last, self.corpus.split("train"), whole),
             "best_val_loss": self.best["val_loss"],
             "best_step": self.best["step"],
-            "train_seconds": round(self.seconds, 3),
-            "start_steps": self.start_steps,
-            "start_seconds": round(self.start_seconds, 3),
-            "tokens_per_second": self.step * config.step_tokens / self.seconds,
+            **self.clock.result(),
+            "tokens_per_second": self.step * config.step_tokens / self.clock.seconds,
             "parameters": self.num_parameters,
             "unigram_entropy": self.val.entropy,
             "weights_sha256": weights,

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,6 +187,37 @@ class Metrics:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+STARTING = 3  # steps after a start that compile, load kernels and record graphs
+
+
+@dataclass
+class Clock:
+    """Seconds spent in training steps; those of the first few after every start are also counted apart."""
+
+    seconds: float = 0.0
+    start_steps: int = 0
+    start_seconds: float = 0.0
+    starting: int = STARTING  # steps left of this start
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Clock:
+        """As a checkpoint has it, which may be older than starts are."""
+        return cls(state["seconds"], state.get("start_steps", 0), state.get("start_seconds", 0.0))
+
+    def add(self, took: float) -> None:
+        self.seconds += took
+        if self.starting:
+            self.starting -= 1
+            self.start_steps, self.start_seconds = self.start_steps + 1, self.start_seconds + took
+
+    def state(self) -> dict[str, float]:
+        return {"seconds": self.seconds, "start_steps": self.start_steps, "start_seconds": self.start_seconds}
+
+    def result(self) -> dict[str, float]:
+        own = {name: round(value, 3) for name, value in self.state().items()}
+        return {"train_seconds": own.pop("seconds"), **own}
 
 
 class Display:
