@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from stepformer.cli import main
 from stepformer.measure.evaluation import Reading, measure_texts, open_text, perplexity
+from stepformer.measure.measured import Journal
 from stepformer.study.statistics import paired
 from stepformer.training import load_run
+from stepformer.training.stopping import Watch
 
 SMALL = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "eval_tokens=256", "device=cpu", "steps=4"]
 
@@ -101,7 +104,12 @@ def test_weights_that_are_gone_are_told(
 
 
 def test_the_time_limit_holds_for_texts_too(
-    done: Path, corpus: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    done: Path,
+    corpus: Path,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     study = tmp_path / "s"
     shutil.copytree(done, study)
@@ -109,6 +117,20 @@ def test_the_time_limit_holds_for_texts_too(
     assert main([*asked(study, corpus), "--held-out", texts[0], "--max-time", "0"]) == 142
     said = "out of time; 2 of 4 runs are evaluated on the held-out texts. The same command continues."
     assert said in capsys.readouterr().err
+    pieces: list[str] = []
+    original = Journal.get
+
+    def get(self: Journal, name: str, compute: Any) -> Any:
+        pieces.append(name) if name not in self.pieces else None
+        return original(self, name, compute)
+
+    monkeypatch.setattr(Journal, "get", get)
+    with monkeypatch.context() as patch:  # in the middle of the text
+        patch.setattr(Watch, "asked", lambda self: int(signal.SIGALRM) if len(pieces) == 2 else 0)
+        assert main([*asked(study, corpus), "--held-out", texts[0]]) == 142
+    assert main([*asked(study, corpus), "--held-out", texts[0]]) == 0
+    assert len(pieces) == len(set(pieces)) > 2  # those that were kept are not computed again
+    assert (study / "comparison.md").read_text().count("Held-out text letters") == 1
 
 
 def test_texts_that_cannot_be_read_are_refused_before_training(

@@ -99,7 +99,7 @@ def test_sweep_over_a_grid_in_processes(corpus: Path, tmp_path: Path, capsys: py
     assert main([*command, *words(corpus)]) == 0, capsys.readouterr().err
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == ["lr=0.01-s42", "lr=0.02-s42"]
     for lr in (0.01, 0.02):
-        assert json.loads((out / f"lr-{lr}-s42" / "run.json").read_text())["config"]["optim"]["lr"] == lr
+        assert json.loads((out / f"lr={lr}-s42" / "run.json").read_text())["config"]["optim"]["lr"] == lr
 
 
 @pytest.mark.slow

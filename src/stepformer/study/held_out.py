@@ -6,7 +6,7 @@ RUN/measured/held-out.json keeps what was found with the hash of the text; whoev
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,14 +91,12 @@ def evaluate_held_out(
             kept = measured.load(folder, KIND)
             entries: list[dict[str, Any]] = kept["result"]["texts"] if kept else []
             missing = {key: text for key, text in named.items() if key not in [entry["text"] for entry in entries]}
-            if missing and watch.asked():
-                stopped = Stopped(watch.asked(), None, folder.parent)
-                stopped.add_note(f"{number} of {len(folders)} runs are evaluated on the held-out texts")
-                raise stopped
             try:
-                entries = entries + (
-                    _evaluated(folder, config.train.device, missing, entries, quiet) if missing else []
-                )
+                if missing:
+                    entries = [*entries, *_evaluated(folder, config.train.device, missing, entries, quiet, watch)]
+            except Stopped as stopped:
+                stopped.add_note(f"{number} of {len(folders)} runs are evaluated on the held-out texts")
+                raise
             except InputError as error:  # its weights are gone
                 for text in missing.values():
                     _of(found, text).notes.append(f"{folder.name} is not evaluated on {text.name}: {error}")
@@ -112,20 +110,39 @@ def _of(found: dict[str, HeldOut], text: Text) -> HeldOut:
     return found.setdefault(text.name, HeldOut(text.name))
 
 
+class _Watched(measured.Journal):
+    """A journal that ends between two of its pieces, which stay, when it is asked to."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any], watch: Watch) -> None:
+        super().__init__(path, about)
+        self.watch = watch
+
+    def get(self, name: str, compute: Callable[[], Any]) -> Any:
+        if name not in self.pieces and self.watch.asked():
+            raise Stopped(self.watch.asked(), None, Path())
+        return super().get(name, compute)
+
+
 def _evaluated(
-    folder: Path, device: str, texts: Mapping[str, Text], kept: Sequence[dict[str, Any]], quiet: bool
+    folder: Path,
+    device: str,
+    texts: Mapping[str, Text],
+    kept: Sequence[dict[str, Any]],
+    quiet: bool,
+    watch: Watch,
 ) -> list[dict[str, Any]]:
     """The losses of a run's final weights, kept beside those of other texts."""
     run = load_run(folder, "last", device)
     about = about_run(run)
     if about["weights"] != documents.read(run.folder.result, documents.RESULT)["weights_sha256"]:
         raise InputError(f"The last checkpoint of '{folder}' does not have the weights of its result.")
-    found = []
+    found, notes = [], _Watched(folder / measured.FOLDER / f"{KIND}.jsonl", about, watch)
     for key, text in texts.items():
         say(f"{folder.name} is evaluated on {text.name}", quiet=quiet)
         windows = Reading().windows(text, run.model.config.context)
-        nats = perplexity.total_nats(scorer_of(run), text, windows)
+        nats = perplexity.total_nats(scorer_of(run), text, windows, notes)
         entry = perplexity.entry_of(text, Reading(), windows, nats, run)
         found.append({**entry, "text": key, "precision": about["precision"]})
     measured.save(folder, KIND, step=run.step, settings=about, result={"texts": [*kept, *found]})
+    notes.close_used()
     return found
