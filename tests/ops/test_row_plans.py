@@ -217,7 +217,7 @@ def texts(name, **changes):
     for step in model.plan().passes():
         own = row_passes.compiled(step.program.text, step.handed, step.borrows)
         needed = tuple(own.names)
-        backward = own.backward(tuple(own.reached), needed, tuple("f" for _ in needed))
+        backward = own.backward(dict.fromkeys(own.reached, "f"), needed, tuple("f" for _ in needed))
         printed = [own.forwards[keep].at(forward_tile(16))[0].text for keep in (True, False)]
         printed.append(backward.kernel.at(backward_tile(16, 4, 2, 8))[0].text)
         found.append([step.program.text, *printed])
