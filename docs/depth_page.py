@@ -160,6 +160,9 @@ Speeds are of models before training. ReZero's s is 0 then, so that every gradie
 multiplies zeros takes less power and runs faster: its figure is not what training has. That of `scaled scale=scalar`,
 which does the same work, is nearer.
 
+The speeds of `hyper dynamic=true` and `mhc` are of kernels that have been rewritten since; the new ones have not been
+measured.
+
 ## Hyper-connections
 
     hyper:  h = A_m^T H,    H' = A_r^T H + B^T T(h)            mhc:  h = pre H,    H' = R H + post^T T(h)
