@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import stepformer as sf
+from scripts import script
 from stepformer.base.words import merge
 from stepformer.catalogue.recipes import recipe_names
 from stepformer.cli.main import parser
@@ -18,16 +17,7 @@ from stepformer.cli.main import parser
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("coverage_page", ROOT / "docs/coverage_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = script()
+SCRIPT = script("docs/coverage_page.py")
 ROWS = [row for members in SCRIPT.rows().values() for row in members]
 
 

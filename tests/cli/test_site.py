@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
-import importlib.util
 import inspect
 import os
 import re
@@ -13,13 +12,13 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 import stepformer as sf
 from browser import open_browser, watched
+from scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,15 +28,6 @@ REFERENCE = [
     for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)
 ]
 PUBLIC = [name for name in sf.__all__ if not name.startswith("_")]
-
-
-def hooks() -> Any:
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/site/hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +74,7 @@ def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path) -> None:
 
 
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
-    loads = hooks().loads
+    loads = script("docs/site/hooks.py").loads
     read = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
     assert {path.suffix for path in read} == {".html", ".css"}
     for path in read:
@@ -126,7 +116,7 @@ def test_without_scripts_the_text_and_the_equations_are_there(site: Path) -> Non
 
 
 def test_an_equation_that_does_not_convert_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    mathml = hooks().mathml
+    mathml = script("docs/site/hooks.py").mathml
     assert "<mfrac>" in mathml(r"\frac{a}{b} &lt; 1", "inline", "page.md")
     assert caplog.text == ""
     mathml(r"\nosuchcommand x", "inline", "page.md")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import math
 import re
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 import forked
+from scripts import script
 from stepformer.base.errors import InputError
 from stepformer.cli import claims as command
 from stepformer.cli.main import main, parser
@@ -26,15 +26,6 @@ from study.test_comparing import runs
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES, CLAIMS = ledger._read()
 T = {3: 4.302653, 4: 3.182446}  # Student's t at 97.5 %, by pairs
-
-
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("claims_page", ROOT / "docs/claims_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def copy_of_raw(folder: Path) -> Path:
@@ -61,7 +52,7 @@ def test_every_row_has_its_raw_file_and_its_numbers_are_found_in_it() -> None:
 
 
 def test_the_page_is_made_of_what_there_is() -> None:
-    module = script()
+    module = script("docs/claims_page.py")
     assert (ROOT / "docs/claims.md").read_text() == module.page(ledger.ledger()), "run `python docs/claims_page.py`"
     assert (ROOT / "docs/figures/claims.png").is_file()
 
