@@ -69,7 +69,7 @@ OURS = (
     Row("hb", "velocity v", f"beta, gamma, LN_v; {TABLES}"),
     Row("yurii", "velocity v", f"mu, beta, gamma, LN_v; {TABLES}"),
     Row("tmm", "velocity v", f"mu, beta, gamma, nu, LN_v; {TABLES}"),
-    Row("tables", "w, which stays", "mu, LN_v; token and position tables of w"),
+    Row("tables", "w, which does not change", "mu, LN_v; token and position tables of w"),
     Row("rmsprop", "second moment s", ADAPTIVE),
     Row("adam", "mean m, second moment s", f"{ADAPTIVE}, beta1; tables of m"),
     Row("adamw", "mean m, second moment s", f"{ADAPTIVE}, beta1, lambda; tables of m"),
@@ -96,124 +96,132 @@ THEIRS = (
     Row("attnres", "embedding and all answers", "a vector of each call and of the last mean, from 0", 19_200),
     Row("attnres blocks=8", "embedding, 8 sums of answers", "the same", 19_200),
     Row("attnres blocks=4", "embedding, 4 sums of answers", "the same", 19_200),
-    Row("unet", "outputs of the first half", "a share of each in the layer opposite, from 1", 6),
+    Row("unet", "outputs of the first half", "a factor of each, added to the mirrored layer, from 1", 6),
 )  # fmt: skip
 INTRODUCTION = """# Ways through depth
 
-A layer of a plain GPT adds the outputs of its attention and its MLP to x. Many papers change how a layer passes
-information on to later layers: some read a layer as a step of an optimizer and carry a velocity ([the idea](ideas.md)),
-others carry several streams, or let a layer read the outputs of all earlier ones. This page has all that the library
-knows, side by side: what they carry, what they learn, what they cost, and which of them learned better when we trained
-them.
+A layer of a plain GPT adds the outputs of its attention and its MLP to the residual stream x. Many papers change how a
+layer passes information on to later layers. Some treat a layer as a step of an optimizer and carry a velocity ([the
+idea](ideas.md)). Others carry several streams, or let a layer read the outputs of all earlier ones. This page compares
+all such rules that the library has: what they carry, what they learn, what they cost, and which of them reached a lower
+loss when we trained them. `stepformer train attnres steps=500` trains one of them.
 
 ![Difference of the validation loss to a plain GPT against the time of a training step](figures/ways_through_depth.svg)
 
-*Every rule whose loss and speed we have measured. Lower is better, left is faster, bars are 95 % intervals. Loss and
-time were measured at different sizes. Loss: {losses}.
-Time: {times}. Nothing was tuned: all rules have the learning rates that
-were chosen for the plain GPT, and another size or other rates may change the order. ReZero is timed
-with factors that start at 1, not at 0 ([why](#what-they-have-in-common)).*
+*Every rule whose loss and speed we have measured. Lower is better, further left is faster, bars are 95 % intervals.
+Loss and time were measured at different sizes. Loss: {losses}. Time: {times}. Nothing was tuned: all rules have the
+learning rates that were chosen for the plain GPT, and another size or other rates may change the order. ReZero is
+timed with factors that start at 1, not at 0 ([why](#what-they-have-in-common)).*
 
-In the words of the tables: an *oracle* is what a layer asks for a direction, its attention or its MLP, and its *answer*
-is what that returns. `stepformer list` prints the equations, `stepformer show NAME --cite` the papers, and
+In the tables an *oracle* is the attention or the MLP of a layer, and an *answer* is the output of an oracle. `vanilla`
+is the plain GPT. `stepformer list` prints the equations, `stepformer show NAME --cite` the papers, and
 `stepformer audit NAME` checks that an architecture does what its equations say.
 
 Page and picture are made by `python docs/depth_page.py`. Columns of the tables:
 
-- *Parameters*: those beyond vanilla's 124,373,760 at the small size (12 layers, 24 oracle calls, width 768).
-- *Traffic*: how much memory is moved between the oracle calls, in vectors of the width for each token and call of the
-  forward pass, beyond vanilla's {vanilla:.1f}; a backward pass moves about as much again. One vector is 50 MB or 12 us
-  on an H200 with 32,768 tokens in bf16; a whole step of vanilla takes 54.6 ms.
+- *Learned*: "from" gives the initial value. *Carried*: what later layers receive besides x.
+- *Parameters*: the number beyond vanilla's 124,373,760 at the small size (12 layers, 24 oracle calls, width 768).
+- *Traffic*: how much memory is moved between the oracle calls of the forward pass. The unit is one vector of the width
+  per token and call, and the number is the amount beyond vanilla's {vanilla:.1f}. A backward pass moves about as much
+  again. One vector is 50 MB or 12 us on an H200 with 32,768 tokens in bf16; a whole step of vanilla takes 54.6 ms.
 - *Speed*: training tokens per second on one H200 divided by vanilla's, from `benchmarks/results`.
 """
 HEADER = "| {title} | carried besides x | learned | parameters | traffic | speed |\n|---|---|---|---:|---:|---:|\n"
-UNBUILT = "\nRows with (not built) are not in the catalogue: their parameters are counted on the papers' equations.\n"
+UNBUILT = "\nRows with (not built) are not in the library; their parameters are counted from the papers' equations.\n"
 TRAINED = """
 ## Which of them learns better
 
-Differences of the validation loss to vanilla in nats, paired by seed, with 95 % intervals; three seeds, the rates of
-the defaults for all of them, nothing tuned for any. Left: 4 layers of width 128 on the embedded tales, 2.0M tokens.
-Right: 8 layers of width 512 on 25M tokens of real English text. ([raw output and
+The table gives differences of the validation loss to vanilla in nats, paired by seed over three seeds, with 95 %
+intervals. All rows use the default learning rates; nothing was tuned for any of them. Left: 4 layers of width 128 on
+the built-in tales, 2.0M tokens. Right: 8 layers of width 512 on 25M tokens of real English text. ([raw output and
 commands](raw/2026-11-rivals/README.md); one H200)
 
 | | tales, 2.0M tokens | English text, 25M tokens |
 |---|---:|---:|
 {rows}
 
-Attention residuals and streams that are mixed win at both sizes; the published momentum rule wins on tales and loses on
-real text at this budget, as does `unet`. Rates were chosen for vanilla, so a rule that wants others is not at its best
-here; and eight intervals are not one ([the same in the comparison itself](compare.md)). All rows have within 2 % of
-vanilla's parameters, but for `yurii`, which has tables of its own.
+`attnres`, `hyper`, `mhc` and `scaled` have a lower loss than vanilla at both sizes. The published momentum rule
+(`yurii`) has a lower loss on tales and a higher one on real text at this budget. `unet` is also worse on real text.
+The learning rates were chosen for vanilla, so a rule that needs other rates is not at its best here. With eight
+intervals in a column, a single one can miss the true value by chance ([more on this](compare.md)). All rows have
+within 2 % of vanilla's parameters, except `yurii`, which has embedding tables of its own.
 """
-AFTER = """
+AFTER = r"""
 ## What they have in common
 
-Of the other ways `attnres`, `denseformer`, `scaled scale=scalar` and `hyper` are vanilla before the first step of
-training (`hyper` where norm_eps does not matter: its last x is four times vanilla's); ReZero starts as the identity.
-None of them mixes tokens, so that decoding keeps keys and values and nothing else: what is carried lives inside the
-step of one token.
+Before the first training step, `attnres`, `denseformer`, `scaled scale=scalar` and `hyper` compute the same function as
+vanilla. For `hyper` this holds up to norm_eps, since its last x is four times vanilla's. ReZero starts as the identity.
+The rules of the second table do not mix tokens: what they carry exists only while one token passes through the
+layers, so decoding stores keys and values and nothing else.
 
-`hyper`, `mhc` and `attnres` take the place of the template and go with the splittings `lie-trotter` and `parallel`.
-`scaled`, `denseformer` and `unet` act around a layer and go with templates that carry x.
+`hyper`, `mhc` and `attnres` replace the template and can be used with the splittings `lie-trotter` and `parallel`.
+`scaled`, `denseformer` and `unet` act around a layer and can be used with templates that carry x.
 
-Speeds are of models before training. ReZero's s is 0 then, so that every gradient of an oracle is zero, and a GPU that
-multiplies zeros takes less power and runs faster: its figure is not what training has. That of `scaled scale=scalar`,
-which does the same work, is nearer.
+Speeds were measured before training. At that point the factor s of ReZero is 0, so every gradient of an oracle is zero.
+A GPU that multiplies zeros takes less power and runs faster, so the speed given for ReZero is too high for training.
+The speed of `scaled scale=scalar`, which does the same work, is closer.
 
 The speeds of `hyper dynamic=true` and `mhc` are of kernels that have been rewritten since; the new ones have not been
 measured.
 
 ## Hyper-connections
 
-    hyper:  h = A_m^T H,    H' = A_r^T H + B^T T(h)            mhc:  h = pre H,    H' = R H + post^T T(h)
+$$ \text{hyper:}\quad h = A_m^\top H, \quad H' = A_r^\top H + B^\top T(h), \qquad\qquad
+   \text{mhc:}\quad h = \mathrm{pre}\, H, \quad H' = R H + \mathrm{post}^\top T(h) $$
 
-H has n rows of the width of x (`n`, 4 unless you say otherwise), of which x is the first. They start as n copies of the
-embedding, and the final norm reads their sum. Every oracle call has its own weights.
+H is the state of a token: n rows of the width of x (option `n`, 4 by default), of which x is the first. T is the oracle
+and h its input. The rows start as n copies of the embedding, and the final norm reads their sum. Every oracle call has
+its own weights.
 
-In `hyper` (arXiv 2409.19606) these are learned numbers of any sign, n (n + 2) of a call, from B = 1, A_r = I and an A_m
-that reads row l mod n in call l. With `dynamic=true` the rows of a token change its own: s tanh(norm(H) W) is added to
-each, W from 0 and s from 0.01; the norm is the model's, without a gain. The preset is the static form.
+In `hyper` (arXiv 2409.19606) the weights are n (n + 2) learned numbers per call, of any sign. They start at B = 1,
+A_r = I and an A_m that reads row l mod n in call l. With `dynamic=true` the weights of a token also depend on its rows:
+s tanh(norm(H) W) is added to each weight, where W starts at 0 and s at 0.01. The norm is the model's norm without a
+gain. The preset is the static form.
 
-In `mhc` (arXiv 2512.24880) all weights of a token come from z = RMSNorm(vec H): pre = sigmoid(a1 z F1 + b1), post =
-2 sigmoid(a2 z F2 + b2), and R, whose rows and columns sum to 1, by 20 Sinkhorn steps from exp(a3 z F3 + b3). With
-`mixing=permutations` (arXiv 2601.05732, n up to 4) R is a mean of all n! permutations with weights softmax(a3 z F3 +
-b3), doubly stochastic without iterations. The paper says a = 0.01 and n = 4; the other starts are those of the public
-code of mHC-lite: F = 0, and b so that call l reads and writes mostly row l mod n and R is nearly the identity. With F =
-0 and b2 = 0 it is vanilla.
+In `mhc` (arXiv 2512.24880) all weights of a token are computed from z = RMSNorm(vec H): pre = sigmoid(a1 z F1 + b1) and
+post = 2 sigmoid(a2 z F2 + b2). The rows and columns of R sum to 1; R is made by 20 Sinkhorn steps from exp(a3 z F3 +
+b3). With `mixing=permutations` (arXiv 2601.05732, n up to 4) R is a mean of all n! permutations with weights softmax(a3
+z F3 + b3), which is doubly stochastic without iterations. The initial values a = 0.01 and n = 4 are those of the paper.
+The others are those of the public code of mHC-lite: F = 0, and b such that call l reads and writes mostly row l mod n
+and R is nearly the identity. With F = 0 and b2 = 0 it is vanilla.
 
-What differs: the output layers start as they do in vanilla (the first paper scales them by sqrt(n), which the final
-norm removes). Numbers are coefficients, without decay; W and F are trained by AdamW with the rate and decay of the
-tables, never by Muon. Extras that change x are refused, since x is one of n rows; so is hybrid inference.
+Some details differ from the papers. The output layers start as in vanilla (the first paper scales them by sqrt(n),
+which the final norm removes). Scalars are trained as coefficients, without weight decay. W and F are trained by AdamW
+with the learning rate and weight decay of the embedding tables, never by Muon. Extras that change x are refused, since
+x is only one of n rows; so is hybrid inference.
 
-On a GPU `hyper` is one generated pass between two calls, which reads and writes each row once. Its dynamic form and
-`mhc` have one event more: products of the rows with W or F, and for `mhc` the Sinkhorn steps, are kernels of their own
-(`ops/connection_passes.py`), whose backward pass does the steps again.
+On a GPU `hyper` is one generated kernel between two calls, which reads and writes each row once. Its dynamic form and
+`mhc` need additional kernels (`ops/connection_passes.py`): products of the rows with W or F, and for `mhc` the Sinkhorn
+steps. Their backward pass computes these steps again.
 
 ## Attention residuals
 
-    h_l = n sum_i c_il v_i,    c_il = softmax_i(w_l . RMSNorm(v_i)),    v_(l+1) = T_l(h_l)
+$$ h_l = n \sum_i c_{il} v_i, \qquad c_{il} = \mathrm{softmax}_i(w_l \cdot \mathrm{RMSNorm}(v_i)), \qquad
+   v_{l+1} = T_l(h_l) $$
 
-over the n sources that are known before call l: the embedding v_0 and the answers of all earlier calls. The final
-norm reads one more such mean. `stepformer train attnres` has this full form; `blocks=N` adds up the answers of N
-blocks of calls (the last one takes the rest), so that sources are the embedding, the sums of finished blocks, and
-from the second call of a block on the running sum of it. `blocks` equal to the number of calls is the full form
-again.
+The input h_l of call l is a weighted sum over the n sources that exist before this call: the embedding v_0 and the
+answers of all earlier calls. w_l is a learned vector. The final norm reads one more such sum. `stepformer train
+attnres` is this full form.
+
+With `blocks=N` the calls are divided into N blocks (the last one takes the rest), and the answers of a block are added
+up. The sources are then the embedding, the sums of the finished blocks and, from the second call of a block on, the
+running sum of the current block. If `blocks` equals the number of calls, this is the full form again.
 
 Three things differ from the paper (arXiv 2603.15031), none of which changes its functions where eps does not matter:
 
-- **Times n.** The paper asks at the mean, whose size at the start is that of x over n. With 25 sources its square is
-  far below the norm_eps of 1e-5, and the norm would hardly see it. Here the mean is multiplied by the number of
-  sources: at w = 0 it is the sum, and the model starts as vanilla.
-- **No gain of the key norm.** It multiplies w, so that w alone says the same: 19,200 parameters at the small size, not
-  38,400.
-- **The first w is unused.** The first call has one source. Its vector is counted, and declared unused.
+- **Times n.** In the paper the input of a call is the mean of the sources, which at the start has the size of x divided
+  by n. With 25 sources its square is far below the norm_eps of 1e-5, so the norm would not bring it to unit size. Here
+  the mean is multiplied by the number of sources. At w = 0 this gives the sum, and the model starts as vanilla.
+- **No gain of the key norm.** The gain would only multiply w, so w alone can express the same. This gives 19,200
+  parameters at the small size, not 38,400.
+- **The first w is unused.** The first call has only one source. Its vector is counted, and declared unused.
 
-x is the sum of all answers, for diagnostics; no oracle reads it, so that extras which change x are refused. Hybrid
-inference, which needs a velocity, is too.
+For diagnostics, x is the sum of all answers. No oracle reads it, so extras that change x are refused. Hybrid inference
+is refused, too, since it needs a velocity.
 
-On a GPU each call is one kernel: it reads every source once, with the softmax as it goes. In the backward pass a
-source does not have its gradient read and written by every call that used it: calls leave behind the gradient of
-their own point, and the gradient of a source is gathered from those when it is asked for (`ops/depth_kernels.py`).
+On a GPU each call is one kernel, which reads every source once and computes the softmax as it goes. In the backward
+pass, each call stores only the gradient of its own input. The gradient of a source is computed from these when it is
+needed, instead of being read and written by every call that used the source (`ops/depth_kernels.py`).
 """
 
 
