@@ -126,6 +126,13 @@ TYPOS = {
     "betta": (QHM.replace("c.beta *", "c.betta *"), r"AttributeError in qhm\.py, line 18: .* Did you mean 'beta'\?"),
     "number": (QHM.replace("sf.positive()", "0.5"), r"The coefficient 'gamma' is 0\.5: declare it as sf\.unit"),
     "name": (QHM.replace("scale * g)", "scael * g)"), r"NameError in qhm\.py, line 18: name 'scael' is not defined"),
+    "return": (QHM.replace("return s.without", "s.without"), r"QuasiHyperbolic\.drift\(\) returns None: is its return"),
+    "shape": (
+        QHM.replace("c.gamma * g, u", "(c.gamma * g).mean(-1), u").replace("c.beta * s.v", "c.beta * s.v.mean(-1)"),
+        r"QuasiHyperbolic\.kick\(\) leaves the stream 'v' in the shape \(\d+, 16\); the norm needs that of x",
+    ),
+    "norm": (QHM.replace('normalises = "v"', 'normalises = "w"'), r"QuasiHyperbolic normalises 'w', which is none of"),
+    "syntax": (QHM.replace("scale=1.0):", "scale=1.0)"), r"qhm\.py' is not Python: expected ':', line 17\."),
     "load": (QHM.replace("as sf", "as s"), r"'qhm\.py' failed to load: NameError in qhm\.py, line 4: name 'sf'"),
 }
 
@@ -147,6 +154,55 @@ def test_a_fault_of_a_plugin_is_a_sentence_in_train_as_in_audit(typo: str, train
     done = forked.stepformer(*words, cwd=tmp_path)  # in the same folder: there was no run yet
     assert done.returncode == 0
     assert "qhm s42  step" in done.stderr  # by its own name
+
+
+PLUGINS = {
+    "preset": (
+        "yurii",
+        QHM.replace('"qhm"', '"yurii"'),
+        "'yurii' is a preset, and a template of yours too: give yours an",
+    ),
+    "other": ("qhn", QHM, "Of your own there are the templates qhm."),
+    "none": ("qhm", "import stepformer", "The plug-ins that were loaded register no template."),
+}
+
+
+@pytest.mark.parametrize("case", PLUGINS)
+def test_a_name_that_is_not_what_the_plugin_registers(case: str, tmp_path: Path) -> None:
+    name, rule, sentence = PLUGINS[case]
+    (tmp_path / "mine.py").write_text(rule)
+    refused = forked.stepformer("show", name, "--plugin", "mine.py", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert sentence in refused.stderr
+
+
+def test_an_extra_is_named_in_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "show", "yurii", "extras=echo").endswith('should be a list of names, as in extras=["name"].')
+
+
+def test_an_attention_and_an_extra_that_return_nothing(tmp_path: Path) -> None:
+    pages = {"attention": "sigmoid", "extra": "echo"}
+    for page, name in pages.items():
+        text = (ROOT / f"docs/write-your-own-{page}.md").read_text()
+        block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+        (tmp_path / f"{name}.py").write_text(re.sub(r"return (self\.out|s\.replace)", r"\1", block))
+    for setting, name, sentence in (
+        ("attention=sigmoid", "sigmoid", "SigmoidAttention.forward() returns None"),
+        ('extras=["echo"]', "echo", "Echo.enter() returns None"),
+    ):
+        done = forked.stepformer("audit", "yurii", setting, "--plugin", f"{name}.py", "--steps", "30", cwd=tmp_path)
+        assert done.returncode == 1
+        assert sentence in done.stdout
+
+
+def test_a_rule_without_finite_values(trained: Path, tmp_path: Path) -> None:
+    """The audit says so, and training does not advise another rate before it has taken a step."""
+    (tmp_path / "qhm.py").write_text("import torch\n" + QHM.replace("s.x + c.nu", "torch.sqrt(s.x) + c.nu"))
+    audited = forked.stepformer("audit", "qhm", "--plugin", "qhm.py", "--steps", "30", cwd=tmp_path)
+    assert "2 causal: the logits are not finite" in audited.stdout
+    small = ("n_layer=1", "n_head=2", "d_model=16", "context=16", "steps=1", "batch=2", "eval_tokens=64")
+    words = ("train", "qhm", "--plugin", "qhm.py", *small, f"corpus={trained.parent / 'corpus'}", "--out", "run")
+    assert "no step was taken yet, so the reason is the architecture" in forked.stepformer(*words, cwd=tmp_path).stderr
 
 
 def test_the_cost_of_a_size_is_said_before_training(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,6 +195,12 @@ def test_scion_with_its_own_start_is_no_divergence(corpus: Path, tmp_path: Path)
     assert go(corpus, tmp_path / "run", **{"optim.name": "scion"}, own_init=True)["steps"] == 12
 
 
+def test_the_training_loss_is_of_as_many_tokens_as_the_validation_loss(corpus: Path, tmp_path: Path) -> None:
+    """Also where the validation split is shorter than `eval_tokens`: more would take longer than a short training."""
+    result = go(corpus, tmp_path / "run", eval_tokens=4_000_000)
+    assert result["train_tokens"] == result["val_tokens"] < len(Corpus(corpus).split("train")) - 16
+
+
 def test_one_pass_tells_the_loss_of_the_first_tokens_and_of_all(corpus: Path, tmp_path: Path) -> None:
     """Beginnings of the split that end inside a micro-batch, the whole split and training tokens, each by hand."""
     result = go(corpus, tmp_path / "run", eval_first="112, 20, 4_000_000", eval_whole=True, micro_batch=4)

@@ -7,6 +7,9 @@ import re
 import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class StepformerError(Exception):
@@ -17,6 +20,17 @@ class StepformerError(Exception):
 
 class InputError(StepformerError, ValueError):
     """Tokens, prompts or arguments that a built model cannot take."""
+
+
+class ComponentError(StepformerError):
+    """A rule, attention, MLP or extra that does not give what it should."""
+
+
+def given(value: T | None, component: object, method: str) -> T:
+    """What a method of a component returned; a sentence if its return statement is missing."""
+    if value is None:
+        raise ComponentError(f"{type(component).__name__}.{method}() returns None: is its return statement missing?")
+    return value
 
 
 class ChangedRuleError(InputError):

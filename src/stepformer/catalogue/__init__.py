@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepformer.base.errors import ConfigError, StepformerError, UnknownNameError, independent, suggestion
+from stepformer.base.plugins import is_ours, loaded
 from stepformer.base.words import merge, read_toml
 from stepformer.catalogue.recipes import load_recipe
 from stepformer.extras import chosen, extras
@@ -114,13 +115,19 @@ def presets(pattern: str = "*") -> list[str]:
 def preset(name: str) -> Preset:
     """A preset by name or alias; the bare name of a registered template means that template with Lie-Trotter."""
     if name in _ALIASES:
-        return _PRESETS[_ALIASES[name]]
+        found = _PRESETS[_ALIASES[name]]
+        if name in templates and not is_ours(templates[name].component) and found.settings.get("template") != name:
+            raise StepformerError(f"'{name}' is a preset, and a template of yours too: give yours another name.")
+        return found
     if name in templates:
         entry = templates[name]
         return Preset(entry.name, {"template": entry.name, **entry.component.goes_with}, "", written=entry.equation)
     known = [*_ALIASES, *(e.name for e in templates)]
+    own = [entry.name for entry in templates if not is_ours(entry.component)]
+    yours = f" Of your own there are the templates {', '.join(own)}." if own else ""
+    yours = yours or (" The plug-ins that were loaded register no template." if loaded() else "")
     raise UnknownNameError(
-        f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them. {templates.own}"
+        f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them. {templates.own}{yours}"
     )
 
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from stepformer.base.errors import given
 from stepformer.extras import chosen
 from stepformer.model.config import REGISTRIES, ModelConfig
 from stepformer.oracles import MLP, Attention, Call, make_norm
@@ -108,7 +109,9 @@ class Block(nn.Module):
     def ask(self, oracles: tuple[str, ...], point: Tensor, *, call: Call) -> Tensor:
         """The summed answers of the oracles at one point (B, T, d)."""
         answers: list[Tensor] = [
-            self.attn(self.attn_norm(point), call) if oracle == "attn" else self.mlp(self.mlp_norm(point))
+            given(self.attn(self.attn_norm(point), call), self.attn, "forward")
+            if oracle == "attn"
+            else given(self.mlp(self.mlp_norm(point)), self.mlp, "forward")
             for oracle in oracles
         ]
         return answers[0] if len(answers) == 1 else sum(answers[1:], answers[0])
@@ -122,13 +125,13 @@ class Block(nn.Module):
         c = self.extras.values()["block"] if self.parts else Values({})
         call, before = self.own_call(call, s.memory, c), s
         for part in self.parts:
-            s = part.enter(s, c)
+            s = given(part.enter(s, c), part, "enter")
         s = self.residual(s, call) if plain else self.splitting.step(self.turns(call), s)
         if self.reads_out:
             s = s.replace(x=self.template.read_out(s, self.values()["out"]))
         s = State(s.x, s.streams, call.memory).in_dtypes_of(before)
         for part in self.parts:
-            s = part.leave(s, c)
+            s = given(part.leave(s, c), part, "leave")
         return s.in_dtypes_of(before)
 
     def own_call(self, call: Call, memory: dict[str, Tensor], c: Values | None = None) -> Call:
@@ -156,7 +159,7 @@ class Block(nn.Module):
         def answer(point: Tensor) -> Tensor:
             g = ask(point)
             for part in parts:
-                g = part.answer(g, c)
+                g = given(part.answer(g, c), part, "answer")
             return g
 
         return answer if parts else ask
@@ -164,7 +167,7 @@ class Block(nn.Module):
     def drifting(self, s: State, *, c: Values) -> State:
         """The state with which the drift of a turn begins."""
         for part in self.parts:
-            s = part.drifting(s, c)
+            s = given(part.drifting(s, c), part, "drifting")
         return s
 
     def turns(self, call: Call) -> dict[str, Substep]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stepformer.base.errors import given
 from stepformer.base.options import choice, flag, integer
 from stepformer.base.registry import Component, Registry
 from stepformer.rules.coefficients import Coefficient, Values, positive
@@ -38,11 +39,11 @@ class Substep:
         """The oracle's answer at the point where the template looks; `scale` is that of the kick to come."""
         if self.norm is not None and self.template.normalises_point:
             s = self.template.normalise(s, self.norm)
-        return self.oracle(self.template.query(s, self.c))
+        return self.oracle(given(self.template.query(s, self.c), self.template, "query"))
 
     def kick(self, s: State, g: Tensor, scale: float = 1.0) -> State:
         """What the answer g does to the streams."""
-        return self.template.kick(s, self.c, g, scale)
+        return given(self.template.kick(s, self.c, g, scale), self.template, "kick")
 
     def normalise(self, s: State) -> State:
         """The auxiliary norm, if this turn has one."""
@@ -52,7 +53,7 @@ class Substep:
 
     def drift(self, s: State, scale: float = 1.0) -> State:
         """How x moves."""
-        return self.template.drift(self.drifting(s), self.c, scale)
+        return given(self.template.drift(self.drifting(s), self.c, scale), self.template, "drift")
 
     def follow(self, s: State, name: str) -> State:
         """x follows the velocity by a coefficient of the splitting."""

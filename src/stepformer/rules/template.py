@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from stepformer.base.errors import InputError
+from stepformer.base.errors import ComponentError, InputError
 from stepformer.base.registry import Component, Registry, Selection
 from stepformer.rules.coefficients import Array, Coefficient, Values
 from stepformer.rules.state import State
@@ -127,7 +127,15 @@ class Template(Component):
         """The state with the stream `normalises` behind the auxiliary norm."""
         if self.normalises is None:
             return s
-        return s.replace(**{self.normalises: norm(getattr(s, self.normalises))})
+        stream = s.streams.get(self.normalises)
+        if stream is None:
+            raise ComponentError(f"{type(self).__name__} normalises '{self.normalises}', which is none of its streams.")
+        if isinstance(stream, Tensor) and stream.shape != s.x.shape:  # a rule is also followed on symbols
+            raise ComponentError(
+                f"{type(self).__name__}.kick() leaves the stream '{self.normalises}' in the shape "
+                f"{tuple(stream.shape)}; the norm needs that of x, {tuple(s.x.shape)}."
+            )
+        return s.replace(**{self.normalises: norm(stream)})
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
         """The state with x moved along the streams. Define this one."""

@@ -106,7 +106,7 @@ def measured_once(
     evaluated: Callable[..., Evaluation], last: Evaluation, train: TokenSplit, whole: TokenSplit | None
 ) -> dict[str, Any]:
     """At the end: the loss of as many training tokens, the same for every run; and of a whole split, if it is given."""
-    seen = evaluated(train)
+    seen = evaluated(train, tokens=last.val_tokens)
     found = {"train_loss": seen.val_loss, "train_tokens": seen.val_tokens, "train_hash": seen.val_hash}
     if whole is None:
         return found

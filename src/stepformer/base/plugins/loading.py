@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from stepformer.base.errors import ChangedRuleError, InputError, StepformerError
+from stepformer.base.errors import ChangedRuleError, ComponentError, InputError, StepformerError
 from stepformer.base.plugins.sources import Place, files_at, files_of, hashed, imports, modules_at, named, place_of
 from stepformer.base.plugins.trusting import name_files, refuse_untrusted
 from stepformer.base.version import PACKAGE
@@ -209,9 +209,11 @@ def explained(error: Exception) -> str:
 
 
 def comes_from_plugin(error: Exception) -> bool:
-    """Whether a file of a plug-in was at work when it was raised."""
+    """Whether a file of a plug-in was at work when it was raised, or gave what it should not."""
     known = {str(path) for files in _IMPORTED.values() for path in files}
-    return any(frame.filename in known for frame in traceback.extract_tb(error.__traceback__))
+    return isinstance(error, ComponentError) or any(
+        frame.filename in known for frame in traceback.extract_tb(error.__traceback__)
+    )
 
 
 def refuse_changed(

@@ -121,7 +121,9 @@ def imports(path: Path, called: str) -> Iterator[str]:
     package = called if path.name == "__init__.py" else called.rpartition(".")[0]
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except SyntaxError as error:
+        raise InputError(f"The plug-in file '{path}' is not Python: {error.msg}, line {error.lineno}.") from None
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"The plug-in file '{path}' cannot be read: {error}.") from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -136,6 +136,8 @@ def _backward(model: Model, tokens: Tensor) -> float:
 
 
 def _owed(kept: bool, otherwise: str) -> None:
+    if not kept and otherwise.endswith(" by nan"):
+        raise StepformerError("the logits are not finite")
     if not kept:
         raise StepformerError(otherwise)
 
