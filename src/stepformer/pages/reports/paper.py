@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 import math
 import os
+import re
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
