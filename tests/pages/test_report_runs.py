@@ -138,7 +138,7 @@ def test_unfinished_failed_and_damaged_runs_are_taken_with_a_sentence(study: Pat
         "tmm42": "failed after step 12 of 12",
         "yurii43": "damaged",
     }
-    assert report.verdict == "Only vanilla was trained: there is nothing to compare it with."
+    assert report.verdict == "Only vanilla has finished runs: there is nothing to compare it with."
     assert "unfinished" in page_html(report)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stepformer.base.files import write_json
 from stepformer.cli import main
 from stepformer.measure.evaluation import Reading, measure_texts, open_text, perplexity
 from stepformer.measure.measured import Journal
@@ -79,6 +80,39 @@ def test_no_run_is_evaluated_twice(
     other = str(done.parent / "other")
     assert main(["compare", "--runs", *runs, "--baseline", "vanilla", "--out", other, *held_out]) == 0
     assert "Held-out text letters" in capsys.readouterr().out
+
+
+def test_a_report_has_what_was_found(done: Path, tmp_path: Path) -> None:
+    assert main(["report", str(done), "--out", str(tmp_path / "r"), "--no-samples", "--quiet"]) == 0
+    _, part = (done / "comparison.md").read_text().split("Held-out text letters:")
+    rows = [line for line in part.split("Held-out text")[0].splitlines() if line.startswith("| yurii")]
+    assert rows
+    assert rows[0] in (tmp_path / "r" / "report.md").read_text()
+    assert "Held-out text letters:" in (tmp_path / "r" / "index.html").read_text()
+    latex = (tmp_path / "r" / "comparison.tex").read_text()
+    assert "% Held-out text letters:" in latex
+    assert latex.count(r"\begin{tabular}") == 4
+    assert "held_out_letters_loss" in (tmp_path / "r" / "comparison.csv").read_text()
+
+
+def test_runs_may_be_a_study(done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--runs", str(done), "--out", str(tmp_path), "--quiet"]) == 0
+    rows = list(csv.DictReader((tmp_path / "comparison.csv").read_text().splitlines()))
+    assert [(row["architecture"], row["seeds"]) for row in rows] == [("vanilla", "42 43"), ("yurii", "42 43")]
+    assert "Parameters against those of vanilla: yurii +" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_was_tuned_for_other_rows_is_not_told(done: Path, tmp_path: Path) -> None:
+    study = tmp_path / "s"
+    shutil.copytree(done, study)
+    plan = json.loads((study / "study.json").read_text())
+    plan["facts"]["remarks"] = ["vanilla: tuned to lr 1.", "yurii: tuned to lr 2."]
+    write_json(study / "study.json", {key: value for key, value in plan.items() if key != "checksum"})
+    runs = [str(study / f"vanilla-s{seed}") for seed in (42, 43)]
+    assert main(["compare", "--runs", *runs, "--out", str(tmp_path / "o"), "--quiet"]) == 0
+    said = (tmp_path / "o" / "comparison.md").read_text()
+    assert "vanilla: tuned" in said
+    assert "yurii: tuned" not in said
 
 
 def test_weights_that_are_gone_are_told(

@@ -55,6 +55,22 @@ def test_a_name_a_file_a_recipe_and_python_are_one_architecture(settings: dict[s
     assert again.rows[0].records[0].weights_sha256 == table.rows[0].records[0].weights_sha256
 
 
+def test_files_of_rows_are_named(settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong in one, what the command line replaces of it, and the size it has if it says none."""
+    file = tmp_path / "wide.toml"
+    file.write_text('[model]\npreset = "vanilla"\nd_modell = 32\n')
+    command = ["compare", "vanilla", str(file), "--dry-run", "--out", str(tmp_path / "s")]
+    assert main([*command, *words(settings)]) == 2
+    assert f"In the row {file}: [model] Unknown key 'd_modell'" in capsys.readouterr().err
+    file.write_text('[model]\npreset = "vanilla"\nd_model = 32\n')
+    assert main([*command, *words(settings)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "wide.toml says d_model = 32: 16, given for all rows, replaces it." in said
+    file.write_text('[model]\npreset = "hb"\n')
+    assert main([*command, f"corpus={settings['corpus']}"]) == 2
+    assert "A name alone is of size tiny, a file that says no size is small" in capsys.readouterr().err
+
+
 # As much of something.
 
 

@@ -73,7 +73,7 @@ def test_compare_trains_pairs_and_repeats_nothing(
     assert float(rows[1]["difference"]) == pytest.approx(by_hand, abs=2e-6)  # six decimals
     # other settings under the same names would not be comparable
     assert main([*command, "lr=0.5"]) == 2
-    assert "was trained with other settings" in capsys.readouterr().err
+    assert "was trained with other settings, optim.lr (then 0.02, now 0.5)" in capsys.readouterr().err
 
 
 def test_a_failing_run_does_not_stop_the_others(
@@ -90,6 +90,10 @@ def test_a_failing_run_does_not_stop_the_others(
     captured = capsys.readouterr()
     assert "yurii-s42 failed: Training stopped in step 1" in captured.err
     assert "vanilla" in captured.out
+    absent = "Not in the table, since they failed or are not finished"
+    assert f"{absent}: yurii-s42." in (tmp_path / "s" / "comparison.md").read_text()
+    assert main(["report", str(tmp_path / "s"), "--out", str(tmp_path / "r"), "--no-samples", "--quiet"]) == 0
+    assert f"% {absent}: yurii s42." in (tmp_path / "r" / "comparison.tex").read_text()
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from stepformer.study import Comparison, Facts, compare, load_records, plot_comp
 from stepformer.study.differences import BUDGET, refuse_unmeant
 from stepformer.study.fairness import AMOUNTS, most_points, search_of
 from stepformer.study.held_out import HeldOut, evaluate_held_out
+from stepformer.study.records import not_in_the_table
 from stepformer.study.statistics import seed_words
 from stepformer.study.studies import Study, compared, resolved, swept
 from stepformer.study.study import Planned, carry_out, plan, seeds_of, submit, words_of
@@ -64,14 +65,19 @@ def run_compare(args: argparse.Namespace) -> int:
                 "--runs compares what is there: of the other options only --baseline, --allow, --held-out, --max-time "
                 "and --out apply."
             )
+        args.runs = [run for folder in args.runs for run in _runs_of(Path(folder))]
         for folder in args.runs:
             RunFolder(Path(folder)).check_code()
         records = load_records(args.runs)
         studies = {Path(folder).resolve().parent / "study.json" for folder in args.runs}
         one = len(studies) == 1 and min(studies).is_file()  # study of them all, which may say more
         facts = Facts.of_study(documents.read(min(studies), documents.STUDY)) if one else Facts()
-        facts = replace(facts, own_budgets=facts.own_budgets or bool(BUDGET & {*args.allow}))
-        usual = facts.baseline if facts.baseline in {record.label for record in records} else records[0].label
+        labels = {record.label for record in records}
+        absent = {run["label"] for run in documents.read(min(studies), documents.STUDY)["runs"]} - labels if one else ()
+        kept = [text for text in facts.remarks if text.partition(":")[0] not in absent]  # what was tuned for others
+        budgets = facts.own_budgets or bool(BUDGET & {*args.allow})
+        facts = replace(facts, own_budgets=budgets, remarks=tuple(kept))
+        usual = facts.baseline if facts.baseline in labels else records[0].label
         texts = evaluate_held_out(list(map(Path, args.runs)), args.held_out, quiet=args.quiet, watch=_watch(args))
         found = compare(records, args.baseline or usual, args.confidence, facts, texts)
         refuse_unmeant(found.differences, {record.label: record.settings for record in records}, args.allow)
@@ -105,6 +111,15 @@ def run_compare(args: argparse.Namespace) -> int:
         said = f"Before that, each row is trained {where}, on {args.budget_tune} tokens each."
         study = replace(study, facts=replace(study.facts, remarks=(*study.facts.remarks, said)))
     return _study(args, study, watch, args.held_out)
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """The finished runs of a study, or the run itself."""
+    if not (folder / "study.json").is_file():
+        return [folder]
+    planned = documents.read(folder / "study.json", documents.STUDY)["runs"]
+    runs = [RunFolder(folder / f"{run['label']}-s{run['seed']}") for run in planned]
+    return [run.path for run in runs if run.result.is_file()] or [folder]
 
 
 def _watch(args: argparse.Namespace) -> Watch:
@@ -174,6 +189,8 @@ def show_study(
 ) -> int:
     """Table and plot of what finished, and a sentence for what failed; 1 if anything did."""
     status, baseline, records = int(tell_failed(failed)), facts.baseline, load_records(finished)
+    if failed:
+        facts = replace(facts, remarks=(*facts.remarks, not_in_the_table(failed)))
     if any(record.label == baseline for record in records):
         _present(compare(records, baseline, confidence, facts, texts), out)
     elif records and first_rank():

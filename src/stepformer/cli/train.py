@@ -108,6 +108,8 @@ def dry_run(config: RunConfig) -> int:
     meta, expected = Model(model, device="meta"), forecast(config, device, ranks, eval_tokens=evaluated)
     size = f"{model.n_layer} layers of width {model.d_model}, context {model.context}"
     pieces = f"{train_.batch // ranks // micro} micro-batches x {micro} sequences"
+    rest = expected.run - expected.step * train_.steps
+    took = duration(expected.run) + f", {duration(rest)} of it for evaluations" * (rest > expected.run / 4)
     rows = [
         ("architecture", f"{config.title}, {size}, config {model.hash}"),
         ("parameters", f"{meta.num_parameters():,} ({meta.num_parameters('non-embedding'):,} without tables)"),
@@ -119,7 +121,7 @@ def dry_run(config: RunConfig) -> int:
             f"{ranks} rank{'s' * (ranks > 1)} x {pieces}, {config.precision_on(device)} on {device.type}",
         ),
         ("memory", f"{run_memory(config, device, micro)} per rank"),
-        ("time", f"{duration(expected.run)} ({config.step_tokens / expected.step:,.0f} tokens/s, {expected.how})"),
+        ("time", f"{took} ({config.step_tokens / expected.step:,.0f} tokens/s, {expected.how})"),
     ]
     if config.recipe:
         recipe = load_recipe(config.recipe)

@@ -30,6 +30,7 @@ OWN_BUDGETS = {  # of rows that may be of different lengths
     **{fact: said for fact, said in ALIKE.items() if fact.startswith("val_")},
     "same_batches": ALIKE["pairing"],
 }
+SAME_SIZE = 0.05  # as far apart as matched baselines may be
 BETWEEN_SEEDS = (*LISTED, "train.init", "train.micro_batch", "train.device", "train.parallel", "train.graph")
 
 
@@ -108,11 +109,15 @@ def compare(
         # what is not the same for all seeds of a row and may change their losses or times
         apart = differences({f"seed {seed}": runs[seed].settings for seed in sorted(runs)}, one_row=True)
         between += [f"The seeds of {label} differ in {one}." for one in apart if one.key.startswith(LISTED)]
+    sizes = {row.label: row.parameters / rows[0].parameters - 1 for row in rows if not (facts.axes or facts.matches)}
+    if unequal := [f"{label} {size:+.0%}" for label, size in sizes.items() if abs(size) > SAME_SIZE]:
+        remedy = "`--match parameters` adds a baseline of equal size"
+        between.append(f"Parameters against those of {baseline}: {', '.join(unequal)}; {remedy}.")
     entropies = {record.unigram_entropy for record in records}
     if any(record.settings.get("machine.sharing") for record in records):
         between.append("Some runs shared their device with others of the study: seconds and speeds are rough.")
     remarks = [*facts.remarks, *best_point(rows, facts.axes, confidence if pairs else None), *between]
-    failed = {other for _, other in facts.matches.values()} - {*found}
+    failed = {other for label, (_, other) in facts.matches.items() if label in found} - {*found}
     remarks += [f"There is no finished run of {other}: nothing is compared with it." for other in sorted(failed)]
     return Comparison(
         baseline=baseline,

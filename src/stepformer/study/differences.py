@@ -191,6 +191,9 @@ def refuse_unmeant(found: Sequence[Difference], rows: Mapping[str, Flat], allowe
         for difference in found
         if not (difference.meant or difference.key.startswith(LISTED) or difference.permitted(allowed))
     ]
+    refused = {difference.key for difference in found if not difference.permitted(allowed)}
+    if {f"model.{key}" for key in ("n_layer", "n_head", "d_model", "context")} <= refused:
+        problems.append("A name alone is of size tiny, a file that says no size is small: `size=tiny` is for all rows.")
     if problems:
         raise ConfigError(problems)
 

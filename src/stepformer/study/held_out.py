@@ -106,6 +106,20 @@ def evaluate_held_out(
     return list(found.values())
 
 
+def kept_held_out(kept: Mapping[Path, Sequence[dict[str, Any]]]) -> list[HeldOut]:
+    """What is in held-out.json of runs, by their folders; texts of one name that differ have their hash in it."""
+    texts = dict.fromkeys((entry["name"], entry["hash"]) for entries in kept.values() for entry in entries)
+    names = [name for name, _ in texts]
+    found = []
+    for name, key in texts:
+        text = HeldOut(f"{name} {key}" if names.count(name) > 1 else name)
+        for folder, entry in ((folder, entry) for folder, entries in kept.items() for entry in entries):
+            if (entry["name"], entry["hash"]) == (name, key):
+                text.found[folder] = entry
+        found.append(text)
+    return found
+
+
 def _of(found: dict[str, HeldOut], text: Text) -> HeldOut:
     return found.setdefault(text.name, HeldOut(text.name))
 

@@ -98,6 +98,11 @@ def load_records(folders: Iterable[str | Path]) -> list[RunRecord]:
     return [RunRecord.load(folder) for folder in folders]
 
 
+def not_in_the_table(names: Iterable[str]) -> str:
+    """Said of runs without a result, so that nobody takes the table for all of them."""
+    return f"Not in the table, since they failed or are not finished: {', '.join(names)}."
+
+
 def by_label(runs: Iterable[Kind], baseline: str) -> dict[str, dict[int, Kind]]:
     """The runs of every label by their seeds, those of the baseline first."""
     found: dict[str, dict[int, Kind]] = {}

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import InputError, StepformerError, UnknownNameError
+from stepformer.base.errors import ConfigError, InputError, StepformerError, UnknownNameError
 from stepformer.base.plugins import load_plugin
+from stepformer.base.words import parse_overrides
+from stepformer.catalogue.recipes import read_recipe
 from stepformer.model.config import ModelConfig
 from stepformer.study.comparison import Comparison, Facts
 from stepformer.study.comparison import compare as compare_records
@@ -18,6 +20,7 @@ from stepformer.study.held_out import evaluate_held_out, open_held_out
 from stepformer.study.records import load_records
 from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, refuse_seed, seeds_of, steps_for
 from stepformer.training import RunConfig, run_config
+from stepformer.training.config import place
 from stepformer.training.corpora import corpus_facts, open_corpus
 from stepformer.training.run import ALONE
 from stepformer.training.stopping import Watch
@@ -175,6 +178,7 @@ def compared(
     searched = search_of(tune, budget_tune, seeds, by_turns)
     if budget is not None and {"steps", "train.steps"} & {*_keys(words, settings)}:
         raise InputError("Give --budget or steps, not both.")
+    rows = list(rows)
     variants = _rows(rows, budget, recipe, words, settings)
     first = baseline or next(iter(variants))
     if first not in variants:
@@ -188,7 +192,8 @@ def compared(
         corpus = Path(variants[first].data.corpus).name
         out = Path(f"runs/compare-{recipe or corpus}-{'-'.join(variants)[:60]}")
     own_budgets = bool(BUDGET & {*allow})
-    facts = with_matches(variants, match, out, Facts(baseline=first, own_budgets=own_budgets))
+    facts = Facts(baseline=first, own_budgets=own_budgets, remarks=tuple(_replaced(rows, words, settings)))
+    facts = with_matches(variants, match, out, facts)
     how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
     facts = with_tuning(variants, searched, budget_tune, out, facts, rounds=by_turns, **how)
     return Study(out, variants, facts, seeds, allow)
@@ -257,7 +262,30 @@ def _row(what: Named, recipe: str | None, words: Sequence[str], settings: Mappin
         return RunConfig(what, base.data, base.optim, base.train, recipe=base.recipe)
     if recipe:
         return run_config(recipe, [f"model.preset={what}", *words], **settings)
-    return run_config(what, words, **settings)
+    try:
+        return run_config(what, words, **settings)
+    except ConfigError as error:
+        where = f"In the row {what}: " * str(what).endswith(".toml")
+        raise ConfigError([f"{where}{problem}" for problem in error.problems]) from None
+
+
+def _replaced(
+    rows: Iterable[Named | Mapping[str, Named]], words: Sequence[str], settings: Mapping[str, Any]
+) -> list[str]:
+    """What holds for all rows and is not what a row's own file says."""
+    found = []
+    common = [*parse_overrides(words), *settings.items()]
+    for row in (what for one in rows for what in (one.values() if isinstance(one, Mapping) else (one,))):
+        if isinstance(row, RunConfig | ModelConfig) or not str(row).endswith(".toml"):
+            continue
+        document = read_recipe(Path(row)).document
+        for (section, key), value in ((place(word), value) for word, value in common):
+            own = document.get(section, {}).get(key, value)
+            if own != value:
+                found.append(
+                    f"{Path(row).name} says {key} = {_word(own)}: {_word(value)}, given for all rows, replaces it."
+                )
+    return found
 
 
 def _keys(words: Sequence[str], settings: Mapping[str, Any]) -> list[str]:

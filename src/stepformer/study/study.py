@@ -28,7 +28,7 @@ from stepformer.base.plugins import is_ours, package_digest
 from stepformer.base.version import __version__
 from stepformer.base.words import parse_override
 from stepformer.study.comparison import Facts, grid_points
-from stepformer.study.differences import differences, last, recorded
+from stepformer.study.differences import differences, flat, last, recorded
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.corpora import corpus_facts, open_corpus
 from stepformer.training.parallel import ALONE, choose_device
@@ -90,7 +90,9 @@ def plan_runs(
         if run.folder.exists:
             (record, then), trained = run.folder.opened(), f"'{run.folder.path}' was trained"
             if then.hash != config.hash:
-                raise InputError(f"{trained} with other settings: choose another --out for this comparison.")
+                apart = differences({"then": flat(then), "now": flat(config)}, one_row=True)
+                named = f", {', '.join(map(str, apart[:3]))}" * bool(apart)
+                raise InputError(f"{trained} with other settings{named}: choose another --out for this comparison.")
             if record.get("corpus") and corpus_facts(corpus)["splits"] != record["corpus"].get("splits"):
                 raise InputError(f"{trained} on another '{config.data.corpus}': choose another --out.")
         runs.append(run)

@@ -29,7 +29,7 @@ from stepformer.training import RunConfig
 from stepformer.training.metrics import BY_LAYER, Lines, read_lines
 from stepformer.training.runs import RunFolder
 
-KINDS = ("hessian", "jacobian", "depth", "balance", "perplexity", "tasks", "hybrid")
+KINDS = ("hessian", "jacobian", "depth", "balance", "perplexity", "tasks", "hybrid", "held-out")
 STUDY = "study.json"
 FORGETTING = "forgetting.json"
 NATIVE = "forgetting-native.json"  # of both directions with the runs' own optimizers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from stepformer.pages.reports.samples import Samples, first_of_each
 from stepformer.pages.reports.values import grouped, inside, real, records
 from stepformer.present.tables import NAMED, Table, listed, signed
 from stepformer.study import Comparison, Facts, Row, compare
+from stepformer.study.held_out import kept_held_out
+from stepformer.study.records import not_in_the_table
 from stepformer.study.statistics import PairedDifference
 from stepformer.study.tables import percent
 from stepformer.training.runs import as_toml
@@ -159,13 +161,16 @@ def _missing(runs: Sequence[RunData]) -> list[tuple[str, str]]:
 
 def _compared(runs: Sequence[RunData], baseline: str, confidence: float, facts: Facts) -> tuple[Comparison | None, str]:
     """The paired comparison of the finished runs, or why there is none."""
-    records = [run.record for run in runs if run.record]
-    if not records:
+    finished = [run.record for run in runs if run.record]
+    if not finished:
         return None, "No run is finished yet: there are curves, and nothing to compare."
-    if not any(record.label == baseline for record in records):
+    if not any(record.label == baseline for record in finished):
         return None, f"No run of the baseline {baseline} is finished: there are losses, and no paired differences."
+    if absent := [run.name for run in runs if not run.record]:
+        facts = replace(facts, remarks=(*facts.remarks, not_in_the_table(absent)))
+    texts = {run.record.folder: records(run.result("held-out"), "texts") for run in runs if run.record}
     try:
-        return compare(records, baseline, confidence, facts), ""
+        return compare(finished, baseline, confidence, facts, kept_held_out(texts)), ""
     except InputError as error:
         if not 0 < confidence < 1:
             raise
@@ -177,7 +182,7 @@ def verdict(comparison: Comparison) -> str:
     others = [row for row in comparison.rows if not row.is_baseline]
     base = comparison.baseline
     if not others:
-        return f"Only {base} was trained: there is nothing to compare it with."
+        return f"Only {base} has finished runs: there is nothing to compare it with."
     firm = [row for row in others if row.difference and not row.provisional and not row.identical]
     better, worse, undecided = (
         [row for row in firm if _known(row).verdict == word] for word in ("better", "worse", "no difference shown")

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from stepformer.pages.reports.contents import Report
 from stepformer.pages.reports.page import FACTORIAL, PARTS
 from stepformer.pages.reports.samples import Samples
 from stepformer.present.style import COLOURS, as_written, clean, look_of, new_figure, save_figure, short_number
-from stepformer.present.tables import Table, markdown_block, markdown_text
+from stepformer.present.tables import Table, markdown_block, markdown_text, on_one_line
 from stepformer.study import plot_differences
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
@@ -51,7 +52,9 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
     texts = {"runs.csv": report.tables["runs"].csv(), "report.md": markdown_report(report, pictures, no_pictures())}
     if report.comparison:
         texts["comparison.csv"] = report.comparison.details.csv()
-        texts["comparison.tex"] = report.tables["comparison"].latex(LATEX_COLUMNS)
+        held_out = [f"\n% {on_one_line(table.caption)}\n{table.latex()}" for table in report.comparison.tables[1:]]
+        minus = [re.sub(r"(?<=[ \[])-(?=\d)", "$-$", text) for text in held_out]
+        texts["comparison.tex"] = "".join([report.tables["comparison"].latex(LATEX_COLUMNS), *minus])
     for name, text in texts.items():
         write_text(out / name, valid(text))
     compared = [name for name in texts if name.startswith("comparison")]
@@ -156,7 +159,7 @@ def markdown_report(report: Report, pictures: Container[str], note: str = "") ->
         picture = [f"![{TITLES[name]}]({name}.png)"] if name in pictures else []
         return [*cautions, *picture, *tables] if picture or tables else []
 
-    section("Comparison", *([report.comparison.table] if report.comparison else []))
+    section("Comparison", *([str(report.comparison)] if report.comparison else []))
     section(FACTORIAL, *([shown["factorial"]] if "factorial" in shown else []))
     for name, title in TITLES.items():
         one = [shown[name]] if name in shown else []
