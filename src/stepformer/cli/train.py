@@ -47,7 +47,14 @@ def run_train(args: argparse.Namespace) -> int:
 def run_resume(args: argparse.Namespace) -> int:
     changes = {key.removeprefix("train."): value for key, value in parse_overrides(args.overrides)}
     limit = None if args.max_time is None else seconds(args.max_time)
-    return _supervised(lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes))
+    finished = os.path.isfile(os.path.join(args.name, "result.json")) and not args.restart
+    status = _supervised(
+        lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes)
+    )
+    if finished and not args.quiet and first_rank():
+        note = "note: this run was finished already; nothing was trained. `stepformer extend` makes a longer one of it."
+        print(note, file=sys.stderr)
+    return status
 
 
 def run_extend(args: argparse.Namespace) -> int:
