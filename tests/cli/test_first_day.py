@@ -288,3 +288,8 @@ def test_the_command_that_prepare_prints_fits_a_short_text(
     )
     if "context" in command:
         assert main(["train", "yurii", *command.split(), "steps=1", "batch=1", "device=cpu", "--quiet"]) == 0
+
+
+def test_resuming_a_finished_run_says_so(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(trained)]) == 0
+    assert capsys.readouterr().err.startswith("note: this run was finished already; nothing was trained.")

@@ -138,9 +138,8 @@ class Files(Source):
         if path.is_dir() and not self.paths:
             first = next((ending for ending in self.passed_over if ending.startswith(".")), "")
             joined = f"cat {shlex.quote(str(path))}/*{first} > {shlex.quote(f'{path.resolve().name}.txt')}"
-            there = (
-                f" It has {self.passed_over[first]:,} {first}: if that is text, join it, `{joined}`." if first else ""
-            )
+            how = f"`{joined}`" if any(path.glob(f"*{first}")) else "into one file"
+            there = f" It has {self.passed_over[first]:,} {first}: if that is text, join it, {how}." if first else ""
             raise InputError(f"There is nothing to read in the folder '{path}': no file ends in {known}.{there}")
         self.name = path.resolve().name if path.is_dir() else path.name.partition(".")[0] or path.name
         self.marked = self.layout.val_field is not None
