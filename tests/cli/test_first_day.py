@@ -210,8 +210,8 @@ def test_the_cost_of_a_size_is_said_before_training(trained: Path, capsys: pytes
     words = [f"corpus={corpus}", "steps=1", "batch=1", "eval_tokens=128", "device=cpu"]
     assert main(["train", "yurii", *words, "--out", str(trained.parent / "unset")]) == 0
     first = capsys.readouterr().err.splitlines()[0]
-    assert first.startswith("yurii s42  size tiny, 4 layers of width 128: 903,320 parameters; 1 steps of 128 tokens, ")
-    assert re.search(r"about [\d.]+ \w+ if it reaches 30 % of this device's peak$", first)
+    assert first.startswith("yurii s42  size tiny, 4 layers of width 128: 903,320 parameters; 1 steps of 128 tokens (")
+    assert re.search(r"\([\d.]+ epochs\), about [\d.]+ \w+ if it reaches 30 % of this device's peak$", first)
     assert main(["train", "yurii", *words, "--quiet", "--out", str(trained.parent / "quiet")]) == 0
     assert capsys.readouterr().err == ""
 
@@ -285,3 +285,67 @@ def test_what_export_prints_can_be_run(trained: Path, tmp_path: Path) -> None:
     loaded = forked.python("\n".join([*lines, "print(model.num_parameters(), tokenizer.vocab_size)"]), cwd=tmp_path)
     assert loaded.returncode == 0, loaded.stderr
     assert len(loaded.stdout.split()) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        ("trian yurii", "there is no command 'trian'. Did you mean 'train'? `stepformer --help` lists them all."),
+        ("help", "there is no command 'help'. `stepformer --help` lists them all."),
+        ("train", "the following arguments are required: PRESET|RECIPE|FILE.toml"),
+        ("train yurii steps = 10", "A setting has no blanks around '=': write steps=10."),
+        ("train yurii vanilla steps=1", "`stepformer compare yurii vanilla` trains several side by side."),
+        ("compare vanilla yurii --set batch=4", "Settings are written key=value, without dashes: batch=4."),
+        ("prepare my-texts --tokenizer bpe1024", "Did you mean 'bpe:1024'?"),
+        ("prepare my-text", "Did you mean 'my-texts'?"),
+        ("prepare data/x.txt", "nor hf:OWNER/NAME."),
+        ("train yurii corpus=data/my-texts", "Did you mean 'data/my-texts-bpe-1024'?"),
+        ("prepare notes --tokenizer bytes", "It has 2 .md: if that is text, join it, `cat notes/*.md > notes.txt`."),
+        ("prepare latin.txt --tokenizer bytes", "is converted by `iconv -f LATIN1 -t UTF-8 latin.txt > NEW.txt`."),
+        ("prepare wide.txt --tokenizer bytes", "is converted by `iconv -f UTF-16 -t UTF-8 wide.txt > NEW.txt`."),
+        ("prepare rows.jsonl --tokenizer bytes", "it has content. --field NAME says which one holds the text."),
+        ("generate yurii One", "There is no run folder 'yurii'. Did you mean 'runs/yurii-s1'?"),
+        ("generate runs One", "it has no run.json. Did you mean 'runs/yurii-s1'?"),
+        ("generate yurii-s2 One", "There is no run folder 'yurii-s2'. Did you mean 'runs/yurii-s1'?"),
+        ("compare runs/yurii-s1 vanilla", "and `stepformer compare --runs` compares runs."),
+    ],
+)
+def test_typical_mistakes(
+    words: str, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("my-texts", "notes", "data/my-texts-bpe-1024", "runs/yurii-s1"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "my-texts/a.txt").write_text("Once upon a time.")
+    (tmp_path / "notes/a.md").write_text("# A")
+    (tmp_path / "notes/b.md").write_text("# B")
+    (tmp_path / "data/y.txt").write_text("y")
+    (tmp_path / "latin.txt").write_bytes("ein Fuß".encode("latin-1") + b" weit")
+    (tmp_path / "wide.txt").write_bytes("ein Fuß".encode("utf-16"))
+    (tmp_path / "rows.jsonl").write_text('{"content": "a"}\n')
+    (tmp_path / "runs/yurii-s1/run.json").write_text("{}")
+    assert said(capsys, *words.split()).endswith(ends)
+
+
+@pytest.mark.parametrize(
+    ("letters", "command"),
+    [(40_000, "corpus=data/a-bytes"), (1400, "corpus=data/a-bytes context=64"), (5, "")],
+)
+def test_the_command_that_prepare_prints_fits_a_short_text(
+    letters: int, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a story " * (letters // 8) or "short")
+    assert main(["prepare", "a.txt", "--tokenizer", "bytes"]) == 0
+    printed = capsys.readouterr().out
+    assert "the end of each, 0.05 of its characters, is validation" in printed
+    assert printed.partition("train on it: ")[2].splitlines() == (
+        [f"stepformer train yurii {command}"] if command else []
+    )
+    if "context" in command:
+        assert main(["train", "yurii", *command.split(), "steps=1", "batch=1", "device=cpu", "--quiet"]) == 0
+
+
+def test_resuming_a_finished_run_says_so(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(trained)]) == 0
+    assert capsys.readouterr().err.startswith("note: this run was finished already; nothing was trained.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Collection, Iterable
@@ -72,6 +73,15 @@ def suggestion(word: object, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known if _is_file(name) or not _is_file(str(word))}
     near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean '{by_lower[near[0]]}'?" if near else ""
+
+
+def neighbour(path: Path, holds: str = "") -> str:
+    """The same question about what stands beside a path that is not there; with `holds` only folders with that file."""
+    beside = {p.name.partition(".")[0].lower(): p for p in path.parent.glob("[!.]*") if os.path.exists(p / holds)}
+    name = path.name.partition(".")[0].lower()
+    near = difflib.get_close_matches(name, beside, n=1, cutoff=0.6)
+    near += [other for other in sorted(beside) if other.startswith(f"{name}-")]
+    return f" Did you mean '{beside[near[0]]}'?" if near else ""
 
 
 def _is_file(word: str) -> bool:

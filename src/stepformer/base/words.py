@@ -38,7 +38,11 @@ def parse_override(word: str) -> tuple[str, Any]:
 
 def parse_overrides(words: Iterable[str], problems: list[str] | None = None) -> list[tuple[str, Any]]:
     """All words; those that are not of the form key=value go to `problems`, or are refused together."""
-    found, bad = [], []
+    words, found, bad = list(words), [], []
+    if "=" in words[1:-1]:
+        at = words.index("=", 1)
+        bad.append(f"A setting has no blanks around '=': write {words[at - 1]}={words[at + 1]}.")
+        del words[at - 1 : at + 2]
     for word in words:
         try:
             found.append(parse_override(word))

@@ -128,6 +128,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a command line."""
     asked = next((word for word in (sys.argv[1:] if argv is None else argv) if not word.startswith("-")), "")
     top = parser(only=asked if asked in COMMANDS else "")
+    if asked and asked not in COMMANDS:
+        top.error(f"there is no command '{asked}'.{suggestion(asked, COMMANDS)} `stepformer --help` lists them all.")
     args, extra = top.parse_known_args(argv)
     # argparse takes key=value words only before the first option; people write them anywhere
     words = getattr(args, "overrides", getattr(args, "names", None))
@@ -153,10 +155,12 @@ def _as_setting(word: str, argv: Sequence[str], parser: argparse.ArgumentParser)
     known |= {name for registry in REGISTRIES.values() for entry in registry for name in entry.component.options}
     known |= {name for kind in SECTIONS.values() for name in kind.field_names()}
     known |= {*re.findall(r"^  (\w+)(?:=| )", parser.epilog or "", re.MULTILINE)}  # of `diagnose`: its help lists them
-    if not option.startswith("--") or key not in known:
+    if not option.startswith("--") or key not in {"set", *known}:
         return ""
     if not equals:
         value = next((after for before, after in itertools.pairwise(argv) if before == word), "VALUE")
+    if key == "set":
+        key, _, value = value.partition("=")
     return f" Settings are written key=value, without dashes: {shlex.quote(f'{key}={value}')}."
 
 

@@ -58,6 +58,8 @@ def option(words: str, help: str | None = None, **more: Any) -> Addition:
         more["metavar"] = metavar
     elif not more:
         more["action"] = "store_true"
+    if more.get("nargs") == "*" and not name.startswith("-"):  # without a default argparse calls it required
+        return lambda parser: parser.add_argument(*name.split(","), help=help, **{"default": [], **more})
     return lambda parser: parser.add_argument(*name.split(","), help=help, **more)
 
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from stepformer.base.errors import command_line
+from stepformer.catalogue import SIZES
 from stepformer.cli.options import command, given, option
 from stepformer.cli.show import console
 from stepformer.data.corpus import Corpus, corpus_folder, few
@@ -81,14 +82,21 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     tokenizer = corpus.manifest["tokenizer"]
     out.print(f"[bold]{corpus.name}[/bold] with tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids)")
     out.print(of_texts(("split", "documents", "tokens", "tokens per byte", "unigram entropy", "hash"), rows))
-    out.print(f"split: {corpus.manifest['split_rule']['meaning']}", soft_wrap=True, markup=False)
+    rule = corpus.manifest["split_rule"]
+    meaning = rule["meaning"].replace("val_fraction", str(rule["val_fraction"]))
+    out.print(f"split: {meaning}", soft_wrap=True, markup=False)
     if not corpus.manifest["splits"]["val"]["tokens"]:
         out.print("There is no validation text: training on this corpus cannot be evaluated.", soft_wrap=True)
     if few(tokens := corpus.manifest["splits"]["train"]["tokens"], tokenizer["vocab_size"]):
         few_words = f"note: {tokens:,} training tokens are few for {tokenizer['vocab_size']:,} ids"
         out.print(f"{few_words}: --tokenizer bpe:1024 or bytes suits so short a text better.", soft_wrap=True)
-    train = command_line("train", "yurii", f"corpus={corpus.folder}")
-    out.print(f"folder: {corpus.folder}\ntrain on it: {train}", soft_wrap=True, markup=False)
+    out.print(f"folder: {corpus.folder}", soft_wrap=True, markup=False)
+    splits = corpus.manifest["splits"]
+    fits = min(splits["train"]["tokens"] // 2, splits["val"]["tokens"] - 1)  # the longest context that can be trained
+    context = [f"context={1 << fits.bit_length() - 1}"] if 0 < fits < SIZES["tiny"]["context"] else []
+    if fits > 0:
+        train = command_line("train", "yurii", f"corpus={corpus.folder}", *context)
+        out.print(f"train on it: {train}", soft_wrap=True, markup=False)
 
 
 add_prepare = command(

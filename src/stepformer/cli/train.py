@@ -14,6 +14,7 @@ from rich.markup import escape
 from stepformer.base.errors import InputError, command_line
 from stepformer.base.units import duration
 from stepformer.base.words import parse_overrides
+from stepformer.catalogue import presets
 from stepformer.catalogue.recipes import Recipe, load_recipe, recipe_names
 from stepformer.cli.main import first_rank
 from stepformer.cli.options import MAX_TIME, NO_DISPLAY, SETTINGS, command, fields_help, option, pairs
@@ -30,6 +31,10 @@ from stepformer.training.stopping import seconds
 
 
 def run_train(args: argparse.Namespace) -> int:
+    more = [word for word in args.overrides if "=" not in word and presets(word)]
+    if more:
+        several = command_line("compare", args.name, *more)
+        raise InputError(f"`stepformer train` trains one architecture; `{several}` trains several side by side.")
     config = run_config(args.name, [*args.overrides, *args.more])
     if args.dry_run:
         return dry_run(config)
@@ -42,7 +47,14 @@ def run_train(args: argparse.Namespace) -> int:
 def run_resume(args: argparse.Namespace) -> int:
     changes = {key.removeprefix("train."): value for key, value in parse_overrides(args.overrides)}
     limit = None if args.max_time is None else seconds(args.max_time)
-    return _supervised(lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes))
+    finished = os.path.isfile(os.path.join(args.name, "result.json")) and not args.restart
+    status = _supervised(
+        lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes)
+    )
+    if finished and not args.quiet and first_rank():
+        note = "note: this run was finished already; nothing was trained. `stepformer extend` makes a longer one of it."
+        print(note, file=sys.stderr)
+    return status
 
 
 def run_extend(args: argparse.Namespace) -> int:

@@ -44,7 +44,7 @@ class Batches:
         if self.blocks < 1:
             raise InputError(
                 f"The training split has {len(tokens):,} tokens: too few for a context of {context} "
-                f"(at least {2 * context:,} are needed)."
+                f"(at least {2 * context:,} are needed). Give it more text or a smaller context."
             )
 
     def starts(self, step: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:

@@ -168,7 +168,8 @@ class Corpus:
         if tokenizer.fingerprint != written["fingerprint"]:
             raise InputError(
                 f"The tokens of '{self.folder}' were made by the tokenizer {written['name']} with fingerprint "
-                f"{written['fingerprint']}, not by {tokenizer.name} with fingerprint {tokenizer.fingerprint}."
+                f"{written['fingerprint']}, not by {tokenizer.name} with fingerprint {tokenizer.fingerprint}. "
+                "`stepformer prepare SOURCE --tokenizer RUN` makes tokens with the tokenizer of a run."
             )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import InputError, suggestion
+from stepformer.base.errors import InputError, neighbour, suggestion
 from stepformer.data.readers import Layout
 from stepformer.data.sources import DATASETS, TALES_COUNT, Dataset, Files, HuggingFace, Source, Tales, usable_files
 from stepformer.data.token_files import TokenFiles, token_files
@@ -85,6 +85,6 @@ def _files(spec: str, layout: Layout) -> Files:
         words = ("tales", *DATASETS)
         raise InputError(
             f"There is no source '{spec}': it is neither a file or folder nor one of {', '.join(words)}, "
-            f"nor hf:OWNER/NAME.{suggestion(spec, words)}"
+            f"nor hf:OWNER/NAME.{suggestion(spec, words) or neighbour(path)}"
         )
     return Files(path, layout)

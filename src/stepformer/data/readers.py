@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import importlib
@@ -9,6 +10,7 @@ import io
 import json
 import logging
 import lzma
+import shlex
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -57,6 +59,7 @@ class Layout:
                 raise InputError(
                     f"{where} has no field '{field}' ({named}); it has {', '.join(map(str, row)) or 'none at all'}."
                     f"{suggestion(field, map(str, row))}"
+                    + (" --field NAME says which one holds the text." if field == self.field and row else "")
                 )
         text = row[self.field]
         if text is None:
@@ -132,7 +135,10 @@ def reading(path: Path) -> Iterator[None]:
     except (InputError, StepformerError):
         raise
     except UnicodeDecodeError as error:
-        raise InputError(f"'{path}' is not UTF-8 text: {error.reason} at byte {error.start:,} of a block.") from None
+        wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        how = shlex.join(["iconv", "-f", "UTF-16" if wide else "LATIN1", "-t", "UTF-8", str(path)])
+        advice = f"; another encoding is converted by `{how} > NEW.txt`" if wide or b"\0" not in error.object else ""
+        raise InputError(f"'{path}' is not UTF-8 text ({error.reason}){advice}.") from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
         # gzip's and pyarrow's have no error number where the content is at fault
         if isinstance(error, OSError) and error.errno is not None:

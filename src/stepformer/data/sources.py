@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -133,9 +134,13 @@ class Files(Source):
         self.root = path if path.is_dir() else path.parent
         self.paths = usable_files(path) if path.is_dir() else [path]
         known = f"{', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
-        if path.is_dir() and not self.paths:
-            raise InputError(f"There is nothing to read in the folder '{path}': no file ends in {known}.")
         self.passed_over = _passed_over(path, self.paths) if path.is_dir() else {}
+        if path.is_dir() and not self.paths:
+            first = next((ending for ending in self.passed_over if ending.startswith(".")), "")
+            joined = f"cat {shlex.quote(str(path))}/*{first} > {shlex.quote(f'{path.resolve().name}.txt')}"
+            how = f"`{joined}`" if any(path.glob(f"*{first}")) else "into one file"
+            there = f" It has {self.passed_over[first]:,} {first}: if that is text, join it, {how}." if first else ""
+            raise InputError(f"There is nothing to read in the folder '{path}': no file ends in {known}.{there}")
         self.name = path.resolve().name if path.is_dir() else path.name.partition(".")[0] or path.name
         self.marked = self.layout.val_field is not None
         self.description = {"kind": "files", "files": [describe_file(p, self.root) for p in self.paths]}

@@ -175,9 +175,11 @@ def _saved(spec: str) -> Path:
             return folder
     if given.is_dir():
         raise InputError(f"There is no tokenizer in the folder '{spec}': neither {DESCRIPTION} nor tokenizer/.")
+    without_colon = re.fullmatch(r"bpe[-_ ]?(\d+)", spec)
+    guess = f" Did you mean 'bpe:{without_colon[1]}'?" if without_colon else suggestion(spec.partition(":")[0], KINDS)
     raise UnknownNameError(
         f"There is no tokenizer '{spec}'; the kinds are bytes, gpt2 and bpe:N, or give the folder of a run or a "
-        f"corpus to use its own.{suggestion(spec.partition(':')[0], KINDS)}"
+        f"corpus to use its own.{guess}"
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from stepformer.base.errors import ConfigError, UnknownNameError, independent, suggestion
+from stepformer.base.errors import ConfigError, InputError, UnknownNameError, command_line, independent, suggestion
 from stepformer.base.settings import Settings, setting
 from stepformer.base.words import parse_overrides
 from stepformer.catalogue import closest_preset, model_config, preset
@@ -323,6 +324,11 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
         built = _built(sections, lambda: model_config(whose, size=size, **values), _elsewhere)
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem != f"[model] {unknown}"]
+    if os.path.isfile(Path(name) / "run.json"):
+        raise InputError(
+            f"'{name}' is a run, not the name of an architecture: `{command_line('resume', name)}` continues it, and "
+            "`stepformer compare --runs` compares runs."
+        )
     if unknown:
         unknown += f" No recipe has that name either.{suggestion(name, recipe_names())}"
         raise ConfigError([unknown, *problems]) if problems else UnknownNameError(unknown)

@@ -53,8 +53,11 @@ def check_blocks(split: TokenSplit, context: int, tokens: int) -> int:
     """How many full blocks an evaluation has; none is an error."""
     blocks = min(tokens, len(split) - 1) // context
     if blocks < 1:
-        has = f"The validation split has {len(split):,} tokens and {tokens:,} were asked for"
-        raise InputError(f"{has}: too few for one block of {context}.")
+        read = f", of which {tokens:,} are read" if tokens < len(split) else ""
+        raise InputError(
+            f"The validation split has {len(split):,} tokens{read}: too few for one block of {context}. Train with a "
+            "smaller context, or make the split longer (--val-fraction of `stepformer prepare`)."
+        )
     return blocks
 
 

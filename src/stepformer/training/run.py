@@ -108,7 +108,8 @@ def _cost(trainer: Trainer) -> str:
     keys = ("n_layer", "n_head", "d_model", "context")
     named = [name for name, size in SIZES.items() if all(size[key] == getattr(model, key) for key in keys)]
     size = "".join(f"size {name}, " for name in named) + f"{model.n_layer} layers of width {model.d_model}"
-    amount = f"{config.train.steps:,} steps of {config.step_tokens:,} tokens"
+    epochs = config.train.steps * config.step_tokens / len(trainer.corpus.split("train"))
+    amount = f"{config.train.steps:,} steps of {config.step_tokens:,} tokens ({epochs:.2f} epochs)"
     expected = forecast(
         config, trainer.world.device, trainer.world.size, eval_tokens=trainer.eval_tokens, measure=False
     )
@@ -148,7 +149,8 @@ def resume(
     refused = sorted(set(changes) - set(MAY_CHANGE))
     if refused:
         raise ConfigError(
-            f"A run cannot change '{key}' when it is resumed: train a new one. It may change "
+            f"A run cannot change '{key}' when it is resumed: train a new one, or branch off it "
+            "(`stepformer extend --help`). It may change "
             f"{', '.join(MAY_CHANGE)}, and corpus and also, the places of the same ones."
             for key in refused
         )

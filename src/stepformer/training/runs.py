@@ -25,7 +25,14 @@ import torch
 
 from stepformer.base import documents, files
 from stepformer.base import plugins as plugged
-from stepformer.base.errors import ChangedRuleError, ConfigError, InputError, StepformerError, StepformerWarning
+from stepformer.base.errors import (
+    ChangedRuleError,
+    ConfigError,
+    InputError,
+    StepformerError,
+    StepformerWarning,
+    neighbour,
+)
 from stepformer.base.version import __version__
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, of_its_run
 from stepformer.ops import kernels
@@ -89,14 +96,17 @@ class RunFolder:
     def read(self) -> dict[str, Any]:
         """The record of the run; sentences for what is no run, or one of a newer stepformer."""
         if not self.path.is_dir():
-            raise InputError(f"There is no run folder '{self.path}'.")
+            near = neighbour(self.path, "run.json") or neighbour(Path("runs") / self.path.name, "run.json")
+            raise InputError(f"There is no run folder '{self.path}'.{near}")
+        runs = sorted(str(found.parent) for found in self.path.glob("*/run.json"))
+        named = " or ".join(f"'{run}'" for run in runs[:2])
         if not self.exists and (self.path / "study.json").is_file():
-            runs = sorted(str(found.parent) for found in self.path.glob("*/run.json"))
-            named = " or ".join(f"'{run}'" for run in runs[:2])
             advice = f"name one of its runs, {named}" if runs else "it has no runs yet"
             raise InputError(f"'{self.path}' is a study, not a run: {advice}.")
         if not self.exists:
-            raise InputError(f"'{self.path}' is not a run: it has no run.json.")
+            raise InputError(
+                f"'{self.path}' is not a run: it has no run.json.{f' Did you mean {named}?' if runs else ''}"
+            )
         return documents.read(self.path / "run.json", documents.RUN)
 
     def config(self) -> RunConfig:
