@@ -65,7 +65,10 @@ def test_an_option_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> Non
     assert "key=value" not in said(capsys, "eval", "run", "--steps", "3")  # it takes none
 
 
-def test_a_file_that_is_not_there_suggests_no_name(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_there_suggests_no_name(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for word in ("tale.txt", "wikitex.md", "data/tales"):
         assert "Did you mean" not in said(capsys, "eval", str(trained), "--on", word)
         assert "Did you mean" not in said(capsys, "prepare", word)

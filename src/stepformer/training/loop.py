@@ -375,9 +375,8 @@ class Trainer:
         if overflow and not culprit:
             dtype = "fp64" if self.precision == "fp64" else "fp32"
             why = f"every gradient is finite, but their norm is too large a number for {dtype} {what}"
-        advice = "try a lower rate, a longer warm-up or more frequent checkpoints"
-        if self.step == 0:
-            advice = "no step was taken yet, so the reason is the architecture or its first weights, not a rate"
+        first = "no step was taken yet, so the reason is the architecture or its first weights, not a rate"
+        advice = "try a lower rate, a longer warm-up or more frequent checkpoints" if self.step else first
         raise DivergedError(f"Training stopped {when}: {why}. {where}; {advice}.")
 
     def _result(self) -> dict[str, Any]:
