@@ -65,6 +65,12 @@ def test_an_option_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> Non
     assert "key=value" not in said(capsys, "eval", "run", "--steps", "3")  # it takes none
 
 
+def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "stepformer demo  " in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there_suggests_no_name(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -197,6 +198,7 @@ def test_a_dry_run_says_what_would_be_trained(corpus: Path, tmp_path: Path, caps
     )
     said = " ".join(capsys.readouterr().out.split())
     assert "6 runs, 0 of them finished: 3 rows, seeds 42, 43. The baseline is vanilla." in said
+    assert re.search(r"Roughly [\d.]+ m?s for what is left, one run after the other, guessed at 30 % of", said)
     assert "All rows: muon, cosine: lr 0.02, " in said
     assert "vanilla-parameters-of-yurii: " in said
     assert "each row is trained at 3 points of lr, on 256 tokens each" in said

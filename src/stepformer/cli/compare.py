@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +40,9 @@ from stepformer.study.records import not_in_the_table
 from stepformer.study.statistics import seed_words
 from stepformer.study.studies import Study, compared, resolved, swept
 from stepformer.study.study import Planned, carry_out, plan, seeds_of, submit, words_of
-from stepformer.training import load_run, run_config
-from stepformer.training.parallel import choose_device
+from stepformer.training import RunConfig, load_run, run_config
+from stepformer.training.corpora import open_corpus
+from stepformer.training.parallel import ALONE, choose_device
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import forecast
 from stepformer.training.stopping import Watch, seconds
@@ -168,15 +170,30 @@ def planned_table(study: Study) -> Table:
         rows.append((label, *(f"{number:,}" for number in numbers)))
         rates[label] = f"{config.optim.name}, {config.optim.schedule}: {config.optim.rates_text()}."
     told = [f"{label}: {text}" for label, text in rates.items()]
-    folders = [study.out / f"{label}-s{seed}" for label in variants for seed in study.seeds]
-    finished = sum(RunFolder(folder).result.is_file() for folder in folders)
+    planned = [
+        (config, RunFolder(study.out / f"{label}-s{s}")) for label, config in variants.items() for s in study.seeds
+    ]
+    left = [config for config, folder in planned if not folder.result.is_file()]
+    finished = len(planned) - len(left)
     notes = [
-        f"{len(folders)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
+        f"{len(planned)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
         f"The baseline is {study.facts.baseline}.",
+        *_time_for(left),
         *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.facts.baseline]}"]),
         *study.facts.remarks,
     ]
     return of_texts(("architecture", "parameters", "layers", "width", "context", "steps", "tokens"), rows, notes=notes)
+
+
+def _time_for(runs: Sequence[RunConfig]) -> list[str]:
+    """A sentence on how long these runs would take here; none without a run."""
+    found, how = 0.0, ""
+    for config, count in Counter(runs).items():
+        val = open_corpus(config.data, ALONE, quiet=True).split("val").half(config.train.eval_half)
+        tokens, device = min(config.train.eval_tokens, len(val)), choose_device(config.train.device)
+        expected = forecast(config, device, eval_tokens=tokens, measure=False)
+        found, how = found + count * expected.run, expected.how
+    return [f"Roughly {duration(found)} for what is left, one run after the other, {how}."] if runs else []
 
 
 def show_study(

@@ -126,8 +126,12 @@ def first_rank() -> bool:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of a command line."""
-    asked = next((word for word in (sys.argv[1:] if argv is None else argv) if not word.startswith("-")), "")
+    given = sys.argv[1:] if argv is None else argv
+    asked = next((word for word in given if not word.startswith("-")), "")
     top = parser(only=asked if asked in COMMANDS else "")
+    if not given:
+        top.print_help(sys.stderr)
+        raise SystemExit(2)
     if asked and asked not in COMMANDS:
         top.error(f"there is no command '{asked}'.{suggestion(asked, COMMANDS)} `stepformer --help` lists them all.")
     args, extra = top.parse_known_args(argv)
@@ -136,7 +140,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [w for w in extra if words is None or w.startswith("-") or not ("names" in args or "=" in w)]
     if unknown:
         known = [option for action in args.parser._actions for option in action.option_strings]
-        setting = "" if words is None else _as_setting(unknown[0], sys.argv[1:] if argv is None else argv, args.parser)
+        setting = "" if words is None else _as_setting(unknown[0], given, args.parser)
         guess = setting or suggestion(unknown[0].partition("=")[0], known)
         top.error(f"unrecognized arguments: {' '.join(unknown)}.{guess}")
     if words is not None:
