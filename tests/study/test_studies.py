@@ -205,6 +205,7 @@ def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> N
             assert record.val_hash != load_records([tmp_path / "tuning" / f"{name}-0-s1000"])[0].val_hash
         assert any(note.startswith(f"{name}: tuned to lr ") and "best of 4 points" in note for note in table.notes)
     assert any("at the edge of the grid" in note for note in table.notes)  # of two values one is always
+    assert "64 tokens of the second half of split" in str(table)
     again = sf.compare("vanilla", "yurii", out=tmp_path, seeds=2, **tune, **given)
     assert str(again) == str(table)
 

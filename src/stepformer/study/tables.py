@@ -110,7 +110,9 @@ def _text(row: Row) -> str:
 
 def losses_of(comparison: Compared) -> str:
     """What the losses are losses of."""
-    on = f"on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}"
+    half = comparison.rows[0].records[0].settings.get("train.eval_half", "all")
+    part = "" if half == "all" else f"the {half} half of "
+    on = f"on {comparison.val_tokens:,} tokens of {part}split {comparison.val_hash[:12]}"
     if len({_text(row) for row in comparison.rows}) > 1:
         on = "of each row's own text"
     elif comparison.paired and len({row.records[0].tokens for row in comparison.rows}) == 1:
