@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from stepformer.present.tables import NOTHING, Cell, Column, Table, listed, number, text
+from stepformer.present.tables import NOTHING, Cell, Column, Table, listed, number, of_texts, text
 
 
 def made(names: tuple[str, ...] = ("plain", "a|b_c <i>")) -> Table:
@@ -69,6 +69,8 @@ def test_markdown_csv_html_and_latex() -> None:
     assert 'data-value="1.9033"' in page
     assert page == table.html(mark=lambda name: f"[{len(name)}]")
     assert r"a|b\_c \textless{}i\textgreater{} & 1.9033 $\pm$ 0.0117" in table.latex([0, 1])
+    signs = of_texts(("row-1", "difference"), [("a-2", "-0.0120 [-0.03, +0.01]")])
+    assert r"a-2 & $-$0.0120 [$-$0.03, +0.01] \\" in signs.latex()
     pandas = pytest.importorskip("pandas")
     assert isinstance(table.to_frame(), pandas.DataFrame)
     assert table.to_frame()["loss"].tolist() == [1.9033, 1.9033]

@@ -36,7 +36,7 @@ from stepformer.study import Comparison, Facts, compare, load_records, plot_comp
 from stepformer.study.differences import BUDGET, refuse_unmeant
 from stepformer.study.fairness import AMOUNTS, most_points, search_of
 from stepformer.study.held_out import HeldOut, evaluate_held_out
-from stepformer.study.records import not_in_the_table
+from stepformer.study.records import folders_of, not_in_the_table
 from stepformer.study.statistics import seed_words
 from stepformer.study.studies import Study, compared, resolved, swept
 from stepformer.study.study import Planned, carry_out, plan, seeds_of, submit, words_of
@@ -119,9 +119,8 @@ def _runs_of(folder: Path) -> list[Path]:
     """The finished runs of a study, or the run itself."""
     if not (folder / "study.json").is_file():
         return [folder]
-    planned = documents.read(folder / "study.json", documents.STUDY)["runs"]
-    runs = [RunFolder(folder / f"{run['label']}-s{run['seed']}") for run in planned]
-    return [run.path for run in runs if run.result.is_file()] or [folder]
+    planned = folders_of(folder, documents.read(folder / "study.json", documents.STUDY))
+    return [run for run in planned if RunFolder(run).result.is_file()] or [folder]
 
 
 def _watch(args: argparse.Namespace) -> Watch:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -26,6 +27,7 @@ from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import open_corpus
 from stepformer.training.memory import run_memory
 from stepformer.training.parallel import World, choose_device
+from stepformer.training.runs import RunFolder
 from stepformer.training.speed import forecast
 from stepformer.training.stopping import seconds
 
@@ -47,7 +49,7 @@ def run_train(args: argparse.Namespace) -> int:
 def run_resume(args: argparse.Namespace) -> int:
     changes = {key.removeprefix("train."): value for key, value in parse_overrides(args.overrides)}
     limit = None if args.max_time is None else seconds(args.max_time)
-    finished = os.path.isfile(os.path.join(args.name, "result.json")) and not args.restart
+    finished = os.path.isfile(RunFolder(Path(args.name)).result) and not args.restart
     status = _supervised(
         lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes)
     )

@@ -332,4 +332,5 @@ LATEX: dict[str, str | int | None] = {
 
 
 def latex_text(words: str) -> str:
-    return on_one_line(words).translate(str.maketrans(LATEX))
+    """Words as LaTeX sets them; a hyphen before a number is its sign."""
+    return re.sub(r"(?<![\w)-])-(?=\d)", MINUS, on_one_line(words)).translate(str.maketrans(LATEX))

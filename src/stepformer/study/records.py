@@ -98,6 +98,12 @@ def load_records(folders: Iterable[str | Path]) -> list[RunRecord]:
     return [RunRecord.load(folder) for folder in folders]
 
 
+def folders_of(study: Path, plan: Mapping[str, Any]) -> list[Path]:
+    """Where the runs lie that a study.json plans; a name that leads out of the study's folder is nobody's."""
+    names = [f"{run['label']}-s{run['seed']}" for run in plan["runs"]]
+    return [study / name for name in names if name == Path(name).name]
+
+
 def not_in_the_table(names: Iterable[str]) -> str:
     """Said of runs without a result, so that nobody takes the table for all of them."""
     return f"Not in the table, since they failed or are not finished: {', '.join(names)}."

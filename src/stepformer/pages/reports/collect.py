@@ -25,6 +25,7 @@ from stepformer.data.tokenizers import valid
 from stepformer.measure import measured
 from stepformer.pages.reports.values import grouped, inside, record, records, values
 from stepformer.study import Facts, RunRecord
+from stepformer.study.records import folders_of
 from stepformer.training import RunConfig
 from stepformer.training.metrics import BY_LAYER, Lines, read_lines
 from stepformer.training.runs import RunFolder
@@ -178,8 +179,7 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
         plan = documents.read(study, documents.STUDY)
         found.studies.append(Facts.of_study(plan))
         found.baseline = found.baseline or found.studies[-1].baseline or _baseline(path)  # the last of older studies
-        names = [f"{run['label']}-s{run['seed']}" for run in plan["runs"]]
-        planned = [path / name for name in names if name == Path(name).name]
+        planned = folders_of(path, plan)
         begun = [folder for folder in planned if RunFolder(folder).exists]
         if missing := ", ".join(folder.name for folder in planned if folder not in begun):
             found.notes.append(f"Planned in '{path}' and not begun: {missing}.")

@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import os
-import re
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,7 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
     if report.comparison:
         texts["comparison.csv"] = report.comparison.details.csv()
         held_out = [f"\n% {on_one_line(table.caption)}\n{table.latex()}" for table in report.comparison.tables[1:]]
-        minus = [re.sub(r"(?<=[ \[])-(?=\d)", "$-$", text) for text in held_out]
-        texts["comparison.tex"] = "".join([report.tables["comparison"].latex(LATEX_COLUMNS), *minus])
+        texts["comparison.tex"] = "".join([report.tables["comparison"].latex(LATEX_COLUMNS), *held_out])
     for name, text in texts.items():
         write_text(out / name, valid(text))
     compared = [name for name in texts if name.startswith("comparison")]
