@@ -161,6 +161,25 @@ def test_a_stop_does_not_wait_for_a_long_call(folder: Path) -> None:
     assert PageServer([run], found.server_port).stop(), "the port is free again"
 
 
+def test_a_stop_lets_answers_end_and_does_not_wait_for_those_who_ask_nothing(folder: Path) -> None:
+    """Browsers open connections before they need them: a thread that reads nothing must not look like a busy one."""
+    run = ServedRun(folder / "yurii")
+    found = PageServer([run])
+    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    with socket.create_connection(("127.0.0.1", found.server_port)):
+        while not found.answering:
+            time.sleep(0.01)
+        slow = threading.Thread(target=time.sleep, args=(0.3,))
+        found.answering[slow] = socket.socket()
+        slow.start()
+        found.shutdown()
+        begun = time.monotonic()
+        assert found.stop(patience=20)
+        assert 0.2 < time.monotonic() - begun < 15
+    thread.join()
+
+
 def test_runs_that_cannot_be_asked(folder: Path) -> None:
     with serving(ServedRun(folder / "begun")) as found:
         assert value(ask(found, "/api/state"))["runs"][0]["loaded"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,14 @@ def page(browser: Any) -> Iterator[Any]:
     yield opened
     opened.close()
     assert problems == []
+
+
+@contextlib.contextmanager
+def shown(page: Any, *runs: ServedRun) -> Iterator[PageServer]:
+    """A server for this page alone; the page leaves it before it ends, or its next question would find nobody."""
+    with serving(*runs) as found:
+        yield found
+        page.goto("about:blank")
 
 
 def test_page_generates(server: PageServer, page: Any) -> None:
@@ -149,7 +158,7 @@ def test_page_compares(server: PageServer, page: Any) -> None:
 
 
 def test_page_says_why_runs_cannot_be_compared(folder: Path, page: Any) -> None:
-    with serving(ServedRun(folder / "yurii"), ServedRun(folder / "bpe")) as found:
+    with shown(page, ServedRun(folder / "yurii"), ServedRun(folder / "bpe")) as found:
         page.goto(f"{found.url}#compare")
         page.get_by_text("cannot be compared token by token").wait_for()
         assert page.locator("#ask").is_disabled()
@@ -159,7 +168,7 @@ def test_page_says_why_runs_cannot_be_compared(folder: Path, page: Any) -> None:
 def test_page_watches_a_run_that_grows(folder: Path, tmp_path: Path, page: Any) -> None:
     """From an empty folder on: metrics appear, then a first checkpoint, which is taken without being asked."""
     shutil.copytree(folder / "begun", tmp_path / "run")
-    with serving(ServedRun(tmp_path / "run")) as found:
+    with shown(page, ServedRun(tmp_path / "run")) as found:
         page.goto(found.url)
         page.get_by_text("Nothing measured yet.").wait_for()
         assert page.locator("#tab-watch").get_attribute("aria-selected") == "true"

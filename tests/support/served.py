@@ -44,7 +44,7 @@ def serving(*runs: ServedRun, token: str | None = None) -> Iterator[PageServer]:
         yield server
     finally:
         server.shutdown()
-        assert server.stop()
+        assert server.stop(patience=20), "a request is still being answered"
         thread.join()
 
 

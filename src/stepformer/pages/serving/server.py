@@ -38,7 +38,7 @@ from stepformer.pages.serving.runs import ServedRun, number_of, settings_of, tex
 HOST = "127.0.0.1"
 OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)  # any port: a tunnel has its own
 LARGEST_BODY = 1 << 20
-PATIENCE = 1.0  # seconds that a stop waits for a running call of a model
+PATIENCE = 1.0  # seconds that a stop waits for requests that are being answered
 MOST_CLIENTS = 64  # answered at once: a page of two runs asks for less than ten
 SENDING = 30.0  # seconds that a client has to send its whole request
 READING = 30.0  # seconds that an answer waits for a client that does not read, all its pieces together
@@ -108,7 +108,7 @@ class PageServer(ThreadingHTTPServer):
         self.once: list[str] = []  # tokens that are good for one visit
         self.runs, self.apart = runs, why_apart(runs)
         self.stopping = threading.Event()
-        self.answering: list[threading.Thread] = []
+        self.answering: dict[threading.Thread, socket.socket] = {}
         if not 0 <= port < 1 << 16:
             raise InputError(f"--port {port} should lie between 0 (any free one) and {(1 << 16) - 1}.")
         try:
@@ -158,12 +158,12 @@ class PageServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, which is remembered; whoever is one too many is told so."""
-        self.answering = [known for known in self.answering if known.is_alive()]
+        self.answering = {known: asked for known, asked in self.answering.items() if known.is_alive()}
         if len(self.answering) >= MOST_CLIENTS:
             self._turn_away(request)
             return
         thread = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
-        self.answering.append(thread)
+        self.answering[thread] = request
         thread.start()
 
     def _turn_away(self, request: socket.socket) -> None:
@@ -177,13 +177,20 @@ class PageServer(ThreadingHTTPServer):
             request.recv(1 << 16)  # what is left unread would reset the connection before the answer is read
         self.shutdown_request(request)
 
-    def stop(self) -> bool:
-        """End what runs, with a moment's patience for calls of a model. False if a request is still being answered: its
-        thread may be inside torch, where the end of the interpreter would abort the process.
+    def stop(self, patience: float = PATIENCE) -> bool:
+        """End what runs, with a moment's patience for answers on their way.
+
+        False if a request is still being answered: its thread may be inside torch, where the end of the interpreter
+        would abort the process.
         """
         self.stopping.set()
         self.server_close()
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + patience
+        for request in self.answering.values():
+            with contextlib.suppress(OSError):  # it is closed already
+                request.shutdown(socket.SHUT_RD)  # browsers open connections before they have anything to ask
+        for thread in self.answering:
+            thread.join(max(0.0, until - time.monotonic()))
         calls = [run.lock.acquire(timeout=max(0.0, until - time.monotonic())) for run in self.runs]
         return all(calls) and not any(thread.is_alive() for thread in self.answering)
 
