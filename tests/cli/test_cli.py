@@ -174,6 +174,15 @@ def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: p
         ("sf.unit(0.5, 'memori')", "kind is one of memory"),
         ("sf.unit(1.5)", "between 0 and 1"),
         ("sf.register_template('o')(type('T', (sf.Template,), {'options': {'tau': 1.0}}))", "stepformer.Option"),
+        (
+            "sf.register_template('o')(type('T', (sf.Template,), {'kick': lambda self, s, g: s}))",
+            "T.kick(s, g) cannot be called as kick(s, c, g, scale), as every template is.",
+        ),
+        (
+            "made = {'options': {'tau': sf.Option(1.0, 'x')}, '__init__': lambda self, n_head, head_dim: None}\n"
+            "sf.register_template('o')(type('T', (sf.Template,), made))",
+            "T.__init__(n_head, head_dim) cannot be called as __init__(n_head, head_dim, tau), as every template is.",
+        ),
     ):
         rule.with_name("odd.py").write_text(f"import stepformer as sf\n{text}\n")
         assert main(["list", "--plugin", str(rule.with_name("odd.py"))]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -119,6 +120,7 @@ class Registry(Generic[T]):
                         f"Option '{key}' of {self.kind} '{name}' should be a stepformer.Option, e.g. "
                         f"Option({option!r}, help='...')."
                     )
+            self._check_signatures(component)
             for word in (name, *aliases):
                 taken = self._aliases.get(word)
                 # A module that is imported again (a notebook cell run twice) may register the same class again.
@@ -131,6 +133,27 @@ class Registry(Generic[T]):
             return component
 
         return add
+
+    def _check_signatures(self, component: type[T]) -> None:
+        """Methods must take what they are called with: found here, the mistake is named where it was made."""
+        for key, method in vars(self.base).items():
+            own = getattr(component, key)
+            hidden = key.startswith("_") and key != "__init__"
+            if hidden or own is method or not (inspect.isfunction(method) and inspect.isfunction(own)):
+                continue
+            called = list(inspect.signature(method).parameters.values())
+            ordered = [found.name for found in called if found.kind is found.POSITIONAL_OR_KEYWORD]
+            named = [found.name for found in called if found.kind is found.KEYWORD_ONLY]
+            if any(found.kind is found.VAR_KEYWORD for found in called):
+                named += component.options
+            takes = inspect.signature(own)
+            try:
+                takes.bind(*ordered, **dict.fromkeys(named))
+            except TypeError:
+                here, there = ", ".join(list(takes.parameters)[1:]), ", ".join([*ordered[1:], *named])
+                raise StepformerError(
+                    f"{component.__name__}.{key}({here}) cannot be called as {key}({there}), as every {self.kind} is."
+                ) from None
 
     def canonical(self, word: str) -> str:
         """The registered name behind a name or alias."""

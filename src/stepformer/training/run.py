@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -256,10 +257,12 @@ def _taken(folder: RunFolder, config: RunConfig) -> str:
     """What to do about a folder that has a run: continue it if it is this one, else take another."""
     there = flat(folder.config().to_dict())
     differ = [key for key, value in flat(config.to_dict()).items() if "." in key and there.get(key) != value]
+    names = (folder.path.with_name(f"{folder.path.name}-{number}") for number in itertools.count(2))
+    free = f"--out {shlex.quote(str(next(name for name in names if not name.exists())))}"
+    holds = f"'{folder.path}' already holds a run"
     if differ:
-        return f"'{folder.path}' already holds a run with another {', '.join(differ[:4])}: choose another --out."
-    how = command_line("resume", folder.path)
-    return f"'{folder.path}' already holds a run: continue it with `{how}`, or choose another --out."
+        return f"{holds} with another {', '.join(differ[:4])}: choose another place, {free}."
+    return f"{holds}: continue it with `{command_line('resume', folder.path)}`, or choose another place, {free}."
 
 
 @dataclass(frozen=True)
