@@ -364,7 +364,7 @@ def test_terminal_table(tmp_path: Path) -> None:
         "6,144 tokens of split 0123456789ab",
         "seeds 42, 43, 44",
         "95% confidence",
-        "entropy of the corpus: 3.5",
+        "entropy of the validation text: 3.5",
     ):
         assert part in flat
     assert max(map(len, text.splitlines())) <= 120

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from runs import make_corpus
 from stepformer.base.files import write_json
 from stepformer.cli import main
+from stepformer.data import open_source
+from stepformer.data.prepare import prepare
 from stepformer.measure.evaluation import Reading, measure_texts, open_text, perplexity
 from stepformer.measure.measured import Journal
 from stepformer.study.statistics import paired
@@ -23,12 +26,13 @@ SMALL = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "eval_t
 
 
 @pytest.fixture(scope="module")
-def texts(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A file, tokens and a prepared corpus."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "letters.txt").write_text("The old lighthouse keeper wrote a letter every evening.\n" * 20)
     (folder / "tokens_val.bin").write_bytes(b"".join((n % 256).to_bytes(2, "little") for n in range(500)))
-    return [str(folder / "letters.txt"), str(folder / "tokens_val.bin"), str(corpus)]
+    other = make_corpus(folder / "others", count=6).folder
+    return [str(folder / "letters.txt"), str(folder / "tokens_val.bin"), str(other)]
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +169,44 @@ def test_the_time_limit_holds_for_texts_too(
     assert main([*asked(study, corpus), "--held-out", texts[0]]) == 0
     assert len(pieces) == len(set(pieces)) > 2  # those that were kept are not computed again
     assert (study / "comparison.md").read_text().count("Held-out text letters") == 1
+
+
+def test_text_that_the_runs_have_seen_is_refused(
+    done: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = "is a part of the corpus that the runs train on or are validated on"
+    assert main([*asked(tmp_path / "no", corpus), "--held-out", str(corpus)]) == 2
+    assert f"--held-out {corpus} {seen}" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+    assert main(["compare", "--runs", str(done), "--out", str(tmp_path / "o"), "--held-out", str(corpus)]) == 2
+    assert seen in capsys.readouterr().err
+    own = tmp_path / "own"
+    own.mkdir()
+    for number in range(3):
+        (own / f"{number}.txt").write_text(f"Letter {number} was written in the evening of a long day.\n" * 30)
+    prepared = prepare(open_source(str(own)), "bytes", tmp_path / "prepared", val_fraction=0.3, workers=1).folder
+    for text in (own, own / "1.txt"):
+        assert main([*asked(tmp_path / "no", prepared), "--held-out", str(text)]) == 2
+        assert f"--held-out {text} {seen}" in capsys.readouterr().err
+    (tmp_path / "1.txt").write_text("Another text under the same name. " * 10)
+    dry = [*asked(tmp_path / "no", prepared), "--dry-run"]
+    assert main([*dry, "--held-out", str(tmp_path / "1.txt")]) == 0
+
+
+def test_rows_of_equal_size_are_compared_on_the_text_too(corpus: Path, texts: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "s"
+    assert main([*asked(out, corpus), "--match", "parameters", "--held-out", texts[0]]) == 0
+    found = {row["architecture"]: row for row in csv.DictReader((out / "comparison.csv").read_text().splitlines())}
+    larger = found["yurii"]["matched_with"]
+    assert larger not in ("", "vanilla")
+    shown = [found[label]["held_out_letters_loss_by_seed"].split() for label in (larger, "yurii")]
+    difference = paired(*(dict(enumerate(map(float, words))) for words in shown))
+    assert float(found["yurii"]["held_out_letters_matched_difference"]) == pytest.approx(difference.mean, abs=2e-6)
+    assert float(found["yurii"]["held_out_letters_matched_high"]) == pytest.approx(difference.high, abs=1e-5)
+    _, part = (out / "comparison.md").read_text().split("Held-out text letters:")
+    assert f"at equal tokens; at equal parameters {difference.verdict}" in part
+    assert f"yurii to {larger}, which has equal parameters: {difference.mean:+.4f}" in part
+    assert ("* yurii: a difference under" in part) == (" * |" in part)
 
 
 def test_texts_that_cannot_be_read_are_refused_before_training(

@@ -19,7 +19,8 @@ from stepformer.cli import main
 from stepformer.model import Model
 from stepformer.study import Comparison, Facts, load_records
 from stepformer.study.comparison import at_the_edge, grid_points
-from stepformer.study.fairness import matched, search_of, with_tuning
+from stepformer.study.fairness import matched, search_left, search_of, with_tuning
+from stepformer.study.study import Planned
 from stepformer.training import RunConfig, run_config
 from stepformer.training.loop import Trainer
 from stepformer.training.runs import as_toml
@@ -193,8 +194,8 @@ def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> N
     table = sf.compare("vanilla", "yurii", out=tmp_path, seeds=2, **tune, **given)
     for name in ("vanilla", "yurii"):
         points = {}
-        for number in range(4):
-            (record,) = load_records([tmp_path / "tuning" / f"{name}-{number}-s1000"])
+        for point in ("lr=0.5x_lr_norm=0.5x", "lr=0.5x_lr_norm=2x", "lr=2x_lr_norm=0.5x", "lr=2x_lr_norm=2x"):
+            (record,) = load_records([tmp_path / "tuning" / f"{name}-{point}-s1000"])
             assert record.steps == 4
             assert record.settings["train.eval_half"] == "first"
             points[record.val_loss] = {key: record.settings[f"optim.{key}"] for key in ("lr", "lr_norm")}
@@ -202,7 +203,7 @@ def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> N
         for record in row.records:
             assert {key: record.settings[f"optim.{key}"] for key in ("lr", "lr_norm")} == points[min(points)]
             assert record.settings["train.eval_half"] == "second"
-            assert record.val_hash != load_records([tmp_path / "tuning" / f"{name}-0-s1000"])[0].val_hash
+            assert record.val_hash != load_records([tmp_path / "tuning" / f"{name}-{point}-s1000"])[0].val_hash
         assert any(note.startswith(f"{name}: tuned to lr ") and "best of 4 points" in note for note in table.notes)
     assert any("at the edge of the grid" in note for note in table.notes)  # of two values one is always
     assert "64 tokens of the second half of split" in str(table)
@@ -265,6 +266,50 @@ def test_a_search_by_turns_that_was_stopped_goes_on(
     assert f"{said} The same command continues." in capsys.readouterr().err
     assert main(command) == 0
     assert taken[0] == 6 * 4 + 2 * 6  # nothing was repeated
+
+
+def test_a_longer_grid_finds_what_was_searched(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = {name: run_config(name, words(settings)) for name in ("vanilla", "yurii")}
+    trained: list[str] = []
+
+    def after(run: Planned) -> None:
+        trained.append(run.name)
+
+    monkeypatch.setattr("stepformer.study.fairness._without_weights", after)
+    short, long = (search_of([f"lr={values}"], 256) for values in ("1x,2x", "0.5x,1x,2x"))
+    assert len(search_left(variants, short, 256, tmp_path, 0)) == 4
+    with_tuning({**variants}, short, 256, tmp_path, Facts(), quiet=True)
+    assert trained == ["vanilla-1x-s1000", "vanilla-lr=2x-s1000", "yurii-1x-s1000", "yurii-lr=2x-s1000"]
+    assert search_left(variants, short, 256, tmp_path, 0) == []
+    assert len(search_left(variants, long, 256, tmp_path, 0)) == 2
+    with_tuning({**variants}, long, 256, tmp_path, Facts(), quiet=True)
+    assert trained[4:] == ["vanilla-lr=0.5x-s1000", "yurii-lr=0.5x-s1000"]
+
+
+def test_a_dry_run_counts_the_search_and_refuses_what_the_run_would(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted: list[int] = []
+
+    def count(runs: list[Any]) -> list[str]:
+        counted.append(len(runs))
+        return []
+
+    monkeypatch.setattr("stepformer.cli.compare._time_for", count)
+    dry = ["compare", "vanilla", "yurii", "--out", str(tmp_path / "s"), "--quiet", "--dry-run", "--seeds", "2"]
+    dry += words(settings)
+    assert main([*dry, "--tune", "lr=0.5x,1x,2x", "--budget-tune", "256"]) == 0
+    assert main(dry) == 0
+    assert counted == [2 * 3 + 4, 4]
+    assert not (tmp_path / "s").exists()
+    sf.compare("vanilla", "yurii", out=tmp_path / "s", seeds=2, **settings)
+    before = (tmp_path / "s" / "study.json").read_bytes()
+    assert main([*dry, "lr=0.5"]) == 2
+    assert "was trained with other settings, optim.lr" in capsys.readouterr().err
+    assert main([*dry, "n_layer=2"]) == 2
+    assert (tmp_path / "s" / "study.json").read_bytes() == before
 
 
 def test_what_cannot_be_tuned_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:

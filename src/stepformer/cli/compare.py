@@ -34,7 +34,7 @@ from stepformer.model import Model
 from stepformer.present.tables import Table, of_texts
 from stepformer.study import Comparison, Facts, compare, load_records, plot_comparison
 from stepformer.study.differences import BUDGET, refuse_unmeant
-from stepformer.study.fairness import AMOUNTS, most_points, search_of
+from stepformer.study.fairness import AMOUNTS, most_points, search_left, search_of
 from stepformer.study.held_out import HeldOut, evaluate_held_out
 from stepformer.study.records import folders_of, not_in_the_table
 from stepformer.study.statistics import seed_words
@@ -107,12 +107,14 @@ def run_compare(args: argparse.Namespace) -> int:
         **given(args, "budget", "baseline", "recipe", "allow", "match", "held_out", "jobs", "quiet"),
         **({} if args.dry_run else given(args, "tune", "budget_tune", "by_turns")),
     )
+    search = None
     if args.dry_run and args.tune:
+        search = search_left(resolved(study.variants)[0], searched, args.budget_tune, study.out, args.by_turns)
         points = f"{most_points(searched, args.by_turns)} points of {', '.join(searched)}"
         where = f"by turns at up to {points}" if args.by_turns else f"at {points}"
         said = f"Before that, each row is trained {where}, on {args.budget_tune} tokens each."
         study = replace(study, facts=replace(study.facts, remarks=(*study.facts.remarks, said)))
-    return _study(args, study, watch, args.held_out)
+    return _study(args, study, watch, args.held_out, search)
 
 
 def _runs_of(folder: Path) -> list[Path]:
@@ -139,10 +141,18 @@ def run_sweep(args: argparse.Namespace) -> int:
     return _study(args, study, _watch(args))
 
 
-def _study(args: argparse.Namespace, study: Study, watch: Watch, held_out: Sequence[str] = ()) -> int:
-    """Train what is missing, then show what there is."""
+def _study(
+    args: argparse.Namespace,
+    study: Study,
+    watch: Watch,
+    held_out: Sequence[str] = (),
+    search: Sequence[RunConfig] | None = None,
+) -> int:
+    """Train what is missing, then show what there is; of a dry run, also how long the `search` before it would take."""
     if args.dry_run:
-        console().print(planned_table(study))
+        if search is None:  # otherwise the rows are not known yet
+            study.plan(quiet=args.quiet, here=args.slurm is None, dry=True)
+        console().print(planned_table(study, search or ()))
         return 0
     runs = study.plan(quiet=args.quiet, here=args.slurm is None)
     if args.slurm is not None and not all(run.finished for run in runs):
@@ -158,8 +168,8 @@ def _study(args: argparse.Namespace, study: Study, watch: Watch, held_out: Seque
     return show_study(finished, failed, study.facts, args.confidence, study.out, texts)
 
 
-def planned_table(study: Study) -> Table:
-    """What would be trained."""
+def planned_table(study: Study, search: Sequence[RunConfig] = ()) -> Table:
+    """What would be trained, after a search."""
     rows, rates = list[tuple[str, ...]](), dict[str, str]()
     variants, _ = resolved(study.variants)
     for label, config in variants.items():
@@ -177,7 +187,7 @@ def planned_table(study: Study) -> Table:
     notes = [
         f"{len(planned)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
         f"The baseline is {study.facts.baseline}.",
-        *_time_for(left),
+        *_time_for([*search, *left]),
         *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.facts.baseline]}"]),
         *study.facts.remarks,
     ]

@@ -36,6 +36,12 @@ def corpus_folder(name: str, tokenizer_spec: str) -> Path:
     return Path(home) / "data" / folder if home else Path("data") / folder
 
 
+def entropy(counts: NDArray[np.int64]) -> float:
+    """The unigram entropy in nats: the loss of the best model that ignores the context."""
+    share = counts[counts > 0] / max(1, counts.sum())
+    return round(float(-(share * np.log(share)).sum()), 6) + 0.0
+
+
 class TokenSplit:
     """The tokens of one split, in order, read from the shards as they are needed."""
 
@@ -55,7 +61,7 @@ class TokenSplit:
         return self._length
 
     def half(self, which: str) -> TokenSplit:
-        """The first or second half of the tokens, as a split with a hash of its own; `all` is the whole."""
+        """The first or second half of the tokens, as a split with hash and entropy of its own; `all` is the whole."""
         if which == "all":
             return self
         part = copy.copy(self)
@@ -64,6 +70,7 @@ class TokenSplit:
         part._length = self._length - middle if which == "second" else middle
         part.name = f"{self.name}, {which} half"
         part.hash = hashlib.sha256(f"{self.hash}/{which}".encode()).hexdigest()[: len(self.hash)]
+        part.entropy = entropy(np.bincount(part.tokens(0, len(part))))
         return part
 
     def __getstate__(self) -> dict[str, Any]:  # another process opens the shards itself

@@ -116,12 +116,6 @@ def add(totals: Counts, part: Mapping[str, Any]) -> None:
         totals[what][split] += part[what][split]
 
 
-def entropy(counts: NDArray[np.int64]) -> float:
-    """The unigram entropy in nats: the loss of the best model that ignores the context."""
-    share = counts[counts > 0] / max(1, counts.sum())
-    return round(float(-(share * np.log(share)).sum()), 6) + 0.0
-
-
 def dtype_of(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype("<u2" if tokenizer.vocab_size <= 65_536 else "<u4")
 

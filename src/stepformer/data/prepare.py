@@ -29,7 +29,7 @@ from stepformer.base import documents, files
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.base.version import __version__
 from stepformer.data import pieces
-from stepformer.data.corpus import MANIFEST, SPLITS, TOKENIZER, Corpus, read_manifest
+from stepformer.data.corpus import MANIFEST, SPLITS, TOKENIZER, Corpus, entropy, read_manifest
 from stepformer.data.pieces import PIECE_CHARACTERS, PIECE_SEGMENTS, RULES, Counts, Encoded, Progress, Segment, Tokens
 from stepformer.data.sources import Source
 from stepformer.data.token_files import TokenFiles
@@ -365,4 +365,4 @@ class Job:
             tokens = self.shard_tokens - room
             size = tokens * pieces.dtype_of(self.tokenizer).itemsize
             shards.append({"file": name, "tokens": tokens, "bytes": size, "sha256": digest.hexdigest()})
-        return {"shards": shards, "hash": content.hexdigest()[:16], "entropy": pieces.entropy(counts)}
+        return {"shards": shards, "hash": content.hexdigest()[:16], "entropy": entropy(counts)}

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import StepformerError
+from stepformer.base.errors import InputError, StepformerError
 from stepformer.base.files import writing
 
 # Okabe and Ito's palette, black for the baseline; told apart with every common kind of colour blindness.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))  # the second sign, once the colours are used up
 GREY = "#666666"
+PICTURES = ("png", "pdf", "svg")
+UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}  # the same picture twice is the same file
 
 
 def new_figure(size: tuple[float, float]) -> Any:
@@ -25,11 +27,17 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 
 def save_figure(figure: Any, path: str | Path, below: str = "") -> None:
-    """Write a PNG, whole or not at all; `below` is said in small grey letters under it."""
+    """Write a picture, whole or not at all: PNG, PDF or SVG by the file's name, PNG for a name without an ending.
+
+    `below` is said in small grey letters under it.
+    """
+    kind = Path(path).suffix.removeprefix(".").lower() or "png"
+    if kind not in PICTURES:
+        raise InputError(f"'{path}': pictures are written as {', '.join(PICTURES)}.")
     if below:
         figure.supxlabel(below, fontsize=8, color=GREY, parse_math=False)
     with writing(Path(path)) as file:
-        figure.savefig(file, format="png", dpi=150)
+        figure.savefig(file, format=kind, dpi=150, metadata=UNDATED.get(kind))
 
 
 def looks(index: int) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def compare(
         seeds=tuple(sorted({record.seed for record in records})),
         unigram_entropy=entropies.pop() if len(entropies) == 1 else None,
         differences=tuple(_all_differences(found, facts)),
-        held_out=tuple(text.rows(found, baseline, confidence) for text in held_out),
+        held_out=tuple(text.rows(found, baseline, confidence, facts.matches) for text in held_out),
     )
 
 
@@ -143,7 +143,7 @@ def _matched(row: Row, what: str, other: str, runs: Mapping[int, RunRecord], con
     said = f"{row.label} to {other}, which has equal {what}: {difference}"
     if what == "time":
         said += f"; in training it took {time_ratio(runs, own):.2f} x its time"
-    notes = (*row.notes, f"{said}.", *_too_small(f"{row.label} to {other}", difference))
+    notes = (*row.notes, f"{said}.", *statistics.too_small(f"{row.label} to {other}", difference))
     return replace(row, matched=(what, other, difference), notes=notes)
 
 
@@ -231,7 +231,7 @@ def _row(
     difference, speeds = None, (values(base, "speed"), values(runs, "speed"))
     if common and not is_baseline:
         difference = statistics.paired(values(base, "val_loss"), values(runs, "val_loss"), confidence)
-    notes = _too_small(label, difference)
+    notes = statistics.too_small(label, difference)
     for some, others, of, why in (
         (runs, base, "", "the baseline has no such run"),
         (base, runs, " of the baseline", "there is no such run"),
@@ -262,11 +262,3 @@ def _row(
         identical=identical,
         other_budget=other_budget,
     )
-
-
-def _too_small(label: str, difference: statistics.PairedDifference | None) -> list[str]:
-    if difference is None or not difference.provisional:
-        return []
-    pairs = "one paired seed" if difference.n == 1 else f"{difference.n} paired seeds"
-    small = f"a difference under {statistics.SMALL_DIFFERENCE} is not to be claimed from {pairs}"
-    return [f"{label}: {small}; it needs at least {statistics.PAIRS_FOR_SMALL}."]

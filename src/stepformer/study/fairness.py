@@ -28,7 +28,7 @@ from stepformer.model import Model
 from stepformer.optim import OptimConfig
 from stepformer.oracles import mlps
 from stepformer.present.tables import listed
-from stepformer.study.comparison import all_points, at_the_edge
+from stepformer.study.comparison import all_points, at_the_edge, grid_points
 from stepformer.study.differences import differences, recorded
 from stepformer.study.records import Facts, RunRecord
 from stepformer.study.study import Planned, carry_out, plan_runs, steps_for
@@ -183,6 +183,22 @@ def most_points(axes: Axes, rounds: int) -> int:
     return rounds * sum(len(values) - (OWN in values) for values in axes.values()) + (OWN in next(iter(axes.values())))
 
 
+def search_label(label: str, point: Point) -> str:
+    """What a run of the search is called: by what it has of its own, so that a longer grid finds it again."""
+    own = {key: value for key, value in point.items() if value != OWN}
+    return f"{label}-{next(iter(grid_points({key: (value,) for key, value in own.items()}))) or OWN}"
+
+
+def search_left(
+    variants: Mapping[str, RunConfig], axes: Axes, budget: int | str | None, out: Path, rounds: int
+) -> list[RunConfig]:
+    """What a search would train; by turns, as many runs as it takes at most."""
+    points = [{}] * most_points(axes, rounds) if rounds else all_points(axes)
+    runs = [(search_label(label, point), config, point) for label, config in variants.items() for point in points]
+    done = {name for name, _, _ in runs if (out / "tuning" / f"{name}-s{FIRST_SEED}" / "result.json").is_file()}
+    return [_shortened(config, point, budget) for name, config, point in runs if rounds or name not in done]
+
+
 def with_tuning(
     variants: dict[str, RunConfig],
     axes: Axes,
@@ -213,9 +229,9 @@ def with_tuning(
             new = [{**best[label], turns[turn]: value} for value in axes[turns[turn]]] if turns else all_points(axes)
             points += [point for point in new if point not in points]
         short = [
-            (f"{label}-{number}", _shortened(variants[label], point, budget))
+            (search_label(label, point), _shortened(variants[label], point, budget))
             for label, points in tried.items()
-            for number, point in enumerate(points)
+            for point in points
         ]
         runs = plan_runs(out / "tuning", short, quiet=how.get("quiet", False), allowed=allow)
         there = iter(runs)

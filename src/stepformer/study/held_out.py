@@ -13,7 +13,10 @@ from typing import Any
 
 from stepformer.base import documents
 from stepformer.base.errors import InputError
+from stepformer.base.files import sha256
 from stepformer.base.progress import say
+from stepformer.data.corpus import MANIFEST, Corpus, read_manifest
+from stepformer.data.sources import usable_files
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.measure import measured
 from stepformer.measure.evaluation import Reading, Text, open_text, perplexity
@@ -21,7 +24,7 @@ from stepformer.measure.evaluation.scoring import about_run, scorer_of
 from stepformer.measure.evaluation.tasks import data_folder
 from stepformer.measure.evaluation.texts import token_hash
 from stepformer.study import statistics
-from stepformer.study.records import HeldOutRows, RunRecord
+from stepformer.study.records import HeldOutRows, Matched, RunRecord
 from stepformer.training.run import load_run
 from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import Stopped, Watch
@@ -37,8 +40,16 @@ class HeldOut:
     found: dict[Path, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def rows(self, runs: Mapping[str, Mapping[int, RunRecord]], baseline: str, confidence: float) -> HeldOutRows:
-        """Losses and paired differences of labelled runs; those that were read in other ways are refused."""
+    def rows(
+        self,
+        runs: Mapping[str, Mapping[int, RunRecord]],
+        baseline: str,
+        confidence: float,
+        matches: Mapping[str, tuple[str, str]],
+    ) -> HeldOutRows:
+        """Losses and paired differences of labelled runs, also to baselines of equal size (`Facts.matches`); runs that
+        were read in other ways are refused.
+        """
         first: dict[str, Any] = next(iter(self.found.values()), {"tokens": 0, "hash": ""})
         for folder, entry in self.found.items():
             if (entry["tokens"], entry["hash"]) != (first["tokens"], first["hash"]):
@@ -55,15 +66,30 @@ class HeldOut:
             for label, some in losses.items()
             if label != baseline and base.keys() & some.keys()
         }
-        several = statistics.several_intervals(differences.values(), confidence)
-        notes = (*self.notes, *mixed, *several)
-        return HeldOutRows(self.name, first["tokens"], first["hash"], losses, differences, notes)
+        matched, said = dict[str, Matched](), list[str]()
+        for label, difference in differences.items():
+            said += [f"* {note}" for note in statistics.too_small(label, difference)]
+            what, other = matches.get(label, ("", ""))
+            if losses.get(other, {}).keys() & losses[label].keys():
+                matched[label] = (what, other, statistics.paired(losses[other], losses[label], confidence))
+                if other != baseline:
+                    said.append(f"{label} to {other}, which has equal {what}: {matched[label][2]}.")
+        second = [found for _, other, found in matched.values() if other != baseline]
+        several = statistics.several_intervals([*differences.values(), *second], confidence)
+        notes = (*self.notes, *mixed, *said, *several)
+        return HeldOutRows(self.name, first["tokens"], first["hash"], losses, differences, matched, notes)
 
 
-def open_held_out(words: Sequence[str], tokenizer: Tokenizer, context: int) -> list[Text]:
-    """The texts that words name, as `eval --on` takes them; what cannot be read, or told apart, is refused."""
+def open_held_out(
+    words: Sequence[str], tokenizer: Tokenizer, context: int, corpus: Mapping[str, Any] | None = None
+) -> list[Text]:
+    """The texts that words name, as `eval --on` takes them; refused is what cannot be read or told apart, or is a part
+    of the corpus that these facts of a run are of.
+    """
     if words and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("--held-out is for one process: let torchrun train, then give the same command without it.")
+    for word in words:
+        _refuse_seen(word, corpus or {})
     data = data_folder(None)
     here = {word: data if data and (data / word).is_dir() else None for word in words}  # else from the Hub
     texts = [open_text(word, tokenizer, data=here[word]) for word in dict.fromkeys(words)]
@@ -72,6 +98,20 @@ def open_held_out(words: Sequence[str], tokenizer: Tokenizer, context: int) -> l
         if text.name in [other.name for other in texts[:number]]:
             raise InputError(f"Two held-out texts are called '{text.name}': rename one of them.")
     return texts
+
+
+def _refuse_seen(word: str, corpus: Mapping[str, Any]) -> None:
+    """Text that the runs were trained on, or whose losses were looked at while they were, is not held out."""
+    place, known = Path(word).expanduser(), Path(corpus.get("folder", "")) / MANIFEST
+    if (place / MANIFEST).is_file():
+        seen = Corpus(place).split("val").hash in [split["hash"] for split in corpus.get("splits", {}).values()]
+    else:
+        source = read_manifest(known.parent)["source"] if corpus and known.is_file() else {}
+        sums = [file.get("sha256") for file in source.get("files", ())]
+        parts = usable_files(place) if place.is_dir() else [place] if place.is_file() else []
+        seen = bool(sums) and any(sha256(part) in sums for part in parts)
+    if seen:
+        raise InputError(f"--held-out {word} is a part of the corpus that the runs train on or are validated on.")
 
 
 def evaluate_held_out(
@@ -86,7 +126,8 @@ def evaluate_held_out(
             record, config = run.read(), run.config()
             tokenizer = run.read_tokenizer(record)
             if tokenizer.fingerprint not in texts:
-                texts[tokenizer.fingerprint] = open_held_out(words, tokenizer, config.model.context)
+                about = record.get("corpus")
+                texts[tokenizer.fingerprint] = open_held_out(words, tokenizer, config.model.context, about)
             named = {token_hash(text.tokens): text for text in texts[tokenizer.fingerprint]}
             kept = measured.load(folder, KIND)
             entries: list[dict[str, Any]] = kept["result"]["texts"] if kept else []

@@ -200,6 +200,20 @@ class Facts:
             return cls()
 
 
+Matched = tuple[str, str, PairedDifference]
+"""Of what a row has as much as which other row, and its difference to that."""
+
+
+def verdict_of(difference: PairedDifference, matched: Matched | None) -> str:
+    """On a row at equal tokens, and at equal what it was matched in."""
+    if matched is None:
+        return difference.verdict
+    what, _, to_that = matched
+    if to_that == difference:  # the baseline itself has as much
+        return f"{difference.verdict} at equal tokens and {what}"
+    return f"{difference.verdict} at equal tokens; at equal {what} {to_that.verdict}"
+
+
 @dataclass(frozen=True)
 class Row:
     """One architecture against the baseline, over its seeds.
@@ -226,7 +240,7 @@ class Row:
     parameters: int
     notes: tuple[str, ...]
     identical: bool = False  # on every common seed the very weights and the loss of the baseline
-    matched: tuple[str, str, PairedDifference] | None = None  # of what it has as much as which other row, and to that
+    matched: Matched | None = None
     paired: bool = True  # False: its batches or its budget are others than the baseline's
     other_budget: bool = False  # it was trained on other numbers of tokens, on purpose
 
@@ -249,12 +263,7 @@ class Row:
             return "no common seed" if self.paired else "not paired"
         if self.other_budget:
             return f"{self.difference.verdict}, other budget"
-        if self.matched is None:
-            return self.difference.verdict
-        what, _, to_that = self.matched
-        if to_that == self.difference:  # the baseline itself has as much
-            return f"{self.difference.verdict} at equal tokens and {what}"
-        return f"{self.difference.verdict} at equal tokens; at equal {what} {to_that.verdict}"
+        return verdict_of(self.difference, self.matched)
 
     @property
     def provisional(self) -> bool:
@@ -270,6 +279,7 @@ class HeldOutRows:
     hash: str
     losses: Mapping[str, Mapping[int, float]]  # by label and seed
     differences: Mapping[str, PairedDifference]
+    matched: Mapping[str, Matched]
     notes: tuple[str, ...]
 
 

@@ -210,6 +210,15 @@ def mean_ratio(baseline: Mapping[int, float], other: Mapping[int, float]) -> flo
     return math.exp(math.fsum(math.log(other[seed] / baseline[seed]) for seed in seeds) / len(seeds))
 
 
+def too_small(label: str, difference: PairedDifference | None) -> list[str]:
+    """A sentence on a difference that is smaller than so few pairs can show."""
+    if difference is None or not difference.provisional:
+        return []
+    pairs = "one paired seed" if difference.n == 1 else f"{difference.n} paired seeds"
+    small = f"a difference under {SMALL_DIFFERENCE} is not to be claimed from {pairs}"
+    return [f"{label}: {small}; it needs at least {PAIRS_FOR_SMALL}."]
+
+
 def several_intervals(differences: Iterable[PairedDifference | None], confidence: float) -> list[str]:
     """A warning to whoever reads more than one interval."""
     intervals = sum(difference is not None and difference.low is not None for difference in differences)

@@ -147,8 +147,9 @@ class Study:
     seeds: Sequence[int]
     allow: Sequence[str]
 
-    def plan(self, *, quiet: bool = False, here: bool = True) -> list[Planned]:
-        return plan(self.out, self.variants, self.seeds, quiet=quiet, allowed=self.allow, facts=self.facts, here=here)
+    def plan(self, **how: Any) -> list[Planned]:
+        """Its runs; `how` as for plan_runs."""
+        return plan(self.out, self.variants, self.seeds, allowed=self.allow, facts=self.facts, **how)
 
 
 def compared(
@@ -187,7 +188,7 @@ def compared(
     variants = fair(variants, first, allow, searched, data)
     if held_out:  # what cannot be read is said before anything is trained
         opened = open_corpus(variants[first].data, ALONE, quiet=quiet)
-        open_held_out(held_out, opened.tokenizer, variants[first].model.context)
+        open_held_out(held_out, opened.tokenizer, variants[first].model.context, corpus_facts(opened))
     if out is None:
         corpus = Path(variants[first].data.corpus).name
         out = Path(f"runs/compare-{recipe or corpus}-{'-'.join(variants)[:60]}")

@@ -77,8 +77,11 @@ def plan_runs(
     allowed: Sequence[str] = (),
     facts: Facts | None = None,
     here: bool = True,
+    dry: bool = False,
 ) -> list[Planned]:
-    """The same for configs with their seeds, each with its label, in this order; `here`, or on another machine."""
+    """The same for configs with their seeds, each with its label, in this order; `here`, or on another machine; with
+    `dry` nothing is written.
+    """
     problems = [f"'{label}' cannot be a folder's name." for label, _ in labelled if label != Path(label).name]
     if problems:
         raise ConfigError(dict.fromkeys(problems))
@@ -97,6 +100,8 @@ def plan_runs(
                 raise InputError(f"{trained} on another '{config.data.corpus}': choose another --out.")
         runs.append(run)
     _check_one_code(folder, runs, allowed, here)
+    if dry:
+        return runs
     listed = [{"label": r.label, "seed": r.config.train.seed, "config": r.config.hash} for r in runs]
     told = dataclasses.asdict(facts or Facts())
     files.write_json(folder / "study.json", {"format": 1, "runs": listed, "facts": told})

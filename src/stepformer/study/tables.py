@@ -8,7 +8,7 @@ from typing import Any
 
 from stepformer.present.tables import Column, Table, tabulated, text
 from stepformer.study.forgetting import AMOUNTS, Direction, ForgettingRow
-from stepformer.study.records import Compared, HeldOutRows, Row, RunRecord
+from stepformer.study.records import Compared, HeldOutRows, Row, RunRecord, verdict_of
 from stepformer.study.statistics import PairedDifference, Summary, seed_words, several_intervals, summarise
 
 HUES = {"better": "green", "worse": "red"}  # of a row in a terminal
@@ -51,7 +51,7 @@ def held_out_tables(comparison: Compared) -> list[Table]:
         for row in comparison.rows:
             losses, difference = held.losses[row.label], held.differences.get(row.label)
             numbers = (len(losses), _mean(losses), with_interval(difference))
-            rows.append([text(value) for value in (row.label, *numbers, _judged(row, difference))])
+            rows.append([text(value) for value in (row.label, *numbers, _judged(row, held))])
         on = f"Held-out text {held.name}: {held.tokens:,} tokens, hash {held.hash}; final weights, evaluated once."
         found.append(Table(columns, rows, on, list(held.notes)))
     return found
@@ -61,10 +61,12 @@ def _mean(losses: Mapping[int, float]) -> str:
     return with_error(summarise(losses.values())) if losses else "-"
 
 
-def _judged(row: Row, difference: PairedDifference | None) -> str:
+def _judged(row: Row, held: HeldOutRows) -> str:
+    difference = held.differences.get(row.label)
     if row.is_baseline or difference is None:
         return "baseline" if row.is_baseline else "no common seed"
-    return f"{difference.verdict}{', other budget' * row.other_budget}{MARK * difference.provisional}"
+    found = verdict_of(difference, None if row.other_budget else held.matched.get(row.label))
+    return f"{found}{', other budget' * row.other_budget}{MARK * difference.provisional}"
 
 
 def full_table(comparison: Compared) -> Table:
@@ -133,7 +135,11 @@ def _facts(comparison: Compared) -> list[str]:
     return [
         losses_of(comparison),
         *(differences if comparison.paired else unpaired),
-        *([f"Unigram entropy of the corpus: {e:.4f}."] if (e := comparison.unigram_entropy) is not None else []),
+        *(
+            [f"Unigram entropy of the validation text: {e:.4f}."]
+            if (e := comparison.unigram_entropy) is not None
+            else []
+        ),
     ]
 
 
@@ -190,8 +196,9 @@ def _record(comparison: Compared, row: Row) -> dict[str, str | int]:
 
 def _held_out(held: HeldOutRows, row: Row) -> dict[str, str | int]:
     losses, difference = held.losses[row.label], held.differences.get(row.label)
+    to_that = found[2] if (found := held.matched.get(row.label)) else None
     summary = summarise(losses.values()) if losses else None
-    found: dict[str, str | int] = {
+    facts: dict[str, str | int] = {
         "loss": _number(summary.mean if summary else None),
         "loss_standard_error": _number(summary.standard_error if summary else None),
         "loss_by_seed": _by_seed(losses.get(seed, math.nan) for seed in row.seeds),
@@ -200,10 +207,13 @@ def _held_out(held: HeldOutRows, row: Row) -> dict[str, str | int]:
         "difference_low": _of(difference, "low"),
         "difference_high": _of(difference, "high"),
         "p_value": _of(difference, "p_value", ".4g"),
+        "matched_difference": _of(to_that, "mean"),
+        "matched_low": _of(to_that, "low"),
+        "matched_high": _of(to_that, "high"),
         "tokens": held.tokens,
         "hash": held.hash,
     }
-    return {f"held_out_{held.name}_{key}": value for key, value in found.items()}
+    return {f"held_out_{held.name}_{key}": value for key, value in facts.items()}
 
 
 def _by_seed(values: Iterable[float]) -> str:
