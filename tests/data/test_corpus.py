@@ -46,6 +46,15 @@ def test_tokens_across_shards(corpus: Corpus) -> None:
         corpus.split("test")
 
 
+def test_a_half_has_the_entropy_of_its_own_tokens(corpus: Corpus) -> None:
+    val = corpus.split("val")
+    raw, middle = val.tokens(0, len(val)), len(val) // 2
+    for which, part in (("all", raw), ("first", raw[:middle]), ("second", raw[middle:])):
+        shares = [np.mean(part == token) for token in set(part.tolist())]
+        assert val.half(which).entropy == pytest.approx(-sum(p * np.log(p) for p in shares), abs=1e-6)
+    assert len({val.half(which).entropy for which in ("all", "first", "second")}) == 3
+
+
 def test_the_hash_does_not_depend_on_the_shards(corpus: Corpus, tmp_path: Path) -> None:
     source = open_source(str(tmp_path / "in"))
     other = prepare(source, "bytes", tmp_path / "other")

@@ -51,6 +51,22 @@ def browser() -> Iterator[Browser]:
 # Files for a paper
 
 
+def test_nothing_of_an_earlier_report_stays(study: Path, tmp_path: Path) -> None:
+    """A table that lies beside a report is of its runs: here the second one has nothing to compare."""
+    out, run = tmp_path / "out", copied(study, tmp_path / "runs")
+    assert main(["report", str(study), "--out", str(out), "--no-samples", "--quiet"]) == 0
+    assert (out / "comparison.tex").is_file()
+    (out / "notes.csv").write_text("mine")
+    (run / "result.json").unlink()
+    assert main(["report", str(run), "--out", str(out), "--no-samples", "--quiet"]) == 0
+    assert not [*out.glob("comparison.*")]
+    assert not (out / "differences.png").exists()
+    assert (out / "notes.csv").read_text() == "mine"
+    assert sorted(json.loads((out / ".cache" / "files.json").read_text())) == sorted(
+        path.name for path in out.iterdir() if path.name not in (".cache", "notes.csv")
+    )
+
+
 def test_the_command_writes_page_and_paper(made: Path, study: Path) -> None:
     names = {path.name for path in made.iterdir()}
     assert {"index.html", "report.md", "comparison.csv", "comparison.tex", "runs.csv"} <= names

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,12 @@ def test_the_verdict_claims_nothing_from_one_seed_or_small_differences() -> None
     tiny = {1: 1.9990, 2: 2.0991}
     assert verdict_of(base={1: 2.0, 2: 2.1}, a=tiny) == "a differs by too little to be claimed yet."
     assert verdict_of(base={1: 2.0}, a={2: 1.5}) == "a has no seed in common with base."
+
+
+def test_the_verdict_names_what_else_differs() -> None:
+    rates = {"base": {"optim.name": "muon"}, "a": {"optim.name": "adamw"}}
+    runs = [replace(record(label, 1, 2.0), settings=settings) for label, settings in rates.items()]
+    assert verdict(compare(runs, "base")).endswith(" The rows also differ in optim.name.")
 
 
 # Text

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from stepformer.base.errors import InputError, StepformerError, UnknownNameError
 from stepformer.base.files import write_json
+from stepformer.present.style import new_figure, save_figure
 from stepformer.study import (
     Comparison,
     Facts,
@@ -156,7 +157,7 @@ def test_rows_may_have_budgets_of_their_own(tmp_path: Path) -> None:
         (folder / "metrics.jsonl").write_text("\n".join([*kept, json.dumps(last)]) + "\n")
         write_json(folder / "result.json", {**result, "steps": 60, "tokens": 6000, "best_step": 60, "train_seconds": 9})
     records += load_records(folders)
-    with pytest.raises(InputError, match=r"8,000 and 6,000 training tokens \(--allow steps permits that\)"):
+    with pytest.raises(InputError, match=r"8,000 and 6,000 training tokens \(`compare --allow steps` permits that\)"):
         compare(records, "a")
     found = compare(records, "a", facts=Facts(own_budgets=True))
     assert found.rows[1].verdict == "better, other budget"
@@ -438,6 +439,19 @@ def test_plot(tmp_path: Path) -> None:
     assert 500 < height < 1500
     assert ("matplotlib.pyplot" in sys.modules) == pyplot_before
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["plot.png"]
+
+
+def test_a_picture_is_what_its_name_says(tmp_path: Path) -> None:
+    for name, begins in (("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.PNG", b"\x89PNG"), ("a", b"\x89PNG")):
+        for _ in range(2):
+            figure = new_figure((1, 1))
+            figure.text(0.5, 0.5, "x")
+            before = (tmp_path / name).read_bytes() if (tmp_path / name).exists() else b""
+            save_figure(figure, tmp_path / name)
+            assert (tmp_path / name).read_bytes().startswith(begins)
+        assert name == "a.svg" or (tmp_path / name).read_bytes() == before  # an SVG draws names of its own
+    with pytest.raises(InputError, match="pictures are written as png, pdf, svg"):
+        save_figure(new_figure((1, 1)), tmp_path / "a.jpg")
 
 
 def test_plot_of_odd_comparisons(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from stepformer.study.tables import full_table, held_out_tables, summary_table
 ALIKE = {
     "val_hash": "they were evaluated on different splits (hashes {:.12} and {:.12})",
     "val_tokens": "they were evaluated on different numbers of tokens ({:,} and {:,})",
-    "tokens": "their budgets are {:,} and {:,} training tokens (--allow steps permits that)",
+    "tokens": "their budgets are {:,} and {:,} training tokens (`compare --allow steps` permits that)",
     "pairing": "the same seed gives them different batches (pairing {} and {})",
 }
 OWN_BUDGETS = {  # of rows that may be of different lengths

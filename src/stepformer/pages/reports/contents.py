@@ -221,6 +221,8 @@ def verdict(comparison: Comparison) -> str:
         if row.matched is not None and row.matched[1] != base:
             what, other, found = row.matched
             sentences.append(f"At equal {what}, {row.label} against {other}: {found.verdict} ({found}).")
+    if apart := [found.key for found in comparison.differences if not found.meant]:
+        sentences.append(f"The rows also differ in {listed(apart)}.")
     return " ".join(sentences)
 
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import os
+import textwrap
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,16 @@ from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
 from stepformer.pages.reports.page import FACTORIAL, PARTS
 from stepformer.pages.reports.samples import Samples
-from stepformer.present.style import COLOURS, as_written, clean, look_of, new_figure, save_figure, short_number
+from stepformer.present.style import (
+    COLOURS,
+    as_written,
+    clean,
+    few_ticks,
+    look_of,
+    new_figure,
+    save_figure,
+    short_number,
+)
 from stepformer.present.tables import Table, markdown_block, markdown_text, on_one_line
 from stepformer.study import plot_differences
 
@@ -32,10 +42,12 @@ TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: ti
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
 SIGNS = {"index.html": '<meta name="generator" content="stepformer ', "report.md": FIRST_LINE}
 HEAD = 2000  # bytes of a file in which its sign is
+SUFFIXES = {".html", ".md", ".csv", ".tex", ".png"}  # of a report's files
 LIST = Path(".cache") / "files.json"
 DASHES = ((5, 1.5), (1.5, 1), (5, 1.2, 1.2, 1.2))  # on and off, in widths of the line
 LATEX_COLUMNS = (0, 1, 2, 3, 4, 5, 6, 8, 9)  # of the comparison: what fits on a page
 COLUMNS = 3  # of small charts
+TITLE_WIDTH = 38  # characters above one of them
 MOST_CHOICES = 2  # of a chart that shows one of several things: the first and the last
 
 
@@ -85,13 +97,16 @@ def hold(out: Path) -> None:
 
 
 def claim(out: Path, names: Sequence[str]) -> None:
-    """Note the files that will be written, before they are: a report that is interrupted knows its own. What a killed
-    one left half-written is cleared away.
+    """Note the files that will be written, before they are: a report that is interrupted knows its own. Cleared away
+    are what a killed one left half-written, and files of an earlier report that this one does not have.
     """
     refuse_foreign(out, names)
+    for old in {*(_listed(out) or [])} - {*names}:
+        if old == Path(old).name and Path(old).suffix in SUFFIXES:
+            (out / old).unlink(missing_ok=True)
     for name in (*names, str(LIST), str(LIST.with_name("models.jsonl"))):
         clear_left(out / name)
-    write_json(out / LIST, sorted({*names, *(_listed(out) or [])}))
+    write_json(out / LIST, sorted(names))
 
 
 def _ours(out: Path, name: str) -> bool:
@@ -265,9 +280,11 @@ def plot_charts(charts: Charts, labels: Sequence[str], path: Path) -> None:
             axes.plot(line.x, line.y, **weight, **look(labels.index(line.label)))
         if chart.log and all(value > 0 for line in lines for value in line.y):
             axes.set_yscale("log")
-        if chart.whole_x:
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        _label(axes, f"{chart.title}, {choice}" if choice else chart.title, chart.x, chart.y)
+        few_ticks(axes, 5, integer=chart.whole_x)
+        if axes.get_xlim()[1] >= 10_000:
+            axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+        title = f"{chart.title}, {choice}" if choice else chart.title
+        _label(axes, textwrap.fill(title, TITLE_WIDTH), chart.x, chart.y)
     for axes, surface in zip(places[len(panels) :], charts.surfaces, strict=False):
         loss = [[math.nan if value is None else value for value in row] for row in surface.loss]
         drawn = axes.contourf(surface.x, surface.y, loss, levels=16, cmap="cividis")
