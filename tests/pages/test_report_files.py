@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,12 @@ from reported import LIMIT, NAMES, changed, copied, measured_as, measurements, r
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_json
 from stepformer.cli import main
+from stepformer.data import Corpus
 from stepformer.measure import measured
 from stepformer.pages.reports import samples as sampling
 from stepformer.pages.reports.collect import gather
 from stepformer.pages.reports.contents import Report, build
+from stepformer.pages.reports.method import method
 from stepformer.pages.reports.page import _looks, page_html, script_json
 from stepformer.pages.reports.paper import files_of, look, refuse_foreign, write_paper
 from stepformer.pages.reports.samples import Drawing, Samples
@@ -49,6 +52,27 @@ def browser() -> Iterator[Browser]:
 
 
 # Files for a paper
+
+
+def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
+    runs = gather([study]).runs
+    config = runs[0].config
+    assert config
+    steps, each = config.train.steps, config.train.batch * config.model.context
+    model, data, training, optimizer = method(runs)
+    assert model == f"Model: {config.model.n_layer} layers of width {config.model.d_model}, " + (
+        f"{config.model.n_head} heads, context {config.model.context}."
+    )
+    corpus = Corpus(Path(runs[0].facts["corpus"]["folder"]))
+    for split in ("train", "val"):
+        assert f"{len(corpus.split(split)):,} tokens (hash {corpus.split(split).hash})" in data
+    assert f"tokenizer {corpus.tokenizer.name} with {corpus.vocab_size:,} ids" in data
+    assert f"{steps:,} steps of {each:,} tokens" in training
+    assert f"{steps * each:,} tokens in all" in training
+    assert f"{config.optim.name}, cosine schedule after {max(1, steps // 10)} step" in optimizer
+    assert f"lr {config.optim.lr:g}" in optimizer
+    longer = replace(runs[0], config=replace(config, train=replace(config.train, steps=steps + 1)), facts={})
+    assert method([*runs, longer]) == [model, optimizer]  # the warm-up is as long
 
 
 def test_nothing_of_an_earlier_report_stays(study: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from stepformer.data.tokenizers import valid
 from stepformer.pages.reports.charts import Chart, Charts, Line
 from stepformer.pages.reports.collect import Curve
 from stepformer.pages.reports.contents import Report
+from stepformer.pages.reports.method import method
 from stepformer.pages.reports.page import FACTORIAL, PARTS
 from stepformer.pages.reports.samples import Samples
 from stepformer.present.style import (
@@ -181,6 +182,7 @@ def markdown_report(report: Report, pictures: Container[str], note: str = "") ->
     section("Other texts and tasks", *itertools.chain(*evaluated))
     section("Published figures", *report.published)
     section("Text side by side", *(_samples(report.samples, report.labels) if report.samples else []))
+    section("Method", *map(markdown_text, method(report.runs)))
     section("All runs", shown["runs"])
     section("Settings that differ", *([shown["differing"]] if "differing" in shown else []))
     section("Environment", shown["environment"])

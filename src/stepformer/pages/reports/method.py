@@ -1,0 +1,52 @@
+"""What all runs of a report have in common, in the sentences that the method of a paper needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from stepformer.optim.config import Schedule
+from stepformer.pages.reports.collect import RunData
+from stepformer.pages.reports.values import inside, real
+from stepformer.training import RunConfig
+
+
+def method(runs: Sequence[RunData]) -> list[str]:
+    """Sentences on model, data, training and optimizer; one that is not the same for all runs is left out."""
+    configs = [run.config for run in runs if run.config]
+
+    def same(says: Callable[[RunConfig], str]) -> list[str]:
+        said = {says(config) for config in configs}
+        return [*said] if len(said) == 1 else []
+
+    data = {_data(run) for run in runs}
+    found = [*same(_model), *(data if len(data) == 1 else ()), *same(_training), *same(_optimizer)]
+    return [sentence for sentence in found if sentence]
+
+
+def _model(config: RunConfig) -> str:
+    model = config.model
+    return f"Model: {model.n_layer} layers of width {model.d_model}, {model.n_head} heads, context {model.context}."
+
+
+def _data(run: RunData) -> str:
+    known = run.facts.get("corpus")
+    sizes = [real(known, "splits", name, "tokens") for name in ("train", "val")]
+    ids, hashes = real(known, "tokenizer", "vocab_size"), [inside(known, "splits", n, "hash") for n in ("train", "val")]
+    if run.config is None or ids is None or None in sizes:
+        return ""
+    text = f"tokenizer {inside(known, 'tokenizer', 'name')} with {ids:,.0f} ids"
+    trained, validated = (f"{size:,.0f} tokens (hash {h})" for size, h in zip(sizes, hashes, strict=True))
+    return f"Data: {run.config.data.corpus}; {text}; {trained} for training, {validated} for validation."
+
+
+def _training(config: RunConfig) -> str:
+    steps, each = config.train.steps, config.step_tokens
+    said = f"Training: {steps:,} steps of {each:,} tokens, {config.train.batch} sequences of {config.model.context}"
+    return f"{said}, {steps * each:,} tokens in all."
+
+
+def _optimizer(config: RunConfig) -> str:
+    optim, schedule = config.optim, Schedule(config.optim, config.train.steps)
+    clipped = f"; gradients clipped at norm {optim.clip:g}" if optim.clip else ""
+    rates = f"{optim.schedule} schedule after {schedule.warmup:,} step{'s' * (schedule.warmup != 1)} of linear warm-up; {optim.rates_text()}"
+    return f"Optimizer: {optim.name}, {rates}{clipped}."
