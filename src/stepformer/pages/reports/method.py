@@ -48,5 +48,6 @@ def _training(config: RunConfig) -> str:
 def _optimizer(config: RunConfig) -> str:
     optim, schedule = config.optim, Schedule(config.optim, config.train.steps)
     clipped = f"; gradients clipped at norm {optim.clip:g}" if optim.clip else ""
-    rates = f"{optim.schedule} schedule after {schedule.warmup:,} step{'s' * (schedule.warmup != 1)} of linear warm-up; {optim.rates_text()}"
+    warmup = f"{schedule.warmup:,} step{'s' * (schedule.warmup != 1)} of linear warm-up"
+    rates = f"{optim.schedule} schedule after {warmup}; {optim.rates_text()}"
     return f"Optimizer: {optim.name}, {rates}{clipped}."
