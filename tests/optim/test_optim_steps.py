@@ -135,6 +135,14 @@ def test_polar_dtype_of_a_config(method: str, polar_dtype: str) -> None:
     assert low <= error <= high
 
 
+def test_what_optimizers_are_made_from() -> None:
+    model, config = tiny(), sf.run_config("yurii")
+    with pytest.raises(sf.InputError, match=r"OptimConfig, not RunConfig: of a run's config it is config\.optim\.$"):
+        Optimizers(model, config, steps=3)  # type: ignore[arg-type]
+    with pytest.raises(sf.InputError, match=r"^`Optimizers` takes the model itself, not generator: "):
+        Optimizers(model.parameters(), config.optim, steps=3)  # type: ignore[arg-type]
+
+
 def test_gradients_stay_and_go() -> None:
     model = tiny("yurii")
     opt = Optimizers(model, OptimConfig(), 10)
