@@ -65,6 +65,14 @@ def test_an_option_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> Non
     assert "key=value" not in said(capsys, "eval", "run", "--steps", "3")  # it takes none
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [("eval run --strid 3", "--stride"), ("show yurii --batc 2", "--batch"), ("generate run One --tok=3", "--tokens")],
+)
+def test_half_an_option_is_none(words: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, *words.split()).endswith(f"Did you mean '{option}'?")
+
+
 def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([])
