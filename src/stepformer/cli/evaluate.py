@@ -129,7 +129,8 @@ def standing(run: LoadedRun) -> str:
     """Which weights were measured; those of a run that is not finished are said to be."""
     steps = f" of {run.config.train.steps:,}, unfinished" if is_unfinished(run) else ""
     variant = measured.called(run.model)
-    return f"{run.config.title}{f', {variant},' if variant else ''} after step {run.step:,}{steps}"
+    when = f"after step {run.step:,}{steps}" if run.knows_step else "as imported"
+    return f"{run.config.title}{f', {variant},' if variant else ''} {when}"
 
 
 def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, Any], measured.Journal]:

@@ -278,6 +278,12 @@ class LoadedRun:
     folder: RunFolder
 
     @property
+    def knows_step(self) -> bool:
+        """Whether `step` is where training was; of imported weights the source may not have said it."""
+        imported = self.record.get("imported")
+        return not imported or bool(imported.get("step"))
+
+    @property
     def device(self) -> torch.device:
         return self.model.embed.tok_emb.weight.device
 
