@@ -527,6 +527,8 @@ def test_a_model_of_ones_own_loop_becomes_a_run(tmp_path: Path, capsys: pytest.C
     assert torch.equal(load_run(run, device="cpu").model(tokens()).logits, model.eval()(tokens()).logits)
     assert main(["eval", run, "--corpus", str(corpus), "--quiet", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("yurii as imported: loss ")
+    assert main(["eval", run, "--corpus", str(corpus), "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] is None
     assert main(["eval", run, "--on", str(Path(__file__)), "--quiet", "--device", "cpu"]) == 0
     for folder in ("out", "out2"):
         hub().export_run(run, tmp_path / folder)

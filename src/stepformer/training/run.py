@@ -278,10 +278,10 @@ class LoadedRun:
     folder: RunFolder
 
     @property
-    def knows_step(self) -> bool:
-        """Whether `step` is where training was; of imported weights the source may not have said it."""
+    def known_step(self) -> int | None:
+        """`step`, or None if these are imported weights whose source did not say it."""
         imported = self.record.get("imported")
-        return not imported or bool(imported.get("step"))
+        return self.step if not imported or imported.get("step") else None
 
     @property
     def device(self) -> torch.device:

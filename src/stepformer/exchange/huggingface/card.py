@@ -53,7 +53,7 @@ def model_card(run: LoadedRun, *, gpt2: bool = False) -> str:
         header(config, gpt2),
         f"# {markdown_text(title)}\n\n"
         "A language model made with stepformer, in which a layer is one step of an optimizer. "
-        f"These are the weights {f'after step {run.step:,}' if run.knows_step else 'as they were imported'}.",
+        f"These are the weights {'as they were imported' if run.known_step is None else f'after step {run.step:,}'}.",
         architecture(config, run.model.num_parameters(), run.model.num_parameters("non-embedding")),
         loading(title, run.tokenizer.name, gpt2),
         training(run),
