@@ -62,6 +62,50 @@ AUDITS = pytest.mark.parametrize("steps", [30, pytest.param(60, marks=pytest.mar
 def test_python_blocks_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
     code = "\n".join(blocks(ROOT / page, "python"))
     assert code
+    if "huggingface" in code:
+        pytest.importorskip("transformers")
+    run_python(code, tmp_path)
+
+
+def test_the_loop_that_the_readme_links_to_stands_alone(tmp_path: Path) -> None:
+    section = (
+        (ROOT / "docs/build-a-model.md").read_text().partition("\n## Train it yourself\n")[2].partition("\n## ")[0]
+    )
+    (tmp_path / "section.md").write_text(section)
+    run_python("\n".join(blocks(tmp_path / "section.md", "python")), tmp_path)
+
+
+LIGHTNING = """
+class lightning:
+    class LightningModule(torch.nn.Module):
+        manual_backward = staticmethod(torch.Tensor.backward)
+
+        def optimizers(self):
+            self.global_step += len(self.all.parts)
+            return self.all.parts
+"""
+
+
+def test_the_class_for_lightning_takes_the_steps_of_the_loop(tmp_path: Path) -> None:
+    """With a stand-in that has what the class uses of Lightning."""
+    page = ROOT / "docs/optimizers.md"
+    (block,) = blocks(page, "py")
+    ours = next(code for code in blocks(page, "python") if "Optimizers(" in code)
+    code = f"""{ours}{LIGHTNING}{block}
+twins = [sf.build(model.config, seed=0) for _ in range(2)]
+plain, inside = Optimizers(twins[0], config.optim, steps=3), InLightning(twins[1], config)
+inside.global_step, parts = 0, inside.configure_optimizers()
+for step in range(3):
+    tokens = torch.randint(97, (2, 33))
+    plain.zero_grad()
+    twins[0](tokens[:, :-1], tokens[:, 1:]).loss.backward()
+    plain.clip()
+    plain.step(step)
+    inside.training_step((tokens[:, :-1], tokens[:, 1:]), step)
+assert inside.automatic_optimization is False
+assert all(map(torch.equal, *(twin.parameters() for twin in twins)))
+assert plain.rates() == inside.all.rates()
+"""
     run_python(code, tmp_path)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import forked
+import stepformer as sf
 from runs import make_corpus, small_run
 from stepformer.base.errors import InputError, suggestion
 from stepformer.cli import main
@@ -63,6 +64,25 @@ def test_a_setting_written_as_an_option(words: str, setting: str, capsys: pytest
 def test_an_option_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "train", "yurii", "--dri-run").endswith("Did you mean '--dry-run'?")
     assert "key=value" not in said(capsys, "eval", "run", "--steps", "3")  # it takes none
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [("eval run --strid 3", "--stride"), ("show yurii --batc 2", "--batch"), ("generate run One --tok=3", "--tokens")],
+)
+def test_half_an_option_is_none(words: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, *words.split()).endswith(f"Did you mean '{option}'?")
+
+
+def test_default_sizes_are_those_of_the_training_page(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text('[model]\npreset = "yurii"\n')
+    page = (ROOT / "docs/train.md").read_text()
+    assert "`tiny` size: `stepformer train`, `stepformer compare` and `sf.run_config`" in page
+    assert sf.run_config("yurii").model.n_layer == sf.model_config("yurii", size="tiny").n_layer
+    assert "takes `small`: `stepformer show`, `sf.build`, `sf.model_config`; and so does a TOML file" in page
+    small = sf.model_config("yurii", size="small")
+    assert small == sf.model_config("yurii") == sf.load_config(tmp_path / "my.toml")
+    assert sf.run_config(tmp_path / "my.toml").model.n_layer == small.n_layer
 
 
 def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -277,9 +277,12 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 
 def test_bad_prompts_are_refused() -> None:
     model = tiny()
-    for text in ("hello", ["hello"]):
+    for text in ("hello", ["hello"], [["a"]], [[1], "a"]):
         with pytest.raises(sf.InputError, match="token ids, not text"):
             model.generate(text)  # type: ignore[arg-type]
+    for numbers in ([1.0], [[1, 2.0]], torch.rand(3), torch.rand(2, 3), torch.ones(1, 1, 1).long(), None):
+        with pytest.raises(sf.InputError, match=r"^Prompts are token ids, integers: a row of them, several rows, or a"):
+            model.generate(numbers)  # type: ignore[arg-type]
     for prompts, sentence in (([], "at least one token"), ([[1], []], "at least one token"), ([99], "id 99")):
         with pytest.raises(sf.InputError, match=sentence):
             model.generate(prompts)

@@ -133,6 +133,7 @@ def test_the_card_has_the_runs_numbers_and_no_path(run: Path, exported: Path) ->
         torch.__version__,
         "stepformer import FOLDER --out",
         "import stepformer.exchange.huggingface",
+        "With transformers and stepformer (`pip install -e '.[hub]'` in a clone of its repository), FOLDER",
     ):
         assert text in card, text
     everything = card + (exported / "stepformer.json").read_text() + (exported / "config.json").read_text()

@@ -349,6 +349,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": tokens(), "output_hidden_states": True}, "does not take `output_hidden_states`"),
     ({"input_ids": tokens(), "attention_mask": torch.ones(2, 3)}, "one column for each token"),
     ({"input_ids": tokens(), "labels": tokens(1)}, "Labels have shape"),
+    ({"input_ids": tokens(), "labels": tokens().float()}, "Labels should be a tensor of integers"),
+    ({"input_ids": tokens(), "labels": tokens().bool()}, "Labels should be a tensor of integers"),
+    ({"input_ids": tokens().float()}, "input_ids should be a tensor of integers"),
     ({"input_ids": tokens(), "past_key_values": ((),)}, "should be the StepformerCache"),
     ({"input_ids": tokens(1, 2), "attention_mask": torch.zeros(1, 2), "use_cache": True}, "padding only"),
     ({"input_ids": tokens(1, 17)}, "the model's context is 16"),
@@ -357,8 +360,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("inputs", "sentence"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_a_forward_pass_refuses(inputs: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(sf.InputError, match=sentence):
-        wrapped()(**inputs)
+    for training in (False, True) if "labels" in inputs else (False,):
+        with pytest.raises(sf.InputError, match=sentence):
+            wrapped().train(training)(**inputs)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_unsigned_ids_and_labels(training: bool) -> None:
+    model, ids = wrapped().train(training), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    for more in ({}, {"attention_mask": mask}):
+        expected = model(ids, labels=ids, **more).loss
+        assert model(ids.to(torch.uint16), labels=ids.to(torch.uint16), **more).loss == expected
 
 
 def test_what_else_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -510,6 +511,40 @@ def test_shards_stay_inside_their_folder(tmp_path: Path) -> None:
     index.write_text("[]")
     with pytest.raises(sf.InputError, match="has no weight_map"):
         import_checkpoint(tmp_path, tmp_path / "run", tokenizer="bytes")
+
+
+def test_a_model_of_ones_own_loop_becomes_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its step is not known, and nothing says that it is 0."""
+    model, corpus = shake(tiny("yurii", vocab_size=257)), make_corpus(tmp_path / "corpus").folder
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(sf.InputError, match=r"without its config: .* docs/build-a-model\.md, under 'Save and load'\.$"):
+        import_checkpoint(tmp_path / "weights.pt", tmp_path / "run", tokenizer="bytes")
+    assert "\n## Save and load\n" in (Path(__file__).parents[2] / "docs/build-a-model.md").read_text()
+    hub().StepformerForCausalLM.of(model).save_pretrained(tmp_path / "mine")
+    run = str(tmp_path / "run")
+    assert main(["import", str(tmp_path / "mine"), "--tokenizer", "bytes", "--out", run]) == 0
+    assert "\nstep not recorded\n" in capsys.readouterr().out
+    assert torch.equal(load_run(run, device="cpu").model(tokens()).logits, model.eval()(tokens()).logits)
+    assert main(["eval", run, "--corpus", str(corpus), "--quiet", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("yurii as imported: loss ")
+    assert main(["eval", run, "--corpus", str(corpus), "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] is None
+    assert main(["eval", run, "--on", str(Path(__file__)), "--quiet", "--device", "cpu"]) == 0
+    for folder in ("out", "out2"):
+        hub().export_run(run, tmp_path / folder)
+        card = (tmp_path / folder / "README.md").read_text()
+        assert "These are the weights as they were imported." in card
+        assert not re.search(r"\bstep 0\b|\| step \|", card)
+        run = tmp_path / f"{folder}-run"
+        assert import_checkpoint(tmp_path / folder, run).record["step"] is None
+
+
+def test_bytes_need_257_rows(tmp_path: Path) -> None:
+    hub().StepformerForCausalLM.of(sf.build("yurii", size="tiny", n_layer=1)).save_pretrained(tmp_path / "m")
+    with pytest.raises(
+        sf.InputError, match=r"257 ids, .* 256 rows: .* a model of bytes is built with vocab_size=257\.$"
+    ):
+        import_checkpoint(tmp_path / "m", tmp_path / "run", tokenizer="bytes")
 
 
 def test_an_exported_model_with_other_weights_is_refused(tmp_path: Path) -> None:

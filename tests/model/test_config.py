@@ -325,6 +325,23 @@ def test_overrides_are_read_as_toml_or_as_words() -> None:
             parse_override(word)
 
 
+def test_overrides_are_a_list(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[model]\npreset = "hb"\n')
+    for read in (lambda: sf.run_config("yurii", "steps=3"), lambda: sf.load_config(tmp_path / "mine.toml", "steps=3")):
+        with pytest.raises(
+            sf.InputError, match=r"^Settings are a list of words: give \['steps=3'\] instead of 'steps=3'\.$"
+        ):
+            read()
+
+
+def test_there_is_no_dropout() -> None:
+    for key in ("dropout", "attn_dropout"):
+        with pytest.raises(sf.ConfigError, match=rf"^There is no dropout: leave out {key}\.$"):
+            sf.model_config("yurii", **{key: 0.1})
+        with pytest.raises(sf.ConfigError, match=rf"^\[model\] There is no dropout: leave out {key}\.$"):
+            sf.run_config("yurii", [f"{key}=0.1"])
+
+
 def test_presets_match_patterns() -> None:
     assert sf.presets("imex-*") == [name for name in sf.presets() if name.startswith("imex-")]
     assert sf.presets("hb") == ["polyak-lie-trotter"]

@@ -226,7 +226,7 @@ def test_memory_estimate_knows_bf16_autocast() -> None:
     assert "GiB" in str(estimate_memory(config, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint32])
 def test_any_integer_type_will_do(dtype: torch.dtype) -> None:
     model = shake(tiny("yurii"))
     ids, targets = tokens(), tokens(seed=1)
@@ -234,6 +234,36 @@ def test_any_integer_type_will_do(dtype: torch.dtype) -> None:
     found = model(ids.to(dtype), targets.to(dtype))
     assert torch.equal(found.logits, expected.logits)
     assert found.loss == expected.loss
+    assert sf.record(model)(ids.to(dtype), targets.to(dtype)) == expected.loss
+    assert model.stream_norms(ids.to(dtype)) == model.stream_norms(ids)
+    assert model.generate(ids.to(dtype), seed=0, max_new_tokens=2) == model.generate(ids, seed=0, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("targets", "sentence"),
+    [
+        (
+            tokens().float(),
+            r"^Targets should be a tensor of integers of .*, not torch\.float32 of shape \(\d+, \d+\)\.$",
+        ),
+        (tokens().bool(), r"^Targets should be a tensor of integers .* torch\.bool"),
+        (tokens().tolist(), r"^Targets should be a tensor of integers .*, not list\.$"),
+        (tokens()[0], r": targets\[None\] is a batch of one row\.$"),
+        (tokens() - 99, r"Found target id -\d+, .*: a target that is to be ignored is -100\.$"),
+    ],
+)
+def test_bad_targets_are_refused(targets: Any, sentence: str) -> None:
+    with pytest.raises(sf.InputError, match=sentence):
+        tiny()(tokens(), targets)
+
+
+def test_tokens_of_one_row_and_of_too_many_columns() -> None:
+    with pytest.raises(
+        sf.InputError, match=r"not torch\.int64 of shape \(5,\): tokens\[None\] is a batch of one row\.$"
+    ):
+        tiny()(tokens(1, 5)[0])
+    with pytest.raises(sf.InputError, match=r"context is 8: cut it, or build the model with context=9\.$"):
+        tiny(context=8)(tokens(1, 9))
 
 
 def test_bad_lengths_are_refused() -> None:
@@ -545,6 +575,24 @@ def test_a_missing_gpu_is_one_sentence() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(sf.InputError, match="sees no CUDA device"):
             tiny(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"device": "gpu"}, r"device = 'gpu' is none of torch's: give 'cpu', 'cuda'"),
+        ({"dtype": "bf16"}, r"dtype = 'bf16' should be a dtype of torch such as torch\.bfloat16\."),
+        ({"dtype": torch.int64}, r"dtype = torch\.int64 should be"),
+    ],
+)
+def test_a_device_and_a_dtype_that_torch_does_not_know(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(sf.InputError, match=sentence):
+        tiny(**given)
+
+
+def test_recording_takes_a_dtype_of_torch() -> None:
+    with pytest.raises(sf.InputError, match=r"autocast = 'bf16' should be a dtype of torch such as torch\.bfloat16\."):
+        sf.record(tiny(), autocast="bf16")  # type: ignore[arg-type]
 
 
 def test_state_dict_round_trip() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +134,35 @@ def test_polar_dtype_of_a_config(method: str, polar_dtype: str) -> None:
     # rounding of bf16 (4e-3) and fp32 (6e-8), amplified by the iteration; weights here are below 1
     low, high = {"bf16": (1e-4, 1.0), "fp32": (1e-9, 1e-2)}.get(polar_dtype, (0.0, 1e-12))
     assert low <= error <= high
+
+
+def test_what_optimizers_are_made_from() -> None:
+    model, config = tiny(), sf.run_config("yurii")
+    with pytest.raises(sf.InputError, match=r"OptimConfig, not RunConfig: of a run's config it is config\.optim\.$"):
+        Optimizers(model, config, steps=3)  # type: ignore[arg-type]
+    with pytest.raises(sf.InputError, match=r"^`Optimizers` takes the model itself, not generator: "):
+        Optimizers(model.parameters(), config.optim, steps=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw", "scion", "polargrad"])
+def test_a_loop_continues_from_the_state_of_the_parts(name: str, tmp_path: Path) -> None:
+    def steps(model: sf.Model, opt: Optimizers, begin: int, end: int) -> None:
+        for t in range(begin, end):
+            opt.zero_grad()
+            model(*batch_of(t)).loss.backward()
+            opt.step(t)
+
+    (model, opt), (twin, other) = (
+        (m, Optimizers(m, OptimConfig(name=name), 6)) for m in (tiny("yurii"), tiny("yurii"))
+    )
+    steps(model, opt, 0, 3)
+    torch.save([part.state_dict() for part in opt.parts], tmp_path / "optimizers.pt")
+    twin.load_state_dict(model.state_dict())
+    for part, state in zip(other.parts, torch.load(tmp_path / "optimizers.pt", weights_only=True), strict=True):
+        part.load_state_dict(state)
+    steps(model, opt, 3, 6)
+    steps(twin, other, 3, 6)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
 def test_gradients_stay_and_go() -> None:

@@ -38,6 +38,8 @@ def parse_override(word: str) -> tuple[str, Any]:
 
 def parse_overrides(words: Iterable[str], problems: list[str] | None = None) -> list[tuple[str, Any]]:
     """All words; those that are not of the form key=value go to `problems`, or are refused together."""
+    if isinstance(words, str):
+        raise InputError(f"Settings are a list of words: give [{words!r}] instead of {words!r}.")
     words, found, bad = list(words), [], []
     if "=" in words[1:-1]:
         at = words.index("=", 1)

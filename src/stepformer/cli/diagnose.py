@@ -78,7 +78,11 @@ def run_diagnose(args: argparse.Namespace) -> int:
             console().print(module.text(found[kind]))
             print(f"written: {', '.join(map(str, made))}")
     if args.json:
-        print(json.dumps({"run": str(Path(args.folder)), "step": run.step, **measured.variant_of(run.model), **found}))
+        print(
+            json.dumps(
+                {"run": str(Path(args.folder)), "step": run.known_step, **measured.variant_of(run.model), **found}
+            )
+        )
     return 0
 
 

@@ -49,7 +49,7 @@ def run_eval(args: argparse.Namespace) -> int:
         print("stepformer: interrupted; what was measured is kept, the same command continues", file=sys.stderr)
         return 130
     if args.json:
-        print(json.dumps({"run": args.folder, "step": run.step, **measured.variant_of(run.model), **found}))
+        print(json.dumps({"run": args.folder, "step": run.known_step, **measured.variant_of(run.model), **found}))
     elif is_unfinished(run):
         print(standing(run))
     return 0
@@ -97,7 +97,7 @@ def choices_of_layers(args: argparse.Namespace, run: LoadedRun) -> int:
 
     rows = over_hybrids(args, run, measure)
     if args.json:
-        print(json.dumps({"run": args.folder, "step": run.step, "rows": rows}))
+        print(json.dumps({"run": args.folder, "step": run.known_step, "rows": rows}))
     else:
         console().print(as_table(rows))
         print(f"{standing(run)}; kept in {run.folder.path / measured.FOLDER / TABLE}.json")
@@ -111,7 +111,12 @@ def own_loss(args: argparse.Namespace, run: LoadedRun) -> Evaluation:
 def show_loss(args: argparse.Namespace, run: LoadedRun) -> int:
     found = own_loss(args, run)
     if args.json:
-        about = {"perplexity": found.perplexity, "step": run.step, "run": args.folder, **measured.variant_of(run.model)}
+        about = {
+            "perplexity": found.perplexity,
+            "step": run.known_step,
+            "run": args.folder,
+            **measured.variant_of(run.model),
+        }
         print(json.dumps(found.to_dict() | about))
         return 0
     print(
@@ -129,7 +134,8 @@ def standing(run: LoadedRun) -> str:
     """Which weights were measured; those of a run that is not finished are said to be."""
     steps = f" of {run.config.train.steps:,}, unfinished" if is_unfinished(run) else ""
     variant = measured.called(run.model)
-    return f"{run.config.title}{f', {variant},' if variant else ''} after step {run.step:,}{steps}"
+    when = f"after step {run.step:,}{steps}" if run.known_step is not None else "as imported"
+    return f"{run.config.title}{f', {variant},' if variant else ''} {when}"
 
 
 def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, Any], measured.Journal]:

@@ -84,7 +84,10 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     A command's module imports torch and more, which takes seconds; `--help` and `--version` need none of them.
     """
     top = argparse.ArgumentParser(
-        prog="stepformer", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="stepformer",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"stepformer {__version__}")
     common = argparse.ArgumentParser(add_help=False)
@@ -141,7 +144,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         known = [option for action in args.parser._actions for option in action.option_strings]
         setting = "" if words is None else _as_setting(unknown[0], given, args.parser)
-        guess = setting or suggestion(unknown[0].partition("=")[0], known)
+        word = unknown[0].partition("=")[0]
+        guess = setting or suggestion(word, [option for option in known if option.startswith(word)] or known)
         top.error(f"unrecognized arguments: {' '.join(unknown)}.{guess}")
     if words is not None:
         words += extra

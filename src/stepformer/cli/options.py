@@ -43,7 +43,9 @@ def command(
         for key, made in insertions.items():
             words = {part: text.replace(f"{{{key}}}", made()) for part, text in words.items()}
         look = argparse.RawDescriptionHelpFormatter if "epilog" in words else argparse.HelpFormatter
-        sub: argparse.ArgumentParser = commands.add_parser(name, parents=[common], formatter_class=look, **words)
+        sub: argparse.ArgumentParser = commands.add_parser(
+            name, parents=[common], formatter_class=look, allow_abbrev=False, **words
+        )
         for option in options:
             option(sub)
         sub.set_defaults(run=carried_out, parser=sub)

@@ -43,7 +43,8 @@ def run_import(args: argparse.Namespace) -> int:
         on = f"on {tokens:,} tokens" if isinstance(tokens, int) else "tokens not recorded"
         loss = f", validation loss {made.record['val_loss']:.4f} as recorded, {on}"
     print(f"{args.source} is {made.record['kind']}: {made.title}, {made.parameters:,} parameters")
-    print(f"step {made.record['step']:,}{loss}")
+    step = made.record["step"]
+    print(f"{'step not recorded' if step is None else f'step {step:,}'}{loss}")
     if "heads" in made.record:
         print(f"heads: {made.record['heads']} (the file does not say)")
     if "biases" in made.record:

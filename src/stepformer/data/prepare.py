@@ -45,7 +45,7 @@ FEW_DOCUMENTS = 100
 def prepare(
     source: Source,
     tokenizer_spec: str,
-    out: Path,
+    out: str | Path,
     *,
     val_fraction: float | None = None,
     workers: int | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -222,14 +223,15 @@ def probabilities(
 
 def as_rows(prompts: Prompts) -> list[list[int]]:
     """Any accepted form of prompts as a list of token lists."""
-    if isinstance(prompts, int):
-        prompts = [prompts]
-    if isinstance(prompts, str) or (not isinstance(prompts, Tensor) and any(isinstance(p, str) for p in prompts)):
-        raise InputError("Prompts are token ids, not text: encode the text with the model's tokenizer first.")
-    given: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    if given and isinstance(given[0], int):
-        given = [given]
-    rows = [[int(t) for t in row] for row in given]
+    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    given = [given] if isinstance(given, int) else given
+    try:
+        given = [given] if len(given) and isinstance(given[0], int | str) else given
+        if any(isinstance(t, str) for row in given for t in row):
+            raise InputError("Prompts are token ids, not text: encode the text with the model's tokenizer first.")
+        rows = [[operator.index(t) for t in row] for row in given]
+    except TypeError:
+        raise InputError("Prompts are token ids, integers: a row of them, several rows, or a tensor.") from None
     if not rows or any(not row for row in rows):
         raise InputError(
             "Every prompt needs at least one token; begin with the end-of-text token to start from nothing."

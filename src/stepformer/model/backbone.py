@@ -89,7 +89,12 @@ class Backbone(nn.Module):
             if config.head == "untied":
                 self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
                 declare(self.lm_head, weight=Role.HEAD)
-        target = torch.get_default_device() if device is None else torch.device(device)
+        try:
+            target = torch.get_default_device() if device is None else torch.device(device)
+        except (RuntimeError, TypeError):
+            raise InputError(f"device = {device!r} is none of torch's: give 'cpu', 'cuda' or 'cuda:1'.") from None
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InputError(f"dtype = {dtype!r} should be a dtype of torch such as torch.bfloat16.")
         if target.type == "cuda" and not torch.cuda.is_available():
             raise InputError(f"device = '{target}' was asked for, but this torch sees no CUDA device.")
         if target.type != "meta":

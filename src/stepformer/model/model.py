@@ -101,6 +101,7 @@ class Model(Backbone):
             raise InputError("This cache was made for another architecture: make it with this model's new_cache().")
         if loss_only and targets is None:
             raise InputError("`loss_only` needs targets: without them there is no loss.")
+        targets = None if targets is None else targets.long()
         with torch.no_grad() if cache is not None else contextlib.nullcontext():
             h = self._last_states(tokens.long(), cache, lengths, last_only)
             if loss_only and targets is not None:

@@ -61,32 +61,44 @@ def check_ids(ids: Tensor, vocab_size: int, what: str = "token") -> None:
     """Refuse ids outside the vocabulary."""
     if ids.numel() == 0:
         return
-    low, high = int(ids.min()), int(ids.max())
+    low, high = (int(bound) for bound in ids.long().aminmax())
     if low < 0 or high >= vocab_size:
+        hint = "was the text encoded with another tokenizer?"
+        if low < 0 and what == "target":
+            hint = f"a target that is to be ignored is {IGNORE}."
         raise InputError(
-            f"Found {what} id {low if low < 0 else high}, but the vocabulary has ids 0 to {vocab_size - 1}: "
-            "was the text encoded with another tokenizer?"
+            f"Found {what} id {low if low < 0 else high}, but the vocabulary has ids 0 to {vocab_size - 1}: {hint}"
         )
 
 
-def check_inputs(
-    tokens: Any, targets: Tensor | None, lengths: Tensor | None, *, vocab_size: int, context: float
-) -> None:
+def check_integers(given: Any, what: str) -> None:
+    """Refuse what is not a tensor of integers of shape (batch, time)."""
+    if isinstance(given, Tensor) and given.ndim == 2 and _is_integer(given):
+        return
+    is_tensor = isinstance(given, Tensor)
+    found = f"{given.dtype} of shape {tuple(given.shape)}" if is_tensor else type(given).__name__
+    row = f": {what.lower()}[None] is a batch of one row" if is_tensor and given.ndim == 1 else ""
+    raise InputError(f"{what} should be a tensor of integers of shape (batch, time), not {found}{row}.")
+
+
+def check_inputs(tokens: Any, targets: Any, lengths: Tensor | None, *, vocab_size: int, context: float) -> None:
     """Refuse what no model of this vocabulary and context can take.
 
     Values are looked at on CPU only: no synchronisation on a device.
     """
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not _is_integer(tokens):
-        is_tensor = isinstance(tokens, Tensor)
-        what = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if is_tensor else type(tokens).__name__
-        raise InputError(f"Tokens should be a tensor of integers of shape (batch, time), not {what}.")
+    check_integers(tokens, "Tokens")
     batch, time = tokens.shape
     if time == 0:
         raise InputError("There are no tokens: a sequence needs at least one.")
     if time > context:
-        raise InputError(f"The sequence has {time} tokens, but the model's context is {context}.")
-    if targets is not None and targets.shape != tokens.shape:
-        raise InputError(f"Targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}.")
+        raise InputError(
+            f"The sequence has {time} tokens, but the model's context is {context}: cut it, or build the model with "
+            f"context={time}."
+        )
+    if targets is not None:
+        check_integers(targets, "Targets")
+        if targets.shape != tokens.shape:
+            raise InputError(f"Targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}.")
     if lengths is not None and not (isinstance(lengths, Tensor) and _is_integer(lengths)):
         raise InputError("`lengths` should be a tensor of integers, one per row.")
     if lengths is not None and lengths.shape != (batch,):
@@ -96,7 +108,8 @@ def check_inputs(
     if has_values and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         check_ids(tokens, vocab_size)
         if targets is not None:
-            check_ids(targets[targets != IGNORE], vocab_size, "target")
+            wanted = targets.long()
+            check_ids(wanted[wanted != IGNORE], vocab_size, "target")
         if lengths is not None and not bool(((lengths >= 1) & (lengths <= time)).all()):
             raise InputError(f"`lengths` should lie between 1 and {time}, the width of the tokens.")
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepformer.base.errors import InputError
 from stepformer.model.roles import Role, named_roles
 from stepformer.ops.graphs import CudaGraphs, capturable
 from stepformer.ops.sharding import whole
@@ -25,6 +26,15 @@ class Optimizers:
 
     def __init__(self, model: nn.Module, config: OptimConfig, steps: int, probe: Probe | None = None) -> None:
         """probe: what the trust region looks at, tokens and targets of every step; the others need none."""
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                f"`Optimizers` takes the model itself, not {type(model).__name__}: what a parameter is for decides how "
+                "it is trained."
+            )
+        if not isinstance(config, OptimConfig):
+            raise InputError(
+                f"`Optimizers` takes an OptimConfig, not {type(config).__name__}: of a run's config it is config.optim."
+            )
         self.config = config
         self.schedule = Schedule(config, steps)
         named = [(n, p, r) for n, p, r in named_roles(model) if p.requires_grad]

@@ -258,11 +258,12 @@ def _taken(folder: RunFolder, config: RunConfig) -> str:
     there = flat(folder.config().to_dict())
     differ = [key for key, value in flat(config.to_dict()).items() if "." in key and there.get(key) != value]
     names = (folder.path.with_name(f"{folder.path.name}-{number}") for number in itertools.count(2))
-    free = f"--out {shlex.quote(str(next(name for name in names if not name.exists())))}"
+    free = shlex.quote(str(next(name for name in names if not name.exists())))
+    other = f"choose another place, for instance {free} (--out on the command line)"
     holds = f"'{folder.path}' already holds a run"
     if differ:
-        return f"{holds} with another {', '.join(differ[:4])}: choose another place, {free}."
-    return f"{holds}: continue it with `{command_line('resume', folder.path)}`, or choose another place, {free}."
+        return f"{holds} with another {', '.join(differ[:4])}: {other}."
+    return f"{holds}: continue it with `{command_line('resume', folder.path)}`, or {other}."
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,12 @@ class LoadedRun:
     record: dict[str, Any]
     step: int
     folder: RunFolder
+
+    @property
+    def known_step(self) -> int | None:
+        """`step`, or None if these are imported weights whose source did not say it."""
+        imported = self.record.get("imported")
+        return self.step if not imported or imported.get("step") else None
 
     @property
     def device(self) -> torch.device:

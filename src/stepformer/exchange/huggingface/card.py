@@ -53,7 +53,7 @@ def model_card(run: LoadedRun, *, gpt2: bool = False) -> str:
         header(config, gpt2),
         f"# {markdown_text(title)}\n\n"
         "A language model made with stepformer, in which a layer is one step of an optimizer. "
-        f"These are the weights after step {run.step:,}.",
+        f"These are the weights {'as they were imported' if run.known_step is None else f'after step {run.step:,}'}.",
         architecture(config, run.model.num_parameters(), run.model.num_parameters("non-embedding")),
         loading(title, run.tokenizer.name, gpt2),
         training(run),
@@ -106,12 +106,14 @@ def architecture(config: ModelConfig, parameters: int, without_tables: int) -> s
 def loading(title: str, tokenizer: str, gpt2: bool) -> str:
     run = shlex.quote(f"runs/{on_one_line(title)}")
     commands = f'stepformer import FOLDER --out {run}\nstepformer generate {run} "Once upon a time"'
-    needs = "transformers" if gpt2 else "'stepformer[hub]'"
+    needs = "With transformers (`pip install transformers`)"
+    if not gpt2:
+        needs = "With transformers and stepformer (`pip install -e '.[hub]'` in a clone of its repository)"
     imports = "" if gpt2 else "import stepformer.exchange.huggingface  # or pass trust_remote_code=True below\n"
     return f"""\
 ## Use
 
-With transformers (`pip install {needs}`), FOLDER being this folder or its name on the Hub:
+{needs}, FOLDER being this folder or its name on the Hub:
 
 ```python
 {imports}from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -218,14 +220,14 @@ def section(kind: str, measurement: Values) -> str:
     title, read = KINDS[kind]
     try:
         titles, rows, command, notes = read(kind, measurement["settings"], measurement["result"])
-        step = f"{measurement['step']:,}"
+        step = f", weights of step {measurement['step']:,}" if measurement["step"] else ""
     except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or written by hand
         return ""
     if not rows:
         return ""
     if len(rows) > MOST_ROWS:
         notes = [*notes, f"{len(rows) - MOST_ROWS} more are in the run's own file."]
-    made = f"{markdown_code(command)}, weights of step {step}. {markdown_text(' '.join(notes))}".rstrip()
+    made = f"{markdown_code(command)}{step}. {markdown_text(' '.join(notes))}".rstrip()
     return "\n".join([f"### {title}", "", made, "", markdown(titles, rows[:MOST_ROWS])])
 
 

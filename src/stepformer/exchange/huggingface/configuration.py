@@ -12,7 +12,7 @@ from stepformer.model.config import ModelConfig, declared_options
 FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 CODE_FILE = "modeling_stepformer.py"
 # What `trust_remote_code=True` runs: two names from the installed package, nothing else.
-CODE = '''"""Finds this model's classes in the installed package: pip install 'stepformer[hub]'."""
+CODE = '''"""Finds this model's classes in the installed package, stepformer."""
 
 from stepformer.exchange.huggingface import StepformerConfig, StepformerForCausalLM
 

@@ -103,7 +103,7 @@ def facts_of(run: LoadedRun, form: str) -> dict[str, Any]:
         "model": run.config.model.to_dict(),
         "title": run.config.title,
         "run": run.record.get("id", ""),
-        "step": run.step,
+        **({} if run.known_step is None else {"step": run.step}),
         **{key: value for key, value in validation(run).items() if key != "tokens"},
         "tokenizer": run.tokenizer.describe(),
         "corpus": {"splits": corpus["splits"]} if "splits" in corpus else {},

@@ -20,6 +20,7 @@ from stepformer.decoding.cache import Cache
 from stepformer.exchange.huggingface.configuration import CODE, CODE_FILE, StepformerConfig
 from stepformer.model import IGNORE, Model
 from stepformer.ops.cross_entropy import wide
+from stepformer.ops.tables import check_integers
 
 logger = logging.getLogger(__name__)
 # What others take and we do not, with what there is instead.
@@ -201,6 +202,8 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None:
             raise InputError("A stepformer model reads `input_ids`: auxiliary streams have token tables of their own.")
         self._refuse(kwargs)
+        check_integers(input_ids, "input_ids")
+        input_ids = input_ids.long()
         if past_key_values is None and use_cache and not self.training:
             past_key_values = StepformerCache()
         cache = None
@@ -209,8 +212,8 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
             cache = past_key_values.open(self.model, input_ids.shape[0])
         tokens, lengths, real = packed(input_ids, attention_mask, cached=cache is not None)
         if labels is not None and self.training and cache is None and real is None and not self.keep_logits:
-            check_labels(labels, tokens)
-            alone = self._loss_alone(tokens, labels.to(tokens.device), num_items_in_batch)
+            checked = check_labels(labels, tokens).to(tokens.device)
+            alone = self._loss_alone(tokens, checked, num_items_in_batch)
             return self._output(return_dict, loss=alone)
         logits = self.model(tokens, cache=cache, lengths=lengths, last_only=next_token).logits
         if past_key_values is not None:
@@ -305,15 +308,18 @@ class StepformerForCausalLM(PreTrainedModel, GenerationMixin):
         return prepared
 
 
-def check_labels(labels: Tensor, tokens: Tensor) -> None:
+def check_labels(labels: Tensor, tokens: Tensor) -> Tensor:
+    """The labels as int64, which -100 fits in."""
+    check_integers(labels, "Labels")
     if labels.shape != tokens.shape:
         raise InputError(f"Labels have shape {tuple(labels.shape)}, the logits are for {tuple(tokens.shape)}.")
+    return labels.long()
 
 
 def causal_loss(logits: Tensor, labels: Tensor, count: int | Tensor | None = None) -> Tensor:
     """Cross-entropy of every label given what stands before it; over `count` tokens, or their own number."""
-    check_labels(labels, logits[..., 0])
-    flat, targets = wide(logits)[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device).long()
+    labels = check_labels(labels, logits[..., 0])
+    flat, targets = wide(logits)[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
     total = F.cross_entropy(flat, targets, ignore_index=IGNORE, reduction="mean" if count is None else "sum")
     return total if count is None else total / (count.to(total.device) if isinstance(count, Tensor) else count)
 

@@ -81,11 +81,12 @@ def import_checkpoint(
         own_vocabulary=True,
     )
     said = {**found.beside, **found.facts}
-    step, own = max(0, int(number(said.get(layout.step)) or 0)), new_id()
+    at, own = number(said.get(layout.step)), new_id()
+    step = 0 if at is None else max(0, int(at))
     record = {
         "kind": layout.kind,
         "files": found.files,
-        "step": step,
+        "step": None if at is None else step,
         "val_loss": number(said.get(layout.val_loss)),
         **{key: found.facts[key] for key in ("val_tokens", "val_hash") if found.facts.get(key)},
         **layout.notes,

@@ -39,9 +39,12 @@ def choose_tokenizer(given: str | None, source: Path, vocab_size: int, facts: Ma
             "the folder of a tokenizer."
         )
     if tokenizer.vocab_size > vocab_size:
+        why = "it belongs to another tokenizer"
+        if isinstance(tokenizer, ByteTokenizer) and vocab_size == 256:
+            why = "the last id marks the end of a text, so a model of bytes is built with vocab_size=257"
         raise InputError(
             f"The tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, but the model's table has {vocab_size} "
-            "rows: it belongs to another tokenizer."
+            f"rows: {why}."
         )
     return tokenizer
 

@@ -90,4 +90,6 @@ def record(model: Model, autocast: torch.dtype | None = None) -> Recorded:
     """
     if not isinstance(model, Model):
         raise InputError("`record` takes a stepformer model as `build` makes it, before any wrapper.")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise InputError(f"autocast = {autocast!r} should be a dtype of torch such as torch.bfloat16.")
     return Recorded(model, autocast)
