@@ -100,8 +100,9 @@ def test_infinite_gradients_fail() -> None:
 
 
 def test_a_rule_that_fails_is_reported_and_not_raised() -> None:
-    class Unfinished(sf.Template):
-        pass
+    class Unfinished(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return sf.Template.kick(self, s, c, g, scale)
 
     broken = failures(one_off(Unfinished))
     assert "define kick()" in broken[1]
@@ -157,9 +158,50 @@ def test_the_contract_is_checked() -> None:
         def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
             return s.replace(x=s.x + s.u)
 
+    class KickAssigns(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            s.x = s.x + g
+            return super().kick(s, c, g, scale)
+
+    class DriftAssigns(Nesterov):
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            s.v = 2 * s.v  # type: ignore[misc]
+            return super().drift(s, c, scale)
+
+    class DriftTakesOut(GradientDescent):
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            return s.replace(x=s.x + s.streams.pop("u"))
+
+    assert "kick() assigns to x of the state that it is given" in failures(one_off(KickAssigns))[1]
+    assert "drift() assigns to v of the state that it is given" in failures(one_off(DriftAssigns))[1]
+    assert "drift() assigns to u of the state that it is given" in failures(one_off(DriftTakesOut))[1]
     assert "kick() moves x" in failures(one_off(KickMovesX))[1]
     assert "changes v in place" in failures(one_off(InPlace))[1]
     assert "adds or loses: u" in failures(one_off(KeepsUpdate))[1]
+
+
+def test_what_a_rule_returns_is_checked() -> None:
+    class NoKick(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            super().kick(s, c, g, scale)  # type: ignore[return-value]
+
+    class Moved(GradientDescent):
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            return s.x + s.u  # type: ignore[return-value]
+
+    class Narrow(GradientDescent):
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            moved = super().drift(s, c, scale)
+            return moved.replace(x=moved.x.mean(-1))
+
+    class NoDefault(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float) -> sf.State:  # type: ignore[override]
+            return super().kick(s, c, g, scale)
+
+    assert failures(one_off(NoKick))[1] == "NoKick.kick() returns None: is its return statement missing?"
+    assert failures(one_off(Moved))[1] == "Moved.drift() returns a Tensor; it should be a State."
+    assert "Narrow.drift() leaves x in the shape (4, 16); it was (4, 16, 32)." in failures(one_off(Narrow)).values()
+    assert 1 not in failures(one_off(NoDefault))
 
 
 def test_an_exception_is_reported_once_with_its_place() -> None:

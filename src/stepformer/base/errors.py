@@ -27,10 +27,15 @@ class ComponentError(StepformerError):
     """A rule, attention, MLP or extra that does not give what it should."""
 
 
-def given(value: T | None, component: object, method: str) -> T:
-    """What a method of a component returned; a sentence if its return statement is missing."""
+def given(value: T | None, component: object, method: str, kind: type = object) -> T:
+    """What a method of a component returned; a sentence if its return statement is missing, or it is no `kind`."""
     if value is None:
         raise ComponentError(f"{type(component).__name__}.{method}() returns None: is its return statement missing?")
+    if not isinstance(value, kind):
+        found = type(value).__name__
+        raise ComponentError(
+            f"{type(component).__name__}.{method}() returns a {found}; it should be a {kind.__name__}."
+        )
     return value
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stepformer.base.errors import given
+from stepformer.base.errors import ComponentError, given
 from stepformer.base.options import choice, flag, integer
 from stepformer.base.registry import Component, Registry
 from stepformer.rules.coefficients import Coefficient, Values, positive
@@ -43,7 +43,7 @@ class Substep:
 
     def kick(self, s: State, g: Tensor, scale: float = 1.0) -> State:
         """What the answer g does to the streams."""
-        return given(self.template.kick(s, self.c, g, scale), self.template, "kick")
+        return given(self.template.kick(s, self.c, g, scale), self.template, "kick", State)
 
     def normalise(self, s: State) -> State:
         """The auxiliary norm, if this turn has one."""
@@ -53,7 +53,13 @@ class Substep:
 
     def drift(self, s: State, scale: float = 1.0) -> State:
         """How x moves."""
-        return given(self.template.drift(self.drifting(s), self.c, scale), self.template, "drift")
+        moved = given(self.template.drift(self.drifting(s), self.c, scale), self.template, "drift", State)
+        if isinstance(moved.x, Tensor) and moved.x.shape != s.x.shape:  # a rule is also followed on symbols
+            raise ComponentError(
+                f"{type(self.template).__name__}.drift() leaves x in the shape {tuple(moved.x.shape)}; it was "
+                f"{tuple(s.x.shape)}."
+            )
+        return moved
 
     def follow(self, s: State, name: str) -> State:
         """x follows the velocity by a coefficient of the splitting."""
@@ -112,7 +118,7 @@ class Splitting(Component):
 
     def step(self, turns: Substeps, s: State) -> State:
         """The state after the block, from its turns by name. Define this one."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how the turns compose: define step().")
+        raise ComponentError(f"{type(self).__name__} does not say how the turns compose: define step().")
 
 
 splittings: Registry[Splitting] = Registry("splitting", Splitting)

@@ -22,12 +22,12 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from stepformer.base.errors import ConfigError, InputError, StepformerError
+from stepformer.base.errors import ConfigError, InputError, StepformerError, given
 from stepformer.base.plugins import explained, import_file
 from stepformer.base.version import PACKAGE
 from stepformer.catalogue import model_config, preset_of
@@ -35,7 +35,7 @@ from stepformer.model import Model
 from stepformer.model.config import ModelConfig
 from stepformer.model.roles import Role
 from stepformer.oracles import attentions, fresh_call, mlps
-from stepformer.rules import splittings, templates
+from stepformer.rules import State, splittings, templates
 
 GEOMETRY = {"n_layer": 2, "n_head": 8, "d_model": 32, "context": 16, "vocab_size": 16}
 IGNORED = ("size", *GEOMETRY, "real_vocab", "mlp_hidden")  # keys of [model]: the audited copy has its own
@@ -140,6 +140,13 @@ def _owed(kept: bool, otherwise: str) -> None:
         raise StepformerError(otherwise)
 
 
+def _refuse_assigned(s: State, held: dict[str, Any], method: str) -> None:
+    """A sentence if a rule has given the state that it was handed something else to hold."""
+    now = {**s.streams, **vars(s)}
+    changed = ", ".join(key for key in {**held, **now} if held.get(key) is not now.get(key))
+    _owed(not changed, f"{method}() assigns to {changed} of the state that it is given; it must return a new one")
+
+
 @dataclass(frozen=True)
 class _Audited:
     """A small architecture. A method for each obligation: the number that shows it is kept, or an exception."""
@@ -171,10 +178,15 @@ class _Audited:
                 continue  # a read-out has no answer, and the integrator takes this turn as a whole
             g = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(self.seed), dtype=s.x.dtype)
             before = {key: (t, t._version) for key, t in {"x": s.x, **s.streams, "g": g}.items()}
-            kicked = block.template.kick(s, values, g)
+            rule, held = block.template, {**s.streams, **vars(s)}
+            kicked = given(rule.kick(s, values, g, 1.0), rule, "kick", State)
+            _refuse_assigned(s, held, "kick")
             _owed(kicked.x is s.x, f"kick() moves x (turn '{turn}'); only drift() may")
             norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else torch.nn.Identity()
-            block.template.drift(block.template.normalise(kicked, norm), values)
+            kicked = rule.normalise(kicked, norm)
+            held = {**kicked.streams, **vars(kicked)}
+            given(rule.drift(kicked, values, 1.0), rule, "drift", State)
+            _refuse_assigned(kicked, held, "drift")
             changed = ", ".join(key for key, (t, version) in before.items() if t._version != version)
             _owed(not changed, f"the rule changes {changed} in place; it must return new tensors")
         later = {name for name, stream in block.template.streams.items() if stream.start == "later"}
