@@ -49,6 +49,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "lerp": lambda a: torch.lerp(a, a * a, 0.3),
     "weighted by itself": lambda a: a.lerp(2 * a, a),
     "mean": lambda a: a * a.mean(dim=-1, keepdim=True),
+    "mean over a place": lambda a: a * a.mean(-1, keepdim=True),
     "sum": lambda a: a / torch.sum(a, dim=-1, keepdim=True),
     "root mean square": lambda a: a * (a.square().mean(dim=-1, keepdim=True) + 0.1).rsqrt(),
     "norm by hand": lambda a: (2 * a - a.mean(dim=-1, keepdim=True)) * (0.05 * a.sum(dim=-1, keepdim=True)).tanh(),

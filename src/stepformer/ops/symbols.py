@@ -397,7 +397,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "pow": lambda a, power: lift(a) ** power,
     "lerp": lambda a, b, weight: add(a, mul(weight, _LESS(b, a))),
     "sum": _over_rows,
-    "mean": lambda a, **named: mul(inverse_width(), _over_rows(a, **named)),
+    "mean": lambda a, *at, **named: mul(inverse_width(), _over_rows(a, *at, **named)),
     "layer_norm": lambda a, shape, **named: _norm(a, **named, centred=True),
     "rms_norm": lambda a, shape, **named: _norm(a, **named, centred=False),
     "isinf": _is_inf,
