@@ -18,7 +18,15 @@ aliases.install()
 if TYPE_CHECKING:
     from stepformer.base.errors import ConfigError, InputError, StepformerError, UnknownNameError
     from stepformer.base.options import Option
-    from stepformer.catalogue import build, load_config, model_config, preset, presets, register_preset
+    from stepformer.catalogue import (
+        build,
+        load_config,
+        model_config,
+        preset,
+        presets,
+        register_preset,
+        register_template,
+    )
     from stepformer.extras import Extra, register_extra
     from stepformer.model import Model, ModelConfig, Output, Role
     from stepformer.model.engines.recording import record
@@ -33,7 +41,6 @@ if TYPE_CHECKING:
         free,
         positive,
         register_splitting,
-        register_template,
         unit,
     )
     from stepformer.study.studies import compare, sweep

@@ -155,6 +155,32 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert done.stderr == ""
 
 
+RULE = """
+def kick(self, s, c, g, scale):
+    return s
+def drift(self, s, c, scale):
+    return s
+sf.register_template("{}")(type("T", (sf.Template,), {{"kick": kick, "drift": drift, {}}}))
+"""
+FAULTS = {
+    "'streams': {'w': 'zero'}": "The stream 'w' is 'zero': declare it as sf.Stream(",
+    "'streams': lambda self: {}": "T.streams should be a table, such as",
+    "'coefficients': {'rho': 0.5}": "The coefficient 'rho' is 0.5: declare it as sf.unit",
+    "'kick': sf.Template.kick": "T is not a whole rule: define kick().",
+    "'kick': None": "T.kick should be a method: def kick(self, s, c, g, scale).",
+    "'refusal': lambda cls, config: None": "T.refusal should be a class method: put @classmethod above it.",
+    "'refusal': classmethod(lambda cls: None)": "T.refusal() cannot be called as refusal(config).",
+}
+FAULTS |= {
+    f"'streams': {{'{name}': sf.Stream('zero', 'a')}}": f"A stream cannot be called '{name}', which every state has"
+    for name in ("memory", "without", "replace", "x", "streams")
+}
+FAULTS |= {
+    f"'options': {{'{name}': sf.Option(1.0, 'a')}}": f"Option '{name}' of template 'o' would hide what every template"
+    for name in ("layer", "kick", "streams", "norm", "head_dim")
+}
+
+
 def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rule = tmp_path / "mine.py"
     rule.write_text(
@@ -183,6 +209,13 @@ def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: p
             "sf.register_template('o')(type('T', (sf.Template,), made))",
             "T.__init__(n_head, head_dim) cannot be called as __init__(n_head, head_dim, tau), as every template is.",
         ),
+        (RULE.format("yurii", ""), "'yurii' is already taken: it is an alias of the preset 'nesterov-lie-trotter'."),
+        (RULE.format("polyak", ""), "'polyak' is already taken: it is an alias of the template 'heavy-ball'."),
+        (
+            "sf.register_extra('o')(type('T', (sf.Extra,), {'coefficients': {}}))",
+            "T.coefficients should be a method: def coefficients(self).",
+        ),
+        *((RULE.format("o", declared), sentence) for declared, sentence in FAULTS.items()),
     ):
         rule.with_name("odd.py").write_text(f"import stepformer as sf\n{text}\n")
         assert main(["list", "--plugin", str(rule.with_name("odd.py"))]) == 2

@@ -189,7 +189,7 @@ PLUGINS = {
     "preset": (
         "yurii",
         QHM.replace('"qhm"', '"yurii"'),
-        "'yurii' is a preset, and a template of yours too: give yours an",
+        "The template name 'yurii' is already taken: it is an alias of the preset 'nesterov-lie-trotter'.",
     ),
     "other": ("qhn", QHM, "Of your own there are the templates qhm."),
     "none": ("qhm", "import stepformer", "The plug-ins that were loaded register no template."),

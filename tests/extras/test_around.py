@@ -182,6 +182,29 @@ def test_an_extra_that_acts_on_x_needs_a_template_that_carries_its_tokens_in_x(h
         tiny("attnres", extras=["test-hook"])
 
 
+def test_two_parts_of_a_layer_name_no_coefficient_alike(registries: None) -> None:
+    def beta(self: sf.Extra) -> dict[str, Any]:
+        return {"beta": sf.free(0.0)}
+
+    sentence = "The template 'nesterov' and the extra 'test-beta' both name a coefficient 'beta': call yours otherwise."
+    for method in ("coefficients", "turn_coefficients"):
+        sf.register_extra("test-beta", equation="x = x")(type("Beta", (sf.Extra,), {method: beta}))
+        with pytest.raises(sf.StepformerError) as refused:
+            sf.build("yurii", size="tiny", extras=["test-beta"])
+        assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("start", "dict"), ("enter", "State"), ("leave", "State"), ("drifting", "State")]
+)
+def test_what_an_extra_returns_is_checked(method: str, kind: str, registries: None) -> None:
+    bad = {method: lambda self, s, *c: torch.zeros(1)}
+    sf.register_extra("test-return", equation="x = x")(type("Bad", (sf.Extra,), bad))
+    model = sf.build("yurii", size="tiny", n_layer=1, extras=["test-return"])
+    with pytest.raises(sf.StepformerError, match=rf"^Bad\.{method}\(\) returns a Tensor; it should be a {kind}\.$"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
 def test_settings_of_what_is_off_do_not_change_the_hash() -> None:
     plain = sf.model_config("vanilla")
     assert plain.replace(dilation=2, period=3, unet_start=0.0).hash == plain.hash

@@ -14,6 +14,7 @@ import stepformer as sf
 from helpers import TINY
 from stepformer.base.words import parse_override
 from stepformer.catalogue import SIZES
+from stepformer.rules import templates
 from stepformer.training import RunConfig
 from stepformer.training.runs import as_toml
 
@@ -259,6 +260,20 @@ def test_a_name_that_nobody_knows_hides_no_other_problem(tmp_path: Path) -> None
     for words in ([], ["preset=yurii"]):
         with pytest.raises(sf.StepformerError, match=r"Did you mean 'yurii'.* No recipe has that name either"):
             sf.run_config("yuri", words)
+
+
+def test_options_share_their_names_with_each_other_and_with_the_sections(registries: None) -> None:
+    for name, option in (("test-tau", "tau"), ("test-steps", "steps")):
+        own = type(name, (templates["gd"].component,), {"options": {option: sf.Option(1.0, "a number")}})
+        sf.register_template(name, equation="as gd")(own)
+    with pytest.raises(
+        sf.ConfigError, match="The template 'test-tau' and the attention 'entropy' both name an option 'tau'"
+    ):
+        sf.model_config("test-tau", attention="entropy")
+    with pytest.raises(
+        sf.ConfigError, match="The template 'test-steps' names an option 'steps', which is a config key"
+    ):
+        sf.run_config("test-steps")
 
 
 def test_the_sections_of_a_kept_run_are_checked_together() -> None:

@@ -50,6 +50,11 @@ class Component:
             setattr(self, key, given.get(key, option.default))
 
     @classmethod
+    def fault(cls) -> str | None:
+        """What is wrong with the class itself, in a sentence; it is not registered then."""
+        return None
+
+    @classmethod
     def refusal(cls, config: Selection) -> str | None:
         """Why a config that selects this component has no meaning, in a sentence that says what would; or None."""
         return None
@@ -93,6 +98,7 @@ class Registry(Generic[T]):
         self.own = f"One of your own: name its file with --plugin, or import it (docs/{page}.md)." if page else ""
         self._entries: dict[str, Entry[T]] = {}
         self._aliases: dict[str, str] = {}
+        self.reserved: dict[str, str] = {}  # words that no later component may have, with what they are
 
     def register(
         self, name: str, *, equation: str = "", cite: str | tuple[str, ...] = (), aliases: str | tuple[str, ...] = ()
@@ -120,12 +126,24 @@ class Registry(Generic[T]):
                         f"Option '{key}' of {self.kind} '{name}' should be a stepformer.Option, e.g. "
                         f"Option({option!r}, help='...')."
                     )
+                if hasattr(self.base, key) or key in inspect.signature(self.base.__init__).parameters:
+                    raise StepformerError(
+                        f"Option '{key}' of {self.kind} '{name}' would hide what every {self.kind} has by that name: "
+                        "give it another one."
+                    )
             self._check_signatures(component)
             for word in (name, *aliases):
                 taken = self._aliases.get(word)
                 # A module that is imported again (a notebook cell run twice) may register the same class again.
                 if taken is not None and _origin(self._entries[taken].component) != _origin(component):
-                    raise StepformerError(f"The {self.kind} name '{word}' is already taken.")
+                    whose = f"a {self.kind}" if word == taken else f"an alias of the {self.kind} '{taken}'"
+                elif taken is None and word in self.reserved:
+                    whose = self.reserved[word]
+                else:
+                    continue
+                raise StepformerError(f"The {self.kind} name '{word}' is already taken: it is {whose}.")
+            if found := component.fault():
+                raise StepformerError(found)
             self._entries[name] = Entry(name, component, equation, cite, aliases)
             self._aliases.update(dict.fromkeys((name, *aliases), name))
             component.name = name
@@ -136,10 +154,21 @@ class Registry(Generic[T]):
 
     def _check_signatures(self, component: type[T]) -> None:
         """Methods must take what they are called with: found here, the mistake is named where it was made."""
-        for key, method in vars(self.base).items():
-            own = getattr(component, key)
-            hidden = key.startswith("_") and key != "__init__"
-            if hidden or own is method or not (inspect.isfunction(method) and inspect.isfunction(own)):
+        for key, method in {**vars(Component), **vars(self.base)}.items():
+            own = inspect.getattr_static(component, key)
+            if own is method or (key.startswith("_") and key != "__init__"):
+                continue
+            if isinstance(method, classmethod) and inspect.isfunction(own):
+                raise StepformerError(
+                    f"{component.__name__}.{key} should be a class method: put @classmethod above it."
+                )
+            if inspect.isfunction(method) and not (callable(own) or hasattr(own, "__get__")):
+                raise StepformerError(
+                    f"{component.__name__}.{key} should be a method: "
+                    f"def {key}({', '.join(inspect.signature(method).parameters)})."
+                )
+            method, own = (getattr(found, "__func__", found) for found in (method, own))
+            if not (inspect.isfunction(method) and inspect.isfunction(own)):
                 continue
             called = list(inspect.signature(method).parameters.values())
             ordered = [found.name for found in called if found.kind is found.POSITIONAL_OR_KEYWORD]
@@ -190,10 +219,14 @@ def clashes(parts: Parts, keys: Collection[str]) -> list[str]:
     problems = []
     for kind, name, part in parts:
         for key in part.options:
-            if key in keys or key in owners:
-                other = "a config key" if key in keys else f"an option of the {owners[key]}"
-                problems.append(f"The {kind} '{name}' names an option '{key}', which is {other}.")
-            owners.setdefault(key, kind)
+            if key in keys:
+                problems.append(f"The {kind} '{name}' names an option '{key}', which is a config key.")
+            elif key in owners:
+                problems.append(
+                    f"The {owners[key]} and the {kind} '{name}' both name an option '{key}': the options of one model "
+                    "share their names with each other, so call yours something else."
+                )
+            owners.setdefault(key, f"{kind} '{name}'")
     return problems
 
 

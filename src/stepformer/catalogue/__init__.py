@@ -97,6 +97,11 @@ def register_preset(
 for _paper, _rows in _TABLE["presets"].items():
     for _name, _row in _rows.items():
         register_preset(_name, cite=_paper, aliases=tuple(_row.pop("aliases", ())), **_row)
+templates.reserved = {
+    w: "a preset" if w == name else f"an alias of the preset '{name}'" for w, name in _ALIASES.items()
+}
+register_template = templates.register
+"""Class decorator: `@register_template("my-rule", equation="...")`; no preset may have the name."""
 
 
 def presets(pattern: str = "*") -> list[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepformer.base.errors import InputError
+from stepformer.base.errors import InputError, given
 from stepformer.decoding.cache import Cache
 from stepformer.extras import chosen
 from stepformer.model.block import Block
@@ -171,7 +171,7 @@ class Backbone(nn.Module):
     def remembered(self, x: Tensor, tabled: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What extras remember from before the first layer, by name; `tabled` are the rows of all tables but x's."""
         rows = {name: tabled[name] for part in self.parts for name in part.tables}
-        return rows | {name: t for part in self.parts for name, t in part.start(x).items()}
+        return rows | {name: t for part in self.parts for name, t in given(part.start(x), part, "start", dict).items()}
 
     def plan(self, *, ready: bool = False) -> Any:
         """What an engine does between the oracles, `ready` to be run, or a sentence about why it cannot."""

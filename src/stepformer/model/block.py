@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 from torch import Tensor, nn
 
-from stepformer.base.errors import given
+from stepformer.base.errors import ComponentError, given
 from stepformer.extras import chosen
 from stepformer.model.config import REGISTRIES, ModelConfig
 from stepformer.oracles import MLP, Attention, Call, make_norm
@@ -53,6 +54,7 @@ class Block(nn.Module):
                 },
             }
         )
+        self._refuse_one_name_twice(config, turns)
         keys = self.splitting.norm_keys()
         self.norm_keys = {turn: key for turn, key in keys.items() if self.template.normalises_in(turn)}
         self.aux_norms = nn.ModuleDict(
@@ -62,6 +64,21 @@ class Block(nn.Module):
         self.unused = self._find_unused(config)
         for name in self.unused:
             self.get_parameter(name).requires_grad_(False)
+
+    def _refuse_one_name_twice(self, config: ModelConfig, turns: Iterable[str]) -> None:
+        """Learned scalars are shown, pinned and saved by name: a sentence if two parts of the layer share one."""
+        rule, attention = self.template, getattr(self.attn, "coefficients", None)
+        owners: dict[str, set[str]] = {
+            f"template '{config.template}'": {k for turn in turns for k in rule.coefficients_of(turn)},
+            f"splitting '{config.splitting}'": {*self.splitting.coefficients},
+            **{f"extra '{part.name}'": {*part.coefficients(), *part.turn_coefficients()} for part in self.parts},
+            f"attention '{config.attention}'": {*(attention.names() if isinstance(attention, CoefficientBank) else ())},
+        }
+        for (one, names), (other, others) in combinations(owners.items(), 2):
+            if names & others:
+                raise ComponentError(
+                    f"The {one} and the {other} both name a coefficient '{min(names & others)}': call yours otherwise."
+                )
 
     def _find_unused(self, config: ModelConfig) -> frozenset[str]:
         """Names of the parameters that cannot reach the logits in this block."""
@@ -125,13 +142,13 @@ class Block(nn.Module):
         c = self.extras.values()["block"] if self.parts else Values({})
         call, before = self.own_call(call, s.memory, c), s
         for part in self.parts:
-            s = given(part.enter(s, c), part, "enter")
+            s = given(part.enter(s, c), part, "enter", State)
         s = self.residual(s, call) if plain else self.splitting.step(self.turns(call), s)
         if self.reads_out:
             s = s.replace(x=self.template.read_out(s, self.values()["out"]))
         s = State(s.x, s.streams, call.memory).in_dtypes_of(before)
         for part in self.parts:
-            s = given(part.leave(s, c), part, "leave")
+            s = given(part.leave(s, c), part, "leave", State)
         return s.in_dtypes_of(before)
 
     def own_call(self, call: Call, memory: dict[str, Tensor], c: Values | None = None) -> Call:
@@ -167,7 +184,7 @@ class Block(nn.Module):
     def drifting(self, s: State, *, c: Values) -> State:
         """The state with which the drift of a turn begins."""
         for part in self.parts:
-            s = given(part.drifting(s, c), part, "drifting")
+            s = given(part.drifting(s, c), part, "drifting", State)
         return s
 
     def turns(self, call: Call) -> dict[str, Substep]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stepformer.base.errors import ComponentError
 from stepformer.base.registry import Component, Registry, Selection
 from stepformer.ops.slots import Slot
 from stepformer.oracles.caches import Call
@@ -43,20 +44,18 @@ class Attention(Component, nn.Module):
 
     def new_slot(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> Slot:
         """The empty memory of one call for so many rows and tokens, such as a `TokenSlot`. Define this one."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say what decoding has to remember: define new_slot()."
-        )
+        raise ComponentError(f"{type(self).__name__} does not say what decoding has to remember: define new_slot().")
 
     def forward(self, u: Tensor, call: Call) -> Tensor:
         """What each of the normalised tokens u (B, T, d) gathers from those it sees. Define this one.
 
         Where `call.next_slot()` gives a slot, the tokens follow what it holds.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not attend: define forward().")
+        raise ComponentError(f"{type(self).__name__} does not attend: define forward().")
 
     def fields(self, u: Tensor, y: Tensor, call: Call) -> Fields:
         """For a Hamiltonian attention: its velocity and force at normalised tokens u and momenta y (B, T, d)."""
-        raise NotImplementedError(f"{type(self).__name__} has no fields: define fields().")
+        raise ComponentError(f"{type(self).__name__} has no fields: define fields().")
 
     @classmethod
     def refusals(cls, config: Selection) -> list[str]:

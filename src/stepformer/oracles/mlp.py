@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepformer.base.errors import ComponentError
 from stepformer.base.registry import Component, Registry
 from stepformer.ops import Linear, operation
 
@@ -32,7 +33,7 @@ class MLP(Component, nn.Module):
 
     def activation(self, h: Tensor) -> Tensor:
         """What happens between the two maps; a gated MLP halves the last dimension here."""
-        raise NotImplementedError(f"{type(self).__name__} has no nonlinearity: define activation().")
+        raise ComponentError(f"{type(self).__name__} has no nonlinearity: define activation().")
 
     def forward(self, u: Tensor) -> Tensor:
         return self.project(self.up(u))

@@ -112,6 +112,14 @@ class Array:
         return raw
 
 
+def refuse_undeclared(specs: Mapping[str, Any]) -> None:
+    """A sentence if one of them is no specification."""
+    for name, spec in specs.items():
+        if not isinstance(spec, Coefficient | Array):
+            how = "sf.unit(0.5), sf.positive(1.0) or sf.free(0.0)"
+            raise InputError(f"The coefficient '{name}' is {spec!r}: declare it as {how}.")
+
+
 class Values:
     """Mapped values of one substep, read as attributes: `c.mu`, `c.beta`."""
 
@@ -146,10 +154,8 @@ class CoefficientBank(LearnedScalars):
         self.constants = constants or {}
         self.keys_of: dict[str, dict[str, str]] = {substep: {} for substep in substeps}
         for substep, specs in substeps.items():
+            refuse_undeclared(specs)
             for name, spec in specs.items():
-                if not isinstance(spec, Coefficient | Array):
-                    how = "sf.unit(0.5), sf.positive(1.0) or sf.free(0.0)"
-                    raise InputError(f"The coefficient '{name}' is {spec!r}: declare it as {how}.")
                 users = [other for other in substeps.values() if name in other]
                 key = name if len(users) == 1 or spec.kind in shared else f"{name}_{substep}"
                 self.keys_of[substep][name] = key

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepformer.base.errors import ComponentError, InputError
 from stepformer.base.registry import Component, Registry, Selection
-from stepformer.rules.coefficients import Array, Coefficient, Values
+from stepformer.rules.coefficients import Array, Coefficient, Values, refuse_undeclared
 from stepformer.rules.state import State
 
 Start = Literal["embed", "copy", "zero", "ones", "identity", "later"]
@@ -75,6 +75,20 @@ class Template(Component):
         self.head_dim = head_dim
         self.set_options(options)
 
+    @classmethod
+    def fault(cls) -> str | None:
+        if not isinstance(cls.streams, Mapping):
+            return f"{cls.__name__}.streams should be a table, such as {{'v': sf.Stream('zero', 'velocity')}}."
+        for name, stream in cls.streams.items():
+            if not isinstance(stream, Stream):
+                return f"The stream '{name}' is {stream!r}: declare it as sf.Stream('zero', 'what it means')."
+            if hasattr(State, name) or name in State.__dataclass_fields__:
+                return f"A stream cannot be called '{name}', which every state has: give it another name."
+        if isinstance(cls.coefficients, Mapping):  # a property is asked when a layer is built
+            refuse_undeclared(cls.coefficients)
+        missing = [f"{name}()" for name in ("kick", "drift") if getattr(cls, name) is getattr(Template, name)]
+        return f"{cls.__name__} is not a whole rule: define {' and '.join(missing)}." if missing else None
+
     def place(self, layer: int, n_layer: int) -> None:
         """Which block of how many this rule is in; one whose streams depend on that declares them here."""
         self.layer, self.n_layer, self.first, self.last = layer, n_layer, layer == 0, layer == n_layer - 1
@@ -121,7 +135,7 @@ class Template(Component):
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
         """The state with the streams as the oracle's answer g (B, T, d) changes them; x stays. Define this one."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what an oracle's answer does: define kick().")
+        raise ComponentError(f"{type(self).__name__} does not say what an oracle's answer does: define kick().")
 
     def normalise(self, s: State, norm: Callable[[Tensor], Tensor]) -> State:
         """The state with the stream `normalises` behind the auxiliary norm."""
@@ -139,7 +153,7 @@ class Template(Component):
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
         """The state with x moved along the streams. Define this one."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how x moves: define drift().")
+        raise ComponentError(f"{type(self).__name__} does not say how x moves: define drift().")
 
     def read_out(self, s: State, c: Values) -> Tensor:
         """The last x, for a rule with `reads_out`."""

@@ -15,12 +15,13 @@ from typing import Any, Literal
 import torch
 
 from stepformer.base.errors import ConfigError, InputError, UnknownNameError, command_line, independent, suggestion
+from stepformer.base.registry import clashes
 from stepformer.base.settings import Settings, setting
 from stepformer.base.words import parse_overrides
 from stepformer.catalogue import closest_preset, model_config, preset
 from stepformer.data.corpus import Corpus
 from stepformer.data.sources import TALES_COUNT
-from stepformer.model.config import ModelConfig
+from stepformer.model.config import ModelConfig, selected
 from stepformer.optim import OptimConfig, Schedule
 from stepformer.optim.config import without_foreign
 from stepformer.optim.trust.factors import refusals
@@ -322,6 +323,7 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
     whose, size = str(values.pop("preset", "vanilla")), str(values.pop("size", "small"))
     try:
         built = _built(sections, lambda: model_config(whose, size=size, **values), _elsewhere)
+        problems += clashes(selected(built["model"]), {key for kind in SECTIONS.values() for key in kind.field_names()})
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem != f"[model] {unknown}"]
     if os.path.isfile(Path(name) / "run.json"):
