@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
+import forked
 import stepformer as sf
 from runs import make_corpus, small_run
 from stepformer.base.errors import ChangedRuleError, InputError
@@ -221,3 +222,35 @@ def test_a_rule_without_a_file(start: str, corpus: Path, tmp_path: Path) -> None
     done = subprocess.run(words_of, input=program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert {*code_of(tmp_path / "run")} == {"template 'fileless'"}
+
+
+def test_the_source_that_a_run_keeps_can_be_used(corpus: Path, tmp_path: Path) -> None:
+    """A copy under another name is the same rule; a run of an imported rule says where its source lies."""
+
+    def words(*given: str) -> str:
+        done = forked.stepformer(*given, cwd=tmp_path)
+        assert "Traceback" not in done.stderr
+        return f"{done.stdout}{done.stderr}"
+
+    path = rule(tmp_path / "kept_rule.py", "kept-rule")
+    words("train", "kept-rule", "--plugin", "kept_rule.py", "--out", "run", f"corpus={corpus}", *SMALL, "--quiet")
+    given = ", ".join(repr(word) for word in (f"corpus={corpus}", *SMALL))
+    program = f"import kept_rule, stepformer as sf\nsf.train(sf.run_config('kept-rule', [{given}]), 'own', quiet=True)"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, check=True)
+    path.unlink()
+    assert f"A copy of it lies in '{Path('run') / 'plugins'}': save its .py.txt as .py." in words("eval", "run")
+    assert "its source lies in 'own/plugins/0/kept_rule.py.txt'. Read it" in words("eval", "own")
+    source = (tmp_path / "run/plugins/0/kept_rule.py.txt").read_text()
+    (tmp_path / "mine.py").write_text(source)
+    for run in ("run", "own"):
+        assert "kept-rule after step" in words("eval", run, "--plugin", "mine.py")
+    (tmp_path / "run/plugins/0/linked.py.txt").symlink_to(corpus / "manifest.json")
+    words("export", "run", "--out", "export", "--plugin", "mine.py")
+    assert (tmp_path / "export/plugins/0/kept_rule.py.txt").read_text() == source
+    assert not (tmp_path / "export/plugins/0/linked.py.txt").exists()
+    card = (tmp_path / "export/README.md").read_text()
+    assert "```python\nimport kept_rule  # the rule, before the model\nimport stepformer" in card
+    assert "saved without .txt: `plugins/0/kept_rule.py.txt`." in card
+    assert " --plugin kept_rule.py\n" in card
+    (tmp_path / "mine.py").write_text(f"{source}\n# changed\n")
+    assert "copy its .py.txt to .py and name that with --plugin." in words("eval", "own", "--plugin", "mine.py")

@@ -112,6 +112,12 @@ class RunFolder:
     def config(self) -> RunConfig:
         return RunConfig.from_dict(self.read()["config"])
 
+    def sources(self) -> list[tuple[str, Path]]:
+        """The copies of its rules' code, by their place in the folder; what only links to another place is none."""
+        found = [path for path in sorted(self.path.glob("plugins/**/*.txt")) if path.is_file()]
+        inside = [path for path in found if path.resolve() == self.path.resolve() / path.relative_to(self.path)]
+        return [(path.relative_to(self.path).as_posix(), path) for path in inside]
+
     def opened(self) -> tuple[dict[str, Any], RunConfig]:
         """Record and config, its plug-ins imported; refused if they are not what they were when the run was made."""
         record, what = self.read(), f"The run '{self.path}'"
@@ -123,7 +129,17 @@ class RunFolder:
                 stacklevel=2,
             )
         record["plugins"] = plugged.load_recorded(plugins, then, self.path)
-        config = RunConfig.from_dict(record["config"])
+        try:
+            config = RunConfig.from_dict(record["config"])
+        except ConfigError as error:
+            unknown = [rule for rule in then if f"Unknown {rule}." in str(error)]
+            if not unknown or not self.sources():
+                raise
+            raise InputError(
+                f"{what} needs a {unknown[0]} of its own, which was not imported: its source lies in "
+                f"'{self.sources()[0][1]}'. Read it, copy it to a file without .txt and name that with --plugin, or "
+                "import it."
+            ) from None
         rules = config.model.components()
         plugged.refuse_changed(then, plugged.identity([], rules), what, rules)
         return record, config

@@ -58,7 +58,11 @@ def load_recorded(plugins: Sequence[str], then: Mapping[str, Mapping[str, str]],
         if here:
             found.append(here[0])
             continue
-        place = place_of(where)
+        try:
+            place = place_of(where)
+        except InputError as error:
+            kept = f" A copy of it lies in '{run / 'plugins'}': save its .py.txt as .py." * (run / "plugins").is_dir()
+            raise InputError(f"{error}{kept}") from None
         files = hashed(files_at(place))
         refuse_changed(then, {names[-1]: named(files)}, what)  # an edited file may not even load
         refuse_untrusted(files, where, run)
@@ -226,10 +230,14 @@ def refuse_changed(
                 raise ChangedRuleError(f"{what} was made with a {name} of its own; the package has one now, too.")
             continue
         old, new = then[name], now[name]
+        same = all(old[file] == new[file] for file in old.keys() & new.keys())
+        if same and sorted(old.values()) == sorted(new.values()):  # a copy under another name is the same rule
+            continue
         for file in sorted({*old, *new}):
             before, after = (known.get(file, "none")[:12] for known in (old, new))
             if before != after:
                 raise ChangedRuleError(
                     f"{what} was made with another {name}: SHA-256 of {file} was {before}, now {after}. A changed rule "
-                    "is another rule: give it a name of its own. What it was lies in the run's folder 'plugins'."
+                    "is another rule: give it a name of its own. What it was lies in the run's folder 'plugins': copy "
+                    "its .py.txt to .py and name that with --plugin."
                 )

@@ -17,6 +17,7 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from stepformer.base import documents
 from stepformer.base.errors import StepformerWarning
+from stepformer.base.plugins import is_ours
 from stepformer.catalogue import citations, preset_of
 from stepformer.catalogue.references import BIBTEX
 from stepformer.data.tokenizers import valid
@@ -55,7 +56,7 @@ def model_card(run: LoadedRun, *, gpt2: bool = False) -> str:
         "A language model made with stepformer, in which a layer is one step of an optimizer. "
         f"These are the weights {'as they were imported' if run.known_step is None else f'after step {run.step:,}'}.",
         architecture(config, run.model.num_parameters(), run.model.num_parameters("non-embedding")),
-        loading(title, run.tokenizer.name, gpt2),
+        loading(title, run.tokenizer.name, gpt2, own_modules(run), [name for name, _ in run.folder.sources()]),
         training(run),
         results(run),
         environment(run),
@@ -103,32 +104,55 @@ def architecture(config: ModelConfig, parameters: int, without_tables: int) -> s
 {markdown_block(json.dumps(config.to_dict(), indent=2), "json")}"""
 
 
-def loading(title: str, tokenizer: str, gpt2: bool) -> str:
-    run = shlex.quote(f"runs/{on_one_line(title)}")
-    commands = f'stepformer import FOLDER --out {run}\nstepformer generate {run} "Once upon a time"'
+def own_modules(run: LoadedRun) -> list[str]:
+    """What has to be imported before the model: `rule.py`, or a module where there is no file to be named."""
+    parts = run.config.model.components().values()
+    modules = {part.__module__ for part in parts if not is_ours(part) and part.__module__ != "__main__"}
+    return [Path(where).name for where in run.folder.read().get("plugins", [])] or sorted(modules)  # as it was then
+
+
+def loading(title: str, tokenizer: str, gpt2: bool, modules: Sequence[str] = (), sources: Sequence[str] = ()) -> str:
+    run, first, imports = shlex.quote(f"runs/{on_one_line(title)}"), "", ""
+    plugged = " ".join(f"--plugin {shlex.quote(on_one_line(name))}" for name in modules)
+    commands = f"stepformer import FOLDER --out {run} {plugged}".rstrip()
+    commands += f'\nstepformer generate {run} "Once upon a time"'
     needs = "With transformers (`pip install transformers`)"
     if not gpt2:
         needs = "With transformers and stepformer (`pip install -e '.[hub]'` in a clone of its repository)"
-    imports = "" if gpt2 else "import stepformer.exchange.huggingface  # or pass trust_remote_code=True below\n"
-    return f"""\
-## Use
-
-{needs}, FOLDER being this folder or its name on the Hub:
-
-```python
+    if modules:
+        names, beside = (", ".join(map(markdown_code, found)) for found in (modules, sources))
+        first = f"The architecture has rules of its own, from {names}: import that before loading the model.\n\n"
+        if sources:
+            first = f"{first.rstrip()} Its source is in this folder, to be read and saved without .txt: {beside}.\n\n"
+        imports = "".join(f"{imported(name)}  # the rule, before the model\n" for name in modules)
+    imports += "" if gpt2 else "import stepformer.exchange.huggingface  # or pass trust_remote_code=True below\n"
+    code = f"""\
 {imports}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 model = AutoModelForCausalLM.from_pretrained("FOLDER")
 prompt = tokenizer(tokenizer.bos_token + "Once upon a time", return_tensors="pt")  # a new document
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))
-```
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=40)[0]))"""
+    return f"""\
+## Use
+
+{first}{needs}, FOLDER being this folder or its name on the Hub:
+
+{markdown_block(code, "python")}
 
 With stepformer, as a run to generate from, evaluate, diagnose and train on:
 
 {markdown_block(commands, "bash")}
 
 The tokenizer is {markdown_code(tokenizer)}; documents are separated by its end-of-text token."""
+
+
+def imported(name: str) -> str:
+    """The line of Python that imports a plug-in, whatever it is called."""
+    module = name.removesuffix(".py")
+    if all(part.isidentifier() for part in module.split(".")):
+        return f"import {module}"
+    return f"import stepformer.base.plugins; stepformer.base.plugins.load_plugin({json.dumps(on_one_line(name))})"
 
 
 def training(run: LoadedRun) -> str:
@@ -161,11 +185,7 @@ def training(run: LoadedRun) -> str:
         facts["training time"] = (
             f"{result['train_seconds']:,.0f} s on {result.get('ranks', 1)} x {result.get('device', 'cpu')}"
         )
-    text = "## Training\n\n" + markdown(("", ""), [*facts.items()])
-    if run.record.get("plugins"):
-        names = ", ".join(markdown_code(Path(plugin).name) for plugin in run.record["plugins"])
-        text += f"\n\nThe architecture has rules of its own, from {names}: import that before loading the model."
-    return text
+    return "## Training\n\n" + markdown(("", ""), [*facts.items()])
 
 
 def results(run: LoadedRun) -> str:

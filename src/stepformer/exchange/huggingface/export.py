@@ -33,7 +33,7 @@ from stepformer.training.run import LoadedRun, load_run
 OWN = re.compile(
     r"README\.md|stepformer\.json|config\.json|generation_config\.json|modeling_stepformer\.py|vocab\.json|merges\.txt"
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|model(-\d+-of-\d+)?\.safetensors"
-    r"|model\.safetensors\.index\.json"
+    r"|model\.safetensors\.index\.json|plugins"
 )
 VOUCHED = re.compile(
     r"config\.json|model.*\.safetensors|model\.safetensors\.index\.json|tokenizer\.json|vocab\.json|merges\.txt"
@@ -75,6 +75,8 @@ def export_run(
     with whole(out.resolve()) as folder, quiet_progress():  # a link stays one
         model.save_pretrained(folder)
         save_tokenizer(loaded.tokenizer, folder, loaded.config.model.context)
+        for name, source in loaded.folder.sources():  # to be read: nothing imports them from here
+            files.write_text(folder / name, source.read_text(errors="replace"))
         files.write_text(folder / "README.md", model_card(loaded, gpt2=form == "gpt2"))
         vouched = {p.name: files.sha256(p) for p in sorted(folder.iterdir()) if VOUCHED.fullmatch(p.name)}
         files.write_json(folder / RECORD, {**facts_of(loaded, form), "files": vouched})
