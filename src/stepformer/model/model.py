@@ -277,8 +277,8 @@ class Model(Backbone):
         config = self.config
         if config.splitting != "lie-trotter" or not templates[config.template].component.has_velocity():
             raise InputError(
-                "Hybrid inference replaces Lie-Trotter momentum blocks by plain ones; this model has template "
-                f"'{config.template}' and splitting '{config.splitting}'."
+                "Hybrid inference replaces Lie-Trotter momentum blocks by plain ones, so it needs a velocity, a stream "
+                f"called 'v'; this model has template '{config.template}' and splitting '{config.splitting}'."
             )
         if (layers is None) == (cutoff is None):
             raise InputError("Give either `layers` (a set of layer numbers) or `cutoff` (a layer number).")

@@ -28,7 +28,7 @@ class State:
     def __getattr__(self, name: str) -> Tensor:
         # the first guard keeps copy and pickle from recursing
         if name in ("streams", "memory") or name not in self.streams:
-            raise AttributeError(f"this state has no stream '{name}'")
+            raise AttributeError(f"this state has no stream '{name}': declare it in `streams`")
         return self.streams[name]
 
     def replace(self, **changes: Tensor) -> State:
