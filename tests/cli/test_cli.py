@@ -169,7 +169,7 @@ FAULTS = {
     "'kick': sf.Template.kick": "T is not a whole rule: define kick().",
     "'kick': None": "T.kick should be a method: def kick(self, s, c, g, scale).",
     "'refusal': lambda cls, config: None": "T.refusal should be a class method: put @classmethod above it.",
-    "'refusal': classmethod(lambda cls: None)": "T.refusal() cannot be called as refusal(config).",
+    "'refusal': classmethod(lambda cls: None)": "T.refusal() cannot be called as refusal(config), as",
 }
 FAULTS |= {
     f"'streams': {{'{name}': sf.Stream('zero', 'a')}}": f"A stream cannot be called '{name}', which every state has"

@@ -17,7 +17,6 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from stepformer.base import documents
 from stepformer.base.errors import StepformerWarning
-from stepformer.base.plugins import is_ours
 from stepformer.catalogue import citations, preset_of
 from stepformer.catalogue.references import BIBTEX
 from stepformer.data.tokenizers import valid
@@ -105,10 +104,12 @@ def architecture(config: ModelConfig, parameters: int, without_tables: int) -> s
 
 
 def own_modules(run: LoadedRun) -> list[str]:
-    """What has to be imported before the model: `rule.py`, or a module where there is no file to be named."""
-    parts = run.config.model.components().values()
-    modules = {part.__module__ for part in parts if not is_ours(part) and part.__module__ != "__main__"}
-    return [Path(where).name for where in run.folder.read().get("plugins", [])] or sorted(modules)  # as it was then
+    """What has to be imported before the model, as it was called when the run was made: its plug-ins, or the files of
+    rules that a program imported.
+    """
+    record = run.folder.read()
+    files = [file for files in record.get("code", {}).values() for file in files if file.endswith(".py")]
+    return [Path(where).name for where in record.get("plugins", [])] or list(dict.fromkeys(files))
 
 
 def loading(title: str, tokenizer: str, gpt2: bool, modules: Sequence[str] = (), sources: Sequence[str] = ()) -> str:
@@ -124,7 +125,7 @@ def loading(title: str, tokenizer: str, gpt2: bool, modules: Sequence[str] = (),
         first = f"The architecture has rules of its own, from {names}: import that before loading the model.\n\n"
         if sources:
             first = f"{first.rstrip()} Its source is in this folder, to be read and saved without .txt: {beside}.\n\n"
-        imports = "".join(f"{imported(name)}  # the rule, before the model\n" for name in modules)
+        imports = "".join(f"{import_line(name)}  # the rule, before the model\n" for name in modules)
     imports += "" if gpt2 else "import stepformer.exchange.huggingface  # or pass trust_remote_code=True below\n"
     code = f"""\
 {imports}from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -147,7 +148,7 @@ With stepformer, as a run to generate from, evaluate, diagnose and train on:
 The tokenizer is {markdown_code(tokenizer)}; documents are separated by its end-of-text token."""
 
 
-def imported(name: str) -> str:
+def import_line(name: str) -> str:
     """The line of Python that imports a plug-in, whatever it is called."""
     module = name.removesuffix(".py")
     if all(part.isidentifier() for part in module.split(".")):
