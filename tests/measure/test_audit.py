@@ -209,6 +209,11 @@ def test_an_exception_is_reported_once_with_its_place() -> None:
         def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
             return s.replace(v=c.betta * s.v + g)
 
+    class Undeclared(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return s.replace(u=s.w + g)
+
+    assert "this state has no stream 'w': declare it in `streams`" in failures(one_off(Undeclared))[1]
     broken = failures(one_off(Typo))
     assert "no coefficient 'betta'" in broken[1]
     assert "test_audit.py, line" in broken[1]
