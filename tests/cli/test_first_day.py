@@ -377,4 +377,57 @@ def test_the_command_that_prepare_prints_fits_a_short_text(
 
 def test_resuming_a_finished_run_says_so(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", str(trained)]) == 0
-    assert capsys.readouterr().err.startswith("note: this run was finished already; nothing was trained.")
+    said = f"so nothing was trained; a new run begins with its weights by `train ... init={trained}`."
+    assert f"note: this run was finished already, {said}" in capsys.readouterr().err
+
+
+def test_a_name_does_not_stand_for_another_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prepared corpus is found by the name of its file, and taken if it was made from this file as it is now."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("STEPFORMER_HOME", raising=False)
+    Path("other").mkdir()
+    Path("book.txt").write_text("One morning the keeper wrote a letter. " * 100)
+    Path("other/book.txt").write_text("In the evening nobody answered it at all. " * 100)
+    assert main(["prepare", "book.txt", "--tokenizer", "bytes"]) == 0
+    small = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "steps=1", "device=cpu", "tokenizer=bytes"]
+    assert main(["train", "vanilla", "corpus=book.txt", *small, "--quiet", "--out", "runs/a"]) == 0
+    other = "'data/book-bytes' was made from other files, or from these before they changed: run `stepformer prepare "
+    assert other in said(capsys, "train", "vanilla", "corpus=other/book.txt", *small, "--out", "runs/b")
+    assert not Path("runs/b").exists()
+    for text, seen in (("book.txt", True), ("other/book.txt", False)):
+        assert main(["eval", "runs/a", "--on", text, "--quiet"]) == 0
+        assert (f"note: the run was trained or validated on {text}\n" in capsys.readouterr().err) == seen
+    Path("book.txt").write_text("It was changed. " * 100)
+    assert other in said(capsys, "train", "vanilla", "corpus=book.txt", *small, "--out", "runs/b")
+    assert main(["train", "vanilla", "corpus=data/book-bytes", *small, "--quiet", "--out", "runs/b"]) == 0
+
+
+def test_what_a_dry_run_cannot_know_and_what_it_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("STEPFORMER_HOME", raising=False)
+    small = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "steps=1", "device=cpu"]
+    assert main(["train", "vanilla", "corpus=openwebtext", *small, "--dry-run"]) == 0
+    tables = 16 * (50_304 + 16)  # GPT-2's ids, padded, and positions
+    counted = int(re.search(r"parameters +([\d,]+)", capsys.readouterr().out)[1].replace(",", ""))
+    assert tables < counted < tables + 16_000
+    assert "There is no source 'opnwebtext'" in said(
+        capsys, "train", "vanilla", "corpus=opnwebtext", *small, "--dry-run"
+    )
+    Path("train.bin").write_bytes(bytes(2000))
+    assert main(["prepare", "train.bin", "--tokenizer", "bytes", "--out", "data/alone"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "it has no validation text; a file with 'val' in its name makes one" in printed
+    assert "suits so short a text" not in printed
+    assert "The validation split has 0 tokens" in said(
+        capsys, "train", "vanilla", "corpus=data/alone", *small, "--dry-run"
+    )
+
+
+def test_fields_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "table.csv").write_text("id,text\n1,words\n")
+    refused = said(capsys, "prepare", str(tmp_path / "table.csv"), "--field", "text", "--tokenizer", "bytes")
+    assert "The option 'field' does not apply to" in refused

@@ -19,6 +19,7 @@ from stepformer.measure.evaluation import harness, open_text, perplexity
 from stepformer.measure.evaluation.tasks import data_folder, need
 from stepformer.measure.evaluation.texts import OUT_OF_DOMAIN, Text
 from stepformer.training import load_run
+from stepformer.training.corpora import part_of_corpus
 from stepformer.training.evaluation import Evaluation
 from stepformer.training.run import LoadedRun, validation_loss
 
@@ -160,6 +161,8 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
             settings = {"micro_batch": args.micro_batch, "quiet": args.quiet or args.json, "journal": journal}
             made = perplexity.measure_texts(run, some, reading, mean=mean, **settings)
             found = {**made, "texts": [*found["texts"], *made["texts"]]}
+    if seen := [where for where in args.on or () if part_of_corpus(where, run.record.get("corpus") or {})]:
+        print(f"note: the run was trained or validated on {', '.join(seen)}", file=sys.stderr)
     if not (args.json or args.several):
         console().print(perplexity.as_table(found))
         if "mean_perplexity" in found:

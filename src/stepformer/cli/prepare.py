@@ -85,9 +85,11 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     rule = corpus.manifest["split_rule"]
     meaning = rule["meaning"].replace("val_fraction", str(rule["val_fraction"]))
     out.print(f"split: {meaning}", soft_wrap=True, markup=False)
+    made = corpus.manifest["source"].get("kind") == "tokens"  # by another program, whose tokenizer it is
     if not corpus.manifest["splits"]["val"]["tokens"]:
-        out.print("There is no validation text: training on this corpus cannot be evaluated.", soft_wrap=True)
-    if few(tokens := corpus.manifest["splits"]["train"]["tokens"], tokenizer["vocab_size"]):
+        how = "a file with 'val' in its name" if made else "--val-fraction"
+        out.print(f"Nothing can be trained on this corpus: it has no validation text; {how} makes one.", soft_wrap=True)
+    if not made and few(tokens := corpus.manifest["splits"]["train"]["tokens"], tokenizer["vocab_size"]):
         few_words = f"note: {tokens:,} training tokens are few for {tokenizer['vocab_size']:,} ids"
         out.print(f"{few_words}: --tokenizer bpe:1024 or bytes suits so short a text better.", soft_wrap=True)
     out.print(f"folder: {corpus.folder}", soft_wrap=True, markup=False)

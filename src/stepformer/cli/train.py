@@ -24,7 +24,8 @@ from stepformer.model import Model
 from stepformer.present.tables import Table, of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS
-from stepformer.training.corpora import open_corpus
+from stepformer.training.corpora import NotPreparedError, open_corpus
+from stepformer.training.evaluation import check_blocks
 from stepformer.training.memory import run_memory
 from stepformer.training.parallel import World, choose_device
 from stepformer.training.runs import RunFolder
@@ -54,8 +55,11 @@ def run_resume(args: argparse.Namespace) -> int:
         lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes)
     )
     if finished and not args.quiet and first_rank():
-        note = "note: this run was finished already; nothing was trained. `stepformer extend` makes a longer one of it."
-        print(note, file=sys.stderr)
+        schedule = RunFolder(Path(args.name)).config().optim.schedule
+        longer = "`stepformer extend` makes a longer one of it"
+        if schedule == "cosine":  # which has fallen
+            longer = f"a new run begins with its weights by `train ... init={args.name}`"
+        print(f"note: this run was finished already, so nothing was trained; {longer}.", file=sys.stderr)
     return status
 
 
@@ -114,9 +118,11 @@ def dry_run(config: RunConfig) -> int:
         blocks = (tokens - config.model.context) // config.model.context
         epochs = config.train.steps * config.train.batch / blocks
         data = f"{corpus.folder}: {tokens:,} training tokens, {epochs:.2f} epochs"
-        evaluated = min(evaluated, len(corpus.split("val").half(config.train.eval_half)))
-    except InputError as error:
+        val = corpus.split("val").half(config.train.eval_half)
+        evaluated = config.model.context * check_blocks(val, config.model.context, evaluated)
+    except NotPreparedError as error:
         data = f"{config.data.corpus} (not prepared)"
+        config = config.for_vocabulary(error.ids) if error.ids else config
         notes.append(str(error))
     train_, model, micro = config.train, config.model, config.micro_batch(World(0, ranks, device))
     meta, expected = Model(model, device="meta"), forecast(config, device, ranks, eval_tokens=evaluated)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import InputError, neighbour, suggestion
-from stepformer.data.readers import Layout
+from stepformer.data.readers import Layout, extensions
 from stepformer.data.sources import DATASETS, TALES_COUNT, Dataset, Files, HuggingFace, Source, Tales, usable_files
 from stepformer.data.token_files import TokenFiles, token_files
 
@@ -56,7 +56,7 @@ def open_source(
                 raise InputError(f"The option '{option}' does not apply to ready-made tokens ('{spec}').")
         return TokenFiles(path)
     layout = Layout(field or "text", val_field, document or "auto")
-    source = _dataset(spec, where, layout, local, revision, split) if is_hf else _files(spec, layout)
+    source = _dataset(spec, where, layout, local, revision, split) if is_hf else _files(spec, layout, field)
     source.limit = limit
     source.name = "-".join(filter(None, (source.name, split, str(limit or ""))))
     source.description |= {k: v for k, v in options.items() if k in ("revision", "split", "limit") and v is not None}
@@ -79,7 +79,7 @@ def _dataset(
     return HuggingFace(known.repository, known.config, layout, name, revision or known.revision, split)
 
 
-def _files(spec: str, layout: Layout) -> Files:
+def _files(spec: str, layout: Layout, field: str | None) -> Files:
     path = Path(spec).expanduser()
     if not path.exists():
         words = ("tales", *DATASETS)
@@ -87,4 +87,7 @@ def _files(spec: str, layout: Layout) -> Files:
             f"There is no source '{spec}': it is neither a file or folder nor one of {', '.join(words)}, "
             f"nor hf:OWNER/NAME.{suggestion(spec, words) or neighbour(path)}"
         )
-    return Files(path, layout)
+    found = Files(path, layout)
+    if field is not None and all(extensions(each)[0] in ("", ".txt") for each in found.paths):
+        raise InputError(f"The option 'field' does not apply to '{spec}', which is read as text: it has no fields.")
+    return found

@@ -170,9 +170,12 @@ class Job:
     def check_fraction(self, rule: str | None) -> None:
         """Refuse a fraction that could not apply."""
         if self.asked and rule == "marked":
+            how = "Leave it out; of a dataset one split can be read alone (--split train)."
+            if isinstance(self.source, TokenFiles):
+                how = "Of ready-made tokens these are the files with 'val' in their names: put one beside the others."
             raise InputError(
                 f"A validation fraction of {self.val_fraction} cannot apply: '{self.source.name}' says itself which "
-                "documents are for validation. Leave it out; of a dataset one split can be read alone (--split train)."
+                f"documents are for validation. {how}"
             )
 
     def begin(self) -> None:

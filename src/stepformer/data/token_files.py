@@ -39,6 +39,12 @@ class TokenFiles(Source):
     def __init__(self, path: Path) -> None:
         self.paths = token_files(path)
         root = path if path.is_dir() else path.parent
+        if (root / "meta.pkl").exists():
+            raise InputError(
+                f"'{root / 'meta.pkl'}' says that these tokens are characters in an order of their own, as nanoGPT "
+                "makes them, and only unpickling, which may run anything, would tell the order: prepare the text "
+                "instead, with --tokenizer bytes or bpe:N."
+            )
         self.name = path.resolve().name if path.is_dir() else path.name.partition(".")[0]
         self.description = {"kind": "tokens", "files": [describe_file(p, root) for p in self.paths]}
         self.approximate_bytes = int(

@@ -13,10 +13,7 @@ from typing import Any
 
 from stepformer.base import documents
 from stepformer.base.errors import InputError
-from stepformer.base.files import sha256
 from stepformer.base.progress import say
-from stepformer.data.corpus import MANIFEST, Corpus, read_manifest
-from stepformer.data.sources import usable_files
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.measure import measured
 from stepformer.measure.evaluation import Reading, Text, open_text, perplexity
@@ -25,6 +22,7 @@ from stepformer.measure.evaluation.tasks import data_folder
 from stepformer.measure.evaluation.texts import token_hash
 from stepformer.study import statistics
 from stepformer.study.records import HeldOutRows, Matched, RunRecord
+from stepformer.training.corpora import part_of_corpus
 from stepformer.training.run import load_run
 from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import Stopped, Watch
@@ -88,8 +86,9 @@ def open_held_out(
     """
     if words and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("--held-out is for one process: let torchrun train, then give the same command without it.")
-    for word in words:
-        _refuse_seen(word, corpus or {})
+    for word in words:  # whose losses were looked at, or trained on
+        if part_of_corpus(word, corpus or {}):
+            raise InputError(f"--held-out {word} is a part of the corpus that the runs train on or are validated on.")
     data = data_folder(None)
     here = {word: data if data and (data / word).is_dir() else None for word in words}  # else from the Hub
     texts = [open_text(word, tokenizer, data=here[word]) for word in dict.fromkeys(words)]
@@ -98,20 +97,6 @@ def open_held_out(
         if text.name in [other.name for other in texts[:number]]:
             raise InputError(f"Two held-out texts are called '{text.name}': rename one of them.")
     return texts
-
-
-def _refuse_seen(word: str, corpus: Mapping[str, Any]) -> None:
-    """Text that the runs were trained on, or whose losses were looked at while they were, is not held out."""
-    place, known = Path(word).expanduser(), Path(corpus.get("folder", "")) / MANIFEST
-    if (place / MANIFEST).is_file():
-        seen = Corpus(place).split("val").hash in [split["hash"] for split in corpus.get("splits", {}).values()]
-    else:
-        source = read_manifest(known.parent)["source"] if corpus and known.is_file() else {}
-        sums = [file.get("sha256") for file in source.get("files", ())]
-        parts = usable_files(place) if place.is_dir() else [place] if place.is_file() else []
-        seen = bool(sums) and any(sha256(part) in sums for part in parts)
-    if seen:
-        raise InputError(f"--held-out {word} is a part of the corpus that the runs train on or are validated on.")
 
 
 def evaluate_held_out(

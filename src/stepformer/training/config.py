@@ -405,6 +405,12 @@ SYNONYMS = {
     "grad_clip": "clip",
     "eval_interval": "eval_every",
     "dataset": "corpus",
+    "min_lr": "floor",
+    "lr_decay_iters": "steps",
+    "eval_iters": "eval_tokens",
+    "dtype": "precision",
+    "gradient_accumulation_steps": "micro_batch",
+    "log_interval": "log_every",
 }
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from stepformer.base.errors import InputError, command_line
-from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder, few
-from stepformer.data.sources import Source
+from stepformer.base.files import sha256
+from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder, few, read_manifest
+from stepformer.data.sources import Source, usable_files
 from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
 from stepformer.training.config import DataConfig, RunConfig
 from stepformer.training.parallel import World
@@ -18,6 +20,15 @@ from stepformer.training.runs import Record, RunFolder
 
 SMALL = 2 << 30  # bytes up to which every checksum is compared at the start of a run
 GPT2_IDS, BYTES_PER_TOKEN = 50_257, 4  # about, in English
+
+
+class NotPreparedError(InputError):
+    """A corpus that has to be prepared before a training; `ids` is how many it would have, as far as that is known."""
+
+    def __init__(self, sentence: str, tokenizer: str) -> None:
+        super().__init__(sentence)
+        kind, argument = tokenizer_kind(tokenizer)
+        self.ids = int(argument) if kind == "bpe" else {"gpt2": GPT2_IDS, "bytes": 257}.get(kind)
 
 
 def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Corpus:
@@ -40,7 +51,7 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     if is_tales:
         world.barrier()
     elif not there:
-        raise InputError(_not_prepared(config, source, tokenizer, folder))
+        raise NotPreparedError(_not_prepared(config, source, tokenizer, folder), tokenizer)
     corpus = Corpus(folder)
     made_of = corpus.manifest.get("source", {})
     if not is_tales and made_of.get("kind") != source.description.get("kind"):
@@ -48,7 +59,33 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
             f"'{folder}' was not made from '{config.corpus}' but from {made_of.get('kind', 'other data')} "
             f"'{corpus.name}': if you mean it, say {shlex.quote(f'corpus={folder}')}."
         )
+    if not is_tales and other_files(made_of, source.description):
+        again = command_line("prepare", config.corpus, "--tokenizer", tokenizer)
+        raise InputError(
+            f"'{folder}' was made from other files, or from these before they changed: run `{again} --out DIR` and say "
+            f"corpus=DIR, or say {shlex.quote(f'corpus={folder}')} if you mean what is there."
+        )
     return checked(corpus, config.tokenizer)
+
+
+def other_files(one: Record, two: Record) -> bool:
+    """Whether two sources are files of other names, sizes or checksums; large ones have none."""
+    a, b = ({file["name"]: file for file in source.get("files", ())} for source in (one, two))
+    if a.keys() != b.keys():
+        return True
+    sums = ([known.get(key) for known in (a[name], b[name])] for name in a for key in ("size", "sha256"))
+    return any(None not in pair and pair[0] != pair[1] for pair in sums)
+
+
+def part_of_corpus(word: str, corpus: Mapping[str, Any]) -> bool:
+    """Whether a prepared corpus or files are text that a run with these facts was trained or validated on."""
+    place, known = Path(word).expanduser(), Path(corpus.get("folder", "")) / MANIFEST
+    if (place / MANIFEST).is_file():
+        return Corpus(place).split("val").hash in [split["hash"] for split in corpus.get("splits", {}).values()]
+    source = read_manifest(known.parent)["source"] if corpus and known.is_file() else {}
+    sums = [file.get("sha256") for file in source.get("files", ())]
+    parts = usable_files(place) if place.is_dir() else [place] if place.is_file() else []
+    return bool(sums) and any(sha256(part) in sums for part in parts)
 
 
 def _not_prepared(config: DataConfig, source: Source, tokenizer: str, folder: Path) -> str:

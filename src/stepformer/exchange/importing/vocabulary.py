@@ -34,9 +34,10 @@ def choose_tokenizer(given: str | None, source: Path, vocab_size: int, facts: Ma
     elif vocab_size in GPT2_SIZES:
         tokenizer = make_tokenizer("gpt2")
     else:
+        few = vocab_size < ByteTokenizer().vocab_size
         raise InputError(
             f"'{source}' does not say which tokenizer its {vocab_size} ids belong to: give --tokenizer gpt2, bytes or "
-            "the folder of a tokenizer."
+            f"the folder of a tokenizer.{' A table of characters, such as nanoGPT makes, has none here.' * few}"
         )
     if tokenizer.vocab_size > vocab_size:
         why = "it belongs to another tokenizer"
