@@ -10,6 +10,27 @@ from typing import Any
 from stepformer.base import files
 from stepformer.base.errors import InputError
 
+# What other trainers call our keys.
+SYNONYMS = {
+    "learning_rate": "lr",
+    "batch_size": "batch",
+    "max_iters": "steps",
+    "max_steps": "steps",
+    "block_size": "context",
+    "n_embd": "d_model",
+    "weight_decay": "wd_matrix",
+    "warmup_iters": "warmup",
+    "grad_clip": "clip",
+    "eval_interval": "eval_every",
+    "dataset": "corpus",
+    "min_lr": "floor",
+    "lr_decay_iters": "steps",
+    "eval_iters": "eval_tokens",
+    "dtype": "precision",
+    "gradient_accumulation_steps": "micro_batch",
+    "log_interval": "log_every",
+}
+
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file as nested dictionaries, with a sentence instead of a traceback when that fails."""

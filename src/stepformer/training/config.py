@@ -17,7 +17,7 @@ import torch
 from stepformer.base.errors import ConfigError, InputError, UnknownNameError, command_line, independent, suggestion
 from stepformer.base.registry import clashes
 from stepformer.base.settings import Settings, setting
-from stepformer.base.words import parse_overrides
+from stepformer.base.words import SYNONYMS, parse_overrides
 from stepformer.catalogue import closest_preset, model_config, preset
 from stepformer.data.corpus import Corpus
 from stepformer.data.sources import TALES_COUNT
@@ -390,28 +390,6 @@ def _built(
     if problems:
         raise ConfigError(problems)
     return built
-
-
-# What other trainers call our keys.
-SYNONYMS = {
-    "learning_rate": "lr",
-    "batch_size": "batch",
-    "max_iters": "steps",
-    "max_steps": "steps",
-    "block_size": "context",
-    "n_embd": "d_model",
-    "weight_decay": "wd_matrix",
-    "warmup_iters": "warmup",
-    "grad_clip": "clip",
-    "eval_interval": "eval_every",
-    "dataset": "corpus",
-    "min_lr": "floor",
-    "lr_decay_iters": "steps",
-    "eval_iters": "eval_tokens",
-    "dtype": "precision",
-    "gradient_accumulation_steps": "micro_batch",
-    "log_interval": "log_every",
-}
 
 
 def _elsewhere(problem: str) -> str:

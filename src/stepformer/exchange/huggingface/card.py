@@ -16,7 +16,7 @@ import torch
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from stepformer.base import documents
-from stepformer.base.errors import StepformerWarning
+from stepformer.base.errors import StepformerWarning, command_line
 from stepformer.catalogue import citations, preset_of
 from stepformer.catalogue.references import BIBTEX
 from stepformer.data.tokenizers import valid
@@ -113,10 +113,10 @@ def own_modules(run: LoadedRun) -> list[str]:
 
 
 def loading(title: str, tokenizer: str, gpt2: bool, modules: Sequence[str] = (), sources: Sequence[str] = ()) -> str:
-    run, first, imports = shlex.quote(f"runs/{on_one_line(title)}"), "", ""
-    plugged = " ".join(f"--plugin {shlex.quote(on_one_line(name))}" for name in modules)
-    commands = f"stepformer import FOLDER --out {run} {plugged}".rstrip()
-    commands += f'\nstepformer generate {run} "Once upon a time"'
+    run, first, imports = f"runs/{on_one_line(title)}", "", ""
+    plugged = [word for name in modules for word in ("--plugin", on_one_line(name))]
+    commands = command_line("import", "FOLDER", "--out", run, *plugged)
+    commands += f"\n{command_line('generate', run, 'Once upon a time')}"
     needs = "With transformers (`pip install transformers`)"
     if not gpt2:
         needs = "With transformers and stepformer (`pip install -e '.[hub]'` in a clone of its repository)"
