@@ -427,6 +427,17 @@ def test_what_a_dry_run_cannot_know_and_what_it_refuses(
     )
 
 
+def test_a_dry_run_of_too_short_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short.txt").write_text("word " * 30)
+    corpus = str(tmp_path / "short")
+    words = ["prepare", str(tmp_path / "short.txt"), "--tokenizer", "bytes", "--val-fraction", "0.3", "--out", corpus]
+    assert main(words) == 0
+    small = ["n_layer=1", "n_head=2", "d_model=16", "context=64", "batch=4", "device=cpu"]
+    refused = said(capsys, "train", "vanilla", f"corpus={corpus}", *small, "--dry-run")
+    assert "The training split has" in refused
+    assert "too few for a context of 64" in refused
+
+
 def test_fields_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "table.csv").write_text("id,text\n1,words\n")
     refused = said(capsys, "prepare", str(tmp_path / "table.csv"), "--field", "text", "--tokenizer", "bytes")

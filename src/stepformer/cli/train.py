@@ -20,6 +20,7 @@ from stepformer.catalogue.recipes import Recipe, load_recipe, recipe_names
 from stepformer.cli.main import first_rank
 from stepformer.cli.options import MAX_TIME, NO_DISPLAY, SETTINGS, command, fields_help, option, pairs
 from stepformer.cli.show import console
+from stepformer.data.batches import Batches
 from stepformer.model import Model
 from stepformer.present.tables import Table, of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
@@ -114,10 +115,9 @@ def dry_run(config: RunConfig) -> int:
     try:
         corpus = open_corpus(config.data, World(0, 1, device), quiet=True)
         config = config.for_vocabulary(corpus.vocab_size)
-        tokens = len(corpus.split("train"))
-        blocks = (tokens - config.model.context) // config.model.context
-        epochs = config.train.steps * config.train.batch / blocks
-        data = f"{corpus.folder}: {tokens:,} training tokens, {epochs:.2f} epochs"
+        batches = Batches(corpus.split("train"), config.model.context, config.train.batch, config.train.seed)
+        epochs = config.train.steps * config.train.batch / batches.blocks
+        data = f"{corpus.folder}: {len(batches.tokens):,} training tokens, {epochs:.2f} epochs"
         val = corpus.split("val").half(config.train.eval_half)
         evaluated = config.model.context * check_blocks(val, config.model.context, evaluated)
     except NotPreparedError as error:

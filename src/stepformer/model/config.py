@@ -246,9 +246,6 @@ def _problems(config: ModelConfig) -> list[str]:
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "options"}
     clashing = clashes(selected(config), {*settings, "options"})
     of_options = option_problems(config.options, selected(config), {**REGISTRIES, "extras": extras}, settings)
-    for key, problem in of_options.items():
-        if "dropout" in key and problem.startswith("Unknown key"):
-            of_options[key] = f"There is no dropout: leave out {key}."
     problems += [*clashing, *of_options.values()]
     if clashing:  # of a component itself: no setting would help
         return problems

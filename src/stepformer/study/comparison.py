@@ -15,7 +15,7 @@ from stepformer.study import statistics
 from stepformer.study.differences import LISTED, MATCHED, Difference, differences
 from stepformer.study.held_out import HeldOut
 from stepformer.study.plots import draw_comparison, plot_comparison
-from stepformer.study.records import Compared, Facts, Row, RunRecord, by_label, check_alike, values
+from stepformer.study.records import Compared, Facts, Row, RunRecord, by_label, check_alike, matched_words, values
 from stepformer.study.tables import full_table, held_out_tables, summary_table
 
 # What may differ between the seeds of one row: the machine they ran on, what else was imported, how the work was cut
@@ -138,13 +138,14 @@ def _matched(row: Row, what: str, other: str, runs: Mapping[int, RunRecord], con
     """The row with its difference to another baseline, which has as much of something."""
     own = {record.seed: record for record in row.records}
     difference = statistics.paired(values(runs, "val_loss"), values(own, "val_loss"), confidence)
+    matched = (what, other, difference)
     if row.difference == difference:
-        return replace(row, matched=(what, other, difference))
-    said = f"{row.label} to {other}, which has equal {what}: {difference}"
+        return replace(row, matched=matched)
+    said = matched_words(row.label, matched)
     if what == "time":
         said += f"; in training it took {time_ratio(runs, own):.2f} x its time"
     notes = (*row.notes, f"{said}.", *statistics.too_small(f"{row.label} to {other}", difference))
-    return replace(row, matched=(what, other, difference), notes=notes)
+    return replace(row, matched=matched, notes=notes)
 
 
 def _check_one_row(runs: Sequence[RunRecord]) -> None:

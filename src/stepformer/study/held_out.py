@@ -21,7 +21,7 @@ from stepformer.measure.evaluation.scoring import about_run, scorer_of
 from stepformer.measure.evaluation.tasks import data_folder
 from stepformer.measure.evaluation.texts import token_hash
 from stepformer.study import statistics
-from stepformer.study.records import HeldOutRows, Matched, RunRecord
+from stepformer.study.records import HeldOutRows, Matched, RunRecord, matched_words
 from stepformer.training.corpora import part_of_corpus
 from stepformer.training.run import load_run
 from stepformer.training.runs import RunFolder
@@ -71,7 +71,7 @@ class HeldOut:
             if losses.get(other, {}).keys() & losses[label].keys():
                 matched[label] = (what, other, statistics.paired(losses[other], losses[label], confidence))
                 if other != baseline:
-                    said.append(f"{label} to {other}, which has equal {what}: {matched[label][2]}.")
+                    said.append(f"{matched_words(label, matched[label])}.")
         second = [found for _, other, found in matched.values() if other != baseline]
         several = statistics.several_intervals([*differences.values(), *second], confidence)
         notes = (*self.notes, *mixed, *said, *several)

@@ -214,6 +214,12 @@ def verdict_of(difference: PairedDifference, matched: Matched | None) -> str:
     return f"{difference.verdict} at equal tokens; at equal {what} {to_that.verdict}"
 
 
+def matched_words(label: str, matched: Matched) -> str:
+    """The difference of a row to a baseline that has as much of something."""
+    what, other, difference = matched
+    return f"{label} to {other}, which has equal {what}: {difference}"
+
+
 @dataclass(frozen=True)
 class Row:
     """One architecture against the baseline, over its seeds.
