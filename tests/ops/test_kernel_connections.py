@@ -52,6 +52,55 @@ def test_weights_of_streams(n: int, mixing: str, d: int) -> None:
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
 
 
+SHARES = ((0, 3), (1, 4), (0, 9), (1, 9), (2, 9), (1, 11), (2, 4))  # rows and numbers among 3 streams and their numbers
+
+
+def check_products(kind: str, dtype: torch.dtype, device: str, tolerance: float) -> None:
+    n, d, generator = 3, 20, seeded(5)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    H = [drawn(2, 37, d).to(dtype).requires_grad_() for _ in range(n)]
+    outputs = {"sinkhorn": 15, "permutations": 12, "along": 5}[kind]
+    maps = (0.3 * drawn(outputs, d if kind == "along" else n * d)).requires_grad_()
+    line = drawn(2 + n * 5 if kind == "along" else 3 + outputs).requires_grad_()
+    settings = {"centred": True} if kind == "along" else {"mixing": kind}
+    function = connections.along_rows if kind == "along" else connections.connections
+    one, two, own = drawn(2, 37, d).to(dtype), drawn(2, 37, d).to(dtype), drawn(2, 37)
+    arriving = [one, one, two, two, two.clone(), one, None]
+
+    def slopes(found: list[Tensor], products: list[Tensor]) -> Any:
+        some = [(t, g) for t, g in zip(products, arriving, strict=True) if g is not None]
+        results, grads = [*(t for t, _ in some), found[5], found[1]], [*(g for _, g in some), own, one]
+        return torch.autograd.grad(
+            results, [*H, maps, line], [g.to(t.dtype) for t, g in zip(results, grads, strict=True)]
+        )
+
+    with kernels.off():
+        found = function(*H, maps, line, eps=1e-5, dtype=dtype, **settings)
+        wanted = slopes(found, [found[row] * found[weight].detach()[..., None] for row, weight in SHARES])
+    count = len(found)
+    found = function(*H, maps, line, eps=1e-5, dtype=dtype, **settings, shares=SHARES)
+    assert len(found) == count + len(SHARES)
+    for a, b in zip(slopes(found, found[count:]), wanted, strict=True):
+        assert (a.double() - b.double()).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["sinkhorn", "permutations", "along"])
+def test_gradients_of_products_that_others_make(kind: str) -> None:
+    """A gradient of several products as one tensor or as two, of two numbers of one stream, or of none."""
+    check_products(kind, torch.float32, "cpu", 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["sinkhorn", "permutations", "along"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_products_on_the_gpu(kind: str, dtype: torch.dtype) -> None:
+    check_products(kind, dtype, "cuda", 1e-5 if dtype == torch.float32 else 2e-2)
+
+
 def run_along(n: int, centred: bool, d: int, dtype: torch.dtype, device: str = "cpu", mean: float = 0.5) -> Any:
     """The same of dynamic hyper-connections: n vectors for the streams, one for reading, one for writing."""
     generator = seeded(n)

@@ -285,6 +285,35 @@ def test_rows_that_are_lent(place: int) -> None:
     check_loans(step, (1, 3, 20))
 
 
+def test_gradients_of_weighted_rows() -> None:
+    """Rows times numbers of the token: each product has a gradient, the rows have none, and one that arrives as it is
+    needed, or that several products have, is one tensor."""
+    a, b, g = leaf("row", "a"), leaf("row", "b"), leaf("row", "g")
+    s = [leaf("stat", f"s{i}") for i in range(4)]
+    mixed = [s[0] * a + s[1] * b + g, torch.tanh(s[2] * a + s[3] * b)]
+    own = extract(mixed, [], lambda n: False)
+    names = {n.attr: f"{n.kind[0]}{i}" for kind in ("row", "stat") for i, n in enumerate(own.inputs[kind])}
+    tensors = inputs_of(own.program, (3, 20))
+    rows = {name: tensors[int(names[name][1:])] for name in "abg"}
+    numbers = {f"s{i}": tensors[3 + int(names[f"s{i}"][1:])] for i in range(4)}
+    pairs = [("a", "s0"), ("a", "s2"), ("b", "s1"), ("b", "s3")]
+    shares = {(names[row], names[by]): torch.zeros(3, 20, requires_grad=True) for row, by in pairs}
+    found, _ = row_pass(own.program, tensors, SINGLE, SINGLE, shares=shares)
+    arriving = [draw(3, 20, seed=i).detach() for i in (50, 51)]
+    asked = [*shares.values(), rows["g"], *numbers.values()]
+    slopes = torch.autograd.grad(found, asked, arriving, retain_graph=True)
+    products = {(row, by): (numbers[by][:, None] * rows[row]).detach().requires_grad_() for row, by in pairs}
+    sums = [sum(products[row, by] for row, by in pairs if by in two) for two in (("s0", "s1"), ("s2", "s3"))]
+    wanted = torch.autograd.grad([sums[0] + rows["g"], sums[1].tanh()], [*products.values(), rows["g"]], arriving)
+    for i, slope in enumerate(wanted):
+        close(slopes[i], slope, FP32, i)
+    for (row, by), slope, own_slope in zip(pairs, wanted, [slopes[5 + int(by[1])] for _, by in pairs], strict=False):
+        close(own_slope, (slope * rows[row]).sum(-1).detach(), FP32, by, least=float(arriving[0].norm()))
+    assert slopes[0].data_ptr() == slopes[2].data_ptr() == arriving[0].data_ptr()
+    assert slopes[1].data_ptr() == slopes[3].data_ptr() != arriving[1].data_ptr()
+    assert torch.autograd.grad(found, [rows["a"], rows["b"]], arriving, allow_unused=True) == (None, None)
+
+
 def test_a_gradient_that_arrives_as_it_is_needed_is_not_written_again() -> None:
     x, g, s = leaf("row", "x"), leaf("row", "g"), leaf("stat", "s")
     program = extract([x + s * g], [], lambda n: False).program

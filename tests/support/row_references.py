@@ -158,6 +158,7 @@ def as_pytorch(plan: Plan, width: int) -> Iterator[list[str]]:
         point: torch.dtype,
         handed: tuple[str, ...] = (),
         borrows: Any = (),
+        shares: Any = (),
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         texts.append(program.text)
         found = reference_pass(program, tensors)

@@ -1,8 +1,8 @@
 """Kernels of hyper-connections (connections.py): a token's weights of its n streams, and the gradients of these.
 
-    P = sum_i H_i F_i, and the streams' squares        one launch a stream: each row is read once
-    pre, post, R from P                                a warp has several tokens, a thread few numbers of a matrix
-    and back: the gradient of P, then of each stream   which adds what arrives for the stream while it is written
+    P = sum_i H_i F_i, and the streams' squares         each row is read once (printed by connection_passes.py)
+    pre, post, R from P                                 a warp has several tokens, a thread few numbers of a matrix
+    and back: the gradient of P, then of all streams    printed too: what arrives for them is added on the way
 
 Nothing between P and R is kept: the backward pass computes it again, and leaves the sums by which it has divided in
 memory, from which it finds its way back, M before = M after times its sum.
@@ -17,24 +17,22 @@ from stepformer.ops.scalar_functions import tanh
 
 
 @triton.jit
-def project_kernel(  # type: ignore[no-untyped-def]
-    h, maps, out, squares, n, D: tl.constexpr, JOINED: tl.constexpr, FIRST: tl.constexpr, OUTPUTS: tl.constexpr,
-    WIDE: tl.constexpr, CENTRED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+def project(  # type: ignore[no-untyped-def]
+    h, maps, total, square, n, D: tl.constexpr, STRIDE: tl.constexpr, OUTPUTS: tl.constexpr, WIDE: tl.constexpr,
+    CENTRED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A stream times its maps, added to what earlier streams gave; `maps` points to the stream's first column.
+    """The products of some tokens of a stream with its maps, and their squares, added to `total` and `square`.
 
     The last map of a CENTRED stream is of ones. Its squares are those of the differences from the mean: they are found
     from differences from the first number, since sums of numbers themselves would cancel where the mean is large.
     """
     m, o, k = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_M, WIDE), tl.float32)
-    square = tl.zeros((BLOCK_M,), tl.float32)
     if CENTRED:
         near = tl.load(h + m.to(tl.int64) * D, mask=m < n, other=0.0).to(tl.float32)
     for begin in range(0, D, BLOCK_K):
         at = (begin + k)[None, :]
         row = tl.load(h + m[:, None].to(tl.int64) * D + at, mask=(m < n)[:, None] & (at < D), other=0.0)
-        tile = tl.load(maps + o[:, None] * JOINED + at, mask=(o < OUTPUTS)[:, None] & (at < D), other=0.0)
+        tile = tl.load(maps + o[:, None] * STRIDE + at, mask=(o < OUTPUTS)[:, None] & (at < D), other=0.0)
         total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
         wide = row.to(tl.float32)
         if CENTRED:
@@ -43,11 +41,13 @@ def project_kernel(  # type: ignore[no-untyped-def]
     if CENTRED:
         apart = tl.sum(tl.where(o[None, :] == OUTPUTS - 1, total, 0.0), 1) / D - near
         square = tl.maximum(square - D * apart * apart, 0.0)
-    place = m[:, None] * WIDE + o[None, :]
-    if not FIRST:
-        total += tl.load(out + place, mask=(m < n)[:, None], other=0.0)
-        square += tl.load(squares + m, mask=m < n, other=0.0)
-    tl.store(out + place, total, mask=(m < n)[:, None])
+    return total, square
+
+
+@triton.jit
+def store_products(out, squares, total, square, n, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    m, o = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE)
+    tl.store(out + m[:, None] * WIDE + o[None, :], total, mask=(m < n)[:, None])
     tl.store(squares + m, square, mask=m < n)
 
 
@@ -248,30 +248,6 @@ def along_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def streams_backward_kernel(  # type: ignore[no-untyped-def]
-    h, arrived, changed, factor, maps, out, partial, count, turns, D: tl.constexpr, JOINED: tl.constexpr,
-    OUTPUTS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Some columns of a stream's gradient, what arrived + dP F + factor h, and of that of its maps, dP^T h, in which
-    program (columns, s) adds up the tokens of every grid's s-th tile."""
-    at, o = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, WIDE)
-    inside = (o < OUTPUTS)[:, None] & (at < D)[None, :]
-    tile = tl.load(maps + o[:, None] * JOINED + at[None, :], mask=inside, other=0.0)
-    total = tl.zeros((WIDE, BLOCK_K), tl.float32)
-    for turn in tl.range(0, turns, num_stages=STAGES):
-        m = (turn * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (m < count)[:, None] & (at < D)[None, :]
-        place = m[:, None].to(tl.int64) * D + at[None, :]
-        row = tl.load(h + place, mask=mask, other=0.0)
-        dp = tl.load(
-            changed + m[:, None] * WIDE + o[None, :], mask=(m < count)[:, None] & (o < OUTPUTS)[None, :], other=0.0
-        )
-        back = tl.dot(dp, tile, input_precision=PRECISION)
-        back += tl.load(factor + m, mask=m < count, other=0.0)[:, None] * row.to(tl.float32)
-        if arrived is not None:
-            back += tl.load(arrived + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + place, back, mask=mask)
-        total = tl.dot(tl.trans(dp), row, total, input_precision=PRECISION)
-    line = partial + tl.program_id(1).to(tl.int64) * (OUTPUTS * D)
-    tl.store(line + o[:, None] * D + at[None, :], total, mask=inside)
+def per_token(numbers, m, count):  # type: ignore[no-untyped-def]
+    """A number of each token beside its row."""
+    return tl.load(numbers + m, mask=m < count, other=0.0)[:, None]

@@ -1,10 +1,14 @@
 """Weights of a token's n streams by kernels (connection_kernels.py), with their gradients (connections.py has the
 formulas, and plain PyTorch for them).
+
+Passes that mix the streams by these weights leave the gradient of the streams to this one (row_passes.py): it reads
+what arrived for the mixtures, and writes the gradient of every stream once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +18,13 @@ from torch import Tensor
 from stepformer.ops import common
 from stepformer.ops import connection_kernels as kernels
 from stepformer.ops.common import dense
+from stepformer.ops.connections import Shares
 from stepformer.ops.operators import traced
+from stepformer.ops.row_printing import load_kernel
 
 MOST_STREAMS = 8
 TILE = common.Tile(64, 64, 4)  # columns, rows and warps of the products
-BACK = common.Tile(64, 64, 4, stages=3, programs=4)  # and of those backward
+BACK = common.Tile(64, 64, 8, stages=2, programs=1)  # and of those backward
 SINKHORN, PERMUTED = common.Tile(0, 32, 1), common.Tile(0, 16, 4)  # tokens of a program that makes weights
 
 
@@ -41,67 +47,162 @@ class Streams:
         self.joined = maps.shape[1] > self.d
         self.wide = max(16, triton.next_power_of_2(self.outputs))
 
-    def _places(self) -> list[tuple[int, Tensor]]:
-        """Of each stream: where its products are, and its maps."""
-        return [(0, self.maps[:, i * self.d :]) if self.joined else (i, self.maps) for i in range(len(self.rows))]
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Of the printed kernels."""
+        return {"D": self.d, "STRIDE": self.maps.shape[1], "OUTPUTS": self.outputs, "WIDE": self.wide}
 
     def project(self, centred: bool) -> tuple[Tensor, Tensor]:
         """The products, and the sums of squares; `centred`: less the mean, of which the last map is."""
         kinds = 1 if self.joined else len(self.rows)
         products = self.maps.new_empty(kinds, self.count, self.wide, dtype=torch.float32)
         squares = self.maps.new_empty(kinds, self.count, dtype=torch.float32)
-        for i, (row, (place, maps)) in enumerate(zip(self.rows, self._places(), strict=True)):
-            kernels.project_kernel[(triton.cdiv(self.count, TILE.rows),)](
-                row, maps, products[place], squares[place], self.count, D=self.d, JOINED=self.maps.shape[1],
-                FIRST=i == 0 or not self.joined, OUTPUTS=self.outputs, WIDE=self.wide, CENTRED=centred,
-                PRECISION="ieee", BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps,
-            )  # fmt: skip
+        projecting(len(self.rows), self.joined)[(triton.cdiv(self.count, TILE.rows),)](
+            *self.rows, self.maps, products, squares, self.count, **self.sizes, CENTRED=centred, PRECISION="ieee",
+            BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps,
+        )  # fmt: skip
         return products, squares
 
-    def back(self, arrived: Sequence[Tensor | None], changed: Tensor, factor: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The gradients of the streams and of the maps from those of the products, and a multiple of each row."""
+    def back(
+        self, arrived: Sequence[Tensor | None], weighted: Weighted, changed: Tensor, factor: Tensor, stats: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """The gradients of the streams and of the maps: what arrived, `weighted` rows times lines of `stats`, what the
+        gradients of the products give, and a multiple of each row."""
         columns, tiles = triton.cdiv(self.d, BACK.chunk), triton.cdiv(self.count, BACK.rows)
         splits = min(tiles, max(1, BACK.programs * common.multiprocessors(self.maps.device) // columns))
-        found, of_maps = [], []
-        for row, grad, (place, maps) in zip(self.rows, arrived, self._places(), strict=True):
-            found.append(torch.empty_like(row))
-            of_maps.append(self.maps.new_empty(splits, self.outputs * self.d, dtype=torch.float32))
-            kernels.streams_backward_kernel[(columns, splits)](
-                row, dense(grad), changed[place], factor[place], maps, found[-1], of_maps[-1], self.count,
-                triton.cdiv(tiles, splits), D=self.d, JOINED=self.maps.shape[1], OUTPUTS=self.outputs, WIDE=self.wide,
-                PRECISION="ieee", BLOCK_M=BACK.rows, BLOCK_K=BACK.chunk, STAGES=BACK.stages, num_warps=BACK.warps,
-            )  # fmt: skip
-        if not self.joined:
-            return found, common.sum_lines(torch.cat(of_maps)).view(self.outputs, self.d)
-        return found, torch.cat([common.sum_lines(lines).view(self.outputs, self.d) for lines in of_maps], dim=1)
+        found = [torch.empty_like(row) for row in self.rows]
+        partial = self.maps.new_empty(splits, self.maps.numel(), dtype=torch.float32)
+        kernel = backward(
+            len(self.rows), self.joined, tuple(grad is not None for grad in arrived), tuple(w for _, w in weighted)
+        )
+        kernel[(columns, splits)](
+            *self.rows, *(dense(grad) for grad in arrived if grad is not None), *(dense(t) for t, _ in weighted),
+            *found, changed, factor, self.maps, stats, partial, self.count, triton.cdiv(tiles, splits), **self.sizes,
+            PRECISION="ieee", BLOCK_M=BACK.rows, BLOCK_K=BACK.chunk, STAGES=BACK.stages, num_warps=BACK.warps,
+        )  # fmt: skip
+        return found, common.sum_lines(partial).view_as(self.maps)
+
+
+# A row, and for each stream the line of numbers by which its gradient has it, or None.
+Weighted = Sequence[tuple[Tensor, tuple[int | None, ...]]]
+
+
+def printed(name: str, parameters: Sequence[str], sizes: str, body: Sequence[str]) -> Any:
+    signature = ", ".join([*parameters, *(f"{size}: tl.constexpr" for size in sizes.split())])
+    lines = ["@triton.jit", f"def {name}({signature}):", *(f"    {line}" for line in body)]
+    return load_kernel(name, "\n".join(lines) + "\n", (kernels.project, kernels.store_products, kernels.per_token))
+
+
+@cache
+def projecting(n: int, joined: bool) -> Any:
+    """The products of n streams with their maps: of all of them together, or of each."""
+    begin = "total, square = tl.zeros((BLOCK_M, WIDE), tl.float32), tl.zeros((BLOCK_M,), tl.float32)"
+    sizes = "D STRIDE OUTPUTS WIDE CENTRED PRECISION BLOCK_M BLOCK_K"
+    body = [begin] if joined else []
+    for i in range(n):
+        body += [] if joined else [begin]
+        maps = f"maps + {i} * D" if joined else "maps"
+        body.append(f"total, square = project(h{i}, {maps}, total, square, n, {', '.join(sizes.split())})")
+        body += (
+            []
+            if joined
+            else [f"store_products(out + {i} * n * WIDE, squares + {i} * n, total, square, n, WIDE, BLOCK_M)"]
+        )
+    body += ["store_products(out, squares, total, square, n, WIDE, BLOCK_M)"] if joined else []
+    return printed("project_kernel", [*(f"h{i}" for i in range(n)), "maps", "out", "squares", "n"], sizes, body)
+
+
+@cache
+def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tuple[int | None, ...], ...]) -> Any:
+    """Some columns of all streams' gradients, what arrived + weighted rows + dP F + factor h, and of those of the maps,
+    dP^T h, of which program (columns, s) adds up the tokens of every grid's s-th tile."""
+    own = range(n) if joined else range(1)
+    streams = [f"h{i}" for i in range(n)]
+    parameters = [*streams, *(f"a{i}" for i in range(n) if arrived[i]), *(f"w{k}" for k in range(len(weights)))]
+    parameters += [*(f"o{i}" for i in range(n)), "changed", "factor", "maps", "stats", "partial", "count", "turns"]
+    maps = "maps + o[:, None] * STRIDE + at[None, :]"
+    body = [
+        "at, o = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, WIDE)",
+        "inside = (o < OUTPUTS)[:, None] & (at < D)[None, :]",
+        *(f"tile{i} = tl.load({maps} + {i} * D, mask=inside, other=0.0)" for i in own),
+        *(f"total{i} = tl.zeros((WIDE, BLOCK_K), tl.float32)" for i in own),
+        "for turn in tl.range(0, turns, num_stages=STAGES):",
+    ]
+    loop = [
+        "m = (turn * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)",
+        "mask = (m < count)[:, None] & (at < D)[None, :]",
+        "place = m[:, None].to(tl.int64) * D + at[None, :]",
+        "real = (m < count)[:, None] & (o < OUTPUTS)[None, :]",
+        *(f"weighted{k} = tl.load(w{k} + place, mask=mask, other=0.0).to(tl.float32)" for k in range(len(weights))),
+    ]
+    for i in range(n):
+        place, at = (0, i) if joined else (i, 0)
+        if i == 0 or not joined:
+            products = f"changed + {place} * count * WIDE + m[:, None] * WIDE + o[None, :]"
+            loop.append(f"dp = tl.load({products}, mask=real, other=0.0)")
+            loop.append(f"by = per_token(factor + {place} * count, m, count)")
+        loop.append(f"row = tl.load(h{i} + place, mask=mask, other=0.0)")
+        loop.append(f"back = tl.dot(dp, tile{at}, input_precision=PRECISION) + by * row.to(tl.float32)")
+        if arrived[i]:
+            loop.append(f"back += tl.load(a{i} + place, mask=mask, other=0.0).to(tl.float32)")
+        for k, lines in enumerate(weights):
+            if lines[i] is not None:
+                loop.append(f"back += per_token(stats + {lines[i]} * count, m, count) * weighted{k}")
+        loop.append(f"tl.store(o{i} + place, back, mask=mask)")
+        loop.append(f"total{at} = tl.dot(tl.trans(dp), row, total{at}, input_precision=PRECISION)")
+    body += [f"    {line}" for line in loop]
+    body.append("line = partial + tl.program_id(1).to(tl.int64) * (OUTPUTS * STRIDE)")
+    body += [f"tl.store(line + o[:, None] * STRIDE + at[None, :] + {i} * D, total{i}, mask=inside)" for i in own]
+    return printed(
+        "streams_backward_kernel", parameters, "D STRIDE OUTPUTS WIDE PRECISION BLOCK_M BLOCK_K STAGES", body
+    )
 
 
 class _Weights(torch.autograd.Function):
-    """Streams, which are handed on, and the lines of their weights; `how` launches what lies between."""
+    """Streams, which are handed on, the lines of their weights, and rows that take the gradients of what later passes
+    make of both (`shares`: which stream and which line); `how` launches what lies between."""
 
     @staticmethod
-    def forward(ctx: Any, how: Any, maps: Tensor, line: Tensor, *H: Tensor) -> Any:
+    def forward(ctx: Any, how: Any, shares: Shares, maps: Tensor, line: Tensor, *H: Tensor) -> Any:
         streams = Streams(H, maps)
         products, squares = streams.project(how.centred)
         line = line.float().contiguous()
         stats = products.new_empty(how.lines(streams), streams.count)
         how.forward(streams, products, squares, line, stats)
-        ctx.how, ctx.kind = how, maps.dtype
-        ctx.save_for_backward(products, squares, line, streams.maps, *streams.rows)
+        ctx.how, ctx.kind, ctx.shares = how, maps.dtype, shares
+        ctx.save_for_backward(products, squares, line, stats, streams.maps, *streams.rows)
         ctx.set_materialize_grads(False)
-        return *H, stats
+        return *H, stats, *(H[row].detach() for row, _ in shares)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        products, squares, line, maps, *rows = ctx.saved_tensors
-        *arrived, of_stats = grads
-        if of_stats is None:
-            return None, None, None, *arrived
+        products, squares, line, stats, maps, *rows = ctx.saved_tensors
+        arrived, of_stats, of_shares = grads[: len(rows)], grads[len(rows)], grads[len(rows) + 1 :]
         streams = Streams(rows, maps)
         changed, factor = torch.empty_like(products, dtype=rows[0].dtype), torch.empty_like(squares)
-        partial = ctx.how.backward(streams, products, squares, line, dense(of_stats), changed, factor)
-        found, of_maps = streams.back(arrived, changed, factor)
-        return None, of_maps.to(ctx.kind), common.sum_lines(partial)[: len(line)], *found
+        of_stats = torch.zeros_like(stats) if of_stats is None else dense(of_stats)
+        partial = ctx.how.backward(streams, products, squares, line, of_stats, changed, factor)
+        weighted = gathered(ctx.shares, of_shares, len(rows))
+        found, of_maps = streams.back(arrived, weighted, changed, factor, stats)
+        return None, None, of_maps.to(ctx.kind), common.sum_lines(partial)[: len(line)], *found
+
+
+def gathered(shares: Shares, grads: Sequence[Tensor | None], n: int) -> list[tuple[Tensor, tuple[int | None, ...]]]:
+    """Each gradient once, with the line of every stream that has it: passes give one tensor for several products."""
+    found: list[tuple[Tensor, list[int | None]]] = []
+    for (stream, line), grad in zip(shares, grads, strict=True):
+        if grad is None:
+            continue
+        fits = [lines for t, lines in found if same_memory(t, grad) and lines[stream] is None]
+        if not fits:
+            fits = [[None] * n]
+            found.append((grad, fits[0]))
+        fits[0][stream] = line
+    return [(grad, tuple(lines)) for grad, lines in found]
+
+
+def same_memory(one: Tensor, two: Tensor) -> bool:
+    return one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.dtype == two.dtype
 
 
 def _width(line: Tensor) -> int:
@@ -172,20 +273,23 @@ class Along(NamedTuple):
 
 
 def connections(
-    H: Sequence[Tensor], maps: Tensor, line: Tensor, eps: float, steps: int, table: Tensor | None
+    H: Sequence[Tensor], maps: Tensor, line: Tensor, eps: float, steps: int, table: Tensor | None, shares: Shares = ()
 ) -> list[Tensor]:
     """As `connections.connections`, by so many Sinkhorn steps, or with none from a table of permutations."""
-    return _given(Constrained(eps, steps, table), maps, line, H)
+    return _given(Constrained(eps, steps, table), maps, line, H, shares)
 
 
-def along(H: Sequence[Tensor], maps: Tensor, line: Tensor, eps: float, centred: bool) -> list[Tensor]:
+def along(
+    H: Sequence[Tensor], maps: Tensor, line: Tensor, eps: float, centred: bool, shares: Shares = ()
+) -> list[Tensor]:
     """As `connections.along_rows`. A LayerNorm's (h - mean) . w is h . (w - mean of w); its mean is a map of ones."""
     each = len(maps)
     if centred:
         maps = torch.cat([maps - maps.mean(dim=1, keepdim=True), torch.ones_like(maps[:1])])
-    return _given(Along(eps, each, centred), maps, line, H)
+    return _given(Along(eps, each, centred), maps, line, H, shares)
 
 
-def _given(how: Constrained | Along, maps: Tensor, line: Tensor, H: Sequence[Tensor]) -> list[Tensor]:
-    *rows, stats = _Weights.apply(how, maps, line, *H)
-    return [*rows, *stats.view(-1, *rows[0].shape[:-1]).unbind(0)]
+def _given(how: Constrained | Along, maps: Tensor, line: Tensor, H: Sequence[Tensor], shares: Shares) -> list[Tensor]:
+    n = len(H)
+    found = _Weights.apply(how, tuple((row, weight - n) for row, weight in shares), maps, line, *H)
+    return [*found[:n], *found[n].view(-1, *H[0].shape[:-1]).unbind(0), *found[n + 1 :]]

@@ -42,14 +42,21 @@ def along(H: list[Any], maps: Any, scales: Any, starts: Any, eps: float, centred
     return found[:n], [found[n + i * each :][:each] for i in range(n)]
 
 
-def along_rows(*tensors: Tensor, eps: float, centred: bool, dtype: torch.dtype) -> list[Tensor]:
-    """The same from n streams, the maps and a line of numbers: the streams, and one number per token each (...)."""
+Shares = tuple[tuple[int, int], ...]
+
+
+def along_rows(*tensors: Tensor, eps: float, centred: bool, dtype: torch.dtype, shares: Shares = ()) -> list[Tensor]:
+    """The same from n streams, the maps and a line of numbers: the streams, and one number per token each (...).
+
+    `shares`: which rows and numbers, counted in what is given here, later passes multiply. Kernels give one more row
+    for each, which takes the gradient of that product; its values mean nothing.
+    """
     *H, maps, line = tensors
     if kernels.usable(*H, maps):
         from stepformer.ops import connection_passes as fast
 
         if fast.supports(len(H), H[0]):
-            return fast.along(H, maps, line[: 2 + len(H) * len(maps)], eps, centred)
+            return fast.along(H, maps, line[: 2 + len(H) * len(maps)], eps, centred, shares)
     maps, starts = maps.to(H[0].dtype), line[2 : 2 + len(H) * len(maps)].unflatten(0, (len(H), -1))
     return [*H, *(t.squeeze(-1) for own in along(H, maps, line[:2], starts, eps, centred)[1] for t in own)]
 
@@ -87,8 +94,11 @@ def _recorded(H: list[Any], maps: Symbol, numbers: Sequence[Any], eps: float, mi
     return record("connections", [*H, maps], kinds, numbers, eps=eps, mixing=mixing)
 
 
-def connections(*tensors: Tensor, eps: float, mixing: str, dtype: torch.dtype) -> list[Tensor]:
-    """The streams, pre, post and R, one number per token each (...), from n streams, the maps and a line of numbers."""
+def connections(*tensors: Tensor, eps: float, mixing: str, dtype: torch.dtype, shares: Shares = ()) -> list[Tensor]:
+    """The streams, pre, post and R, one number per token each (...), from n streams, the maps and a line of numbers.
+
+    `shares`: as of `along_rows`.
+    """
     *H, maps, line = tensors
     n = len(H)
     line = line[: GATES + len(maps)]
@@ -97,8 +107,8 @@ def connections(*tensors: Tensor, eps: float, mixing: str, dtype: torch.dtype) -
 
         if fast.supports(n, H[0]):
             if mixing == "sinkhorn":
-                return fast.connections(H, maps, line, eps, SINKHORN, None)
-            return fast.connections(H, maps, line, eps, 0, permutations(n, line.device))
+                return fast.connections(H, maps, line, eps, SINKHORN, None, shares)
+            return fast.connections(H, maps, line, eps, 0, permutations(n, line.device), shares)
     y = logits(H, maps.to(H[0].dtype), eps)
     gates = torch.cat([line[i : i + 1].expand(k) for i, k in enumerate((n, n, len(maps) - 2 * n))])
     y = y * gates + line[GATES:]

@@ -9,6 +9,10 @@ A row of which several later passes read a multiple each is lent: it comes back 
 multiplied by that number here. So a pass that borrows many rows into one sum writes one gradient for all of them and
 reads none of them again; the lender, who has the row at hand, adds the gradients up, and finds those of the numbers.
 
+Rows that are read times a number per token alone may be weighted: then the pass gives no gradient of the row, but one
+of each product, often the gradient of an output as it has arrived. Whoever has made the numbers from the rows and
+writes the rows' gradient anyway (connection_passes.py) adds them up. The products come as tensors that nobody reads.
+
 Traffic is what a pass costs: every row is read once and written once. The backward reads the gradients that arrive and
 the rows of `choose_kept`, copied to shared memory while the row before them is computed.
 """
@@ -16,7 +20,7 @@ the rows of `choose_kept`, copied to shared memory while the row before them is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,7 +32,16 @@ from stepformer.ops.common import dense, packed
 from stepformer.ops.operators import operator, traced
 from stepformer.ops.row_launching import Kernel, backward_tile, forward_tile
 from stepformer.ops.row_printing import Task, statistics_of
-from stepformer.ops.row_programs import Gradients, Program, borrowing, by_text, choose_kept, differentiate, through
+from stepformer.ops.row_programs import (
+    NOTHING,
+    Gradients,
+    Program,
+    borrowing,
+    by_text,
+    choose_kept,
+    differentiate,
+    through,
+)
 from stepformer.ops.symbols import topological
 
 KINDS = ("row", "stat")  # of outputs
@@ -44,10 +57,15 @@ class Backward(NamedTuple):
 
 
 class Pass:
-    """A program ready to run; `handed` names the rows that it hands on, `borrows` those that others lend."""
+    """A program ready to run; `handed` names the rows that it hands on, `borrows` those that others lend, `weighted`
+    rows and numbers per token of whose products it gives the gradients."""
 
     def __init__(
-        self, program: Program, handed: tuple[str, ...] = (), borrows: tuple[tuple[str, int], ...] = ()
+        self,
+        program: Program,
+        handed: tuple[str, ...] = (),
+        borrows: tuple[tuple[str, int], ...] = (),
+        weighted: tuple[tuple[str, str], ...] = (),
     ) -> None:
         program = borrowing(program, borrows) if borrows else program
         self.program, self.handed, self.scaled = program, handed, dict(borrows)
@@ -56,11 +74,14 @@ class Pass:
         self.stats = [f"s{i}" for i in range(counts["stat"])]
         self.vectors = [f"g{i}" for i in range(counts["vec"])]
         self.count = counts["num"]
-        self.names = [*self.rows, *self.stats, *self.vectors, *(["scalars"] if self.count else [])]
+        self.products = {f"{row}_{stat}": program.multiples(row, "stat")[stat] for row, stat in weighted}
+        read = [*self.rows, *self.stats, *self.vectors, *(["scalars"] if self.count else [])]
+        self.names = [*read, *self.products]
+        self.parameters = read[len(self.rows) :]
         self.outputs = program.names()
         row_outputs, stat_outputs = ({k: n for k, n in self.outputs.items() if n.kind == kind} for kind in KINDS)
         self.carried = len(self.outputs) - program.points
-        learned = [*self.rows, *self.stats, *self.vectors, *(f"n{i}" for i in range(self.count))]
+        learned = [*self.rows, *self.stats, *self.vectors, *(f"n{i}" for i in range(self.count)), *self.products]
         self.kept = choose_kept(program, frozenset(learned))
         self.reached = {**self.outputs, **{f"h_{name}": program.input(name) for name in handed}, **program.lent()}
         found = self._found(tuple(self.reached), learned)
@@ -86,7 +107,8 @@ class Pass:
         self.backwards: dict[Any, Backward] = {}
 
     def _found(self, present: tuple[str, ...], wanted: Sequence[str]) -> Gradients:
-        found = through(self.kept, self.outputs, differentiate({k: self.reached[k] for k in present}, set(wanted)))
+        arrived = {k: self.reached[k] for k in present}
+        found = through(self.kept, self.outputs, differentiate(arrived, set(wanted), self.products))
         assert found is not None
         return found
 
@@ -142,7 +164,9 @@ class Pass:
     ) -> tuple[list[Tensor], Tensor]:
         like = tensors[0]
         outs, statistics = self.unwritten(like, carried, point, keep)
-        named: dict[str, Any] = {f"p_{k}": dense(t) for k, t in zip(self.names, tensors, strict=True)}
+        named: dict[str, Any] = {
+            f"p_{k}": dense(t) for k, t in zip(self.names, tensors, strict=True) if k not in self.products
+        }
         named["scalars"] = named.get("p_scalars")
         named |= {f"o_{k}": t for k, t in zip(self.outputs, outs, strict=True)}
         named["stats"] = statistics if keep and len(self.statistics) else None
@@ -190,9 +214,14 @@ class Pass:
 
 
 @cache
-def compiled(text: str, handed: tuple[str, ...] = (), borrows: tuple[tuple[str, int], ...] = ()) -> Pass:
+def compiled(
+    text: str,
+    handed: tuple[str, ...] = (),
+    borrows: tuple[tuple[str, int], ...] = (),
+    weighted: tuple[tuple[str, str], ...] = (),
+) -> Pass:
     """The pass of a program, one for all that ask."""
-    return Pass(by_text(text), handed, borrows)
+    return Pass(by_text(text), handed, borrows, weighted)
 
 
 def passed_on(
@@ -220,7 +249,7 @@ class _RowPass(torch.autograd.Function):
 
 def _keep(ctx: Any, own: Pass, tensors: Sequence[Tensor], outs: Sequence[Tensor], statistics: Tensor) -> None:
     by_name = {**dict(zip(own.names, tensors, strict=True)), **dict(zip(own.outputs, outs, strict=True))}
-    parameters = [by_name[k] for k in own.names if not k.startswith("r")]
+    parameters = [by_name[k] for k in own.parameters]
     ctx.own, ctx.shape, ctx.dtypes = own, tensors[0].shape, tuple(t.dtype for t in tensors)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(statistics, *(by_name[k] for k in own.kept), *parameters)
@@ -230,7 +259,7 @@ def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     own: Pass = ctx.own
     statistics, *rest = ctx.saved_tensors
     kept, others = rest[: len(own.kept)], rest[len(own.kept) :]
-    parameters = dict(zip([k for k in own.names if not k.startswith("r")], others, strict=True))
+    parameters = dict(zip(own.parameters, others, strict=True))
     present = {k: g for k, g in zip(own.reached, grads, strict=False) if g is not None}
     needs = ctx.needs_input_grad[-len(own.names) :]
     needed = tuple(k for k, need in zip(own.names, needs, strict=True) if need)
@@ -276,7 +305,7 @@ def _row_pass_backward(
     needed: str, dtypes: str, shape: list[int],
 ) -> list[Tensor]:  # fmt: skip
     own = compiled(text)
-    others = dict(zip([k for k in own.names if not k.startswith("r")], parameters, strict=True))
+    others = dict(zip(own.parameters, parameters, strict=True))
     given = dict(zip(names.split(), grads, strict=True))
     found = own.gradients(given, kept, statistics, others, tuple(needed.split()), _dtypes(dtypes), shape)
     seen = {t.untyped_storage().data_ptr() for t in grads}
@@ -332,11 +361,13 @@ def row_pass(
     point: torch.dtype,
     handed: tuple[str, ...] = (),
     borrows: tuple[tuple[str, int], ...] = (),
+    shares: Mapping[tuple[str, str], Tensor] = NOTHING,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The outputs of a program, and the rows that it hands on and lends by name.
 
     `tensors`: the rows, the numbers per token, the gains, and the line of numbers if the program has any; `point` is
-    the dtype of what oracles read, `carried` that of all other outputs. Not twice differentiable.
+    the dtype of what oracles read, `carried` that of all other outputs. `shares`: what takes the gradients of weighted
+    rows times their numbers, by the names of both. Not twice differentiable.
     """
     if traced(tensors[0]):
         keep = torch.is_grad_enabled()
@@ -345,7 +376,9 @@ def row_pass(
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         outs, _ = compiled(program.text).forward(tensors, carried, point, False)
         return outs, passed_on(program, tensors, outs, handed)
-    own = compiled(program.text, handed, borrows)
-    found = _RowPass.apply(own, carried, point, *tensors)
+    own = compiled(program.text, handed, borrows, tuple(shares))
+    weighted = {row for row, _ in shares}
+    tensors = [t.detach() if f"r{i}" in weighted else t for i, t in enumerate(tensors)]
+    found = _RowPass.apply(own, carried, point, *tensors, *shares.values())
     names = (*handed, *program.lent())
     return list(found[: len(own.outputs)]), dict(zip(names, found[len(own.outputs) :], strict=True))

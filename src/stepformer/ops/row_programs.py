@@ -14,9 +14,11 @@ and outputs from which everything else follows (`choose_kept`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
 
 from stepformer.ops.symbols import (
     Symbol,
@@ -34,6 +36,7 @@ from stepformer.ops.symbols import (
     topological,
 )
 
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
 ALIGNED = 4  # numbers of 16 bytes: kernels are compiled anew for addresses that are not multiples of it
 
 
@@ -82,13 +85,13 @@ class Program:
         rows = self.names() | {name: self.input(name) for name in self.rows}
         return {f"l{i}": mul(leaf("num", f"n{k}"), rows[name]) for i, (name, k) in enumerate(self.lends)}
 
-    def multiple(self, name: str) -> int | None:
-        """The number by which an input row is multiplied, if nothing else happens to it."""
+    def multiples(self, name: str, kind: str) -> dict[str, Symbol]:
+        """An input row times inputs of a kind, by their names; none if anything else happens to it."""
         row = self.input(name)
-        users = {n for n in topological(self.outputs) if row in n.args}
-        factors = [n.args[0] for n in users if n.op == "mul" and n.args[1] is row and n.args[0].op == "in"]
-        alone = len(users) == len(factors) == 1 and row.op == "in" and row not in self.outputs
-        return int(factors[0].attr[1:]) if alone and factors[0].kind == "num" else None
+        users = [n for n in topological(self.outputs) if row in n.args]
+        found = {n.args[0].attr: n for n in users if n.op == "mul" and n.args[1] is row and n.args[0].op == "in"}
+        alone = len(users) == len(found) and row not in self.outputs
+        return found if alone and all(n.args[0].kind == kind for n in found.values()) else {}
 
 
 @dataclass(frozen=True)
@@ -248,12 +251,14 @@ class Gradients:
         return [*self.rows.values(), *self.stats.values(), *terms]
 
 
-def differentiate(outputs: dict[str, Symbol], wanted: set[str]) -> Gradients:
-    """From the gradients d_o0, d_o1, ... of these outputs to those of the wanted inputs."""
+def differentiate(outputs: dict[str, Symbol], wanted: set[str], inner: Mapping[str, Symbol] = NOTHING) -> Gradients:
+    """From the gradients d_o0, d_o1, ... of these outputs to those of the wanted inputs, and of `inner` rows."""
     order = topological(outputs.values())
+    asked_inside = {n for name, n in inner.items() if name in wanted}
     needed: set[Symbol] = set()
     for n in order:
-        if (not n.args and n.op in ("in", "answer") and n.attr in wanted) or any(a in needed for a in n.args):
+        asked = not n.args and n.op in ("in", "answer") and n.attr in wanted
+        if asked or n in asked_inside or any(a in needed for a in n.args):
             needed.add(n)
     bars: dict[Symbol, Symbol] = {}
     sums: dict[Symbol, list[Symbol]] = {}
@@ -274,7 +279,7 @@ def differentiate(outputs: dict[str, Symbol], wanted: set[str]) -> Gradients:
         if n.args and n in bars and not is_statistic(n):
             for to, what in pulls(n, bars[n]):
                 give(to, what)
-    found = Gradients()
+    found = Gradients({name: bars[n] for name, n in inner.items() if name in wanted and n in bars})
     for n in order:
         if n.args or n not in needed:
             continue

@@ -155,10 +155,11 @@ def numbers_of(step: EventStep, lines: list[Tensor]) -> list[Tensor]:
     return [lines[step.line]]
 
 
-def call_function(step: EventStep, needs: list[Any], lines: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """What a recorded function gives."""
+def call_function(step: EventStep, needs: list[Any], lines: list[Tensor], dtype: torch.dtype) -> list[Tensor | None]:
+    """What a recorded function gives; None for shares that it does not take gradients of."""
     answer = FUNCTIONS[step.kind](*needs, *numbers_of(step, lines), **dict(step.settings), dtype=dtype)
-    return [answer] if isinstance(answer, Tensor) else list(answer)
+    found = [answer] if isinstance(answer, Tensor) else list(answer)
+    return [*found, *[None] * (len(step.gives) - len(found))]
 
 
 def array(model: Backbone, name: str) -> Tensor:
@@ -220,7 +221,9 @@ class Run:
         tensors += [parameter(self.model, *gain) for gain in step.gains]
         if step.line >= 0:
             tensors.append(self.lines[step.line])
-        outs, passed = row_pass(step.program, tensors, self.carried, self.point, step.handed, step.borrows)
+        taken = [self.places[at] for at in step.shares]
+        shares = {} if any(t is None for t in taken) else dict(zip(step.weighted, taken, strict=True))
+        outs, passed = row_pass(step.program, tensors, self.carried, self.point, step.handed, step.borrows, shares)
         for name, tensor in passed.items():
             self.places[(step.lends if name[0] == "l" else step.reads)[int(name[1:])]] = tensor
         for at, tensor in zip(step.writes, outs, strict=True):

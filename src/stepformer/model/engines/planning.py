@@ -3,12 +3,15 @@
 Pass k comes before event k. An expression can be computed in the first pass that has all of its inputs; if a later pass
 needs it again, it is carried there, unless it is made of a single row that exists anyway. Of several multiples of one
 row the row itself is carried. A tensor is dropped when nobody needs it any more.
+
+Streams that an event weighs token by token (`WEIGHING`) are not carried as mixtures: a pass mixes them where it needs
+the mixture, and gives the gradient of each weighted stream back to the event, which writes the sum of all of them once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +37,8 @@ class PassStep:
     drops: tuple[int, ...] = ()
     lends: tuple[int, ...] = ()  # where rows go of which later passes read a multiple
     borrows: tuple[tuple[str, int], ...] = ()  # such rows that it reads, and by which number
+    weighted: tuple[tuple[str, str], ...] = ()  # rows that it reads times a number of the token alone, and that number
+    shares: tuple[int, ...] = ()  # where the event that weighs them takes the gradients of these products
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,14 @@ class Plan:
         return [step for step in self.steps if isinstance(step, PassStep)]
 
 
+WEIGHING = ("along", "connections")  # recorded functions that give rows and numbers per token to weigh them by
+
+
+def weighed_rows(events: Iterable[Event]) -> dict[Symbol, int]:
+    """The rows and numbers of events that weigh rows, and of which event each is."""
+    return {n: k for k, event in enumerate(events) if event.kind in WEIGHING for n in event.gives}
+
+
 class Planner:
     """Which expression is computed in which pass."""
 
@@ -95,6 +108,7 @@ class Planner:
             if any(n.args and n not in given for n in self.events[k].needs):
                 after = k
         self.needed = {n for event in self.events for n in event.needs}
+        self.weighed = weighed_rows(self.events)
         self.first = after
         self.roots: list[list[Symbol]] = [[] for _ in self.events]
         self._times()
@@ -158,8 +172,14 @@ class Planner:
         if n.kind == "stat":  # one of rows that exist is made again
             if any(m.kind == "row" and not self.exists(m) for m in topological([n], self.stop)):
                 wanted[self.when[n]][n] = None
-        elif len(self.leaves(n)) > 1:
+        elif len(self.leaves(n)) > 1 and not self._is_mixture(n):
             wanted[self.when[n]][n] = None
+
+    def _is_mixture(self, n: Symbol) -> bool:
+        """Whether it is a sum of weighed rows."""
+        if n.op == "add":
+            return all(map(self._is_mixture, n.args))
+        return n.op == "mul" and all(a in self.weighed for a in n.args)
 
 
 def plan_of(trace: Trace) -> Plan:
@@ -218,13 +238,42 @@ def loans_of(taken: list[Extract | None]) -> list[Loan]:
     asked: dict[Symbol, list[Loan]] = {}
     for k, found in passes.items():
         for i, row in enumerate(found.inputs["row"]):
-            by = found.program.multiple(f"r{i}") if row in lenders else None
-            if by is not None:
+            own = list(found.program.multiples(f"r{i}", "num")) if row in lenders and row.op != "answer" else []
+            if len(own) == 1:
+                by = int(own[0][1:])
                 asked.setdefault(row, []).append(Loan(row, lenders[row], k, found.inputs["num"][by], by))
         lenders = dict.fromkeys((*found.inputs["row"], *found.roots), k) | lenders
     loans = [own for own in asked.values() if len(own) >= FEWEST_LOANS]
     borrowers = Counter(loan.borrower for own in loans for loan in own)
     return [loan for own in loans if any(borrowers[other.borrower] > 1 for other in own) for loan in own]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A pass reads a row of an event times a number of the token that is the event's too."""
+
+    row: Symbol
+    weight: Symbol
+    event: int
+    borrower: int
+    names: tuple[str, str]  # of both in the pass
+
+    @property
+    def place(self) -> Symbol:
+        return leaf("row", f"lent {self.row.key} by {self.weight.key} to {self.borrower}")
+
+
+def shares_of(taken: list[Extract | None], events: Sequence[Event]) -> list[Share]:
+    """Of rows that a pass reads in no other way."""
+    weighed = weighed_rows(events)
+    found = []
+    for k, own in enumerate(taken):
+        for i, row in enumerate(own.inputs["row"] if own is not None else ()):
+            assert own is not None
+            weights = {name: own.inputs["stat"][int(name[1:])] for name in own.program.multiples(f"r{i}", "stat")}
+            if row in weighed and all(weighed.get(n) == weighed[row] for n in weights.values()):
+                found += [Share(row, n, weighed[row], k, (f"r{i}", name)) for name, n in weights.items()]
+    return found
 
 
 class Assembly:
@@ -236,6 +285,7 @@ class Assembly:
         self.trace = trace
         values = self._values()
         loans = loans_of(taken)
+        shares = shares_of(taken, trace.events)
         steps: list[Any] = []
         for k, event in enumerate(trace.events):
             found = taken[k]
@@ -250,8 +300,10 @@ class Assembly:
                 names = [found.name_of(row) for row in borrows]
                 by = tuple((name, n.by) for name, n in zip(names, borrows.values(), strict=True))
                 places = tuple(self.place(n.place) for n in lent)
-                steps.append(PassStep(program, at, gains, line, writes, (), (), places, by))
-            steps.append(self._event(k, event, values))
+                own = [share for share in shares if share.borrower == k]
+                weighted, back = tuple(share.names for share in own), tuple(self.place(n.place) for n in own)
+                steps.append(PassStep(program, at, gains, line, writes, (), (), places, by, weighted, back))
+            steps.append(self._event(k, event, values, [share for share in shares if share.event == k]))
         steps = self._handed(steps)
         names = [str(raw.attr) for raws in trace.raws.values() for raw in raws]
         between = ("event", "values", "lent")
@@ -286,17 +338,20 @@ class Assembly:
         sources = {m.others for m in mixtures if m.weights}
         return {event: n for n, event in self.trace.values.items() if n in sources} if self.trace.mixes else {}
 
-    def _event(self, k: int, event: Event, values: dict[int, Symbol]) -> EventStep:
+    def _event(self, k: int, event: Event, values: dict[int, Symbol], shares: list[Share]) -> EventStep:
         mixture, mixes, numbers = None, False, list(event.numbers)
         own = event.mixture or Mixture()
         if self.trace.mixes and own.others is not None:
             numbers, mixes, mixture = list(own.weights), True, (self.place(own.others),)
         elif k in values:
             mixture = (self.place(values[k]),)
+        settings = event.settings
+        if shares:
+            settings = settings | {"shares": tuple(tuple(map(event.gives.index, (n.row, n.weight))) for n in shares)}
         return EventStep(
-            event.kind, event.layer, event.oracles,
-            tuple(self.place(n) for n in event.needs), tuple(self.place(n) for n in event.gives),
-            self._line(numbers), len(numbers), tuple(event.settings.items()), mixture, mixes,
+            event.kind, event.layer, event.oracles, tuple(self.place(n) for n in event.needs),
+            tuple(self.place(n) for n in (*event.gives, *(share.place for share in shares))),
+            self._line(numbers), len(numbers), tuple(settings.items()), mixture, mixes,
         )  # fmt: skip
 
     def _handed(self, steps: list[Any]) -> list[Any]:
@@ -305,9 +360,10 @@ class Assembly:
         result = []
         for step in reversed(steps):
             if isinstance(step, PassStep):
-                used = set(step.reads)
+                used = {*step.reads, *step.shares}
                 rows = step.reads[: step.program.inputs["row"]]
-                handed = tuple(f"r{i}" for i, at in enumerate(rows) if at in later)
+                weighted = {row for row, _ in step.weighted}
+                handed = tuple(f"r{i}" for i, at in enumerate(rows) if at in later and f"r{i}" not in weighted)
                 sources = {step.writes[int(name[1:])] for name, _ in step.program.lends if name[0] == "o"}
                 result.append(replace(step, handed=handed, drops=tuple((used | sources) - later)))
                 written = {*step.writes, *step.lends}

@@ -9,7 +9,7 @@ called as it is, and so is an MLP.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -307,6 +307,7 @@ class Walk:
     # events
 
     def event(self, step: EventStep) -> None:
+        found: Sequence[Tensor | None]
         if step.kind == "ask":
             found = [self.ask(step, oracle, at) for oracle, at in zip(step.oracles, step.needs, strict=True)]
         elif step.kind in ("fields", "velocity", "force"):
