@@ -346,12 +346,16 @@ def test_models_learn(corpus: Path, tmp_path: Path, name: str, norm: str) -> Non
 def test_models_learn_on_a_gpu(corpus: Path, tmp_path: Path, name: str, norm: str) -> None:
     """In bf16, beside a recorded pass that reads the weights where they are."""
     changes = {"steps": 60, "eval_every": 60, "save_every": 60, "precision": "bf16", "d_model": 64, "context": 64}
-    settings = {**changes, "device": "cuda", "optim.name": "trust", "optim.norm": norm}
+    settings = {**changes, "device": "cuda", "optim.name": "trust", "optim.norm": norm, "optim.lr": 0.025}
     train(small_run(corpus, name, **settings), tmp_path / "run", quiet=True)
     lines = list(read_metrics(tmp_path / "run/metrics.jsonl"))
     losses = [line["val_loss"] for line in lines if line["kind"] == "eval"]
     assert losses[-1] < 3.3 < 5 < losses[0]
-    assert all(0.01 < line["r1"] < 10 for line in lines if "r1" in line)  # 0.1 to 2.5 on a CPU in fp32
+    looks = [line for line in lines if "r1" in line]
+    # The first step is so small that it does what was predicted. On a CPU in bf16, four seeds: decrease of the loss
+    # 0.997 to 1.002, change of vanilla 0.995 to 1.005; that of kl, whose first rows are near their limits, up to 2.
+    assert abs(looks[0]["r2"] - 1) < 0.02
+    assert name == "kl" or abs(looks[0]["r1"] - 1) < 0.05
 
 
 @pytest.mark.gpu

@@ -18,13 +18,15 @@ from torch import Tensor
 from stepformer.ops import common
 from stepformer.ops import connection_kernels as kernels
 from stepformer.ops.common import dense
-from stepformer.ops.connections import Shares
 from stepformer.ops.operators import traced
 from stepformer.ops.row_printing import load_kernel
 
+Shares = tuple[tuple[int, int], ...]  # which streams and which numbers per token later passes multiply
 MOST_STREAMS = 8
 TILE = common.Tile(64, 64, 4)  # columns, rows and warps of the products
-BACK = common.Tile(64, 64, 8, stages=2, programs=1)  # and of those backward
+# And of those backward, of maps of each stream and of all streams: on an H200 (32,768 rows of 768, four streams, bf16)
+# 240 and 234 us; the tile of one took 346 and 550 us for the other.
+BACK = {False: common.Tile(128, 32, 4, stages=2, programs=2), True: common.Tile(64, 64, 8, stages=3, programs=1)}
 SINKHORN, PERMUTED = common.Tile(0, 32, 1), common.Tile(0, 16, 4)  # tokens of a program that makes weights
 
 
@@ -68,8 +70,9 @@ class Streams:
     ) -> tuple[list[Tensor], Tensor]:
         """The gradients of the streams and of the maps: what arrived, `weighted` rows times lines of `stats`, what the
         gradients of the products give, and a multiple of each row."""
-        columns, tiles = triton.cdiv(self.d, BACK.chunk), triton.cdiv(self.count, BACK.rows)
-        splits = min(tiles, max(1, BACK.programs * common.multiprocessors(self.maps.device) // columns))
+        tile = BACK[self.joined]
+        columns, tiles = triton.cdiv(self.d, tile.chunk), triton.cdiv(self.count, tile.rows)
+        splits = min(tiles, max(1, tile.programs * common.multiprocessors(self.maps.device) // columns))
         found = [torch.empty_like(row) for row in self.rows]
         partial = self.maps.new_empty(splits, self.maps.numel(), dtype=torch.float32)
         kernel = backward(
@@ -78,7 +81,7 @@ class Streams:
         kernel[(columns, splits)](
             *self.rows, *(dense(grad) for grad in arrived if grad is not None), *(dense(t) for t, _ in weighted),
             *found, changed, factor, self.maps, stats, partial, self.count, triton.cdiv(tiles, splits), **self.sizes,
-            PRECISION="ieee", BLOCK_M=BACK.rows, BLOCK_K=BACK.chunk, STAGES=BACK.stages, num_warps=BACK.warps,
+            PRECISION="ieee", BLOCK_M=tile.rows, BLOCK_K=tile.chunk, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
         return found, common.sum_lines(partial).view_as(self.maps)
 

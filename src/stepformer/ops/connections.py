@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from torch import Tensor
 from stepformer.ops import kernels
 from stepformer.ops.dtypes import working_dtype
 from stepformer.ops.symbols import Symbol, record
+
+if TYPE_CHECKING:
+    from stepformer.ops.connection_passes import Shares
 
 SINKHORN = 20
 GATES = 3
@@ -40,9 +43,6 @@ def along(H: list[Any], maps: Any, scales: Any, starts: Any, eps: float, centred
     numbers = [*scales, *(number for line in starts for number in line)]
     found = record("along", [*H, maps], ["row"] * n + ["stat"] * n * each, numbers, eps=eps, centred=centred)
     return found[:n], [found[n + i * each :][:each] for i in range(n)]
-
-
-Shares = tuple[tuple[int, int], ...]
 
 
 def along_rows(*tensors: Tensor, eps: float, centred: bool, dtype: torch.dtype, shares: Shares = ()) -> list[Tensor]:

@@ -22,7 +22,7 @@ DEFAULTS: dict[str, dict[str, float | str]] = {
     "muon": {"lr": 0.02, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "jordan"},
     "adamw": {"lr": 6e-4, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
     "polargrad": {"lr": 0.2, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
-    "trust": {"lr": 0.1, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
+    "trust": {"lr": 0.025, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
     "scion": {"lr": 0.05, "lr_embedding": 5e-3, "lr_norm": 2e-3, "lr_coefficient": 3e-3, "scaling": "spectral"},
 }
 for _name, _values in DEFAULTS.items():

@@ -36,15 +36,11 @@ def read(path: Path) -> list[Process]:
 
 
 def read_all(where: Path) -> list[Process]:
-    """The processes of a file, or of a folder of JSON files: those of more steps, of more rows, the newer ones last."""
+    """The processes of a file, or of a folder of JSON files, the newest last."""
     paths = sorted(where.glob("*.json")) if where.is_dir() else [where]
     if not paths:
         raise InputError(f"There are no JSON files in '{where}': write some with `stepformer bench --json FILE`.")
-
-    def weight(process: Process) -> tuple[int, int, str]:
-        return process["settings"]["steps"], len(process["results"]), str(process["date"])
-
-    return sorted((each for path in paths for each in read(path)), key=weight)
+    return sorted((each for path in paths for each in read(path)), key=lambda process: str(process["date"]))
 
 
 def finite(value: Any) -> Any:
@@ -62,6 +58,19 @@ def pairs(results: Iterable[Record]) -> list[tuple[Record, Record]]:
     results = list(results)
     baselines = {frame(record): record for record in reversed(results) if record["label"] == BASELINE}
     return [(record, baselines.get(frame(record), {})) for record in results]
+
+
+def in_order(processes: Iterable[Process]) -> list[tuple[Record, Record]]:
+    """All measurements beside the vanilla of their process, what counts last: of more steps, then the newer one.
+
+    Vanilla itself is that of the process with the most rows: one card is some per cent faster than another, so that its
+    speed alone says little without theirs.
+    """
+    by_date = sorted(processes, key=lambda process: str(process["date"]))
+    by_steps = sorted(by_date, key=lambda process: process["settings"]["steps"])
+    by_rows = sorted(by_date, key=lambda process: (process["settings"]["steps"], len(process["results"])))
+    found = [pair for process in by_steps for pair in pairs(process["results"]) if pair[0]["label"] != BASELINE]
+    return found + [pair for process in by_rows for pair in pairs(process["results"]) if pair[0]["label"] == BASELINE]
 
 
 def ratio(record: dict[str, Any], baseline: dict[str, Any]) -> float:

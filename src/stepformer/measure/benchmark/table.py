@@ -7,7 +7,7 @@ from typing import Any
 
 from stepformer.catalogue import SIZES
 from stepformer.measure.benchmark.planning import BASELINE, HOW_COMPILED
-from stepformer.measure.benchmark.records import Process, Record, frame, pairs, ratio
+from stepformer.measure.benchmark.records import Process, Record, frame, in_order, ratio
 from stepformer.present.tables import Cell, Column, Table
 
 Pair = tuple[Record, Record]
@@ -129,7 +129,7 @@ def newest(processes: Iterable[Process]) -> list[Pair]:
     Whole steps and decoding that the last one did not measure are those of an earlier one.
     """
     found: dict[tuple[Any, ...], Pair] = {}
-    for record, baseline in (pair for process in processes for pair in pairs(process["results"])):
+    for record, baseline in in_order(processes):
         key = (frame(record), record["label"])
         if key not in found:
             found[key] = (record, baseline)
