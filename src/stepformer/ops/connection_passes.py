@@ -33,7 +33,7 @@ SINKHORN, PERMUTED = common.Tile(0, 32, 1), common.Tile(0, 16, 4)  # tokens of a
 def supports(n: int, like: Tensor) -> bool:
     """Whether kernels take so many streams; the interpreter cannot multiply bf16, and a compiler has its own way."""
     able = like.is_cuda or like.dtype == torch.float32
-    return able and n <= MOST_STREAMS and like.numel() > 0 and not traced(like)
+    return able and n <= MOST_STREAMS and 0 < like.numel() < 2**31 and not traced(like)  # places are 32 bits
 
 
 class Streams:
@@ -134,7 +134,7 @@ def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tup
     loop = [
         "m = (turn * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)",
         "mask = (m < count)[:, None] & (at < D)[None, :]",
-        "place = m[:, None].to(tl.int64) * D + at[None, :]",
+        "place = m[:, None] * D + at[None, :]",
         "real = (m < count)[:, None] & (o < OUTPUTS)[None, :]",
         *(f"weighted{k} = tl.load(w{k} + place, mask=mask, other=0.0).to(tl.float32)" for k in range(len(weights))),
     ]
