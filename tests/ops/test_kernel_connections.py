@@ -55,34 +55,45 @@ def test_weights_of_streams(n: int, mixing: str, d: int) -> None:
 SHARES = ((0, 3), (1, 4), (0, 9), (1, 9), (2, 9), (1, 11), (2, 4))  # rows and numbers among 3 streams and their numbers
 
 
-def check_products(kind: str, dtype: torch.dtype, device: str, tolerance: float) -> None:
-    n, d, generator = 3, 20, seeded(5)
+def check_products(
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    tolerance: float = 1e-5,
+    n: int = 3,
+    d: int = 20,
+    whole: bool = False,
+) -> None:
+    """Of `SHARES`, or as a model mixes n streams (`whole`): one gradient for what is read, one for each new stream."""
+    generator = seeded(5)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
     H = [drawn(2, 37, d).to(dtype).requires_grad_() for _ in range(n)]
-    outputs = {"sinkhorn": 15, "permutations": 12, "along": 5}[kind]
-    maps = (0.3 * drawn(outputs, d if kind == "along" else n * d)).requires_grad_()
-    line = drawn(2 + n * 5 if kind == "along" else 3 + outputs).requires_grad_()
+    outputs = {"sinkhorn": 2 * n + n * n, "permutations": 2 * n + math.factorial(min(n, 4)), "along": n + 2}[kind]
+    maps = (0.3 * (20 / d) ** 0.5 * drawn(outputs, d if kind == "along" else n * d)).requires_grad_()
+    line = drawn(2 + n * (n + 2) if kind == "along" else 3 + outputs).requires_grad_()
     settings = {"centred": True} if kind == "along" else {"mixing": kind}
     function = connections.along_rows if kind == "along" else connections.connections
-    one, two, own = drawn(2, 37, d).to(dtype), drawn(2, 37, d).to(dtype), drawn(2, 37)
-    arriving = [one, one, two, two, two.clone(), one, None]
+    own, grads = drawn(2, 37), [drawn(2, 37, d).to(dtype) for _ in range(n + 1)]
+    shares, arriving = SHARES, [grads[0], grads[0], grads[1], grads[1], grads[1].clone(), grads[0], None]
+    if whole:
+        shares = tuple((i, n + k * n + i) for k in range(n + 1) for i in range(n))
+        arriving = [grads[k] for k in range(n + 1) for _ in range(n)]
 
     def slopes(found: list[Tensor], products: list[Tensor]) -> Any:
         some = [(t, g) for t, g in zip(products, arriving, strict=True) if g is not None]
-        results, grads = [*(t for t, _ in some), found[5], found[1]], [*(g for _, g in some), own, one]
-        return torch.autograd.grad(
-            results, [*H, maps, line], [g.to(t.dtype) for t, g in zip(results, grads, strict=True)]
-        )
+        results, back = [*(t for t, _ in some), found[n], found[0]], [*(g for _, g in some), own, grads[0]]
+        back = [g.to(t.dtype) for t, g in zip(results, back, strict=True)]
+        return torch.autograd.grad(results, [*H, maps, line], back)
 
     with kernels.off():
         found = function(*H, maps, line, eps=1e-5, dtype=dtype, **settings)
-        wanted = slopes(found, [found[row] * found[weight].detach()[..., None] for row, weight in SHARES])
+        wanted = slopes(found, [found[row] * found[weight].detach()[..., None] for row, weight in shares])
     count = len(found)
-    found = function(*H, maps, line, eps=1e-5, dtype=dtype, **settings, shares=SHARES)
-    assert len(found) == count + len(SHARES)
+    found = function(*H, maps, line, eps=1e-5, dtype=dtype, **settings, shares=shares)
+    assert len(found) == count + len(shares)
     for a, b in zip(slopes(found, found[count:]), wanted, strict=True):
         assert (a.double() - b.double()).abs().max() <= tolerance * b.abs().max()
 
@@ -90,15 +101,42 @@ def check_products(kind: str, dtype: torch.dtype, device: str, tolerance: float)
 @pytest.mark.parametrize("kind", ["sinkhorn", "permutations", "along"])
 def test_gradients_of_products_that_others_make(kind: str) -> None:
     """A gradient of several products as one tensor or as two, of two numbers of one stream, or of none."""
-    check_products(kind, torch.float32, "cpu", 1e-5)
+    check_products(kind)
+    check_products(kind, n=2, whole=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ["sinkhorn", "permutations", "along"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_products_on_the_gpu(kind: str, dtype: torch.dtype) -> None:
-    check_products(kind, dtype, "cuda", 1e-5 if dtype == torch.float32 else 2e-2)
+@pytest.mark.parametrize("n", [3, 4, 8])
+def test_gradients_of_products_on_the_gpu(kind: str, dtype: torch.dtype, n: int) -> None:
+    """Also where a kernel with the usual tile would not have the memory."""
+    if kind == "permutations" and n > 4:
+        pytest.skip("the config refuses it")
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    check_products(kind, dtype, "cuda", tolerance, n, 20 if n == 3 else 768, whole=n > 3)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("room", [99 * 1024, 163 * 1024, 227 * 1024])
+def test_a_kernel_has_room(joined: bool, dtype: torch.dtype, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four streams in bf16 on a large card with the tile that was fastest, elsewhere with a smaller one."""
+    from stepformer.ops import common
+    from stepformer.ops import connection_passes as fast
+
+    monkeypatch.setattr(common, "shared_memory", lambda device: room)
+    for n in range(1, fast.MOST_STREAMS + 1):
+        maps = torch.zeros(2 * n + n * n, n * 768) if joined else torch.zeros(n + 3, 768)
+        streams = fast.Streams([torch.zeros(4, 768, dtype=dtype)] * n, maps)
+        tile = streams.back_tile(0, [tuple(range(n))] * (n + 1))
+        if n == 4 and dtype == torch.bfloat16 and room > 200_000:
+            assert tile == fast.BACK[joined]
+        rows = (2 * n + 1) * tile.rows * tile.chunk * dtype.itemsize  # what is on its way for one stage
+        assert (tile.stages - 1) * rows <= room
+        assert tile.rows >= 16
+        assert tile.chunk >= 16
 
 
 def run_along(n: int, centred: bool, d: int, dtype: torch.dtype, device: str = "cpu", mean: float = 0.5) -> Any:

@@ -23,21 +23,21 @@ def forward_tile(d: int) -> Tile:
     return common.row_tile(d)._replace(programs=0)
 
 
-def backward_tile(d: int, reads: int, sums: int, width: int, stats: int = 0) -> Tile:
+def backward_tile(d: int, reads: int, sums: int, width: int, stats: int = 0, room: int = 227 * 1024) -> Tile:
     """A whole row of a program, the next ones on their way through shared memory while it is computed.
 
     `reads`, `sums` and `stats` count the rows that are read, the gains that are summed and the sums over a row, `width`
-    is the bytes of a column in all of what is read. A pass of few rows has registers left for the next one instead, one
-    that sums many gains has more threads to hold them. On an H200 (32,768 rows of 768 in bf16) Nesterov took 94 us so,
-    129 with a warp for a row; gradient descent 52; four streams mixed by weights of the token 183 with two warps, 248
-    with four, 205 with one.
+    is the bytes of a column in all of what is read, `room` those of shared memory. A pass of few rows has registers
+    left for the next one instead, one that sums many gains has more threads to hold them. On an H200 (32,768 rows of
+    768 in bf16) Nesterov took 94 us so, 129 with a warp for a row; gradient descent 52; four streams mixed by weights
+    of the token 183 with two warps, 248 with four, 205 with one.
     """
     chunk = max(16, triton.next_power_of_2(d))
     numbers = 512 if stats >= MEETINGS else 256 if sums <= MANY else 128  # of a warp
     warps = min(16, max(1, chunk // numbers))
     if reads < LIGHT and sums < 2 and d <= 4096:
         return Tile(chunk, 1, warps, programs=max(1, 32 // warps), ahead=True, hold=True)
-    fits = (common.STAGES - 1) * width * chunk + 2048 <= common.SHARED
+    fits = (common.STAGES - 1) * width * chunk + 4096 <= room
     return Tile(chunk, 1, warps, stages=common.STAGES if fits else 1, programs=MOST_PROGRAMS, hold=True)
 
 

@@ -201,7 +201,8 @@ class Pass:
         vectors = sorted((k for k in plan.found.sums if k.startswith("g")), key=lambda k: int(k[1:]))
         width = -(-(len(vectors) * d + task.numbers) // 8) * 8
         reads = [t for k, t in printer_rows.items()]
-        tile = backward_tile(d, len(reads), len(vectors), common.column_bytes(*reads), len(task.stats))
+        room = common.shared_memory(device)
+        tile = backward_tile(d, len(reads), len(vectors), common.column_bytes(*reads), len(task.stats), room)
         partial = plan.kernel.launch(named, n, d, tile, width) if n else None
         found |= {k: outs[at] for k, at in plan.stored.items()} | singles
         if partial is not None:
