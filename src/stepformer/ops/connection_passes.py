@@ -127,17 +127,15 @@ def projecting(n: int, joined: bool) -> Any:
     """The products of n streams with their maps: of all of them together, or of each."""
     begin = "total, square = tl.zeros((BLOCK_M, WIDE), tl.float32), tl.zeros((BLOCK_M,), tl.float32)"
     sizes = "D STRIDE OUTPUTS WIDE CENTRED PRECISION BLOCK_M BLOCK_K"
-    body = [begin] if joined else []
+    body = []
     for i in range(n):
-        body += [] if joined else [begin]
-        maps = f"maps + {i} * D" if joined else "maps"
+        place, maps = (0, f"maps + {i} * D") if joined else (i, "maps")
+        if i == 0 or not joined:
+            body.append(begin)
         body.append(f"total, square = project(h{i}, {maps}, total, square, n, {', '.join(sizes.split())})")
-        body += (
-            []
-            if joined
-            else [f"store_products(out + {i} * n * WIDE, squares + {i} * n, total, square, n, WIDE, BLOCK_M)"]
-        )
-    body += ["store_products(out, squares, total, square, n, WIDE, BLOCK_M)"] if joined else []
+        if i == n - 1 or not joined:
+            at = f"out + {place} * n * WIDE, squares + {place} * n"
+            body.append(f"store_products({at}, total, square, n, WIDE, BLOCK_M)")
     return printed("project_kernel", [*(f"h{i}" for i in range(n)), "maps", "out", "squares", "n"], sizes, body)
 
 
