@@ -444,6 +444,20 @@ def test_the_page_shows_the_newest_of_everything(tmp_path: Path) -> None:
     assert out.read_text() == page(stored)
 
 
+def test_a_newer_measurement_counts_also_if_it_is_of_few_rows() -> None:
+    """Beside the vanilla of its own process; vanilla's own speed is that of the process with the most rows. Of several
+    ways to store streams the first one counts."""
+    several = [made_up(name, 480e3) for name in ("muon", "adam", "adamw")]
+    first = made_up_process(made_up("vanilla", 600e3), made_up("yurii", 570e3), *several, date="2026-11-20")
+    both = [made_up("muon", 450e3), made_up("muon", 100e3, streams="fp32")]
+    wide = made_up("vanilla", 400e3, streams="fp32")
+    again = made_up_process(made_up("vanilla", 500e3), wide, *both, date="2026-11-21")
+    found = {(v.target.row, v.preset): v.value for v in judged([again, first])}
+    assert found["muon", "muon"] == pytest.approx(0.9)
+    assert found["vanilla", "vanilla"] == 600.0
+    assert found["momentum", "yurii"] == pytest.approx(0.95)
+
+
 def test_a_quick_vanilla_does_not_hide_a_full_one() -> None:
     """Every process measures vanilla to compare with, not every one decodes."""
     whole = made_up("vanilla", 590e3, decode={"tokens_per_second": 5000.0}, batch={"optimizer_share": 0.007})

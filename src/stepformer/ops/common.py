@@ -213,11 +213,14 @@ def row_tile(d: int, rows: int = 4, programs: int = 0) -> Tile:
     return Tile(chunk, rows if d <= 256 else 1, warps, programs=max(1, programs // warps))
 
 
+ROOM = 227 * 1024  # bytes of shared memory that a program may take on an H200
+
+
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may take; on the CPU (interpreter) those of an H200."""
     card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(getattr(card, "shared_memory_per_block_optin", 227 * 1024))
+    return int(getattr(card, "shared_memory_per_block_optin", ROOM))
 
 
 STAGES = 3  # two copies of a row under way: with fewer the copy would only start when the row before is done

@@ -23,7 +23,7 @@ def forward_tile(d: int) -> Tile:
     return common.row_tile(d)._replace(programs=0)
 
 
-def backward_tile(d: int, reads: int, sums: int, width: int, stats: int = 0, room: int = 227 * 1024) -> Tile:
+def backward_tile(d: int, reads: int, sums: int, width: int, stats: int = 0, room: int = common.ROOM) -> Tile:
     """A whole row of a program, the next ones on their way through shared memory while it is computed.
 
     `reads`, `sums` and `stats` count the rows that are read, the gains that are summed and the sums over a row, `width`

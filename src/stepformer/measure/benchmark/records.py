@@ -61,7 +61,8 @@ def pairs(results: Iterable[Record]) -> list[tuple[Record, Record]]:
 
 
 def in_order(processes: Iterable[Process]) -> list[tuple[Record, Record]]:
-    """All measurements beside the vanilla of their process, what counts last: of more steps, then the newer one.
+    """All measurements beside the vanilla of their process, what counts last: of more steps, then the newer one; of
+    several ways to store streams in one process the first.
 
     Vanilla itself is that of the process with the most rows: one card is some per cent faster than another, so that its
     speed alone says little without theirs.
@@ -69,8 +70,16 @@ def in_order(processes: Iterable[Process]) -> list[tuple[Record, Record]]:
     by_date = sorted(processes, key=lambda process: str(process["date"]))
     by_steps = sorted(by_date, key=lambda process: process["settings"]["steps"])
     by_rows = sorted(by_date, key=lambda process: (process["settings"]["steps"], len(process["results"])))
-    found = [pair for process in by_steps for pair in pairs(process["results"]) if pair[0]["label"] != BASELINE]
-    return found + [pair for process in by_rows for pair in pairs(process["results"]) if pair[0]["label"] == BASELINE]
+    found = [pair for process in by_steps for pair in _within(process) if pair[0]["label"] != BASELINE]
+    return found + [pair for process in by_rows for pair in _within(process) if pair[0]["label"] == BASELINE]
+
+
+def _within(process: Process) -> list[tuple[Record, Record]]:
+    """The pairs of a process in the order of their labels, the first of each label last."""
+    found: dict[str, list[tuple[Record, Record]]] = {}
+    for pair in pairs(process["results"]):
+        found.setdefault(pair[0]["label"], []).insert(0, pair)
+    return [pair for same in found.values() for pair in same]
 
 
 def ratio(record: dict[str, Any], baseline: dict[str, Any]) -> float:

@@ -159,7 +159,8 @@ def call_function(step: EventStep, needs: list[Any], lines: list[Tensor], dtype:
     """What a recorded function gives; None for shares that it does not take gradients of."""
     answer = FUNCTIONS[step.kind](*needs, *numbers_of(step, lines), **dict(step.settings), dtype=dtype)
     found = [answer] if isinstance(answer, Tensor) else list(answer)
-    return [*found, *[None] * (len(step.gives) - len(found))]
+    shares = len(dict(step.settings).get("shares", ()))
+    return found if len(found) == len(step.gives) else [*found, *[None] * shares]
 
 
 def array(model: Backbone, name: str) -> Tensor:
