@@ -159,7 +159,7 @@ def test_rows_may_have_budgets_of_their_own(tmp_path: Path) -> None:
     records += load_records(folders)
     with pytest.raises(InputError, match=r"8,000 and 6,000 training tokens \(`compare --allow steps` permits that\)"):
         compare(records, "a")
-    found = compare(records, "a", facts=Facts(own_budgets=True))
+    found = compare(records, "a", facts=Facts(allowed=("steps",)))
     assert found.rows[1].verdict == "better, other budget"
     assert found.rows[1].difference is not None
     assert found.rows[1].difference.mean == pytest.approx(-0.1)
@@ -170,8 +170,11 @@ def test_rows_may_have_budgets_of_their_own(tmp_path: Path) -> None:
     assert "after training on" not in text
     others = runs(tmp_path, {"c": {1: 2.0}}, pairing="x/y/16x8x80/256")
     with pytest.raises(InputError, match="different batches"):
-        compare([*records, *others], "a", facts=Facts(own_budgets=True))
-    assert Facts.of_study({"facts": dataclasses.asdict(Facts("a", own_budgets=True))}).own_budgets
+        compare([*records, *others], "a", facts=Facts(allowed=("steps",)))
+    told = dataclasses.asdict(Facts("a", allowed=("steps",)))
+    assert Facts.of_study({"facts": told}).own_budgets
+    older = {key: value for key, value in told.items() if key != "allowed"} | {"own_budgets": True}
+    assert Facts.of_study({"facts": older}).own_budgets
 
 
 def test_unpaired_seeds_are_left_out_and_reported(tmp_path: Path) -> None:

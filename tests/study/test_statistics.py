@@ -19,7 +19,7 @@ from stepformer.study import (
     t_quantile,
     tokens_to_reach,
 )
-from stepformer.study.statistics import rank_correlation
+from stepformer.study.statistics import rank_correlation, seed_words
 
 
 @pytest.mark.parametrize(
@@ -186,3 +186,12 @@ def test_ratios_are_inverted_by_swapping() -> None:
     a, b = {1: 2.0, 2: 8.0, 3: 5.0}, {1: 1.0, 2: 16.0, 4: 9.0}
     assert mean_ratio(a, b) == pytest.approx(1.0)
     assert mean_ratio({1: 2.0, 2: 2.0}, {1: 4.0, 2: 2.0}) == pytest.approx(math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "words"),
+    [([42], "seed 42"), ([42, 43, 44], "seeds 42, 43, 44"), ([42, 44, 43, 45, 46], "seeds 42, 44, 43, 45, 46"),
+     (list(range(42, 1042)), "seeds 42 to 1041")],
+)  # fmt: skip
+def test_many_seeds_in_a_row_are_not_all_listed(seeds: list[int], words: str) -> None:
+    assert seed_words(seeds) == words

@@ -33,7 +33,7 @@ from stepformer.cli.show import console
 from stepformer.model import Model
 from stepformer.present.tables import Table, of_texts
 from stepformer.study import Comparison, Facts, compare, load_records, plot_comparison
-from stepformer.study.differences import BUDGET, refuse_unmeant
+from stepformer.study.differences import refuse_unmeant
 from stepformer.study.fairness import AMOUNTS, most_points, search_left, search_of
 from stepformer.study.held_out import HeldOut, evaluate_held_out
 from stepformer.study.records import folders_of, not_in_the_table
@@ -77,12 +77,12 @@ def run_compare(args: argparse.Namespace) -> int:
         labels = {record.label for record in records}
         absent = {run["label"] for run in documents.read(min(studies), documents.STUDY)["runs"]} - labels if one else ()
         kept = [text for text in facts.remarks if text.partition(":")[0] not in absent]  # what was tuned for others
-        budgets = facts.own_budgets or bool(BUDGET & {*args.allow})
-        facts = replace(facts, own_budgets=budgets, remarks=tuple(kept))
+        granted, facts = facts.allowed, replace(facts, allowed=(*facts.allowed, *args.allow), remarks=tuple(kept))
         usual = facts.baseline if facts.baseline in labels else records[0].label
         texts = evaluate_held_out(list(map(Path, args.runs)), args.held_out, quiet=args.quiet, watch=_watch(args))
         found = compare(records, args.baseline or usual, args.confidence, facts, texts)
-        refuse_unmeant(found.differences, {record.label: record.settings for record in records}, args.allow)
+        left = [difference for difference in found.differences if not difference.permitted(granted)]
+        refuse_unmeant(left, {record.label: record.settings for record in records}, args.allow)
         _present(found, Path(args.out or "runs/compare"))
         return 0
     if args.recipe and not names:

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from stepformer.base import documents
 from stepformer.base.described import problem
 from stepformer.base.errors import InputError, StepformerError, UnknownNameError, suggestion
-from stepformer.study.differences import Difference, recorded
+from stepformer.study.differences import BUDGET, Difference, recorded
 from stepformer.study.statistics import PairedDifference, Summary, several_intervals, summarise
 from stepformer.training.metrics import read_lines, warn_unchecked
 from stepformer.training.runs import RunFolder
@@ -181,7 +181,12 @@ class Facts:
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of a sweep: key -> values
     matches: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # row -> what of, and the other baseline
     remarks: tuple[str, ...] = ()  # what to say
-    own_budgets: bool = False  # rows may train on different numbers of tokens
+    allowed: tuple[str, ...] = ()  # settings that may differ, although they are not of the architecture
+
+    @property
+    def own_budgets(self) -> bool:
+        """Whether rows may train on different numbers of tokens."""
+        return bool(BUDGET & {*self.allowed})
 
     @classmethod
     def of_study(cls, study: Any) -> Self:
@@ -194,7 +199,7 @@ class Facts:
                 {str(key): tuple(map(str, values)) for key, values in found["axes"].items()},
                 {str(label): (str(what), str(other)) for label, (what, other) in found["matches"].items()},
                 tuple(map(str, found["remarks"])),
-                bool(found.get("own_budgets")),
+                tuple(map(str, found.get("allowed", BUDGET if found.get("own_budgets") else ()))),  # older studies
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             return cls()

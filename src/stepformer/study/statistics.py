@@ -231,4 +231,7 @@ def several_intervals(differences: Iterable[PairedDifference | None], confidence
 
 
 def seed_words(seeds: Sequence[int]) -> str:
+    """`seed 42`, `seeds 7, 8, 11`; many in a row as `seeds 42 to 61`."""
+    if len(seeds) > 4 and list(seeds) == list(range(seeds[0], seeds[0] + len(seeds))):
+        return f"seeds {seeds[0]} to {seeds[-1]}"
     return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"

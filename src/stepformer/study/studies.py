@@ -14,7 +14,7 @@ from stepformer.catalogue.recipes import read_recipe
 from stepformer.model.config import ModelConfig
 from stepformer.study.comparison import Comparison, Facts
 from stepformer.study.comparison import compare as compare_records
-from stepformer.study.differences import BUDGET, fair, what_was_read
+from stepformer.study.differences import fair, what_was_read
 from stepformer.study.fairness import search_of, with_matches, with_tuning
 from stepformer.study.held_out import evaluate_held_out, open_held_out
 from stepformer.study.records import load_records
@@ -145,11 +145,10 @@ class Study:
     variants: dict[str, RunConfig]
     facts: Facts
     seeds: Sequence[int]
-    allow: Sequence[str]
 
     def plan(self, **how: Any) -> list[Planned]:
         """Its runs; `how` as for plan_runs."""
-        return plan(self.out, self.variants, self.seeds, allowed=self.allow, facts=self.facts, **how)
+        return plan(self.out, self.variants, self.seeds, allowed=self.facts.allowed, facts=self.facts, **how)
 
 
 def compared(
@@ -192,12 +191,11 @@ def compared(
     if out is None:
         corpus = Path(variants[first].data.corpus).name
         out = Path(f"runs/compare-{recipe or corpus}-{'-'.join(variants)[:60]}")
-    own_budgets = bool(BUDGET & {*allow})
-    facts = Facts(baseline=first, own_budgets=own_budgets, remarks=tuple(_replaced(rows, words, settings)))
+    facts = Facts(baseline=first, allowed=tuple(allow), remarks=tuple(_replaced(rows, words, settings)))
     facts = with_matches(variants, match, out, facts)
     how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
     facts = with_tuning(variants, searched, budget_tune, out, facts, rounds=by_turns, **how)
-    return Study(out, variants, facts, seeds, allow)
+    return Study(out, variants, facts, seeds)
 
 
 def swept(
@@ -206,7 +204,7 @@ def swept(
     """A grid up to its runs; its first point is the baseline."""
     found = grid_axes(axes)
     variants = grid(name, words, found)
-    return Study(out, variants, Facts(baseline=next(iter(variants)), axes=found), seeds, allow)
+    return Study(out, variants, Facts(baseline=next(iter(variants)), axes=found, allowed=tuple(allow)), seeds)
 
 
 def _rows(rows: Iterable[Named | Mapping[str, Named]], budget: int | str | None, *common: Any) -> dict[str, RunConfig]:
