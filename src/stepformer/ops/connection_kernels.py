@@ -224,8 +224,8 @@ def along_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def along_backward_kernel(  # type: ignore[no-untyped-def]
-    products, squares, line, grads, changed, factor, partial, count, eps, WIDTH: tl.constexpr, D: tl.constexpr,
-    EACH: tl.constexpr, WIDE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    products, squares, line, grads, changed, factor, partial, count, eps, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    D: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As `weights_backward_kernel`. r changes with h by factor (h - mean), whose second part the map of ones takes."""
     token, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
@@ -238,13 +238,14 @@ def along_backward_kernel(  # type: ignore[no-untyped-def]
     dp = dz * r[:, None]
     if CENTRED:
         dp = tl.where(k == EACH, -(by_r * mean)[:, None], dp)
-    tl.store(changed + (stream * count + m[:, None]) * WIDE + k, dp, mask=real[:, None])
+    own = EACH + 1 if CENTRED else EACH
+    tl.store(changed + m[:, None] * WHOLE + stream * own + k, dp, mask=real[:, None] & (k < own))
     tl.store(factor + stream * count + m, by_r, mask=real)
-    own = partial + (stream * tl.num_programs(0) + tl.program_id(0)) * WIDTH
+    sums = partial + (stream * tl.num_programs(0) + tl.program_id(0)) * WIDTH
     of_scales = tl.sum(arrived * t, 0, keep_dims=True)
-    tl.store(own, tl.sum(tl.where(k == 1, 0.0, of_scales)))
-    tl.store(own + 1, tl.sum(tl.where(k == 1, of_scales, 0.0)))
-    tl.store(own + 2 + stream * EACH + k, tl.sum(arrived, 0, keep_dims=True), mask=k < EACH)
+    tl.store(sums, tl.sum(tl.where(k == 1, 0.0, of_scales)))
+    tl.store(sums + 1, tl.sum(tl.where(k == 1, of_scales, 0.0)))
+    tl.store(sums + 2 + stream * EACH + k, tl.sum(arrived, 0, keep_dims=True), mask=k < EACH)
 
 
 @triton.jit

@@ -24,9 +24,7 @@ from stepformer.ops.row_printing import load_kernel
 Shares = tuple[tuple[int, int], ...]  # which streams and which numbers per token later passes multiply
 MOST_STREAMS = 8
 TILE = common.Tile(64, 64, 4)  # columns, rows and warps of the products
-# And of those backward, of maps of each stream and of all streams: on an H200 (32,768 rows of 768, four streams, bf16)
-# 240 and 234 us; the tile of one took 346 and 550 us for the other.
-BACK = {False: common.Tile(128, 32, 4, stages=2, programs=2), True: common.Tile(64, 64, 8, stages=3, programs=1)}
+BACK = common.Tile(64, 64, 8, stages=3, programs=1)  # 214 us on an H200: 32,768 rows of 768, four streams, bf16
 SINKHORN, PERMUTED = common.Tile(0, 32, 1), common.Tile(0, 16, 4)  # tokens of a program that makes weights
 
 
@@ -48,6 +46,7 @@ class Streams:
         self.count, self.outputs = rows[0].numel() // self.d, len(maps)
         self.joined = maps.shape[1] > self.d
         self.wide = max(16, triton.next_power_of_2(self.outputs))
+        self.whole = self.wide if self.joined else max(16, triton.next_power_of_2(len(rows) * self.outputs))
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -71,16 +70,15 @@ class Streams:
         Its rows, numbers and products are there once for each stage on its way, the maps once, and what is multiplied
         and stored in another order than it was loaded. That is 1.0 to 1.8 times what Triton takes (n up to 8, sm_90).
         """
-        tile, n, item = BACK[self.joined], len(self.rows), self.maps.element_size()
-        streams, products = (n, 1) if self.joined else (1, n)
-        numbers = products + sum(line is not None for lines in weights for line in lines)
+        tile, n, item = BACK, len(self.rows), self.maps.element_size()
+        numbers = (1 if self.joined else n) + sum(line is not None for lines in weights for line in lines)
         room = common.shared_memory(self.maps.device)
 
         def taken(tile: common.Tile) -> int:
             rows = (n + arrived + len(weights)) * tile.rows * tile.chunk * item
-            stage = rows + products * tile.rows * self.wide * item + numbers * tile.rows * 4
-            other = tile.rows * (tile.chunk * (4 + item) + self.wide * item)
-            return (tile.stages - 1) * stage + streams * self.wide * tile.chunk * item + other
+            stage = rows + tile.rows * self.whole * item + numbers * tile.rows * 4
+            other = tile.rows * (tile.chunk * (4 + item) + self.whole * item)
+            return (tile.stages - 1) * stage + n * self.whole * tile.chunk * item + other
 
         while taken(tile) > room:
             if tile.stages > 1:
@@ -95,19 +93,21 @@ class Streams:
         self, arrived: Sequence[Tensor | None], weighted: Weighted, changed: Tensor, factor: Tensor, stats: Tensor
     ) -> tuple[list[Tensor], Tensor]:
         """The gradients of the streams and of the maps: what arrived, `weighted` rows times lines of `stats`, what the
-        gradients of the products give, and a multiple of each row."""
+        gradients of the products give (`changed`, those of all streams side by side), and a multiple of each row."""
         tile = self.back_tile(sum(grad is not None for grad in arrived), [lines for _, lines in weighted])
         columns, tiles = triton.cdiv(self.d, tile.chunk), triton.cdiv(self.count, tile.rows)
         splits = min(tiles, max(1, tile.programs * common.multiprocessors(self.maps.device) // columns))
         found = [torch.empty_like(row) for row in self.rows]
-        partial = self.maps.new_empty(splits, self.maps.numel(), dtype=torch.float32)
+        lines = splits if self.joined else splits * len(self.rows)
+        partial = self.maps.new_empty(lines, self.maps.numel(), dtype=torch.float32)
         kernel = backward(
             len(self.rows), self.joined, tuple(grad is not None for grad in arrived), tuple(w for _, w in weighted)
         )
         kernel[(columns, splits)](
             *self.rows, *(dense(grad) for grad in arrived if grad is not None), *(dense(t) for t, _ in weighted),
-            *found, changed, factor, self.maps, stats, partial, self.count, triton.cdiv(tiles, splits), **self.sizes,
-            PRECISION="ieee", BLOCK_M=tile.rows, BLOCK_K=tile.chunk, STAGES=tile.stages, num_warps=tile.warps,
+            *found, changed, factor, self.maps, stats, partial, self.count, triton.cdiv(tiles, splits),
+            **{**self.sizes, "WIDE": self.whole}, PRECISION="ieee", BLOCK_M=tile.rows, BLOCK_K=tile.chunk,
+            STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
         return found, common.sum_lines(partial).view_as(self.maps)
 
@@ -142,44 +142,49 @@ def projecting(n: int, joined: bool) -> Any:
 @cache
 def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tuple[int | None, ...], ...]) -> Any:
     """Some columns of all streams' gradients, what arrived + weighted rows + dP F + factor h, and of those of the maps,
-    dP^T h, of which program (columns, s) adds up the tokens of every grid's s-th tile."""
-    own = range(n) if joined else range(1)
+    dP^T h, of which program (columns, s) adds up the tokens of every grid's s-th tile.
+
+    Maps of each stream are taken for maps of all of them, with zeros: one tile of dP, whichever stream it is of.
+    """
     streams = [f"h{i}" for i in range(n)]
     parameters = [*streams, *(f"a{i}" for i in range(n) if arrived[i]), *(f"w{k}" for k in range(len(weights)))]
     parameters += [*(f"o{i}" for i in range(n)), "changed", "factor", "maps", "stats", "partial", "count", "turns"]
-    maps = "maps + o[:, None] * STRIDE + at[None, :]"
+    place = [f"o[:, None] * STRIDE + at[None, :] + {i} * D" for i in range(n)]
+    inside = ["(o < OUTPUTS)[:, None] & (at < D)[None, :]"] * n
+    if not joined:
+        place = [f"(o - {i} * OUTPUTS)[:, None] * STRIDE + at[None, :]" for i in range(n)]
+        inside = [f"(o // OUTPUTS == {i})[:, None] & (at < D)[None, :]" for i in range(n)]
     body = [
         "at, o = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, WIDE)",
-        "inside = (o < OUTPUTS)[:, None] & (at < D)[None, :]",
-        *(f"tile{i} = tl.load({maps} + {i} * D, mask=inside, other=0.0)" for i in own),
-        *(f"total{i} = tl.zeros((WIDE, BLOCK_K), tl.float32)" for i in own),
+        *(f"tile{i} = tl.load(maps + {place[i]}, mask={inside[i]}, other=0.0)" for i in range(n)),
+        *(f"total{i} = tl.zeros((WIDE, BLOCK_K), tl.float32)" for i in range(n)),
         "for turn in tl.range(0, turns, num_stages=STAGES):",
     ]
     loop = [
         "m = (turn * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)",
         "mask = (m < count)[:, None] & (at < D)[None, :]",
         "place = m[:, None] * D + at[None, :]",
-        "real = (m < count)[:, None] & (o < OUTPUTS)[None, :]",
+        f"real = (m < count)[:, None] & (o < OUTPUTS * {1 if joined else n})[None, :]",
+        "dp = tl.load(changed + m[:, None] * WIDE + o[None, :], mask=real, other=0.0)",
+        *(f"by{i} = per_token(factor + {i} * count, m, count)" for i in range(1 if joined else n)),
         *(f"weighted{k} = tl.load(w{k} + place, mask=mask, other=0.0).to(tl.float32)" for k in range(len(weights))),
     ]
     for i in range(n):
-        place, at = (0, i) if joined else (i, 0)
-        if i == 0 or not joined:
-            products = f"changed + {place} * count * WIDE + m[:, None] * WIDE + o[None, :]"
-            loop.append(f"dp = tl.load({products}, mask=real, other=0.0)")
-            loop.append(f"by = per_token(factor + {place} * count, m, count)")
+        by = f"by{0 if joined else i}"
         loop.append(f"row = tl.load(h{i} + place, mask=mask, other=0.0)")
-        loop.append(f"back = tl.dot(dp, tile{at}, input_precision=PRECISION) + by * row.to(tl.float32)")
+        loop.append(f"back = tl.dot(dp, tile{i}, input_precision=PRECISION) + {by} * row.to(tl.float32)")
         if arrived[i]:
             loop.append(f"back += tl.load(a{i} + place, mask=mask, other=0.0).to(tl.float32)")
         for k, lines in enumerate(weights):
             if lines[i] is not None:
                 loop.append(f"back += per_token(stats + {lines[i]} * count, m, count) * weighted{k}")
         loop.append(f"tl.store(o{i} + place, back, mask=mask)")
-        loop.append(f"total{at} = tl.dot(tl.trans(dp), row, total{at}, input_precision=PRECISION)")
+        loop.append(f"total{i} = tl.dot(tl.trans(dp), row, total{i}, input_precision=PRECISION)")
     body += [f"    {line}" for line in loop]
-    body.append("line = partial + tl.program_id(1).to(tl.int64) * (OUTPUTS * STRIDE)")
-    body += [f"tl.store(line + o[:, None] * STRIDE + at[None, :] + {i} * D, total{i}, mask=inside)" for i in own]
+    body.append(f"line = partial + tl.program_id(1).to(tl.int64) * (OUTPUTS * STRIDE * {1 if joined else n})")
+    for i in range(n):
+        line = "line" if joined else f"line + {i} * OUTPUTS * STRIDE"
+        body.append(f"tl.store({line} + {place[i]}, total{i}, mask={inside[i]})")
     return printed(
         "streams_backward_kernel", parameters, "D STRIDE OUTPUTS WIDE PRECISION BLOCK_M BLOCK_K STAGES", body
     )
@@ -206,7 +211,7 @@ class _Weights(torch.autograd.Function):
         products, squares, line, stats, maps, *rows = ctx.saved_tensors
         arrived, of_stats, of_shares = grads[: len(rows)], grads[len(rows)], grads[len(rows) + 1 :]
         streams = Streams(rows, maps)
-        changed, factor = torch.empty_like(products, dtype=rows[0].dtype), torch.empty_like(squares)
+        changed, factor = rows[0].new_empty(streams.count, streams.whole), torch.empty_like(squares)
         of_stats = torch.zeros_like(stats) if of_stats is None else dense(of_stats)
         partial = ctx.how.backward(streams, products, squares, line, of_stats, changed, factor)
         weighted = gathered(ctx.shares, of_shares, len(rows))
@@ -294,8 +299,9 @@ class Along(NamedTuple):
         grid, sizes = self.launch(streams)
         partial = products.new_zeros(grid[0] * grid[1], _width(line))
         kernels.along_backward_kernel[grid](
-            products, squares, line, *rest, partial, streams.count, self.eps, WIDTH=_width(line), **sizes
-        )
+            products, squares, line, *rest, partial, streams.count, self.eps, WIDTH=_width(line), WHOLE=streams.whole,
+            **sizes,
+        )  # fmt: skip
         return partial
 
 
