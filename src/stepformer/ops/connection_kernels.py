@@ -18,29 +18,37 @@ from stepformer.ops.scalar_functions import tanh
 
 @triton.jit
 def project(  # type: ignore[no-untyped-def]
-    h, maps, total, square, n, D: tl.constexpr, STRIDE: tl.constexpr, OUTPUTS: tl.constexpr, WIDE: tl.constexpr,
+    h, maps, sums, total, square, n, D: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr, WIDE: tl.constexpr,
     CENTRED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The products of some tokens of a stream with its maps, and their squares, added to `total` and `square`.
 
-    The last map of a CENTRED stream is of ones. Its squares are those of the differences from the mean: they are found
-    from differences from the first number, since sums of numbers themselves would cancel where the mean is large.
+    Of a CENTRED stream they are those of the differences from its mean, (h - mean) . w = h . w - mean sum(w), and one
+    more product, with ones, is the sum. Its squares are found from differences from the first number, since sums of
+    squares of numbers themselves would cancel where the mean is large. The sums of the maps are written to `sums`.
     """
     m, o, k = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_K)
     if CENTRED:
         near = tl.load(h + m.to(tl.int64) * D, mask=m < n, other=0.0).to(tl.float32)
+        of_maps = tl.zeros((WIDE,), tl.float32)
     for begin in range(0, D, BLOCK_K):
         at = (begin + k)[None, :]
         row = tl.load(h + m[:, None].to(tl.int64) * D + at, mask=(m < n)[:, None] & (at < D), other=0.0)
-        tile = tl.load(maps + o[:, None] * STRIDE + at, mask=(o < OUTPUTS)[:, None] & (at < D), other=0.0)
+        tile = tl.load(maps + o[:, None] * STRIDE + at, mask=(o < LINES)[:, None] & (at < D), other=0.0)
+        if CENTRED:
+            of_maps += tl.sum(tile.to(tl.float32), 1)
+            tile = tl.where((o == LINES)[:, None] & (at < D), 1.0, tile).to(row.dtype)
         total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
         wide = row.to(tl.float32)
         if CENTRED:
             wide = tl.where(at < D, wide - near[:, None], 0.0)
         square += tl.sum(wide * wide, 1)
     if CENTRED:
-        apart = tl.sum(tl.where(o[None, :] == OUTPUTS - 1, total, 0.0), 1) / D - near
-        square = tl.maximum(square - D * apart * apart, 0.0)
+        mean = tl.sum(tl.where(o[None, :] == LINES, total, 0.0), 1) / D
+        square = tl.maximum(square - D * (mean - near) * (mean - near), 0.0)
+        total -= mean[:, None] * of_maps[None, :]
+        if tl.program_id(0) == 0:
+            tl.store(sums + o, of_maps)
     return total, square
 
 
@@ -224,10 +232,12 @@ def along_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def along_backward_kernel(  # type: ignore[no-untyped-def]
-    products, squares, line, grads, changed, factor, partial, count, eps, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-    D: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    products, squares, sums, line, grads, changed, factor, partial, count, eps, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `weights_backward_kernel`. r changes with h by factor (h - mean), whose second part the map of ones takes."""
+    """As `weights_backward_kernel`. The map of ones takes what means have to do with it: r changes with h by
+    factor (h - mean), a product with h by w - mean of w."""
     token, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
     m, real = tl.where(token < count, token, 0), token < count
     p, mean, r = along_of(products, squares, stream, m, k, count, eps, D, EACH, WIDE, CENTRED)
@@ -237,15 +247,16 @@ def along_backward_kernel(  # type: ignore[no-untyped-def]
     by_r = -tl.sum(dz * p, 1) * r * r * r / D
     dp = dz * r[:, None]
     if CENTRED:
-        dp = tl.where(k == EACH, -(by_r * mean)[:, None], dp)
+        apart = by_r * mean + tl.sum(dp * tl.load(sums + k), 1) / D
+        dp = tl.where(k == EACH, -apart[:, None], dp)
     own = EACH + 1 if CENTRED else EACH
     tl.store(changed + m[:, None] * WHOLE + stream * own + k, dp, mask=real[:, None] & (k < own))
     tl.store(factor + stream * count + m, by_r, mask=real)
-    sums = partial + (stream * tl.num_programs(0) + tl.program_id(0)) * WIDTH
+    found = partial + (stream * tl.num_programs(0) + tl.program_id(0)) * WIDTH
     of_scales = tl.sum(arrived * t, 0, keep_dims=True)
-    tl.store(sums, tl.sum(tl.where(k == 1, 0.0, of_scales)))
-    tl.store(sums + 1, tl.sum(tl.where(k == 1, of_scales, 0.0)))
-    tl.store(sums + 2 + stream * EACH + k, tl.sum(arrived, 0, keep_dims=True), mask=k < EACH)
+    tl.store(found, tl.sum(tl.where(k == 1, 0.0, of_scales)))
+    tl.store(found + 1, tl.sum(tl.where(k == 1, of_scales, 0.0)))
+    tl.store(found + 2 + stream * EACH + k, tl.sum(arrived, 0, keep_dims=True), mask=k < EACH)
 
 
 @triton.jit

@@ -38,28 +38,33 @@ class Streams:
     """n streams and their maps: (outputs, n d), those of all streams, or (outputs, d), the same for each.
 
     Of the first the products of all streams are added up, (1, tokens, width), of the others not, (n, tokens, width).
+    Those of `centred` streams are of the differences from their mean, and one more is their sum.
     """
 
-    def __init__(self, rows: Sequence[Tensor], maps: Tensor) -> None:
+    def __init__(
+        self, rows: Sequence[Tensor], maps: Tensor, centred: bool = False, of_maps: Tensor | None = None
+    ) -> None:
         self.rows, self.maps = [h.contiguous() for h in rows], maps.to(rows[0].dtype).contiguous()
         self.d = rows[0].shape[-1]
-        self.count, self.outputs = rows[0].numel() // self.d, len(maps)
+        self.count, self.outputs, self.centred = rows[0].numel() // self.d, len(maps) + centred, centred
         self.joined = maps.shape[1] > self.d
         self.wide = max(16, triton.next_power_of_2(self.outputs))
+        self.of_maps = maps.new_empty(self.wide, dtype=torch.float32) if of_maps is None else of_maps  # their sums
         self.whole = self.wide if self.joined else max(16, triton.next_power_of_2(len(rows) * self.outputs))
 
     @property
     def sizes(self) -> dict[str, Any]:
         """Of the printed kernels."""
-        return {"D": self.d, "STRIDE": self.maps.shape[1], "OUTPUTS": self.outputs, "WIDE": self.wide}
+        sizes = {"D": self.d, "STRIDE": self.maps.shape[1], "LINES": len(self.maps), "CENTRED": self.centred}
+        return {**sizes, "PRECISION": "ieee"}
 
-    def project(self, centred: bool) -> tuple[Tensor, Tensor]:
-        """The products, and the sums of squares; `centred`: less the mean, of which the last map is."""
+    def project(self) -> tuple[Tensor, Tensor]:
+        """The products, and the sums of squares."""
         kinds = 1 if self.joined else len(self.rows)
         products = self.maps.new_empty(kinds, self.count, self.wide, dtype=torch.float32)
         squares = self.maps.new_empty(kinds, self.count, dtype=torch.float32)
         projecting(len(self.rows), self.joined)[(triton.cdiv(self.count, TILE.rows),)](
-            *self.rows, self.maps, products, squares, self.count, **self.sizes, CENTRED=centred, PRECISION="ieee",
+            *self.rows, self.maps, self.of_maps, products, squares, self.count, **self.sizes, WIDE=self.wide,
             BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps,
         )  # fmt: skip
         return products, squares
@@ -106,10 +111,11 @@ class Streams:
         kernel[(columns, splits)](
             *self.rows, *(dense(grad) for grad in arrived if grad is not None), *(dense(t) for t, _ in weighted),
             *found, changed, factor, self.maps, stats, partial, self.count, triton.cdiv(tiles, splits),
-            **{**self.sizes, "WIDE": self.whole}, PRECISION="ieee", BLOCK_M=tile.rows, BLOCK_K=tile.chunk,
-            STAGES=tile.stages, num_warps=tile.warps,
+            **self.sizes, WIDE=self.whole, BLOCK_M=tile.rows, BLOCK_K=tile.chunk, STAGES=tile.stages,
+            num_warps=tile.warps,
         )  # fmt: skip
-        return found, common.sum_lines(partial).view_as(self.maps)
+        of_maps = common.sum_lines(partial).view_as(self.maps)
+        return found, of_maps - of_maps.mean(dim=1, keepdim=True) if self.centred else of_maps
 
 
 # A row, and for each stream the line of numbers by which its gradient has it, or None.
@@ -126,17 +132,18 @@ def printed(name: str, parameters: Sequence[str], sizes: str, body: Sequence[str
 def projecting(n: int, joined: bool) -> Any:
     """The products of n streams with their maps: of all of them together, or of each."""
     begin = "total, square = tl.zeros((BLOCK_M, WIDE), tl.float32), tl.zeros((BLOCK_M,), tl.float32)"
-    sizes = "D STRIDE OUTPUTS WIDE CENTRED PRECISION BLOCK_M BLOCK_K"
+    sizes = "D STRIDE LINES WIDE CENTRED PRECISION BLOCK_M BLOCK_K"
     body = []
     for i in range(n):
         place, maps = (0, f"maps + {i} * D") if joined else (i, "maps")
         if i == 0 or not joined:
             body.append(begin)
-        body.append(f"total, square = project(h{i}, {maps}, total, square, n, {', '.join(sizes.split())})")
+        body.append(f"total, square = project(h{i}, {maps}, sums, total, square, n, {', '.join(sizes.split())})")
         if i == n - 1 or not joined:
             at = f"out + {place} * n * WIDE, squares + {place} * n"
             body.append(f"store_products({at}, total, square, n, WIDE, BLOCK_M)")
-    return printed("project_kernel", [*(f"h{i}" for i in range(n)), "maps", "out", "squares", "n"], sizes, body)
+    parameters = [*(f"h{i}" for i in range(n)), "maps", "sums", "out", "squares", "n"]
+    return printed("project_kernel", parameters, sizes, body)
 
 
 @cache
@@ -149,22 +156,24 @@ def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tup
     streams = [f"h{i}" for i in range(n)]
     parameters = [*streams, *(f"a{i}" for i in range(n) if arrived[i]), *(f"w{k}" for k in range(len(weights)))]
     parameters += [*(f"o{i}" for i in range(n)), "changed", "factor", "maps", "stats", "partial", "count", "turns"]
-    place = [f"o[:, None] * STRIDE + at[None, :] + {i} * D" for i in range(n)]
-    inside = ["(o < OUTPUTS)[:, None] & (at < D)[None, :]"] * n
-    if not joined:
-        place = [f"(o - {i} * OUTPUTS)[:, None] * STRIDE + at[None, :]" for i in range(n)]
-        inside = [f"(o // OUTPUTS == {i})[:, None] & (at < D)[None, :]" for i in range(n)]
-    body = [
-        "at, o = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, WIDE)",
-        *(f"tile{i} = tl.load(maps + {place[i]}, mask={inside[i]}, other=0.0)" for i in range(n)),
-        *(f"total{i} = tl.zeros((WIDE, BLOCK_K), tl.float32)" for i in range(n)),
-        "for turn in tl.range(0, turns, num_stages=STAGES):",
-    ]
+    body = ["at, o = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, WIDE)"]
+    for i in range(n):
+        first, column = ("0", f"{i} * D") if joined else (f"{i} * (LINES + CENTRED)", "0")
+        body += [
+            f"own{i} = o - {first}",
+            f"place{i} = own{i}[:, None] * STRIDE + at[None, :] + {column}",
+            f"inside{i} = ((own{i} >= 0) & (own{i} < LINES))[:, None] & (at < D)[None, :]",
+            f"ones{i} = ((own{i} >= LINES) & (own{i} < LINES + CENTRED))[:, None] & (at < D)[None, :]",
+            f"tile{i} = tl.load(maps + place{i}, mask=inside{i}, other=0.0)",
+            f"tile{i} = tl.where(ones{i}, 1.0, tile{i}).to(tile{i}.dtype)",
+            f"total{i} = tl.zeros((WIDE, BLOCK_K), tl.float32)",
+        ]
+    body.append("for turn in tl.range(0, turns, num_stages=STAGES):")
     loop = [
         "m = (turn * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)",
         "mask = (m < count)[:, None] & (at < D)[None, :]",
         "place = m[:, None] * D + at[None, :]",
-        f"real = (m < count)[:, None] & (o < OUTPUTS * {1 if joined else n})[None, :]",
+        f"real = (m < count)[:, None] & (o < (LINES + CENTRED) * {1 if joined else n})[None, :]",
         "dp = tl.load(changed + m[:, None] * WIDE + o[None, :], mask=real, other=0.0)",
         *(f"by{i} = per_token(factor + {i} * count, m, count)" for i in range(1 if joined else n)),
         *(f"weighted{k} = tl.load(w{k} + place, mask=mask, other=0.0).to(tl.float32)" for k in range(len(weights))),
@@ -181,13 +190,12 @@ def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tup
         loop.append(f"tl.store(o{i} + place, back, mask=mask)")
         loop.append(f"total{i} = tl.dot(tl.trans(dp), row, total{i}, input_precision=PRECISION)")
     body += [f"    {line}" for line in loop]
-    body.append(f"line = partial + tl.program_id(1).to(tl.int64) * (OUTPUTS * STRIDE * {1 if joined else n})")
+    body.append(f"line = partial + tl.program_id(1).to(tl.int64) * (LINES * STRIDE * {1 if joined else n})")
     for i in range(n):
-        line = "line" if joined else f"line + {i} * OUTPUTS * STRIDE"
-        body.append(f"tl.store({line} + {place[i]}, total{i}, mask={inside[i]})")
-    return printed(
-        "streams_backward_kernel", parameters, "D STRIDE OUTPUTS WIDE PRECISION BLOCK_M BLOCK_K STAGES", body
-    )
+        line = "line" if joined else f"line + {i} * LINES * STRIDE"
+        body.append(f"tl.store({line} + place{i}, total{i}, mask=inside{i})")
+    sizes = "D STRIDE LINES CENTRED PRECISION WIDE BLOCK_M BLOCK_K STAGES"
+    return printed("streams_backward_kernel", parameters, sizes, body)
 
 
 class _Weights(torch.autograd.Function):
@@ -196,27 +204,27 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: Any, shares: Shares, maps: Tensor, line: Tensor, *H: Tensor) -> Any:
-        streams = Streams(H, maps)
-        products, squares = streams.project(how.centred)
+        streams = Streams(H, maps, how.centred)
+        products, squares = streams.project()
         line = line.float().contiguous()
         stats = products.new_empty(how.lines(streams), streams.count)
         how.forward(streams, products, squares, line, stats)
         ctx.how, ctx.kind, ctx.shares = how, maps.dtype, shares
-        ctx.save_for_backward(products, squares, line, stats, streams.maps, *streams.rows)
+        ctx.save_for_backward(products, squares, line, stats, streams.maps, streams.of_maps, *streams.rows)
         ctx.set_materialize_grads(False)
         return *H, stats, *(H[row].detach() for row, _ in shares)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        products, squares, line, stats, maps, *rows = ctx.saved_tensors
+        products, squares, line, stats, maps, of_maps, *rows = ctx.saved_tensors
         arrived, of_stats, of_shares = grads[: len(rows)], grads[len(rows)], grads[len(rows) + 1 :]
-        streams = Streams(rows, maps)
+        streams = Streams(rows, maps, ctx.how.centred, of_maps)
         changed, factor = rows[0].new_empty(streams.count, streams.whole), torch.empty_like(squares)
         of_stats = torch.zeros_like(stats) if of_stats is None else dense(of_stats)
         partial = ctx.how.backward(streams, products, squares, line, of_stats, changed, factor)
         weighted = gathered(ctx.shares, of_shares, len(rows))
-        found, of_maps = streams.back(arrived, weighted, changed, factor, stats)
-        return None, None, of_maps.to(ctx.kind), common.sum_lines(partial)[: len(line)], *found
+        found, slopes = streams.back(arrived, weighted, changed, factor, stats)
+        return None, None, slopes.to(ctx.kind), common.sum_lines(partial)[: len(line)], *found
 
 
 def gathered(shares: Shares, grads: Sequence[Tensor | None], n: int) -> list[tuple[Tensor, tuple[int | None, ...]]]:
@@ -299,8 +307,8 @@ class Along(NamedTuple):
         grid, sizes = self.launch(streams)
         partial = products.new_zeros(grid[0] * grid[1], _width(line))
         kernels.along_backward_kernel[grid](
-            products, squares, line, *rest, partial, streams.count, self.eps, WIDTH=_width(line), WHOLE=streams.whole,
-            **sizes,
+            products, squares, streams.of_maps, line, *rest, partial, streams.count, self.eps, WIDTH=_width(line),
+            WHOLE=streams.whole, **sizes,
         )  # fmt: skip
         return partial
 
@@ -315,11 +323,8 @@ def connections(
 def along(
     H: Sequence[Tensor], maps: Tensor, line: Tensor, eps: float, centred: bool, shares: Shares = ()
 ) -> list[Tensor]:
-    """As `connections.along_rows`. A LayerNorm's (h - mean) . w is h . (w - mean of w); its mean is a map of ones."""
-    each = len(maps)
-    if centred:
-        maps = torch.cat([maps - maps.mean(dim=1, keepdim=True), torch.ones_like(maps[:1])])
-    return _given(Along(eps, each, centred), maps, line, H, shares)
+    """As `connections.along_rows`."""
+    return _given(Along(eps, len(maps), centred), maps, line, H, shares)
 
 
 def _given(how: Constrained | Along, maps: Tensor, line: Tensor, H: Sequence[Tensor], shares: Shares) -> list[Tensor]:
