@@ -25,7 +25,7 @@ from stepformer.cli.main import parser as command_line
 from stepformer.measure.benchmark import records
 from stepformer.measure.benchmark.planning import Wanted, plan
 from stepformer.measure.benchmark.process import carry_out
-from stepformer.measure.benchmark.records import Process, in_order, value_of
+from stepformer.measure.benchmark.records import Process, judged_ones, value_of
 from stepformer.measure.benchmark.table import made
 from stepformer.present.tables import Table
 
@@ -167,8 +167,7 @@ def verdicts(targets: Iterable[Target], pairs: Iterable[tuple[dict[str, Any], di
 
 def judged(processes: Iterable[Process], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
     """Verdicts on measurements at the size and with the settings that the targets are for; the last one counts."""
-    small = [each for each in processes if each["device"]["kind"] == "cuda" and each["settings"]["size"] == "small"]
-    return verdicts(targets, [pair for pair in in_order(small) if pair[0]["kernels"] != "off"])
+    return verdicts(targets, judged_ones(processes))
 
 
 def target_table(found: Iterable[Verdict]) -> Table:

@@ -23,32 +23,30 @@ def project(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The products of some tokens of a stream with its maps, and their squares, added to `total` and `square`.
 
-    Of a CENTRED stream they are those of the differences from its mean, (h - mean) . w = h . w - mean sum(w), and one
-    more product, with ones, is the sum. Its squares are found from differences from the first number, since sums of
-    squares of numbers themselves would cancel where the mean is large. The sums of the maps are written to `sums`.
+    Of a CENTRED stream they are those of the differences from its mean, (h - mean) . w = h . w - mean sum(w), and the
+    mean is behind them. Squares and mean are found from differences from the first number, since sums of squares of
+    numbers themselves would cancel where the mean is large. `sums` are those of the maps.
     """
     m, o, k = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_K)
     if CENTRED:
         near = tl.load(h + m.to(tl.int64) * D, mask=m < n, other=0.0).to(tl.float32)
-        of_maps = tl.zeros((WIDE,), tl.float32)
+        apart = tl.zeros((BLOCK_M,), tl.float32)
     for begin in range(0, D, BLOCK_K):
         at = (begin + k)[None, :]
         row = tl.load(h + m[:, None].to(tl.int64) * D + at, mask=(m < n)[:, None] & (at < D), other=0.0)
         tile = tl.load(maps + o[:, None] * STRIDE + at, mask=(o < LINES)[:, None] & (at < D), other=0.0)
-        if CENTRED:
-            of_maps += tl.sum(tile.to(tl.float32), 1)
-            tile = tl.where((o == LINES)[:, None] & (at < D), 1.0, tile).to(row.dtype)
         total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
         wide = row.to(tl.float32)
         if CENTRED:
             wide = tl.where(at < D, wide - near[:, None], 0.0)
+            apart += tl.sum(wide, 1)
         square += tl.sum(wide * wide, 1)
     if CENTRED:
-        mean = tl.sum(tl.where(o[None, :] == LINES, total, 0.0), 1) / D
-        square = tl.maximum(square - D * (mean - near) * (mean - near), 0.0)
-        total -= mean[:, None] * of_maps[None, :]
-        if tl.program_id(0) == 0:
-            tl.store(sums + o, of_maps)
+        apart = apart / D
+        square = tl.maximum(square - D * apart * apart, 0.0)
+        of_maps = tl.load(sums + o, mask=o < LINES, other=0.0)
+        mean = (near + apart)[:, None]
+        total = tl.where((o == LINES)[None, :], mean, total - mean * of_maps[None, :])
     return total, square
 
 
@@ -208,11 +206,11 @@ def along_of(  # type: ignore[no-untyped-def]
     products, squares, stream, m, k, count, eps, D: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
     CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """The products of a stream's tokens with its maps, their means (the product EACH is the sum), and r of the norm."""
+    """The products of a stream's tokens with its maps, their means (behind the products), and r of the norm."""
     p = tl.load(products + (stream * count + m[:, None]) * WIDE + k)
     mean = tl.zeros(m.shape, tl.float32)
     if CENTRED:
-        mean = tl.load(products + (stream * count + m) * WIDE + EACH) / D
+        mean = tl.load(products + (stream * count + m) * WIDE + EACH)
     return p, mean, tl.rsqrt(tl.load(squares + stream * count + m) / D + eps)
 
 
@@ -236,8 +234,8 @@ def along_backward_kernel(  # type: ignore[no-untyped-def]
     WHOLE: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr, CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `weights_backward_kernel`. The map of ones takes what means have to do with it: r changes with h by
-    factor (h - mean), a product with h by w - mean of w."""
+    """As `weights_backward_kernel`. Of a CENTRED stream r changes with h by factor (h - mean) and a product by w - mean
+    of w: what does not depend on the column is behind the factors."""
     token, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
     m, real = tl.where(token < count, token, 0), token < count
     p, mean, r = along_of(products, squares, stream, m, k, count, eps, D, EACH, WIDE, CENTRED)
@@ -247,10 +245,9 @@ def along_backward_kernel(  # type: ignore[no-untyped-def]
     by_r = -tl.sum(dz * p, 1) * r * r * r / D
     dp = dz * r[:, None]
     if CENTRED:
-        apart = by_r * mean + tl.sum(dp * tl.load(sums + k), 1) / D
-        dp = tl.where(k == EACH, -apart[:, None], dp)
-    own = EACH + 1 if CENTRED else EACH
-    tl.store(changed + m[:, None] * WHOLE + stream * own + k, dp, mask=real[:, None] & (k < own))
+        apart = by_r * mean + tl.sum(dp * tl.load(sums + k, mask=k < EACH, other=0.0), 1) / D
+        tl.store(factor + (tl.num_programs(1) + stream) * count + m, -apart, mask=real)
+    tl.store(changed + m[:, None] * WHOLE + stream * EACH + k, dp, mask=real[:, None] & (k < EACH))
     tl.store(factor + stream * count + m, by_r, mask=real)
     found = partial + (stream * tl.num_programs(0) + tl.program_id(0)) * WIDTH
     of_scales = tl.sum(arrived * t, 0, keep_dims=True)

@@ -38,36 +38,33 @@ class Streams:
     """n streams and their maps: (outputs, n d), those of all streams, or (outputs, d), the same for each.
 
     Of the first the products of all streams are added up, (1, tokens, width), of the others not, (n, tokens, width).
-    Those of `centred` streams are of the differences from their mean, and one more is their sum.
+    Those of `centred` streams are of the differences from their mean, which is behind them.
     """
 
-    def __init__(
-        self, rows: Sequence[Tensor], maps: Tensor, centred: bool = False, of_maps: Tensor | None = None
-    ) -> None:
+    def __init__(self, rows: Sequence[Tensor], maps: Tensor, centred: bool = False) -> None:
         self.rows, self.maps = [h.contiguous() for h in rows], maps.to(rows[0].dtype).contiguous()
         self.d = rows[0].shape[-1]
-        self.count, self.outputs, self.centred = rows[0].numel() // self.d, len(maps) + centred, centred
+        self.count, self.outputs, self.centred = rows[0].numel() // self.d, len(maps), centred
         self.joined = maps.shape[1] > self.d
-        self.wide = max(16, triton.next_power_of_2(self.outputs))
-        self.of_maps = maps.new_empty(self.wide, dtype=torch.float32) if of_maps is None else of_maps  # their sums
+        self.wide = max(16, triton.next_power_of_2(self.outputs + centred))
         self.whole = self.wide if self.joined else max(16, triton.next_power_of_2(len(rows) * self.outputs))
 
     @property
     def sizes(self) -> dict[str, Any]:
         """Of the printed kernels."""
-        sizes = {"D": self.d, "STRIDE": self.maps.shape[1], "LINES": len(self.maps), "CENTRED": self.centred}
-        return {**sizes, "PRECISION": "ieee"}
+        return {"D": self.d, "STRIDE": self.maps.shape[1], "LINES": self.outputs, "PRECISION": "ieee"}
 
-    def project(self) -> tuple[Tensor, Tensor]:
-        """The products, and the sums of squares."""
+    def project(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The products, the sums of squares, and of centred streams the sums of the maps."""
         kinds = 1 if self.joined else len(self.rows)
         products = self.maps.new_empty(kinds, self.count, self.wide, dtype=torch.float32)
         squares = self.maps.new_empty(kinds, self.count, dtype=torch.float32)
+        sums = self.maps.sum(dim=1, dtype=torch.float32) if self.centred else None
         projecting(len(self.rows), self.joined)[(triton.cdiv(self.count, TILE.rows),)](
-            *self.rows, self.maps, self.of_maps, products, squares, self.count, **self.sizes, WIDE=self.wide,
-            BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps,
+            *self.rows, self.maps, sums, products, squares, self.count, **self.sizes, WIDE=self.wide,
+            CENTRED=self.centred, BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps,
         )  # fmt: skip
-        return products, squares
+        return products, squares, sums
 
     def back_tile(self, arrived: int, weights: Sequence[tuple[int | None, ...]]) -> common.Tile:
         """The tile of `back`, with fewer stages or smaller where shared memory has no room for all of it.
@@ -76,7 +73,9 @@ class Streams:
         and stored in another order than it was loaded. That is 1.0 to 1.8 times what Triton takes (n up to 8, sm_90).
         """
         tile, n, item = BACK, len(self.rows), self.maps.element_size()
-        numbers = (1 if self.joined else n) + sum(line is not None for lines in weights for line in lines)
+        numbers = (1 if self.joined else n + n * self.centred) + sum(
+            line is not None for lines in weights for line in lines
+        )
         room = common.shared_memory(self.maps.device)
 
         def taken(tile: common.Tile) -> int:
@@ -98,16 +97,16 @@ class Streams:
         self, arrived: Sequence[Tensor | None], weighted: Weighted, changed: Tensor, factor: Tensor, stats: Tensor
     ) -> tuple[list[Tensor], Tensor]:
         """The gradients of the streams and of the maps: what arrived, `weighted` rows times lines of `stats`, what the
-        gradients of the products give (`changed`, those of all streams side by side), and a multiple of each row."""
+        gradients of the products give (`changed`, those of all streams side by side), a multiple of each row and, of
+        centred streams, a number for all its columns (`factor`)."""
         tile = self.back_tile(sum(grad is not None for grad in arrived), [lines for _, lines in weighted])
         columns, tiles = triton.cdiv(self.d, tile.chunk), triton.cdiv(self.count, tile.rows)
         splits = min(tiles, max(1, tile.programs * common.multiprocessors(self.maps.device) // columns))
         found = [torch.empty_like(row) for row in self.rows]
         lines = splits if self.joined else splits * len(self.rows)
         partial = self.maps.new_empty(lines, self.maps.numel(), dtype=torch.float32)
-        kernel = backward(
-            len(self.rows), self.joined, tuple(grad is not None for grad in arrived), tuple(w for _, w in weighted)
-        )
+        given = tuple(grad is not None for grad in arrived)
+        kernel = backward(len(self.rows), self.joined, self.centred, given, tuple(w for _, w in weighted))
         kernel[(columns, splits)](
             *self.rows, *(dense(grad) for grad in arrived if grad is not None), *(dense(t) for t, _ in weighted),
             *found, changed, factor, self.maps, stats, partial, self.count, triton.cdiv(tiles, splits),
@@ -147,7 +146,9 @@ def projecting(n: int, joined: bool) -> Any:
 
 
 @cache
-def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tuple[int | None, ...], ...]) -> Any:
+def backward(
+    n: int, joined: bool, centred: bool, arrived: tuple[bool, ...], weights: tuple[tuple[int | None, ...], ...]
+) -> Any:
     """Some columns of all streams' gradients, what arrived + weighted rows + dP F + factor h, and of those of the maps,
     dP^T h, of which program (columns, s) adds up the tokens of every grid's s-th tile.
 
@@ -158,14 +159,12 @@ def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tup
     parameters += [*(f"o{i}" for i in range(n)), "changed", "factor", "maps", "stats", "partial", "count", "turns"]
     body = ["at, o = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, WIDE)"]
     for i in range(n):
-        first, column = ("0", f"{i} * D") if joined else (f"{i} * (LINES + CENTRED)", "0")
+        first, column = ("0", f"{i} * D") if joined else (f"{i} * LINES", "0")
         body += [
             f"own{i} = o - {first}",
             f"place{i} = own{i}[:, None] * STRIDE + at[None, :] + {column}",
             f"inside{i} = ((own{i} >= 0) & (own{i} < LINES))[:, None] & (at < D)[None, :]",
-            f"ones{i} = ((own{i} >= LINES) & (own{i} < LINES + CENTRED))[:, None] & (at < D)[None, :]",
             f"tile{i} = tl.load(maps + place{i}, mask=inside{i}, other=0.0)",
-            f"tile{i} = tl.where(ones{i}, 1.0, tile{i}).to(tile{i}.dtype)",
             f"total{i} = tl.zeros((WIDE, BLOCK_K), tl.float32)",
         ]
     body.append("for turn in tl.range(0, turns, num_stages=STAGES):")
@@ -173,7 +172,7 @@ def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tup
         "m = (turn * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)",
         "mask = (m < count)[:, None] & (at < D)[None, :]",
         "place = m[:, None] * D + at[None, :]",
-        f"real = (m < count)[:, None] & (o < (LINES + CENTRED) * {1 if joined else n})[None, :]",
+        f"real = (m < count)[:, None] & (o < LINES * {1 if joined else n})[None, :]",
         "dp = tl.load(changed + m[:, None] * WIDE + o[None, :], mask=real, other=0.0)",
         *(f"by{i} = per_token(factor + {i} * count, m, count)" for i in range(1 if joined else n)),
         *(f"weighted{k} = tl.load(w{k} + place, mask=mask, other=0.0).to(tl.float32)" for k in range(len(weights))),
@@ -182,6 +181,8 @@ def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tup
         by = f"by{0 if joined else i}"
         loop.append(f"row = tl.load(h{i} + place, mask=mask, other=0.0)")
         loop.append(f"back = tl.dot(dp, tile{i}, input_precision=PRECISION) + {by} * row.to(tl.float32)")
+        if centred:
+            loop.append(f"back += per_token(factor + {n + i} * count, m, count)")
         if arrived[i]:
             loop.append(f"back += tl.load(a{i} + place, mask=mask, other=0.0).to(tl.float32)")
         for k, lines in enumerate(weights):
@@ -194,7 +195,7 @@ def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tup
     for i in range(n):
         line = "line" if joined else f"line + {i} * LINES * STRIDE"
         body.append(f"tl.store({line} + place{i}, total{i}, mask=inside{i})")
-    sizes = "D STRIDE LINES CENTRED PRECISION WIDE BLOCK_M BLOCK_K STAGES"
+    sizes = "D STRIDE LINES PRECISION WIDE BLOCK_M BLOCK_K STAGES"
     return printed("streams_backward_kernel", parameters, sizes, body)
 
 
@@ -205,23 +206,24 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: Any, shares: Shares, maps: Tensor, line: Tensor, *H: Tensor) -> Any:
         streams = Streams(H, maps, how.centred)
-        products, squares = streams.project()
+        products, squares, sums = streams.project()
         line = line.float().contiguous()
         stats = products.new_empty(how.lines(streams), streams.count)
         how.forward(streams, products, squares, line, stats)
         ctx.how, ctx.kind, ctx.shares = how, maps.dtype, shares
-        ctx.save_for_backward(products, squares, line, stats, streams.maps, streams.of_maps, *streams.rows)
+        ctx.save_for_backward(products, squares, line, stats, streams.maps, sums, *streams.rows)
         ctx.set_materialize_grads(False)
         return *H, stats, *(H[row].detach() for row, _ in shares)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        products, squares, line, stats, maps, of_maps, *rows = ctx.saved_tensors
+        products, squares, line, stats, maps, sums, *rows = ctx.saved_tensors
         arrived, of_stats, of_shares = grads[: len(rows)], grads[len(rows)], grads[len(rows) + 1 :]
-        streams = Streams(rows, maps, ctx.how.centred, of_maps)
-        changed, factor = rows[0].new_empty(streams.count, streams.whole), torch.empty_like(squares)
+        streams = Streams(rows, maps, ctx.how.centred)
+        changed = rows[0].new_empty(streams.count, streams.whole)
+        factor = squares.new_empty((1 + streams.centred) * len(squares), streams.count)
         of_stats = torch.zeros_like(stats) if of_stats is None else dense(of_stats)
-        partial = ctx.how.backward(streams, products, squares, line, of_stats, changed, factor)
+        partial = ctx.how.backward(streams, products, squares, sums, line, of_stats, changed, factor)
         weighted = gathered(ctx.shares, of_shares, len(rows))
         found, slopes = streams.back(arrived, weighted, changed, factor, stats)
         return None, None, slopes.to(ctx.kind), common.sum_lines(partial)[: len(line)], *found
@@ -273,7 +275,9 @@ class Constrained(NamedTuple):
             products, squares, line, self.table, stats, streams.count, self.eps, **sizes
         )
 
-    def backward(self, streams: Streams, products: Tensor, squares: Tensor, line: Tensor, *rest: Tensor) -> Tensor:
+    def backward(
+        self, streams: Streams, products: Tensor, squares: Tensor, sums: Tensor | None, line: Tensor, *rest: Tensor
+    ) -> Tensor:
         sizes = self.sizes(streams)
         programs = triton.cdiv(streams.count, sizes["BLOCK"])
         partial = products.new_zeros(programs, _width(line))
@@ -303,11 +307,13 @@ class Along(NamedTuple):
         grid, sizes = self.launch(streams)
         kernels.along_kernel[grid](products, squares, line, stats, streams.count, self.eps, **sizes)
 
-    def backward(self, streams: Streams, products: Tensor, squares: Tensor, line: Tensor, *rest: Tensor) -> Tensor:
+    def backward(
+        self, streams: Streams, products: Tensor, squares: Tensor, sums: Tensor | None, line: Tensor, *rest: Tensor
+    ) -> Tensor:
         grid, sizes = self.launch(streams)
         partial = products.new_zeros(grid[0] * grid[1], _width(line))
         kernels.along_backward_kernel[grid](
-            products, squares, streams.of_maps, line, *rest, partial, streams.count, self.eps, WIDTH=_width(line),
+            products, squares, sums, line, *rest, partial, streams.count, self.eps, WIDTH=_width(line),
             WHOLE=streams.whole, **sizes,
         )  # fmt: skip
         return partial

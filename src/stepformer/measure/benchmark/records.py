@@ -74,6 +74,12 @@ def in_order(processes: Iterable[Process]) -> list[tuple[Record, Record]]:
     return found + [pair for process in by_rows for pair in _within(process) if pair[0]["label"] == BASELINE]
 
 
+def judged_ones(processes: Iterable[Process]) -> list[tuple[Record, Record]]:
+    """Those that targets and pages are about, in the same order: on a GPU, at the size small, with kernels."""
+    small = [each for each in processes if each["device"]["kind"] == "cuda" and each["settings"]["size"] == "small"]
+    return [pair for pair in in_order(small) if pair[0]["kernels"] != "off"]
+
+
 def _within(process: Process) -> list[tuple[Record, Record]]:
     """The pairs of a process in the order of their labels, the first of each label last."""
     found: dict[str, list[tuple[Record, Record]]] = {}
