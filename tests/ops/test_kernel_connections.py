@@ -115,11 +115,9 @@ def test_gradients_of_products_that_others_make(kind: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ["sinkhorn", "permutations", "along"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n", [3, 4, 8])
+@pytest.mark.parametrize("n", [3, 4])
 def test_gradients_of_products_on_the_gpu(kind: str, dtype: torch.dtype, n: int) -> None:
-    """Also where a kernel with the usual tile would not have the memory."""
-    if kind == "permutations" and n > 4:
-        pytest.skip("the config refuses it")
+    """Also where a kernel with the usual tile would not have the memory, which is fp32."""
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     check_products(kind, dtype, "cuda", tolerance, n, 20 if n == 3 else 768, whole=n > 3)
 

@@ -235,7 +235,7 @@ def along_backward_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As `weights_backward_kernel`. Of a CENTRED stream r changes with h by factor (h - mean) and a product by w - mean
-    of w: what does not depend on the column is behind the factors."""
+    of w: what does not depend on the column is the gradient of one more product, that with a map of ones."""
     token, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
     m, real = tl.where(token < count, token, 0), token < count
     p, mean, r = along_of(products, squares, stream, m, k, count, eps, D, EACH, WIDE, CENTRED)
@@ -246,8 +246,9 @@ def along_backward_kernel(  # type: ignore[no-untyped-def]
     dp = dz * r[:, None]
     if CENTRED:
         apart = by_r * mean + tl.sum(dp * tl.load(sums + k, mask=k < EACH, other=0.0), 1) / D
-        tl.store(factor + (tl.num_programs(1) + stream) * count + m, -apart, mask=real)
-    tl.store(changed + m[:, None] * WHOLE + stream * EACH + k, dp, mask=real[:, None] & (k < EACH))
+        dp = tl.where(k == EACH, -apart[:, None], dp)
+    own = EACH + 1 if CENTRED else EACH
+    tl.store(changed + m[:, None] * WHOLE + stream * own + k, dp, mask=real[:, None] & (k < own))
     tl.store(factor + stream * count + m, by_r, mask=real)
     found = partial + (stream * tl.num_programs(0) + tl.program_id(0)) * WIDTH
     of_scales = tl.sum(arrived * t, 0, keep_dims=True)
