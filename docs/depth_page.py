@@ -163,7 +163,7 @@ Speeds were measured before training. At that point the factor s of ReZero is 0,
 A GPU that multiplies zeros takes less power and runs faster, so the speed given for ReZero is too high for training.
 The speed of `scaled scale=scalar`, which does the same work, is closer.
 
-The speed of `hyper dynamic=true` was measured before the last change of its kernels, not since.
+The kernels of `hyper dynamic=true` and `mhc` have changed a little since their speed was measured.
 
 ## Hyper-connections
 

@@ -91,7 +91,7 @@ def test_unit_rms_of_outputs_is_muon(method: str, mlp: str) -> None:
 
 def test_frobenius_step_is_the_best_feasible_one() -> None:
     model = shake(tiny("vanilla", norm="rmsnorm"), 0.1)
-    step, grads = step_with(model), gradients(model)
+    step, grads = step_with(model, norm="frobenius"), gradients(model)
     given = factors(model, observe(model, X, inputs=True))
 
     own = list(stacks(model))
@@ -125,7 +125,7 @@ def test_frobenius_step_is_the_best_feasible_one() -> None:
 def test_frobenius_step_is_a_solvers() -> None:
     """All matrices of a small model against SLSQP."""
     model = shake(tiny("vanilla", norm="rmsnorm", n_layer=1, d_model=4, n_head=2, mlp_hidden=3), 0.1)
-    step, grads = step_with(model), gradients(model)
+    step, grads = step_with(model, norm="frobenius"), gradients(model)
     given, own = factors(model, observe(model, X, inputs=True)), list(stacks(model))
 
     def split(flat: Any) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from stepformer.study import (
     load_records,
     plot_comparison,
 )
-from stepformer.study.differences import differences, recorded
+from stepformer.study.differences import differences, flat, recorded
 from stepformer.training import run_config
 
 BUDGET, EVALUATIONS = 8000, 8
@@ -235,6 +235,11 @@ def test_what_another_optimizer_reads_is_no_difference(tmp_path: Path) -> None:
     record["config"]["optim"]["probe"] = 4096
     write_json(old / "run.json", record)
     assert differences({folder.name: recorded(folder) for folder in (old, new)}) == []
+    words = {"muon": [], "trust": ["optim.name=trust"], "less": ["optim.name=trust", "probe=512"]}
+    rows = {label: flat(run_config("vanilla", some)) for label, some in words.items()}
+    found = {difference.key: difference.values for difference in differences(rows)}
+    assert found["optim.probe"] == {"trust": 2048, "less": 512}
+    assert "optim.factor_damping" not in found
 
 
 def test_refuses_unequal_budgets_doubles_and_mixed_labels(tmp_path: Path) -> None:

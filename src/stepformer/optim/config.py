@@ -22,7 +22,7 @@ DEFAULTS: dict[str, dict[str, float | str]] = {
     "muon": {"lr": 0.02, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "jordan"},
     "adamw": {"lr": 6e-4, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
     "polargrad": {"lr": 0.2, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
-    "trust": {"lr": 0.025, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
+    "trust": {"lr": 0.05, "lr_embedding": 6e-4, "lr_norm": 6e-4, "lr_coefficient": 3e-3, "scaling": "none"},
     "scion": {"lr": 0.05, "lr_embedding": 5e-3, "lr_norm": 2e-3, "lr_coefficient": 3e-3, "scaling": "spectral"},
 }
 for _name, _values in DEFAULTS.items():
@@ -52,8 +52,13 @@ LARGEST = 10.0  # no larger factor has been tried
 
 def without_foreign(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of an optimizer as they were stored, less what only others read: their defaults may change."""
-    foreign = {key for owner, keys in OWN.items() if owner != values.get("name", "muon") for key in keys}
-    return {key: value for key, value in values.items() if key not in foreign}
+    others = foreign(str(values.get("name", "muon")))
+    return {key: value for key, value in values.items() if key not in others}
+
+
+def foreign(name: str) -> set[str]:
+    """Settings that this optimizer does not read, another one does."""
+    return {key for owner, keys in OWN.items() if owner != name for key in keys}
 
 
 def rate_factor(steps: int, batch: int, width: int, depth: int) -> float:
@@ -126,12 +131,12 @@ class OptimConfig(Settings):
     embedding_geometry: Literal["row", "sign"] = setting("row", "scion: step of the tables, rows of unit RMS or signs")
     radius: float | None = setting(None, "scion: keep block matrices inside this ball (unset: unconstrained)", above=0)
     own_init: bool = setting(False, "scion: start block matrices and tables on their unit balls")
-    norm: Literal["frobenius", "spectral"] = setting(
-        "frobenius", "trust: bound the average change (L^-1 M R^-1) or the worst case (the polar factor, whitened)"
+    norm: Literal["spectral", "frobenius"] = setting(
+        "spectral", "trust: bound the worst case (the polar factor, whitened) or the average change (L^-1 M R^-1)"
     )
     lambda_attn: float = setting(1.0, "trust: what the change of attention rows counts beside that of streams", above=0)
     share_qk: float = setting(1.0, "trust: what queries and keys count in the budget, beside 1 for the others", above=0)
-    factor_damping: float = setting(1e-2, "trust: added to the factors, times their mean eigenvalue", least=0)
+    factor_damping: float = setting(0.1, "trust: added to the factors, times their mean eigenvalue", least=0)
     factor_every: int = setting(50, "trust: steps between inversions of the factors", least=1)
     probe: int = setting(2048, "trust: tokens that are looked at for statistics and radius", least=1)
     probe_every: int = setting(10, "trust: steps between two looks", least=1)

@@ -17,7 +17,7 @@ from stepformer.base import documents
 from stepformer.base.errors import ConfigError, suggestion
 from stepformer.base.plugins import digest
 from stepformer.model.config import NOT_THE_FUNCTION, declared_options
-from stepformer.optim.config import without_foreign
+from stepformer.optim.config import foreign
 from stepformer.training.config import SECTIONS, RunConfig
 from stepformer.training.runs import RunFolder
 
@@ -64,8 +64,7 @@ def recorded(folder: Path) -> dict[str, Any]:
     settings = {f"model.{key}": value for key, value in config["model"].items()}
     for section, kind in SECTIONS.items():
         defaults = {f.name: f.default for f in dataclasses.fields(kind)}  # of keys that are younger than the run
-        own = without_foreign(config[section]) if section == "optim" else config[section]
-        settings |= {f"{section}.{key}": value for key, value in {**defaults, **own}.items()}
+        settings |= {f"{section}.{key}": value for key, value in {**defaults, **config[section]}.items()}
     if record.get("corpus"):
         settings |= what_was_read(record["corpus"])
     if record.get("init"):
@@ -151,10 +150,16 @@ def differences(rows: Mapping[str, Flat], meant: Iterable[str] = (), *, one_row:
     permitted = {*meant}
     differing = []
     for key in keys:
-        values = {label: found.get(key) for label, found in rows.items() if one_row or _concerns(key, found)}
+        own = {label: found for label, found in rows.items() if last(key) not in _foreign(key, found)}
+        values = {label: found.get(key) for label, found in own.items() if one_row or _concerns(key, found)}
         if any(value != next(iter(values.values())) for value in values.values()):
             differing.append(Difference(key, values, is_architecture(key) or bool({key, last(key)} & permitted)))
     return sorted(differing, key=lambda difference: not is_architecture(difference.key))
+
+
+def _foreign(key: str, settings: Flat) -> set[str]:
+    """What only other optimizers than the row's read, which is none of its settings."""
+    return foreign(str(settings["optim.name"])) if key.startswith("optim.") and "optim.name" in settings else set()
 
 
 def _concerns(key: str, settings: Flat) -> bool:
