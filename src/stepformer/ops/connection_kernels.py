@@ -258,6 +258,8 @@ def along_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def per_token(numbers, m, count):  # type: ignore[no-untyped-def]
-    """A number of each token beside its row."""
-    return tl.load(numbers + m, mask=m < count, other=0.0)[:, None]
+def per_token(pairs, m, count):  # type: ignore[no-untyped-def]
+    """Two numbers of each token beside its row."""
+    both = tl.load(pairs + m, mask=m < count, other=0)
+    first = (both & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return first[:, None], (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
