@@ -1,6 +1,6 @@
 """Kernels of hyper-connections (connections.py): a token's weights of its n streams, and the gradients of these.
 
-    P = sum_i H_i F_i, and the streams' squares         each row is read once (printed by connection_passes.py)
+    P = sum_i H_i F_i, and the streams' squares         each row is read once (printed by connection_printing.py)
     pre, post, R from P                                 a warp has several tokens, a thread few numbers of a matrix
     and back: the gradient of P, then of all streams    printed too: what arrives for them is added on the way
 

@@ -8,7 +8,6 @@ what arrived for the mixtures, and writes the gradient of every stream once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +17,13 @@ from torch import Tensor
 from stepformer.ops import common
 from stepformer.ops import connection_kernels as kernels
 from stepformer.ops.common import dense
+from stepformer.ops.connection_printing import Numbers, backward, numbers_of, pairing, projecting
 from stepformer.ops.operators import traced
-from stepformer.ops.row_printing import load_kernel
 
 Shares = tuple[tuple[int, int], ...]  # which streams and which numbers per token later passes multiply
 MOST_STREAMS = 4  # more are computed by plain PyTorch: in bf16 gradients of eight were wrong by 7 % on an H200
 TILE = common.Tile(64, 64, 4)  # columns, rows and warps of the products
-BACK = common.Tile(64, 64, 8, stages=3, programs=1)  # 214 us on an H200: 32,768 rows of 768, four streams, bf16
+BACK = common.Tile(64, 64, 8, stages=3, programs=1)  # the best of 12 on an H200: 32,768 rows of 768, four streams, bf16
 SINKHORN, PERMUTED = common.Tile(0, 32, 1), common.Tile(0, 16, 4)  # tokens of a program that makes weights
 
 
@@ -123,111 +122,6 @@ class Streams:
 
 # A row, and for each stream the line of numbers by which its gradient has it, or None.
 Weighted = Sequence[tuple[Tensor, tuple[int | None, ...]]]
-
-
-Numbers = tuple[tuple[tuple[str, int], ...], ...]  # of each stream: lines of `stats`, and of `factor`
-
-
-def numbers_of(n: int, joined: bool, weights: tuple[tuple[int | None, ...], ...]) -> Numbers:
-    """What the backward kernel multiplies rows by; the factor of all streams is among the first one's."""
-    lines = [[("stats", line) for own in weights if (line := own[i]) is not None] for i in range(n)]
-    return tuple((*own, *([("factor", i)] if i == 0 or not joined else ())) for i, own in enumerate(lines))
-
-
-@cache
-def pairing(numbers: Numbers) -> Any:
-    """Numbers as `Streams.pair` gives them. With one load for two of them the backward kernel of four streams has 44
-    instructions that load a tile instead of 67, and no register spills (triton 3.6, sm_90)."""
-    body, place = ["m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)"], 0
-    for own in numbers:
-        for j, (source, line) in enumerate(own):
-            at = f"pairs + ({place + j // 2} * count + m) * 2 + {j % 2}"
-            body.append(f"tl.store({at}, tl.load({source} + {line} * count + m, mask=m < count), mask=m < count)")
-        place += -(-len(own) // 2)
-    return printed("pairing_kernel", ["factor", "stats", "pairs", "count"], "BLOCK", body)
-
-
-def printed(name: str, parameters: Sequence[str], sizes: str, body: Sequence[str]) -> Any:
-    signature = ", ".join([*parameters, *(f"{size}: tl.constexpr" for size in sizes.split())])
-    lines = ["@triton.jit", f"def {name}({signature}):", *(f"    {line}" for line in body)]
-    return load_kernel(name, "\n".join(lines) + "\n", (kernels.project, kernels.store_products, kernels.per_token))
-
-
-@cache
-def projecting(n: int, joined: bool) -> Any:
-    """The products of n streams with their maps: of all of them together, or of each."""
-    begin = "total, square = tl.zeros((BLOCK_M, WIDE), tl.float32), tl.zeros((BLOCK_M,), tl.float32)"
-    sizes = "D STRIDE LINES WIDE CENTRED PRECISION BLOCK_M BLOCK_K"
-    body = []
-    for i in range(n):
-        place, maps = (0, f"maps + {i} * D") if joined else (i, "maps")
-        if i == 0 or not joined:
-            body.append(begin)
-        body.append(f"total, square = project(h{i}, {maps}, sums, total, square, n, {', '.join(sizes.split())})")
-        if i == n - 1 or not joined:
-            at = f"out + {place} * n * WIDE, squares + {place} * n"
-            body.append(f"store_products({at}, total, square, n, WIDE, BLOCK_M)")
-    parameters = [*(f"h{i}" for i in range(n)), "maps", "sums", "out", "squares", "n"]
-    return printed("project_kernel", parameters, sizes, body)
-
-
-@cache
-def backward(
-    n: int, joined: bool, centred: bool, arrived: tuple[bool, ...], weights: tuple[tuple[int | None, ...], ...]
-) -> Any:
-    """Some columns of all streams' gradients, what arrived + weighted rows + dP F + factor h, and of those of the maps,
-    dP^T h, of which program (columns, s) adds up the tokens of every grid's s-th tile.
-
-    Maps of each stream are taken for maps of all of them, with zeros: one tile of dP, whichever stream it is of. The
-    last one of a centred stream is of ones. (Its gradient as a number per token took 278 us instead of 207.)
-    """
-    streams = [f"h{i}" for i in range(n)]
-    parameters = [*streams, *(f"a{i}" for i in range(n) if arrived[i]), *(f"w{k}" for k in range(len(weights)))]
-    parameters += [*(f"o{i}" for i in range(n)), "changed", "pairs", "maps", "partial", "count", "turns"]
-    body = ["at, o = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, WIDE)"]
-    lines = "(LINES + 1)" if centred else "LINES"
-    for i in range(n):
-        first, column = ("0", f"{i} * D") if joined else (f"{i} * {lines}", "0")
-        body += [
-            f"own{i} = o - {first}",
-            f"place{i} = own{i}[:, None] * STRIDE + at[None, :] + {column}",
-            f"inside{i} = ((own{i} >= 0) & (own{i} < LINES))[:, None] & (at < D)[None, :]",
-            f"tile{i} = tl.load(maps + place{i}, mask=inside{i}, other=0.0)",
-            *([f"tile{i} = tl.where(own{i}[:, None] == LINES, 1.0, tile{i}).to(tile{i}.dtype)"] if centred else ()),
-            f"total{i} = tl.zeros((WIDE, BLOCK_K), tl.float32)",
-        ]
-    body.append("for turn in tl.range(0, turns, num_stages=STAGES):")
-    loop = [
-        "m = (turn * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)",
-        "mask = (m < count)[:, None] & (at < D)[None, :]",
-        "place = m[:, None] * D + at[None, :]",
-        f"real = (m < count)[:, None] & (o < {lines} * {1 if joined else n})[None, :]",
-        "dp = tl.load(changed + m[:, None] * WIDE + o[None, :], mask=real, other=0.0)",
-        *(f"weighted{k} = tl.load(w{k} + place, mask=mask, other=0.0).to(tl.float32)" for k in range(len(weights))),
-    ]
-    place, by = 0, ""
-    for i, own in enumerate(numbers_of(n, joined, weights)):
-        for j in range(0, len(own), 2):
-            loop.append(f"number{i}_{j}, number{i}_{j + 1} = per_token(pairs + {place} * count, m, count)")
-            place += 1
-        named = {which: f"number{i}_{j}" for j, which in enumerate(own)}
-        by = named.get(("factor", i), by)
-        loop.append(f"row = tl.load(h{i} + place, mask=mask, other=0.0)")
-        loop.append(f"back = tl.dot(dp, tile{i}, input_precision=PRECISION) + {by} * row.to(tl.float32)")
-        if arrived[i]:
-            loop.append(f"back += tl.load(a{i} + place, mask=mask, other=0.0).to(tl.float32)")
-        for k, numbers in enumerate(weights):
-            if (number := numbers[i]) is not None:
-                loop.append(f"back += {named['stats', number]} * weighted{k}")
-        loop.append(f"tl.store(o{i} + place, back, mask=mask)")
-        loop.append(f"total{i} = tl.dot(tl.trans(dp), row, total{i}, input_precision=PRECISION)")
-    body += [f"    {line}" for line in loop]
-    body.append(f"line = partial + tl.program_id(1).to(tl.int64) * (LINES * STRIDE * {1 if joined else n})")
-    for i in range(n):
-        line = "line" if joined else f"line + {i} * LINES * STRIDE"
-        body.append(f"tl.store({line} + place{i}, total{i}, mask=inside{i})")
-    sizes = "D STRIDE LINES PRECISION WIDE BLOCK_M BLOCK_K STAGES"
-    return printed("streams_backward_kernel", parameters, sizes, body)
 
 
 class _Weights(torch.autograd.Function):
