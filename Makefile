@@ -67,6 +67,7 @@ test-shaken: $(STAMP)
 
 test-gpu:
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "gpu and not slow" -n $(GPU_WORKERS) --dist worksteal -rfEs tests
+	$(PYTHON) tests/support/pipelines.py
 
 test-gpu-all:
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal -rfEs tests

@@ -21,8 +21,10 @@ from stepformer.ops.connection_printing import Numbers, backward, numbers_of, pa
 from stepformer.ops.operators import traced
 
 Shares = tuple[tuple[int, int], ...]  # which streams and which numbers per token later passes multiply
-MOST_STREAMS = 4  # more are computed by plain PyTorch: in bf16 gradients of eight were wrong by 7 % on an H200
-TILE = common.Tile(64, 64, 4)  # columns, rows and warps of the products
+MOST_STREAMS = 4  # more are computed by plain PyTorch: not tested on a GPU since the tile below is another one
+# Columns, rows and warps of the products. With 64 rows they are asynchronous, and Triton overwrites the rows, which are
+# squared as well, while they are read (tests/support/pipelines.py): gradients of eight streams were wrong by 7 %.
+TILE = common.Tile(64, 32, 4)
 BACK = common.Tile(64, 64, 8, stages=3, programs=1)  # the best of 12 on an H200: 32,768 rows of 768, four streams, bf16
 SINKHORN, PERMUTED = common.Tile(0, 32, 1), common.Tile(0, 16, 4)  # tokens of a program that makes weights
 
