@@ -28,6 +28,12 @@ define install
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(1)]'
 endef
 
+define gpu_tests
+	@mkdir -p build && touch build/begun
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "$(1)" -n $(GPU_WORKERS) --dist worksteal -rfEs tests
+	$(PYTHON) tests/support/pipelines.py build/begun
+endef
+
 setup: $(STAMP)
 
 # All of it: the demo needs nothing else.
@@ -66,11 +72,10 @@ test-shaken: $(STAMP)
 	$(BIN)/python tests/support/shaken.py --workers $(WORKERS) $(ONLY)
 
 test-gpu:
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "gpu and not slow" -n $(GPU_WORKERS) --dist worksteal -rfEs tests
-	$(PYTHON) tests/support/pipelines.py
+	$(call gpu_tests,gpu and not slow)
 
 test-gpu-all:
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal -rfEs tests
+	$(call gpu_tests,gpu)
 
 audit: $(STAMP)
 	$(BIN)/stepformer audit --all

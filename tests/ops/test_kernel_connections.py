@@ -64,6 +64,7 @@ def check_products(
     n: int = 3,
     d: int = 20,
     whole: bool = False,
+    length: int = 37,
 ) -> None:
     """Of `SHARES`, or as a model mixes n streams (`whole`): one gradient for what is read, one for each new stream.
 
@@ -74,13 +75,13 @@ def check_products(
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    H = [drawn(2, 37, d).to(dtype).requires_grad_() for _ in range(n)]
+    H = [drawn(2, length, d).to(dtype).requires_grad_() for _ in range(n)]
     outputs = {"sinkhorn": 2 * n + n * n, "permutations": 2 * n + math.factorial(min(n, 4)), "along": n + 2}[kind]
     maps = (0.3 * (20 / d) ** 0.5 * drawn(outputs, d if kind == "along" else n * d)).requires_grad_()
     line = drawn(2 + n * (n + 2) if kind == "along" else 3 + outputs).requires_grad_()
     settings = {"centred": True} if kind == "along" else {"mixing": kind}
     function = connections.along_rows if kind == "along" else connections.connections
-    own, grads = drawn(2, 37), [drawn(2, 37, d).to(dtype) for _ in range(n + 1)]
+    own, grads = drawn(2, length), [drawn(2, length, d).to(dtype) for _ in range(n + 1)]
     shares, arriving = SHARES, [grads[0], grads[0], grads[1], grads[1], grads[1].clone(), grads[0], None]
     if whole:
         shares = tuple((i, n + k * n + i) for k in range(n + 1) for i in range(n))
@@ -117,9 +118,10 @@ def test_gradients_of_products_that_others_make(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [3, 4])
 def test_gradients_of_products_on_the_gpu(kind: str, dtype: torch.dtype, n: int) -> None:
-    """Also where a kernel with the usual tile would not have the memory, which is fp32."""
+    """Also where a kernel with the usual tile would not have the memory, which is fp32. With 3,000 tokens of 768
+    numbers a program takes several turns, so that copies for later ones are on their way."""
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    check_products(kind, dtype, "cuda", tolerance, n, 20 if n == 3 else 768, whole=n > 3)
+    check_products(kind, dtype, "cuda", tolerance, n, 20 if n == 3 else 768, whole=n > 3, length=37 if n == 3 else 1500)
 
 
 @pytest.mark.parametrize("joined", [True, False])
@@ -138,7 +140,8 @@ def test_a_kernel_has_room(joined: bool, dtype: torch.dtype, room: int, monkeypa
         if n == 4 and dtype == torch.bfloat16 and room > 200_000:
             assert tile == fast.BACK
         rows = (2 * n + 1) * tile.rows * tile.chunk * dtype.itemsize  # what is on its way for one stage
-        assert (tile.stages - 1) * rows <= room
+        held = n * streams.whole * tile.chunk * dtype.itemsize + 4 * tile.rows * tile.chunk  # maps, and a result
+        assert (tile.stages - 1) * rows + held <= room
         assert tile.rows >= 16
         assert tile.chunk >= 16
 

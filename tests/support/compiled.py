@@ -94,7 +94,7 @@ def documents() -> None:
 
 
 def streams() -> None:
-    """As a model weighs four of them, in both dtypes."""
+    """As a model weighs four of them, in both dtypes; so many tokens that a program has several turns."""
     n, d = 4, 768
     shares = tuple((i, n + k * n + i) for k in range(n + 1) for i in range(n))
     for dtype in (torch.bfloat16, torch.float32):
@@ -103,10 +103,11 @@ def streams() -> None:
             (n + 2, d, 2 + n * (n + 2), connections.along_rows, {"centred": True}),
             (n + 2, d, 2 + n * (n + 2), connections.along_rows, {"centred": False}),
         ):
-            H = [torch.randn(2, 64, d, dtype=dtype, requires_grad=True) for _ in range(n)]
+            H = [torch.randn(2, 1500, d, dtype=dtype, requires_grad=True) for _ in range(n)]
             maps, line = torch.randn(outputs, width, requires_grad=True), torch.randn(numbers, requires_grad=True)
-            found = function(*H, maps, line, eps=1e-5, dtype=dtype, shares=shares, **how)
-            torch.stack([t.float().sum() for t in found[n:]]).sum().backward()
+            found = function(*H, maps, line, eps=1e-5, dtype=dtype, shares=shares, **how)[-len(shares) :]
+            grads = [torch.randn(2, 1500, d, dtype=dtype) for _ in range(n + 1)]
+            torch.autograd.grad(found, [*H, maps, line], [grads[k] for k in range(n + 1) for _ in range(n)])
 
 
 def decoding() -> None:

@@ -74,7 +74,7 @@ class Streams:
         and stored in another order than it was loaded. That is 1.0 to 1.8 times what Triton takes (n up to 8, sm_90).
         """
         tile, n, item = BACK, len(self.rows), self.maps.element_size()
-        numbers = (1 if self.joined else n) + sum(line is not None for lines in weights for line in lines)
+        numbers = 2 * sum(-(-len(own) // 2) for own in numbers_of(n, self.joined, tuple(weights)))
         room = common.shared_memory(self.maps.device)
 
         def taken(tile: common.Tile) -> int:

@@ -57,8 +57,9 @@ def along_rows(*tensors: Tensor, eps: float, centred: bool, dtype: torch.dtype, 
 
         if fast.supports(len(H), H[0]):
             return fast.along(H, maps, line[: 2 + len(H) * len(maps)], eps, centred, shares)
-    maps, starts = maps.to(H[0].dtype), line[2 : 2 + len(H) * len(maps)].unflatten(0, (len(H), -1))
-    return [*H, *(t.squeeze(-1) for own in along(H, maps, line[:2], starts, eps, centred)[1] for t in own)]
+    starts = line[2 : 2 + len(H) * len(maps), None].unflatten(0, (len(H), -1))  # not numbers: their dtype counts
+    found = along(H, maps.to(H[0].dtype), line[:2, None], starts, eps, centred)[1]
+    return [*H, *(t.squeeze(-1) for own in found for t in own)]
 
 
 def read(H: list[Any], maps: Any, numbers: Sequence[Any], eps: float, mixing: str) -> tuple[list[Any], Sequence[Any]]:
