@@ -20,7 +20,7 @@ from helpers import shake
 from stepformer.decoding.sampling import encode
 from stepformer.model.engines import rows as decoding_rows
 from stepformer.model.engines import steps as decoding
-from stepformer.ops import kernels
+from stepformer.ops import common, kernels
 from stepformer.ops import rows as row_launches
 
 SMALL: dict[str, Any] = {"n_layer": 2, "n_head": 2, "d_model": 32, "context": 12, "vocab_size": 29}
@@ -367,7 +367,7 @@ def test_tiles_of_many_rows_fit(rows: int, dtype: torch.dtype) -> None:
             tile = row_launches.many_rows_tile(rows, n, weight, source, gated)
             factors = tile["BLOCK_M"] * source.element_size() + tile["BLOCK_N"] * weight.element_size() * (1 + gated)
             more = tile["BLOCK_M"] * weight.element_size()
-            assert (tile["STAGES"] * factors + more) * tile["BLOCK_K"] < row_launches.shared_memory(weight) - 32_000
+            assert (tile["STAGES"] * factors + more) * tile["BLOCK_K"] < common.shared_memory(weight.device) - 32_000
 
 
 @contextlib.contextmanager

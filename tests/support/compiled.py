@@ -22,7 +22,7 @@ from triton.runtime import driver, jit
 
 from stepformer.ops import common, connections, constrained, document_attention, kernels, rows
 
-ROOM, MULTIPROCESSORS = 232_448, 132  # of an H200
+MULTIPROCESSORS = 132  # of an H200
 BATCH, HEADS, LENGTH = 2, 2, 256
 
 
@@ -46,15 +46,13 @@ def prepare(folder: Path) -> None:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **how: Any) -> None:
         kernel = compile_and_launch(self, *args, grid=grid, warmup=True, **how)
         (folder / f"{self.__name__}-{kernel.hash[:12]}.ttgir").write_text(kernel.asm["ttgir"])
-        if kernel.metadata.shared > ROOM:
+        if kernel.metadata.shared > common.ROOM:
             raise SystemExit(f"{self.__name__} asks for {kernel.metadata.shared} bytes of shared memory")
 
     jit.JITFunction.run = compile_only  # type: ignore[method-assign, assignment]
     torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[misc, assignment, method-assign]
     kernels.usable = lambda *tensors: all(t is None or t.dtype in kernels.DTYPES for t in tensors)
     common.multiprocessors = lambda device: MULTIPROCESSORS
-    common.shared_memory = lambda device: ROOM
-    rows.shared_memory = lambda like: ROOM
     rows.dependent = lambda like, rows=1: {"OVERLAP": 0}
     for module in (constrained, document_attention):
         module.tiles = _as_on_a_gpu(module.tiles)

@@ -219,8 +219,9 @@ ROOM = 227 * 1024  # bytes of shared memory that a program may take on an H200
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may take; on the CPU (interpreter) those of an H200."""
-    card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(getattr(card, "shared_memory_per_block_optin", ROOM))
+    if device.type != "cuda":
+        return ROOM
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 101_376))
 
 
 STAGES = 3  # two copies of a row under way: with fewer the copy would only start when the row before is done

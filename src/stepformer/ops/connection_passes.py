@@ -74,7 +74,7 @@ class Streams:
         and stored in another order than it was loaded. That is 1.0 to 1.8 times what Triton takes (n up to 8, sm_90).
         """
         tile, n, item = BACK, len(self.rows), self.maps.element_size()
-        numbers = 2 * sum(-(-len(own) // 2) for own in numbers_of(n, self.joined, tuple(weights)))
+        numbers = sum(map(len, numbers_of(n, self.joined, tuple(weights))))
         room = common.shared_memory(self.maps.device)
 
         def taken(tile: common.Tile) -> int:
@@ -117,7 +117,7 @@ class Streams:
 
     def pair(self, numbers: Numbers, factor: Tensor, stats: Tensor) -> Tensor:
         """All numbers of a token that `back` reads, two of a stream side by side."""
-        pairs = stats.new_empty(sum(-(-len(own) // 2) for own in numbers), self.count, 2)
+        pairs = stats.new_empty(sum(map(len, numbers)) // 2, self.count, 2)
         pairing(numbers)[(triton.cdiv(self.count, 256),)](factor, stats, pairs, self.count, BLOCK=256)
         return pairs.view(torch.int64)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from stepformer.ops import connection_kernels as kernels
@@ -13,21 +14,24 @@ Numbers = tuple[tuple[tuple[str, int], ...], ...]  # of each stream: lines of `s
 
 
 def numbers_of(n: int, joined: bool, weights: tuple[tuple[int | None, ...], ...]) -> Numbers:
-    """What the backward kernel multiplies rows by; the factor of all streams is among the first one's."""
-    lines = [[("stats", line) for own in weights if (line := own[i]) is not None] for i in range(n)]
-    return tuple((*own, *([("factor", i)] if i == 0 or not joined else ())) for i, own in enumerate(lines))
+    """What the backward kernel multiplies rows by, an even number for each stream; the factor of all streams is among
+    the first one's."""
+    found = []
+    for i in range(n):
+        own = [("stats", line) for lines in weights if (line := lines[i]) is not None]
+        own += [("factor", i)] if i == 0 or not joined else []
+        found.append((*own, *own[: len(own) % 2]))
+    return tuple(found)
 
 
 @cache
 def pairing(numbers: Numbers) -> Any:
     """Numbers as `Streams.pair` gives them. With one load for two of them the backward kernel of four streams has 44
     instructions that load a tile instead of 67, and no register spills (triton 3.6, sm_90)."""
-    body, place = ["m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)"], 0
-    for own in numbers:
-        for j, (source, line) in enumerate(own):
-            at = f"pairs + ({place + j // 2} * count + m) * 2 + {j % 2}"
-            body.append(f"tl.store({at}, tl.load({source} + {line} * count + m, mask=m < count), mask=m < count)")
-        place += -(-len(own) // 2)
+    body = ["m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)"]
+    for j, (source, line) in enumerate(chain(*numbers)):
+        at = f"pairs + ({j // 2} * count + m) * 2 + {j % 2}"
+        body.append(f"tl.store({at}, tl.load({source} + {line} * count + m, mask=m < count), mask=m < count)")
     return printed("pairing_kernel", ["factor", "stats", "pairs", "count"], "BLOCK", body)
 
 
@@ -89,11 +93,11 @@ def backward(
         "dp = tl.load(changed + m[:, None] * WIDE + o[None, :], mask=real, other=0.0)",
         *(f"weighted{k} = tl.load(w{k} + place, mask=mask, other=0.0).to(tl.float32)" for k in range(len(weights))),
     ]
-    place, by = 0, ""
+    pair, by = 0, ""
     for i, own in enumerate(numbers_of(n, joined, weights)):
         for j in range(0, len(own), 2):
-            loop.append(f"number{i}_{j}, number{i}_{j + 1} = per_token(pairs + {place} * count, m, count)")
-            place += 1
+            loop.append(f"number{i}_{j}, number{i}_{j + 1} = per_token(pairs + {pair} * count, m, count)")
+            pair += 1
         named = {which: f"number{i}_{j}" for j, which in enumerate(own)}
         by = named.get(("factor", i), by)
         loop.append(f"row = tl.load(h{i} + place, mask=mask, other=0.0)")

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepformer.ops import common
 from stepformer.ops.row_kernels import (
     ask_weights,
     attend_all_kernel,
@@ -231,13 +232,6 @@ def _product(
     return out, Best(best, place, bad)
 
 
-def shared_memory(like: Tensor) -> int:
-    """Bytes that a program may have; in the interpreter as on an H200."""
-    if not like.is_cuda:
-        return 232_448
-    return getattr(torch.cuda.get_device_properties(like.device), "shared_memory_per_block_optin", 101_376)
-
-
 def many_rows_tile(rows: int, n: int, weight: Tensor, source: Tensor, gated: bool) -> dict[str, int]:
     """The tile of a product of many rows: measured on an H200 for widths of 768 and 3072, 16 and 64 rows."""
     block_m, wide = max(16, triton.next_power_of_2(rows)), n >= 2048
@@ -246,7 +240,7 @@ def many_rows_tile(rows: int, n: int, weight: Tensor, source: Tensor, gated: boo
     stages, warps = 4 if block_m <= 16 else 3, 2 if long else WARPS
     column = stages * (block_m * source.element_size() + block_n * weight.element_size() * (2 if gated else 1))
     column += block_m * weight.element_size()  # the source again, as it is multiplied
-    while block_k > 32 and column * block_k + SPARE > shared_memory(weight):
+    while block_k > 32 and column * block_k + SPARE > common.shared_memory(weight.device):
         block_k //= 2
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages, "num_warps": warps}
 
@@ -297,7 +291,7 @@ def attend(
     if rows > FEW and head_dim >= 16:
         out = torch.empty(rows, heads * head_dim, dtype=keys.dtype, device=qkv.device)
         precision = "tf32x3" if keys.dtype == torch.float32 else "tf32"
-        while block > 16 and 2 * block * head_dim * keys.element_size() + SPARE > shared_memory(qkv):
+        while block > 16 and 2 * block * head_dim * keys.element_size() + SPARE > common.shared_memory(qkv.device):
             block //= 2
         attend_all_kernel[(rows * heads,)](
             *arguments, out, *numbers, PRECISION=precision, BLOCK=max(16, block), STAGES=2, **sizes
