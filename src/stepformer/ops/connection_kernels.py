@@ -21,16 +21,15 @@ def project(  # type: ignore[no-untyped-def]
     h, maps, sums, total, square, n, D: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr, WIDE: tl.constexpr,
     CENTRED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The products of some tokens of a stream with its maps, and their squares, added to `total` and `square`.
+    """The products of some tokens of a stream with its maps, and its squares by column, added to `total` and `square`.
 
-    Of a CENTRED stream they are those of the differences from its mean, (h - mean) . w = h . w - mean sum(w), and the
-    mean is behind them. Squares and mean are found from differences from the first number, since sums of squares of
-    numbers themselves would cancel where the mean is large. `sums` are those of the maps.
+    Of a CENTRED stream, whose last map is of ones, they are those of the differences from its mean, (h - mean) . w =
+    h . w - mean sum(w), and the mean is behind them. Its squares are those of differences from the first number, since
+    sums of squares of numbers themselves would cancel where the mean is large. `sums` are those of the maps.
     """
     m, o, k = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_K)
     if CENTRED:
         near = tl.load(h + m.to(tl.int64) * D, mask=m < n, other=0.0).to(tl.float32)
-        apart = tl.zeros((BLOCK_M,), tl.float32)
     for begin in range(0, D, BLOCK_K):
         at = (begin + k)[None, :]
         row = tl.load(h + m[:, None].to(tl.int64) * D + at, mask=(m < n)[:, None] & (at < D), other=0.0)
@@ -38,15 +37,16 @@ def project(  # type: ignore[no-untyped-def]
         total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
         wide = row.to(tl.float32)
         if CENTRED:
-            wide = tl.where(at < D, wide - near[:, None], 0.0)
-            apart += tl.sum(wide, 1)
-        square += tl.sum(wide * wide, 1)
+            wide = wide - near[:, None]
+            if D % BLOCK_K > 0:
+                wide = tl.where(at < D, wide, 0.0)
+        square += tl.sum(tl.reshape(wide * wide, (BLOCK_M, BLOCK_K // 8, 8)), 2)
     if CENTRED:
-        apart = apart / D
-        square = tl.maximum(square - D * apart * apart, 0.0)
+        last = (o == LINES - 1)[None, :]
+        mean = tl.sum(tl.where(last, total, 0.0), 1) / D
+        square -= ((mean - near) * (mean - near) * (8 * D / BLOCK_K))[:, None]
         of_maps = tl.load(sums + o, mask=o < LINES, other=0.0)
-        mean = (near + apart)[:, None]
-        total = tl.where((o == LINES)[None, :], mean, total - mean * of_maps[None, :])
+        total = tl.where(last, mean[:, None], total - mean[:, None] * of_maps[None, :])
     return total, square
 
 
@@ -54,7 +54,7 @@ def project(  # type: ignore[no-untyped-def]
 def store_products(out, squares, total, square, n, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
     m, o = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE)
     tl.store(out + m[:, None] * WIDE + o[None, :], total, mask=(m < n)[:, None])
-    tl.store(squares + m, square, mask=m < n)
+    tl.store(squares + m, tl.maximum(tl.sum(square, 1), 0.0), mask=m < n)
 
 
 @triton.jit
@@ -207,11 +207,11 @@ def along_of(  # type: ignore[no-untyped-def]
     CENTRED: tl.constexpr,
 ):  # fmt: skip
     """The products of a stream's tokens with its maps, their means (behind the products), and r of the norm."""
-    p = tl.load(products + (stream * count + m[:, None]) * WIDE + k)
+    p = tl.load(products + (stream * count + m[:, None]) * WIDE + k, mask=(m < count)[:, None], other=0.0)
     mean = tl.zeros(m.shape, tl.float32)
     if CENTRED:
-        mean = tl.load(products + (stream * count + m) * WIDE + EACH)
-    return p, mean, tl.rsqrt(tl.load(squares + stream * count + m) / D + eps)
+        mean = tl.sum(tl.where(k == EACH, p, 0.0), 1)
+    return p, mean, tl.rsqrt(tl.load(squares + stream * count + m, mask=m < count, other=0.0) / D + eps)
 
 
 @triton.jit
@@ -220,24 +220,23 @@ def along_kernel(  # type: ignore[no-untyped-def]
     CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Lines of `stats`, start + scale tanh(r p), of some tokens of a stream."""
-    token, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
-    m = tl.where(token < count, token, 0)
+    m, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
     p, _, r = along_of(products, squares, stream, m, k, count, eps, D, EACH, WIDE, CENTRED)
     start = tl.load(line + 2 + stream * EACH + k, mask=k < EACH, other=0.0)
     found = start + tl.load(line + tl.where(k == 1, 1, 0)) * tanh(r[:, None] * p)
-    tl.store(stats + (stream * EACH + k) * count + m[:, None], found, mask=(token < count)[:, None] & (k < EACH))
+    tl.store(stats + (stream * EACH + k) * count + m[:, None], found, mask=(m < count)[:, None] & (k < EACH))
 
 
 @triton.jit
 def along_backward_kernel(  # type: ignore[no-untyped-def]
     products, squares, sums, line, grads, changed, factor, partial, count, eps, WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr, CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PADDED: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, WIDE: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As `weights_backward_kernel`. Of a CENTRED stream r changes with h by factor (h - mean) and a product by w - mean
     of w: what does not depend on the column is the gradient of one more product, that with a map of ones."""
-    token, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
-    m, real = tl.where(token < count, token, 0), token < count
+    m, k, stream = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)[None, :], tl.program_id(1)
+    real = m < count
     p, mean, r = along_of(products, squares, stream, m, k, count, eps, D, EACH, WIDE, CENTRED)
     t = tanh(r[:, None] * p)
     arrived = tl.load(grads + (stream * EACH + k) * count + m[:, None], mask=real[:, None] & (k < EACH), other=0.0)
@@ -251,6 +250,9 @@ def along_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(changed + m[:, None] * WHOLE + stream * own + k, dp, mask=real[:, None] & (k < own))
     tl.store(factor + stream * count + m, by_r, mask=real)
     found = partial + (stream * tl.num_programs(0) + tl.program_id(0)) * WIDTH
+    of_others = tl.arange(0, PADDED)
+    tl.store(found + of_others, tl.zeros((PADDED,), tl.float32), mask=of_others < WIDTH)
+    tl.debug_barrier()  # before other threads write some of them
     of_scales = tl.sum(arrived * t, 0, keep_dims=True)
     tl.store(found, tl.sum(tl.where(k == 1, 0.0, of_scales)))
     tl.store(found + 1, tl.sum(tl.where(k == 1, of_scales, 0.0)))
@@ -263,3 +265,28 @@ def per_token(pairs, m, count):  # type: ignore[no-untyped-def]
     both = tl.load(pairs + m, mask=m < count, other=0)
     first = (both & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     return first[:, None], (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def rounded_kernel(maps, rounded, sums, count, D: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A map in another precision, or behind the last one a map of ones, and the sum of what it is then."""
+    line, at = tl.program_id(0), tl.arange(0, COLUMNS)
+    found = tl.load(maps + line * D + at, mask=(at < D) & (line < count), other=1.0).to(rounded.dtype.element_ty)
+    tl.store(rounded + line * D + at, found, mask=at < D)
+    tl.store(sums + line, tl.sum(tl.where(at < D, found.to(tl.float32), 0.0)))
+
+
+@triton.jit
+def centred_sum_kernel(  # type: ignore[no-untyped-def]
+    lines, total, count, WIDTH: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As common.sum_lines_kernel, of one map, without its mean."""
+    at, rows = tl.arange(0, COLUMNS)[None, :], tl.arange(0, ROWS)[:, None]
+    added = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for turn in tl.static_range(TURNS):
+        line = turn * ROWS + rows
+        place = lines + line * WIDTH + tl.program_id(0) * D + at
+        added += tl.load(place, mask=(line < count) & (at < D), other=0.0)
+    found = tl.sum(added, 0, keep_dims=True)
+    tl.store(total + tl.program_id(0) * D + at, found - tl.sum(found) / D, mask=at < D)

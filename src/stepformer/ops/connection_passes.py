@@ -21,12 +21,12 @@ from stepformer.ops.connection_printing import Numbers, backward, numbers_of, pa
 from stepformer.ops.operators import traced
 
 Shares = tuple[tuple[int, int], ...]  # which streams and which numbers per token later passes multiply
-MOST_STREAMS = 4  # more are computed by plain PyTorch: not tested on a GPU since the tile below is another one
+MOST_STREAMS = 8  # more are computed by plain PyTorch
 # Columns, rows and warps of the products. With 64 rows they are asynchronous, and Triton overwrites the rows, which are
 # squared as well, while they are read (tests/support/pipelines.py): gradients of eight streams were wrong by 7 %.
-TILE = common.Tile(64, 32, 4)
+TILE = common.Tile(64, 32, 2, stages=3)
 BACK = common.Tile(64, 64, 8, stages=3, programs=1)  # the best of 12 on an H200: 32,768 rows of 768, four streams, bf16
-SINKHORN, PERMUTED = common.Tile(0, 32, 1), common.Tile(0, 16, 4)  # tokens of a program that makes weights
+SINKHORN, PERMUTED, ALONG = common.Tile(0, 32, 1), common.Tile(0, 16, 4), common.Tile(0, 128, 4)  # that make weights
 
 
 def supports(n: int, like: Tensor) -> bool:
@@ -39,13 +39,13 @@ class Streams:
     """n streams and their maps: (outputs, n d), those of all streams, or (outputs, d), the same for each.
 
     Of the first the products of all streams are added up, (1, tokens, width), of the others not, (n, tokens, width).
-    Those of `centred` streams are of the differences from their mean, which is behind them.
+    Those of `centred` streams are of the differences from their mean, which is behind them; their last map is of ones.
     """
 
     def __init__(self, rows: Sequence[Tensor], maps: Tensor, centred: bool = False) -> None:
         self.rows, self.maps = [h.contiguous() for h in rows], maps.to(rows[0].dtype).contiguous()
         self.d = rows[0].shape[-1]
-        self.count, self.outputs, self.centred = rows[0].numel() // self.d, len(maps) + centred, centred
+        self.count, self.outputs, self.centred = rows[0].numel() // self.d, len(maps), centred
         self.joined = maps.shape[1] > self.d
         self.wide = max(16, triton.next_power_of_2(self.outputs))
         self.whole = self.wide if self.joined else max(16, triton.next_power_of_2(len(rows) * self.outputs))
@@ -55,17 +55,17 @@ class Streams:
         """Of the printed kernels."""
         return {"D": self.d, "STRIDE": self.maps.shape[1], "LINES": len(self.maps), "PRECISION": "ieee"}
 
-    def project(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The products, the sums of squares, and of centred streams the sums of the maps."""
+    def project(self, sums: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The products and the sums of squares; for centred streams the `sums` of the maps are needed."""
         kinds = 1 if self.joined else len(self.rows)
         products = self.maps.new_empty(kinds, self.count, self.wide, dtype=torch.float32)
         squares = self.maps.new_empty(kinds, self.count, dtype=torch.float32)
-        sums = self.maps.sum(dim=1, dtype=torch.float32) if self.centred else None
         projecting(len(self.rows), self.joined)[(triton.cdiv(self.count, TILE.rows),)](
             *self.rows, self.maps, sums, products, squares, self.count, **self.sizes, WIDE=self.wide,
-            CENTRED=self.centred, BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps,
+            CENTRED=self.centred, BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps, num_stages=TILE.stages,
+            maxnreg=TILE.registers,
         )  # fmt: skip
-        return products, squares, sums
+        return products, squares
 
     def back_tile(self, arrived: int, weights: Sequence[tuple[int | None, ...]]) -> common.Tile:
         """The tile of `back`, with fewer stages or smaller where shared memory has no room for all of it.
@@ -104,7 +104,7 @@ class Streams:
         lines = splits if self.joined else splits * len(self.rows)
         partial = self.maps.new_empty(lines, self.maps.numel(), dtype=torch.float32)
         given, weights = tuple(grad is not None for grad in arrived), tuple(w for _, w in weighted)
-        kernel = backward(len(self.rows), self.joined, self.centred, given, weights)
+        kernel = backward(len(self.rows), self.joined, given, weights)
         pairs = self.pair(numbers_of(len(self.rows), self.joined, weights), factor, stats)
         kernel[(columns, splits)](
             *self.rows, *(dense(grad) for grad in arrived if grad is not None), *(dense(t) for t, _ in weighted),
@@ -112,8 +112,18 @@ class Streams:
             **self.sizes, WIDE=self.whole, BLOCK_M=tile.rows, BLOCK_K=tile.chunk, STAGES=tile.stages,
             num_warps=tile.warps,
         )  # fmt: skip
-        of_maps = common.sum_lines(partial).view_as(self.maps)
-        return found, of_maps - of_maps.mean(dim=1, keepdim=True) if self.centred else of_maps
+        return found, self.add_up(partial) if self.centred else common.sum_lines(partial).view_as(self.maps)
+
+    def add_up(self, partial: Tensor) -> Tensor:
+        """The sum over the lines, of each map but the last without its mean."""
+        total = partial.new_empty(len(self.maps) - 1, self.d)
+        columns = triton.next_power_of_2(self.d)
+        rows = max(1, 8192 // columns)
+        kernels.centred_sum_kernel[(len(total),)](
+            partial, total, len(partial), WIDTH=self.maps.numel(), D=self.d, TURNS=triton.cdiv(len(partial), rows),
+            ROWS=rows, COLUMNS=columns, num_warps=8,
+        )  # fmt: skip
+        return total
 
     def pair(self, numbers: Numbers, factor: Tensor, stats: Tensor) -> Tensor:
         """All numbers of a token that `back` reads, two of a stream side by side."""
@@ -132,8 +142,9 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: Any, shares: Shares, maps: Tensor, line: Tensor, *H: Tensor) -> Any:
-        streams = Streams(H, maps, how.centred)
-        products, squares, sums = streams.project()
+        rounded, sums = rounded_maps(maps, H[0].dtype) if how.centred else (maps, None)
+        streams = Streams(H, rounded, how.centred)
+        products, squares = streams.project(sums)
         line = line.float().contiguous()
         stats = products.new_empty(how.lines(streams), streams.count)
         how.forward(streams, products, squares, line, stats)
@@ -153,6 +164,15 @@ class _Weights(torch.autograd.Function):
         weighted = gathered(ctx.shares, of_shares, len(rows))
         found, slopes = streams.back(arrived, weighted, changed, factor, stats)
         return None, None, slopes.to(ctx.kind), common.sum_lines(partial)[: len(line)], *found
+
+
+def rounded_maps(maps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """In this precision, with a map of ones behind them, and the sum of each."""
+    count, d = maps.shape
+    rounded, sums = maps.new_empty(count + 1, d, dtype=dtype), maps.new_empty(count + 1, dtype=torch.float32)
+    columns = triton.next_power_of_2(d)
+    kernels.rounded_kernel[(count + 1,)](maps.contiguous(), rounded, sums, count, D=d, COLUMNS=columns)
+    return rounded, sums
 
 
 def gathered(shares: Shares, grads: Sequence[Tensor | None], n: int) -> list[tuple[Tensor, tuple[int | None, ...]]]:
@@ -223,8 +243,9 @@ class Along(NamedTuple):
     centred: bool
 
     def launch(self, streams: Streams) -> tuple[tuple[int, int], dict[str, Any]]:
-        sizes = {"D": streams.d, "EACH": self.each, "WIDE": streams.wide, "CENTRED": self.centred, "BLOCK": TILE.rows}
-        return (triton.cdiv(streams.count, TILE.rows), len(streams.rows)), sizes
+        sizes = {"D": streams.d, "EACH": self.each, "WIDE": streams.wide, "CENTRED": self.centred}
+        grid = triton.cdiv(streams.count, ALONG.rows), len(streams.rows)
+        return grid, {**sizes, "BLOCK": ALONG.rows, "num_warps": ALONG.warps}
 
     def lines(self, streams: Streams) -> int:
         return self.each * len(streams.rows)
@@ -237,10 +258,10 @@ class Along(NamedTuple):
         self, streams: Streams, products: Tensor, squares: Tensor, sums: Tensor | None, line: Tensor, *rest: Tensor
     ) -> Tensor:
         grid, sizes = self.launch(streams)
-        partial = products.new_zeros(grid[0] * grid[1], _width(line))
+        partial = products.new_empty(grid[0] * grid[1], _width(line))
         kernels.along_backward_kernel[grid](
             products, squares, sums, line, *rest, partial, streams.count, self.eps, WIDTH=_width(line),
-            WHOLE=streams.whole, **sizes,
+            PADDED=triton.next_power_of_2(_width(line)), WHOLE=streams.whole, **sizes,
         )  # fmt: skip
         return partial
 

@@ -28,10 +28,13 @@ def numbers_of(n: int, joined: bool, weights: tuple[tuple[int | None, ...], ...]
 def pairing(numbers: Numbers) -> Any:
     """Numbers as `Streams.pair` gives them. With one load for two of them the backward kernel of four streams has 44
     instructions that load a tile instead of 67, and no register spills (triton 3.6, sm_90)."""
-    body = ["m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)"]
-    for j, (source, line) in enumerate(chain(*numbers)):
-        at = f"pairs + ({j // 2} * count + m) * 2 + {j % 2}"
-        body.append(f"tl.store({at}, tl.load({source} + {line} * count + m, mask=m < count), mask=m < count)")
+    lines = list(chain(*numbers))
+    body = ["m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "which = tl.arange(0, 2)[None, :]"]
+    for j, (source, line) in enumerate(lines):  # all are under way before the first is needed
+        body.append(f"number{j} = tl.load({source} + {line} * count + m, mask=m < count)")
+    for j in range(0, len(lines), 2):
+        at = f"pairs + ({j // 2} * count + m[:, None]) * 2 + which"
+        body.append(f"tl.store({at}, tl.join(number{j}, number{j + 1}), mask=(m < count)[:, None])")
     return printed("pairing_kernel", ["factor", "stats", "pairs", "count"], "BLOCK", body)
 
 
@@ -44,7 +47,7 @@ def printed(name: str, parameters: Sequence[str], sizes: str, body: Sequence[str
 @cache
 def projecting(n: int, joined: bool) -> Any:
     """The products of n streams with their maps: of all of them together, or of each."""
-    begin = "total, square = tl.zeros((BLOCK_M, WIDE), tl.float32), tl.zeros((BLOCK_M,), tl.float32)"
+    begin = "total, square = tl.zeros((BLOCK_M, WIDE), tl.float32), tl.zeros((BLOCK_M, BLOCK_K // 8), tl.float32)"
     sizes = "D STRIDE LINES WIDE CENTRED PRECISION BLOCK_M BLOCK_K"
     body = []
     for i in range(n):
@@ -60,28 +63,24 @@ def projecting(n: int, joined: bool) -> Any:
 
 
 @cache
-def backward(
-    n: int, joined: bool, centred: bool, arrived: tuple[bool, ...], weights: tuple[tuple[int | None, ...], ...]
-) -> Any:
+def backward(n: int, joined: bool, arrived: tuple[bool, ...], weights: tuple[tuple[int | None, ...], ...]) -> Any:
     """Some columns of all streams' gradients, what arrived + weighted rows + dP F + factor h, and of those of the maps,
     dP^T h, of which program (columns, s) adds up the tokens of every grid's s-th tile.
 
-    Maps of each stream are taken for maps of all of them, with zeros: one tile of dP, whichever stream it is of. The
-    last one of a centred stream is of ones. (Its gradient as a number per token took 278 us instead of 207.)
+    Maps of each stream are taken for maps of all of them, with zeros: one tile of dP, whichever stream it is of. (The
+    gradient of a centred stream's last one as a number per token took 278 us instead of 207.)
     """
     streams = [f"h{i}" for i in range(n)]
     parameters = [*streams, *(f"a{i}" for i in range(n) if arrived[i]), *(f"w{k}" for k in range(len(weights)))]
     parameters += [*(f"o{i}" for i in range(n)), "changed", "pairs", "maps", "partial", "count", "turns"]
     body = ["at, o = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K), tl.arange(0, WIDE)"]
-    lines = "(LINES + 1)" if centred else "LINES"
     for i in range(n):
-        first, column = ("0", f"{i} * D") if joined else (f"{i} * {lines}", "0")
+        first, column = ("0", f"{i} * D") if joined else (f"{i} * LINES", "0")
         body += [
             f"own{i} = o - {first}",
             f"place{i} = own{i}[:, None] * STRIDE + at[None, :] + {column}",
             f"inside{i} = ((own{i} >= 0) & (own{i} < LINES))[:, None] & (at < D)[None, :]",
             f"tile{i} = tl.load(maps + place{i}, mask=inside{i}, other=0.0)",
-            *([f"tile{i} = tl.where(own{i}[:, None] == LINES, 1.0, tile{i}).to(tile{i}.dtype)"] if centred else ()),
             f"total{i} = tl.zeros((WIDE, BLOCK_K), tl.float32)",
         ]
     body.append("for turn in tl.range(0, turns, num_stages=STAGES):")
@@ -89,7 +88,7 @@ def backward(
         "m = (turn * tl.num_programs(1) + tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)",
         "mask = (m < count)[:, None] & (at < D)[None, :]",
         "place = m[:, None] * D + at[None, :]",
-        f"real = (m < count)[:, None] & (o < {lines} * {1 if joined else n})[None, :]",
+        f"real = (m < count)[:, None] & (o < LINES * {1 if joined else n})[None, :]",
         "dp = tl.load(changed + m[:, None] * WIDE + o[None, :], mask=real, other=0.0)",
         *(f"weighted{k} = tl.load(w{k} + place, mask=mask, other=0.0).to(tl.float32)" for k in range(len(weights))),
     ]
