@@ -52,6 +52,7 @@ def test_a_name_may_be_used_again() -> None:
         ("constrained", "key_gradient"),
         ("documents", "query_gradient"),
         ("streams", "streams_backward_kernel"),
+        ("more-streams", "project_kernel"),
         ("decoding", "many_rows_kernel"),
     ],
 )

@@ -151,6 +151,9 @@ def test_a_kernel_has_room(joined: bool, dtype: torch.dtype, room: int, monkeypa
         assert (tile.stages - 1) * rows + held <= room
         assert tile.rows >= 16
         assert tile.chunk >= 16
+        forth = streams.project_tile()
+        lines = streams.wide * (n if joined else 1) + n * forth.rows
+        assert max(1, forth.stages - 1) * lines * forth.chunk * dtype.itemsize <= room
 
 
 def run_along(n: int, centred: bool, d: int, dtype: torch.dtype, device: str = "cpu", mean: float = 0.5) -> Any:

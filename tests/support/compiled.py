@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,9 +92,9 @@ def documents() -> None:
         document_attention.document_attention(*heads(width, torch.bfloat16), origins, ends).sum().backward()
 
 
-def streams() -> None:
-    """As a model weighs four of them, in both dtypes; so many tokens that a program has several turns."""
-    n, d = 4, 768
+def streams(n: int = 4) -> None:
+    """As a model weighs them, in both dtypes; so many tokens that a program has several turns."""
+    d = 768
     shares = tuple((i, n + k * n + i) for k in range(n + 1) for i in range(n))
     for dtype in (torch.bfloat16, torch.float32):
         for outputs, width, numbers, function, how in (
@@ -118,7 +119,13 @@ def decoding() -> None:
             rows.logits(u, torch.randn(50_304, 768, dtype=torch.bfloat16), real=50_257)
 
 
-CASES = {"constrained": constrained_rows, "documents": documents, "streams": streams, "decoding": decoding}
+CASES = {
+    "constrained": constrained_rows,
+    "documents": documents,
+    "streams": streams,
+    "more-streams": partial(streams, 8),
+    "decoding": decoding,
+}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ what arrived for the mixtures, and writes the gradient of every stream once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,13 @@ from stepformer.ops.operators import traced
 
 Shares = tuple[tuple[int, int], ...]  # which streams and which numbers per token later passes multiply
 MOST_STREAMS = 8  # more are computed by plain PyTorch
-# Columns, rows and warps of the products. With 64 rows they are asynchronous, and Triton overwrites the rows, which are
-# squared as well, while they are read (tests/support/pipelines.py): gradients of eight streams were wrong by 7 %.
-TILE = common.Tile(64, 32, 2, stages=3)
+# Tiles of the products: 16 rows a warp, which are multiplied synchronously. With 64 rows and four warps they are not,
+# and Triton overwrites rows, which are squared as well, while they are read (tests/support/pipelines.py): gradients of
+# eight streams were wrong by 7 %.
+EACH, JOINED = common.Tile(64, 32, 2, stages=3), common.Tile(64, 32, 2, stages=3)
 BACK = common.Tile(64, 64, 8, stages=3, programs=1)  # the best of 12 on an H200: 32,768 rows of 768, four streams, bf16
-SINKHORN, PERMUTED, ALONG = common.Tile(0, 32, 1), common.Tile(0, 16, 4), common.Tile(0, 128, 4)  # that make weights
+# Tokens of a program that makes weights.
+SINKHORN, PERMUTED, ALONG = common.Tile(0, 16, 1), common.Tile(0, 16, 4), common.Tile(0, 32, 1)
 
 
 def supports(n: int, like: Tensor) -> bool:
@@ -60,22 +62,29 @@ class Streams:
         kinds = 1 if self.joined else len(self.rows)
         products = self.maps.new_empty(kinds, self.count, self.wide, dtype=torch.float32)
         squares = self.maps.new_empty(kinds, self.count, dtype=torch.float32)
-        projecting(len(self.rows), self.joined)[(triton.cdiv(self.count, TILE.rows),)](
+        tile = self.project_tile()
+        projecting(len(self.rows), self.joined)[(triton.cdiv(self.count, tile.rows),)](
             *self.rows, self.maps, sums, products, squares, self.count, **self.sizes, WIDE=self.wide,
-            CENTRED=self.centred, BLOCK_M=TILE.rows, BLOCK_K=TILE.chunk, num_warps=TILE.warps, num_stages=TILE.stages,
-            maxnreg=TILE.registers,
+            CENTRED=self.centred, BLOCK_M=tile.rows, BLOCK_K=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return products, squares
 
-    def back_tile(self, arrived: int, weights: Sequence[tuple[int | None, ...]]) -> common.Tile:
-        """The tile of `back`, with fewer stages or smaller where shared memory has no room for all of it.
+    def project_tile(self) -> common.Tile:
+        """The tile of `project`: rows of all streams and their maps are there once for each stage on its way."""
+        tiles_of_maps = len(self.rows) if self.joined else 1
 
-        Its rows, numbers and products are there once for each stage on its way, the maps once, and what is multiplied
-        and stored in another order than it was loaded. That is 1.0 to 1.8 times what Triton takes (n up to 8, sm_90).
-        """
-        tile, n, item = BACK, len(self.rows), self.maps.element_size()
+        def taken(tile: common.Tile) -> int:
+            stage = (len(self.rows) * tile.rows + tiles_of_maps * self.wide) * tile.chunk * self.maps.element_size()
+            return max(1, tile.stages - 1) * stage
+
+        return fitting(JOINED if self.joined else EACH, taken, self.maps.device)
+
+    def back_tile(self, arrived: int, weights: Sequence[tuple[int | None, ...]]) -> common.Tile:
+        """The tile of `back`: rows, numbers and products are there once for each stage on its way, the maps once, and
+        what is multiplied and stored in another order than it was loaded. That is 1.0 to 1.8 times what Triton takes (n
+        up to 8, sm_90)."""
+        n, item = len(self.rows), self.maps.element_size()
         numbers = sum(map(len, numbers_of(n, self.joined, tuple(weights))))
-        room = common.shared_memory(self.maps.device)
 
         def taken(tile: common.Tile) -> int:
             rows = (n + arrived + len(weights)) * tile.rows * tile.chunk * item
@@ -83,14 +92,7 @@ class Streams:
             other = tile.rows * (tile.chunk * (4 + item) + self.whole * item)
             return (tile.stages - 1) * stage + n * self.whole * tile.chunk * item + other
 
-        while taken(tile) > room:
-            if tile.stages > 1:
-                tile = tile._replace(stages=tile.stages - 1)
-            elif tile.rows > 16 or tile.chunk > 16:
-                tile = tile._replace(rows=max(16, tile.rows // 2), chunk=max(16, tile.chunk // 2))
-            else:
-                break
-        return tile
+        return fitting(BACK, taken, self.maps.device)
 
     def back(
         self, arrived: Sequence[Tensor | None], weighted: Weighted, changed: Tensor, factor: Tensor, stats: Tensor
@@ -164,6 +166,19 @@ class _Weights(torch.autograd.Function):
         weighted = gathered(ctx.shares, of_shares, len(rows))
         found, slopes = streams.back(arrived, weighted, changed, factor, stats)
         return None, None, slopes.to(ctx.kind), common.sum_lines(partial)[: len(line)], *found
+
+
+def fitting(tile: common.Tile, taken: Callable[[common.Tile], int], device: torch.device) -> common.Tile:
+    """The tile, with fewer stages or smaller where shared memory has no room for what it takes."""
+    room = common.shared_memory(device)
+    while taken(tile) > room:
+        if tile.stages > 1:
+            tile = tile._replace(stages=tile.stages - 1)
+        elif tile.rows > 16 or tile.chunk > 16:
+            tile = tile._replace(rows=max(16, tile.rows // 2), chunk=max(16, tile.chunk // 2))
+        else:
+            break
+    return tile
 
 
 def rounded_maps(maps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
