@@ -369,6 +369,17 @@ def test_a_row_with_a_budget_of_its_own(settings: dict[str, Any], tmp_path: Path
 # Sweeps.
 
 
+def test_a_sweep_whose_first_point_diverges(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are compared with the next one, and it says so."""
+    command = ["sweep", "vanilla", "--grid", "lr_embedding=100,0.001,0.002", "--out", str(tmp_path / "s"), "--quiet"]
+    assert main([*command, *words({**settings, "max_loss": 7})]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "No run of the baseline lr_embedding=100 finished: differences are to lr_embedding=0.001." in said
+    assert "Best of 2 points" in said
+
+
 def test_a_sweep_names_its_best_point(settings: dict[str, Any], tmp_path: Path) -> None:
     table = sf.sweep("vanilla", {"lr": (1e-6, 0.02, 1e-5)}, out=tmp_path, seeds=2, **settings)
     best, *rest = table.notes

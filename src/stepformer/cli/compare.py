@@ -217,10 +217,11 @@ def show_study(
     status, baseline, records = int(tell_failed(failed)), facts.baseline, load_records(finished)
     if failed:
         facts = replace(facts, remarks=(*facts.remarks, not_in_the_table(failed)))
-    if any(record.label == baseline for record in records):
+    if records and baseline not in (labels := [record.label for record in records]):
+        said = f"No run of the baseline {baseline} finished: differences are to {labels[0]}."
+        baseline, facts = labels[0], replace(facts, baseline=labels[0], remarks=(*facts.remarks, said))
+    if records:
         _present(compare(records, baseline, confidence, facts, texts), out)
-    elif records and first_rank():
-        print(f"stepformer: no run of the baseline '{baseline}' finished: nothing to compare with", file=sys.stderr)
     return status
 
 

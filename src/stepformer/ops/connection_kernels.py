@@ -31,19 +31,22 @@ def project(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The products of some columns of a stream with its maps, and its squares, eight of them together, added to `total`
     and `square`. Those of a CENTRED stream are squares of differences from its first number, since sums of squares of
-    numbers themselves would cancel where the mean is large."""
-    total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
+    numbers themselves would cancel where the mean is large. fp32 has the digits for such differences in products too.
+    """
     wide = row.to(tl.float32)
     if CENTRED:
         wide = wide - near
         if D % BLOCK_K > 0:
             wide = tl.where(at < D, wide, 0.0)
+        if row.dtype == tl.float32:
+            row = wide
+    total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
     return total, square + tl.sum(tl.reshape(wide * wide, (BLOCK_M, BLOCK_K // 8, 8)), 2)
 
 
 @triton.jit
 def store_products(  # type: ignore[no-untyped-def]
-    out, squares, total, square, near, sums, m, o, n, D: tl.constexpr, LINES: tl.constexpr, WIDE: tl.constexpr,
+    h, out, squares, total, square, near, sums, m, o, n, D: tl.constexpr, LINES: tl.constexpr, WIDE: tl.constexpr,
     CENTRED: tl.constexpr,
 ):  # fmt: skip
     """Of a CENTRED stream, whose last map is of ones, they are those of the differences from its mean, (h - mean) . w =
@@ -51,9 +54,12 @@ def store_products(  # type: ignore[no-untyped-def]
     of_all = tl.sum(square, 1)
     if CENTRED:
         last = (o == LINES - 1)[None, :]
-        mean = tl.sum(tl.where(last, total, 0.0), 1, keep_dims=True) / D
-        of_all = tl.maximum(of_all - tl.sum((mean - near) * (mean - near), 1) * D, 0.0)
-        total = tl.where(last, mean, total - mean * tl.load(sums + o, mask=o < LINES, other=0.0)[None, :])
+        of_ones = tl.sum(tl.where(last, total, 0.0), 1, keep_dims=True) / D  # the mean, or its difference from `near`
+        mean, apart = of_ones, of_ones - near
+        if h.dtype.element_ty == tl.float32:
+            mean, apart = of_ones + near, of_ones
+        of_all = tl.maximum(of_all - tl.sum(apart * apart, 1) * D, 0.0)
+        total = tl.where(last, mean, total - of_ones * tl.load(sums + o, mask=o < LINES, other=0.0)[None, :])
     tl.store(out + m[:, None] * WIDE + o[None, :], total, mask=(m < n)[:, None])
     tl.store(squares + m, of_all, mask=m < n)
 
@@ -212,7 +218,7 @@ def along_of(  # type: ignore[no-untyped-def]
     mean = tl.zeros(m.shape, tl.float32)
     if CENTRED:
         mean = tl.sum(tl.where(k == EACH, p, 0.0), 1)
-    return p, mean, tl.rsqrt(tl.load(squares + stream * count + m, mask=m < count, other=0.0) / D + eps)
+    return p, mean, tl.rsqrt(tl.load(squares + stream * count + m, mask=m < count, other=1.0) / D + eps)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from stepformer.ops.connection_printing import Numbers, backward, numbers_of, pa
 from stepformer.ops.operators import traced
 
 Shares = tuple[tuple[int, int], ...]  # which streams and which numbers per token later passes multiply
-MOST_STREAMS = 8  # more are computed by plain PyTorch
+MOST_STREAMS, MOST_PERMUTED = 8, 4  # more are computed by plain PyTorch
 # Tiles of the products: 16 rows a warp, which are multiplied synchronously. With 64 rows and four warps they are not,
 # and Triton overwrites rows, which are squared as well, while they are read (tests/support/pipelines.py): gradients of
 # eight streams were wrong by 7 %.
@@ -31,10 +31,11 @@ BACK = common.Tile(64, 64, 8, stages=3, programs=1)  # the best of 12 on an H200
 SINKHORN, PERMUTED, ALONG = common.Tile(0, 16, 1), common.Tile(0, 16, 4), common.Tile(0, 32, 1)
 
 
-def supports(n: int, like: Tensor) -> bool:
+def supports(n: int, like: Tensor, most: int = MOST_STREAMS) -> bool:
     """Whether kernels take so many streams; the interpreter cannot multiply bf16, and a compiler has its own way."""
     able = like.is_cuda or like.dtype == torch.float32
-    return able and n <= MOST_STREAMS and 0 < like.numel() < 2**31 and not traced(like)  # places are 32 bits
+    numbers = like.numel() // like.shape[-1] * max(like.shape[-1], 128)  # of a stream or its products: 32-bit places
+    return able and n <= most and 0 < numbers < 2**31 and not traced(like)
 
 
 class Streams:
@@ -55,7 +56,7 @@ class Streams:
     @property
     def sizes(self) -> dict[str, Any]:
         """Of the printed kernels."""
-        return {"D": self.d, "STRIDE": self.maps.shape[1], "LINES": len(self.maps), "PRECISION": "ieee"}
+        return {"D": self.d, "STRIDE": self.maps.shape[1], "LINES": self.outputs, "PRECISION": "ieee"}
 
     def project(self, sums: Tensor | None) -> tuple[Tensor, Tensor]:
         """The products and the sums of squares; for centred streams the `sums` of the maps are needed."""
@@ -75,14 +76,14 @@ class Streams:
 
         def taken(tile: common.Tile) -> int:
             stage = (len(self.rows) * tile.rows + tiles_of_maps * self.wide) * tile.chunk * self.maps.element_size()
-            return max(1, tile.stages - 1) * stage
+            return (tile.stages - 1) * stage
 
-        return fitting(JOINED if self.joined else EACH, taken, self.maps.device)
+        return fitting(JOINED if self.joined else EACH, taken, self.maps.device, least=2)
 
     def back_tile(self, arrived: int, weights: Sequence[tuple[int | None, ...]]) -> common.Tile:
         """The tile of `back`: rows, numbers and products are there once for each stage on its way, the maps once, and
         what is multiplied and stored in another order than it was loaded. That is 1.0 to 1.8 times what Triton takes (n
-        up to 8, sm_90)."""
+        up to 8, sm_90), and once, of a tile of 32 x 32, 6 KiB less."""
         n, item = len(self.rows), self.maps.element_size()
         numbers = sum(map(len, numbers_of(n, self.joined, tuple(weights))))
 
@@ -90,7 +91,7 @@ class Streams:
             rows = (n + arrived + len(weights)) * tile.rows * tile.chunk * item
             stage = rows + tile.rows * self.whole * item + numbers * tile.rows * 4
             other = tile.rows * (tile.chunk * (4 + item) + self.whole * item)
-            return (tile.stages - 1) * stage + n * self.whole * tile.chunk * item + other
+            return (tile.stages - 1) * stage + n * self.whole * tile.chunk * item + other + 8192
 
         return fitting(BACK, taken, self.maps.device)
 
@@ -168,11 +169,13 @@ class _Weights(torch.autograd.Function):
         return None, None, slopes.to(ctx.kind), common.sum_lines(partial)[: len(line)], *found
 
 
-def fitting(tile: common.Tile, taken: Callable[[common.Tile], int], device: torch.device) -> common.Tile:
-    """The tile, with fewer stages or smaller where shared memory has no room for what it takes."""
+def fitting(
+    tile: common.Tile, taken: Callable[[common.Tile], int], device: torch.device, least: int = 1
+) -> common.Tile:
+    """The tile, with fewer stages (at `least` so many) or smaller where shared memory has no room for what it takes."""
     room = common.shared_memory(device)
     while taken(tile) > room:
-        if tile.stages > 1:
+        if tile.stages > least:
             tile = tile._replace(stages=tile.stages - 1)
         elif tile.rows > 16 or tile.chunk > 16:
             tile = tile._replace(rows=max(16, tile.rows // 2), chunk=max(16, tile.chunk // 2))

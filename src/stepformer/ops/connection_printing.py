@@ -67,7 +67,7 @@ def projecting(n: int, joined: bool) -> Any:
         row, how = f"tl.load(h{i} + place, mask=inside, other=0.0)", "D, CENTRED, PRECISION, BLOCK_M, BLOCK_K"
         body.append(f"    total{t}, square{t} = project({row}, tile, near{i}, total{t}, square{t}, at, {how})")
     for i in totals:
-        given = f"out + {i} * n * WIDE, squares + {i} * n, total{i}, square{i}, near{i}, sums, m, o, n"
+        given = f"h{i}, out + {i} * n * WIDE, squares + {i} * n, total{i}, square{i}, near{i}, sums, m, o, n"
         body.append(f"store_products({given}, D, LINES, WIDE, CENTRED)")
     parameters = [*(f"h{i}" for i in range(n)), "maps", "sums", "out", "squares", "n"]
     return printed("project_kernel", parameters, sizes, body)

@@ -106,9 +106,9 @@ def connections(*tensors: Tensor, eps: float, mixing: str, dtype: torch.dtype, s
     if kernels.usable(*H, maps):
         from stepformer.ops import connection_passes as fast
 
-        if fast.supports(n, H[0]):
-            if mixing == "sinkhorn":
-                return fast.connections(H, maps, line, eps, SINKHORN, None, shares)
+        if mixing == "sinkhorn" and fast.supports(n, H[0]):
+            return fast.connections(H, maps, line, eps, SINKHORN, None, shares)
+        if mixing != "sinkhorn" and fast.supports(n, H[0], fast.MOST_PERMUTED):
             return fast.connections(H, maps, line, eps, 0, permutations(n, line.device), shares)
     y = logits(H, maps.to(H[0].dtype), eps)
     gates = torch.cat([line[i : i + 1].expand(k) for i, k in enumerate((n, n, len(maps) - 2 * n))])
