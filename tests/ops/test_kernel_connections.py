@@ -154,8 +154,7 @@ def test_a_kernel_has_room(joined: bool, dtype: torch.dtype, room: int, monkeypa
         assert tile.chunk >= 16
         forth = streams.project_tile()
         assert forth.stages >= 2  # copies are on their way while products are computed
-        lines = streams.wide * (n if joined else 1) + n * forth.rows
-        assert (forth.stages - 1) * lines * forth.chunk * dtype.itemsize <= room
+        assert (forth.stages - 1) * (streams.wide + forth.rows) * forth.chunk * dtype.itemsize <= room
 
 
 def run_along(n: int, centred: bool, d: int, dtype: torch.dtype, device: str = "cpu", mean: float = 0.5) -> Any:

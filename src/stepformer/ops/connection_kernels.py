@@ -17,51 +17,50 @@ from stepformer.ops.scalar_functions import tanh
 
 
 @triton.jit
-def first_numbers(h, m, n, D: tl.constexpr, CENTRED: tl.constexpr):  # type: ignore[no-untyped-def]
-    near = tl.zeros(m.shape, tl.float32)
+def project(  # type: ignore[no-untyped-def]
+    h, maps, sums, total, square, n, D: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr, WIDE: tl.constexpr,
+    CENTRED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The products of some tokens of a stream with its maps, and its squares by column, added to `total` and `square`.
+
+    Of a CENTRED stream, whose last map is of ones, they are those of the differences from its mean, (h - mean) . w =
+    h . w - mean sum(w), and the mean is behind them. Its squares are those of differences from the first number, since
+    sums of squares of numbers themselves would cancel where the mean is large; fp32 has the digits for such differences
+    in products too. `sums` are those of the maps.
+    """
+    m, o, k = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_K)
     if CENTRED:
         near = tl.load(h + m.to(tl.int64) * D, mask=m < n, other=0.0).to(tl.float32)
-    return near[:, None]
-
-
-@triton.jit
-def project(  # type: ignore[no-untyped-def]
-    row, tile, near, total, square, at, D: tl.constexpr, CENTRED: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The products of some columns of a stream with its maps, and its squares, eight of them together, added to `total`
-    and `square`. Those of a CENTRED stream are squares of differences from its first number, since sums of squares of
-    numbers themselves would cancel where the mean is large. fp32 has the digits for such differences in products too.
-    """
-    wide = row.to(tl.float32)
-    if CENTRED:
-        wide = wide - near
-        if D % BLOCK_K > 0:
-            wide = tl.where(at < D, wide, 0.0)
-        if row.dtype == tl.float32:
-            row = wide
-    total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
-    return total, square + tl.sum(tl.reshape(wide * wide, (BLOCK_M, BLOCK_K // 8, 8)), 2)
-
-
-@triton.jit
-def store_products(  # type: ignore[no-untyped-def]
-    h, out, squares, total, square, near, sums, m, o, n, D: tl.constexpr, LINES: tl.constexpr, WIDE: tl.constexpr,
-    CENTRED: tl.constexpr,
-):  # fmt: skip
-    """Of a CENTRED stream, whose last map is of ones, they are those of the differences from its mean, (h - mean) . w =
-    h . w - mean sum(w), and the mean is behind them. `sums` are those of the maps."""
-    of_all = tl.sum(square, 1)
+    for begin in range(0, D, BLOCK_K):
+        at = (begin + k)[None, :]
+        row = tl.load(h + m[:, None].to(tl.int64) * D + at, mask=(m < n)[:, None] & (at < D), other=0.0)
+        tile = tl.load(maps + o[:, None] * STRIDE + at, mask=(o < LINES)[:, None] & (at < D), other=0.0)
+        wide = row.to(tl.float32)
+        if CENTRED:
+            wide = wide - near[:, None]
+            if D % BLOCK_K > 0:
+                wide = tl.where(at < D, wide, 0.0)
+            if row.dtype == tl.float32:
+                row = wide
+        total = tl.dot(row, tl.trans(tile), total, input_precision=PRECISION)
+        square += tl.sum(tl.reshape(wide * wide, (BLOCK_M, BLOCK_K // 8, 8)), 2)
     if CENTRED:
         last = (o == LINES - 1)[None, :]
-        of_ones = tl.sum(tl.where(last, total, 0.0), 1, keep_dims=True) / D  # the mean, or its difference from `near`
+        of_ones = tl.sum(tl.where(last, total, 0.0), 1) / D  # the mean, or its difference from `near`
         mean, apart = of_ones, of_ones - near
         if h.dtype.element_ty == tl.float32:
             mean, apart = of_ones + near, of_ones
-        of_all = tl.maximum(of_all - tl.sum(apart * apart, 1) * D, 0.0)
-        total = tl.where(last, mean, total - of_ones * tl.load(sums + o, mask=o < LINES, other=0.0)[None, :])
+        square -= (apart * apart * (8 * D / BLOCK_K))[:, None]
+        of_maps = tl.load(sums + o, mask=o < LINES, other=0.0)
+        total = tl.where(last, mean[:, None], total - of_ones[:, None] * of_maps[None, :])
+    return total, square
+
+
+@triton.jit
+def store_products(out, squares, total, square, n, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    m, o = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE)
     tl.store(out + m[:, None] * WIDE + o[None, :], total, mask=(m < n)[:, None])
-    tl.store(squares + m, of_all, mask=m < n)
+    tl.store(squares + m, tl.maximum(tl.sum(square, 1), 0.0), mask=m < n)
 
 
 @triton.jit

@@ -22,13 +22,13 @@ from stepformer.ops.operators import traced
 
 Shares = tuple[tuple[int, int], ...]  # which streams and which numbers per token later passes multiply
 MOST_STREAMS, MOST_PERMUTED = 8, 4  # more are computed by plain PyTorch
-# Tiles of the products: 16 rows a warp, which are multiplied synchronously. With 64 rows and four warps they are not,
-# and Triton overwrites rows, which are squared as well, while they are read (tests/support/pipelines.py): gradients of
-# eight streams were wrong by 7 %.
-EACH, JOINED = common.Tile(64, 32, 2, stages=3), common.Tile(64, 32, 2, stages=3)
+# Of the products: 16 rows, which are multiplied synchronously. With 64 rows and four warps they are not, and Triton
+# overwrites rows, which are squared as well, while they are read (tests/support/pipelines.py): gradients of eight
+# streams were wrong by 7 %.
+TILE = common.Tile(128, 16, 1, stages=3)
 BACK = common.Tile(64, 64, 8, stages=3, programs=1)  # the best of 12 on an H200: 32,768 rows of 768, four streams, bf16
 # Tokens of a program that makes weights.
-SINKHORN, PERMUTED, ALONG = common.Tile(0, 16, 1), common.Tile(0, 16, 4), common.Tile(0, 32, 1)
+SINKHORN, PERMUTED, ALONG = common.Tile(0, 32, 1), common.Tile(0, 16, 4), common.Tile(0, 128, 4)
 
 
 def supports(n: int, like: Tensor, most: int = MOST_STREAMS) -> bool:
@@ -71,14 +71,12 @@ class Streams:
         return products, squares
 
     def project_tile(self) -> common.Tile:
-        """The tile of `project`: rows of all streams and their maps are there once for each stage on its way."""
-        tiles_of_maps = len(self.rows) if self.joined else 1
+        """The tile of `project`: rows and maps of a stream are there once for each stage on its way."""
 
         def taken(tile: common.Tile) -> int:
-            stage = (len(self.rows) * tile.rows + tiles_of_maps * self.wide) * tile.chunk * self.maps.element_size()
-            return (tile.stages - 1) * stage
+            return (tile.stages - 1) * (tile.rows + self.wide) * tile.chunk * self.maps.element_size()
 
-        return fitting(JOINED if self.joined else EACH, taken, self.maps.device, least=2)
+        return fitting(TILE, taken, self.maps.device, least=2)
 
     def back_tile(self, arrived: int, weights: Sequence[tuple[int | None, ...]]) -> common.Tile:
         """The tile of `back`: rows, numbers and products are there once for each stage on its way, the maps once, and

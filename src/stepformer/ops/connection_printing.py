@@ -11,7 +11,6 @@ from stepformer.ops import connection_kernels as kernels
 from stepformer.ops.row_printing import load_kernel
 
 Numbers = tuple[tuple[tuple[str, int], ...], ...]  # of each stream: lines of `stats`, and of `factor`
-HELPERS = (kernels.first_numbers, kernels.project, kernels.store_products, kernels.per_token)
 
 
 def numbers_of(n: int, joined: bool, weights: tuple[tuple[int | None, ...], ...]) -> Numbers:
@@ -42,33 +41,23 @@ def pairing(numbers: Numbers) -> Any:
 def printed(name: str, parameters: Sequence[str], sizes: str, body: Sequence[str]) -> Any:
     signature = ", ".join([*parameters, *(f"{size}: tl.constexpr" for size in sizes.split())])
     lines = ["@triton.jit", f"def {name}({signature}):", *(f"    {line}" for line in body)]
-    return load_kernel(name, "\n".join(lines) + "\n", HELPERS)
+    return load_kernel(name, "\n".join(lines) + "\n", (kernels.project, kernels.store_products, kernels.per_token))
 
 
 @cache
 def projecting(n: int, joined: bool) -> Any:
     """The products of n streams with their maps: of all of them together, or of each."""
+    begin = "total, square = tl.zeros((BLOCK_M, WIDE), tl.float32), tl.zeros((BLOCK_M, BLOCK_K // 8), tl.float32)"
     sizes = "D STRIDE LINES WIDE CENTRED PRECISION BLOCK_M BLOCK_K"
-    totals = [0] if joined else range(n)
-    body = [
-        "m, o, k = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_K)",
-        *(f"near{i} = first_numbers(h{i}, m, n, D, CENTRED)" for i in range(n)),
-        *(f"total{i} = tl.zeros((BLOCK_M, WIDE), tl.float32)" for i in totals),
-        *(f"square{i} = tl.zeros((BLOCK_M, BLOCK_K // 8), tl.float32)" for i in totals),
-        "for begin in range(0, D, BLOCK_K):",
-        "    at = (begin + k)[None, :]",
-        "    place, inside = m[:, None].to(tl.int64) * D + at, (m < n)[:, None] & (at < D)",
-        "    of_map, mask = o[:, None] * STRIDE + at, (o < LINES)[:, None] & (at < D)",
-    ]
+    body = []
     for i in range(n):
-        t = totals[i % len(totals)]
-        if i == 0 or joined:
-            body.append(f"    tile = tl.load(maps + {i} * D + of_map, mask=mask, other=0.0)")
-        row, how = f"tl.load(h{i} + place, mask=inside, other=0.0)", "D, CENTRED, PRECISION, BLOCK_M, BLOCK_K"
-        body.append(f"    total{t}, square{t} = project({row}, tile, near{i}, total{t}, square{t}, at, {how})")
-    for i in totals:
-        given = f"h{i}, out + {i} * n * WIDE, squares + {i} * n, total{i}, square{i}, near{i}, sums, m, o, n"
-        body.append(f"store_products({given}, D, LINES, WIDE, CENTRED)")
+        place, maps = (0, f"maps + {i} * D") if joined else (i, "maps")
+        if i == 0 or not joined:
+            body.append(begin)
+        body.append(f"total, square = project(h{i}, {maps}, sums, total, square, n, {', '.join(sizes.split())})")
+        if i == n - 1 or not joined:
+            at = f"out + {place} * n * WIDE, squares + {place} * n"
+            body.append(f"store_products({at}, total, square, n, WIDE, BLOCK_M)")
     parameters = [*(f"h{i}" for i in range(n)), "maps", "sums", "out", "squares", "n"]
     return printed("project_kernel", parameters, sizes, body)
 
