@@ -163,8 +163,6 @@ Speeds were measured before training. At that point the factor s of ReZero is 0,
 A GPU that multiplies zeros takes less power and runs faster, so the speed given for ReZero is too high for training.
 The speed of `scaled scale=scalar`, which does the same work, is closer.
 
-The kernels of `hyper dynamic=true` and `mhc` have changed a little since their speed was measured.
-
 ## Hyper-connections
 
 $$ \text{hyper:}\quad h = A_m^\top H, \quad H' = A_r^\top H + B^\top T(h), \qquad\qquad
