@@ -18,6 +18,7 @@ from helpers import shake, tiny, tokens
 from stepformer.base.errors import InputError
 from stepformer.model.roles import Role, named_roles
 from stepformer.optim.trust import Change, change, local, moved, observe, row_change, stream_change, tangent
+from stepformer.optim.trust.changes import bounded
 from transcriptions import trust_layers
 from transcriptions import trust_region as naive
 
@@ -379,3 +380,26 @@ def test_the_total_counts_heads_once() -> None:
     found = Change(torch.tensor([[1.0, 3.0]]), {"attn": torch.tensor([0.5]), "mlp": torch.tensor([0.25])}, None)
     assert found.total(2.0).item() == pytest.approx(2 * 2 + 0.75)
     assert math.isfinite(Change(torch.zeros(1, 0), {"both": torch.tensor([0.5])}, None).total().item())
+
+
+def test_one_row_does_not_decide_a_mean() -> None:
+    """A constrained row counts at most so many medians of its head and sequence; rows of softmax as they are."""
+    kl = torch.ones(len(IDS), HEADS, IDS.shape[1]).double()
+    kl[1, 2, 5] = 1e9
+    constrained, softmax = (observe(model_with(**ATTENTIONS[kind]), IDS).rows[0] for kind in ("entropy", "softmax"))
+    found = bounded(constrained, kl, 100.0)
+    assert found[1, 2, 5] == 100
+    assert (found == kl).sum() == kl.numel() - 1
+    assert torch.equal(bounded(softmax, kl, 100.0), kl)
+    assert torch.equal(bounded(constrained, kl, None), kl)
+
+
+def test_bounded_rows_are_the_exact_ones_where_none_stands_out() -> None:
+    model = model_with(attention="entropy")
+    step = of_length(model, 1e-3)
+    for key, value in local(model, IDS, step, largest=1e6).items():
+        torch.testing.assert_close(value, local(model, IDS, step)[key], rtol=0, atol=0)
+    assert any(
+        not torch.equal(local(model, IDS, step, largest=1.0)[key], value)
+        for key, value in local(model, IDS, step).items()
+    )

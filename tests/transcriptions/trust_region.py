@@ -169,9 +169,10 @@ def key_factors(layer: Layer, h: int) -> Factors:
     """L = lambda/(2 d_h H) E_i beta_i^2 q_i q_i^T;  R = E_i Cov_{a_i}(u).
 
     Bound rows: R has minus E_i[c c^T / Var(s)], c = Cov_{a_i}(u, s). QK-norm, rotary:
-    L = lambda/(2 d_h H) E_i sum_j a_ij beta_i^2 r_ij r_ij^T, r_ij = J_j^T Rot_j^T q_i.
+    L = lambda/(2 d_h H) E_i sum_j a_ij beta_i^2 r_ij r_ij^T, r_ij = J_j^T Rot_j^T q_i. Constrained attention: in L a
+    row counts t_i / E[t], t_i = tr of its term of R (docs/trust-region.md).
     """
-    head = layer.heads[h]
+    head, constrained = layer.heads[h], layer.rule["attention"] != "softmax"
     turned = layer.rule["qk_norm"] or layer.rule["rotary"]
 
     def left(i: int) -> Tensor:
@@ -192,7 +193,13 @@ def key_factors(layer: Layer, h: int) -> Factors:
             result = result - torch.outer(c, c) / covariance(head.a[i], s, s)
         return result
 
-    return {"L": attention_scale(layer, head) * expectation(layer, left), "R": expectation(layer, right)}
+    R = expectation(layer, right)
+    L = (
+        expectation(layer, lambda i: left(i) * right(i).trace() / R.trace())
+        if constrained
+        else expectation(layer, left)
+    )
+    return {"L": attention_scale(layer, head) * L, "R": R}
 
 
 def value_factors(layer: Layer, h: int) -> Factors:

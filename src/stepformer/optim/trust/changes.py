@@ -70,6 +70,16 @@ def row_change(rows: Rows, scores: Tensor, log_prior: Tensor | None = None, radi
     return (a * (logits - mean(logits)).square()).sum(dim=-1) / 2
 
 
+def bounded(rows: Rows, kl: Tensor, largest: float | None) -> Tensor:
+    """Changes of rows of which none counts more than `largest` times the median of its head and sequence.
+
+    Where the scores of a row's first keys are nearly equal, a constraint gives it a beta without bound, and to second
+    order a change without bound, which says nothing of a step that is larger than the difference. One such row among
+    thousands would decide a mean. Rows of softmax are as they are.
+    """
+    return kl if rows.free or largest is None else kl.minimum(largest * kl.median(dim=-1, keepdim=True).values)
+
+
 def stream_change(stream: Stream, dx: Tensor) -> Tensor:
     """|d(x / rho)|^2 / d to second order, (..., B, R), for a tangent dx (..., B, R, d) of what the norm reads."""
     square, d = stream.square, stream.x.shape[-1]
@@ -79,14 +89,15 @@ def stream_change(stream: Stream, dx: Tensor) -> Tensor:
     return (moved_by / (d * square)).squeeze(-1)
 
 
-def change(before: Observation, after: Observation) -> Change:
-    """What two observations of the same tokens differ by, measured: no approximation."""
+def change(before: Observation, after: Observation, largest: float | None = None) -> Change:
+    """What two observations of the same tokens differ by, measured: no approximation; rows are `bounded`."""
     kls = []
     for a, b in zip(before.rows, after.rows, strict=True):
         gain = b.log_weights - a.log_weights
         # sum_j a_j e^gain_j = 1: adding it takes the first order away, term by term; e^gain itself may overflow
         large = b.weights - a.weights * (1 + gain)
-        kls.append(torch.where(gain > 20, large, a.weights * (gain.clamp_max(20).expm1() - gain)).sum(dim=-1))
+        kl = torch.where(gain > 20, large, a.weights * (gain.clamp_max(20).expm1() - gain)).sum(dim=-1)
+        kls.append(bounded(a, kl, largest))
     rms = [
         (b.normalised - a.normalised).square().mean(dim=-1) for a, b in zip(before.streams, after.streams, strict=True)
     ]
@@ -119,8 +130,10 @@ def tangent(
     return tangent_between(at, up, down, h)
 
 
-def tangent_between(at: Observation, up: Observation, down: Observation, h: float) -> Change:
-    """The same from observations at the beginning of a step and at +-h times the step."""
+def tangent_between(
+    at: Observation, up: Observation, down: Observation, h: float, largest: float | None = None
+) -> Change:
+    """The same from observations at the beginning of a step and at +-h times the step; rows are `bounded`."""
 
     def slope(a: Any, b: Any) -> Any:
         return None if a is None or b is None else (a - b) / (2 * h)
@@ -129,6 +142,7 @@ def tangent_between(at: Observation, up: Observation, down: Observation, h: floa
         row_change(r, slope(a.scores, b.scores), slope(a.log_prior, b.log_prior), slope(a.radius, b.radius))
         for r, a, b in zip(at.rows, up.rows, down.rows, strict=True)
     ]
+    kls = [bounded(r, kl, largest) for r, kl in zip(at.rows, kls, strict=True)]
     rms = [stream_change(s, slope(a.x, b.x)) for s, a, b in zip(at.streams, up.streams, down.streams, strict=True)]
     return _by_layer(at, kls, rms, slope(up.loss, down.loss))
 
@@ -177,13 +191,15 @@ def local(
     lambda_attn: float = 1.0,
     h: float | None = None,
     at: Observation | None = None,
+    largest: float | None = None,
 ) -> dict[str, Tensor]:
     """What each matrix would change in its own layer if it moved alone, to second order: exact, without propagation.
 
     Keys are parameter names; of stacked matrices with `.q`, `.k`, `.v`, each (H,) for the matrices of single heads
     (queries and keys change rows, values the stream after attention), and `.gate`, `.up`; the others are single
     numbers. The units are those of `Change.total`, where the KL of a head counts lambda_attn / H. A weight that layers
-    share has the sum over them. `at`: an observation of the same tokens and rows with `inputs=True`.
+    share has the sum over them. `at`: an observation of the same tokens and rows with `inputs=True`. Rows are `bounded`
+    by `largest`.
     """
     why = refusal(model)
     if why is not None:
@@ -211,7 +227,7 @@ def local(
             if (dw := d(qkv)) is not None:
                 by_queries, by_keys, values = _of_heads(attention, seen, row, dw, at.queries, h)
                 for part, scores in ((".q", by_queries), (".k", by_keys)):
-                    kl = row_change(row, scores).mean(dim=(0, 2))
+                    kl = bounded(row, row_change(row, scores), largest).mean(dim=(0, 2))
                     add(qkv, part, lambda_attn / attention.n_head * kl)
                 heads = whole(out).unflatten(1, (attention.n_head, -1))
                 dx = seen.steps["attn"] * torch.einsum("bhrk,dhk->hbrd", row.weights @ values, heads)

@@ -223,12 +223,19 @@ def _of_heads(
             return found
         return found - _gram(centred.to(y.dtype) @ y, (weights * taken).to(y.dtype))
 
-    if attention.qk_norm or attention.rotary:
-        left_q, left_k = _pulled_back(attention, (q, k), (raw_q, raw_k), where, a, centred, beta2, taken)
-    else:
-        left_q, left_k = covariance(k, a @ k, beta2), _gram(q, beta2)
-    ones = torch.full_like(beta2, 1 / (len(u) * len(where)))
     gathered = a.to(u.dtype) @ u[:, None]
+    of_keys = beta2
+    if centred is not None and taken is not None:
+        spread = a @ u.double().square().sum(-1)[:, None, :, None]
+        spread = spread.squeeze(-1) - gathered.double().square().sum(-1)
+        spread = (spread - (centred.to(u.dtype) @ u[:, None]).double().square().sum(-1) * taken).clamp(min=0.0)
+        mean = spread.mean(dim=-1, keepdim=True)
+        of_keys = beta2 * torch.where(mean > 0, spread / mean, 1.0)
+    if attention.qk_norm or attention.rotary:
+        left_q, left_k = _pulled_back(attention, (q, k), (raw_q, raw_k), where, a, centred, beta2, of_keys, taken)
+    else:
+        left_q, left_k = covariance(k, a @ k, beta2), _gram(q, of_keys)
+    ones = torch.full_like(beta2, 1 / (len(u) * len(where)))
     with rounded_products():
         right_q = _gram(u, torch.full_like(u[..., 0], 1 / u[..., 0].numel())).sum(0, keepdim=True)
         right_v = _gram(gathered, by_attention[:, None].expand(beta2.shape)).sum(0)
@@ -244,6 +251,7 @@ def _pulled_back(
     a: Tensor,
     centred: Tensor | None,
     beta2: Tensor,
+    of_keys: Tensor,
     taken: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """sum_i beta^2 Cov_a and sum_ij beta^2 a_ij r_ij r_ij^T where the map to the queries and keys that are used depends
@@ -264,7 +272,7 @@ def _pulled_back(
             along = (centred[:, :, some].unsqueeze(-2) @ seen).squeeze(-2)
             left_q = left_q - _gram(along, b2 * taken[:, :, some])
         seen = _back(attention, q[:, :, some, None], keys, raw_k[:, :, None])
-        left_k = left_k + _gram(seen.flatten(2, 3), both)
+        left_k = left_k + _gram(seen.flatten(2, 3), (weights * of_keys[:, :, some].unsqueeze(-1)).flatten(2))
     return left_q, left_k
 
 

@@ -41,6 +41,7 @@ Probe = Callable[[int, int], tuple[Tensor, Tensor]]
 """Tokens and targets (B, T) to look at in a step, about so many tokens, the same on every rank."""
 
 MEMORY = 0.8  # of factors and ratios, from one look to the next
+LARGEST = 100.0  # times the median: what a constrained row's change counts at most
 COLLAPSED = 1e-3  # of the peak: a smaller radius learns nothing any more
 
 
@@ -104,7 +105,9 @@ class TrustRegion(LmoOptimizer):
         for p in params:
             self.create(p)
         first = self.state[params[0]]
-        cap, group["lr"] = group["lr"], min(group["lr"], float(first["radius"]))
+        group["lr"] *= (
+            float(first["radius"]) / group["peak"]
+        )  # so that a step back in the warm-up does not stay for long
         self.report = {"eta": group["lr"]}
         every = self.config.probe_every
         if self.t % every and self.t >= every and first["looks"]:  # at first the factors change with every step
@@ -120,7 +123,7 @@ class TrustRegion(LmoOptimizer):
         if group["lr"] > 0:
             names = [some[0].name for some in group["parts"]]
             step = {name: p.detach() - old for name, p, old in zip(names, params, before, strict=True)}
-            self._judge(step, tokens, targets, at, cap)
+            self._judge(step, tokens, targets, at)
 
     def learn(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Take new factors into the averages, and at times their roots into the steps."""
@@ -206,15 +209,15 @@ class TrustRegion(LmoOptimizer):
             size = math.sqrt(self.weights[stack.key] / self.count / min(stack.rows, stack.cols))
             whitened[stack.key] = steps.to(whitened[stack.key].dtype) * size
 
-    def _judge(self, step: dict[str, Tensor], tokens: Tensor, targets: Tensor, at: Observation, cap: float) -> None:
+    def _judge(self, step: dict[str, Tensor], tokens: Tensor, targets: Tensor, at: Observation) -> None:
         """Compare what the step changed with what was predicted; change radius and ratios accordingly."""
         config, group = self.config, self.param_groups[0]
         after = observe(self.model, tokens, targets)
-        measured = change(at, after)
+        measured = change(at, after, LARGEST)
         with moved(self.model, step, -2.0):  # as far the other way
-            predicted = tangent_between(at, after, observe(self.model, tokens, targets), 1.0)
+            predicted = tangent_between(at, after, observe(self.model, tokens, targets), 1.0, LARGEST)
         with moved(self.model, step, -1.0), rounded_products():  # where it began
-            exact = local(self.model, tokens, step, lambda_attn=config.lambda_attn, at=at)
+            exact = local(self.model, tokens, step, lambda_attn=config.lambda_attn, at=at, largest=LARGEST)
             for stack in self.stacks_of_all:
                 left, right, ratio = self.kept(stack, "left", "right", "ratio")
                 guess = kronecker(left, right, stack.of(whole(step[stack.name]).to(left.dtype)))
@@ -222,19 +225,18 @@ class TrustRegion(LmoOptimizer):
                 new = torch.where(known, exact[stack.key].to(ratio.dtype) / torch.where(known, guess, 1.0), ratio)
                 ratio.lerp_(new, 1 - MEMORY)
         r1, r2 = self._ratios(measured, predicted)
-        eta, peak = group["lr"], group["peak"]
-        radius = self.state[group["params"][0]]["radius"]
+        radius, peak = self.state[group["params"][0]]["radius"], group["peak"]
         if not (math.isfinite(r1) and math.isfinite(r2)):
             self.problem = f"the trust region is not finite (measured over predicted change {r1:g}, decrease {r2:g})"
             return
         self.report |= {"r1": r1, "r2": r2, "changes": _by_layer(measured)}
         if config.adapt_radius and (r1 > 1.5 or r2 < 0.25):
-            radius.fill_(eta / 1.2)
+            radius.div_(1.2)
         elif config.adapt_radius and r1 < 1.2 and r2 > 0.6:
             radius.mul_(1.05).clamp_(max=peak)
-        if float(radius) < COLLAPSED * cap:
+        if float(radius) < COLLAPSED * peak:
             self.problem = (
-                f"the radius of the trust region fell to {float(radius):.3g}, below {COLLAPSED:g} of the schedule's "
+                f"the radius of the trust region fell to {float(radius):.3g}, below {COLLAPSED:g} of the largest "
                 f"rate (measured over predicted change {r1:.3g}, decrease {r2:.3g})"
             )
 
