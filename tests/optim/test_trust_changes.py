@@ -383,7 +383,7 @@ def test_the_total_counts_heads_once() -> None:
 
 
 def test_one_row_does_not_decide_a_mean() -> None:
-    """A constrained row counts at most so many medians of its head and sequence; rows of softmax as they are."""
+    """A constrained row counts at most so many quartiles of its head and sequence; rows of softmax as they are."""
     kl = torch.ones(len(IDS), HEADS, IDS.shape[1]).double()
     kl[1, 2, 5] = 1e9
     constrained, softmax = (observe(model_with(**ATTENTIONS[kind]), IDS).rows[0] for kind in ("entropy", "softmax"))

@@ -21,7 +21,7 @@ from stepformer.model.roles import Role, named_roles
 from stepformer.ops.dtypes import matmul_precision
 from stepformer.ops.graphs import capturable
 from stepformer.optim import OptimConfig, Optimizers
-from stepformer.optim.trust import region
+from stepformer.optim.trust import region, row_change
 from stepformer.optim.trust.factors import Stack, factors, inverse_root, kronecker, rounded_products, stacks
 from stepformer.optim.trust.observing import observe
 from stepformer.optim.trust.region import TrustRegion
@@ -212,6 +212,10 @@ SETTINGS: list[dict[str, Any]] = [
 
 def transcribed(model: sf.Model, x: Tensor, lambda_attn: float) -> dict[str, naive.Factors]:
     """Of the first layer, in the transcription's names."""
+    return naive.averaged(transcribed_layers(model, x, lambda_attn))
+
+
+def transcribed_layers(model: sf.Model, x: Tensor, lambda_attn: float = 1.0) -> list[trust_layers.Layer]:
     config, block = model.config, model.blocks[0]
     rule = {"attention": "floor" if config.options.get("constraint") == "floor" else config.attention}
     rule |= {"norm": config.norm, "qk_norm": config.option("qk_norm"), "rotary": config.positions == "rotary"}
@@ -231,7 +235,7 @@ def transcribed(model: sf.Model, x: Tensor, lambda_attn: float) -> dict[str, nai
         weights |= {f"{turn}_norm": getattr(block, f"{turn}_norm").weight.detach() for turn in ("attn", "mlp")}
     with torch.no_grad():
         start = model.start(x, torch.arange(x.shape[1])).x
-    return naive.averaged([trust_layers.run_layer(list(row), weights, rule) for row in start])
+    return [trust_layers.run_layer(list(row), weights, rule) for row in start]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -255,6 +259,25 @@ def test_factors_are_those_of_the_transcription(settings: dict[str, Any]) -> Non
             torch.testing.assert_close(
                 right[h % len(right)] / scale, other["R"], atol=1e-10, rtol=1e-6, msg=lambda m, s=s: f"{s.key} R {m}"
             )
+
+
+def test_the_key_factor_of_constrained_rows_has_the_right_size() -> None:
+    """tr(L) tr(R) is the mean of beta^2 |q|^2 tr Cov_a(u) less what the rows do not see, however large a beta is."""
+    model = shake(tiny("vanilla", attention="entropy"), 0.3)
+    layers = transcribed_layers(model, X[:3])
+    left, right = factors(model, observe(model, X[:3], inputs=True))["blocks.0.attn.qkv.weight.k"]
+    for h in range(len(left)):
+        terms = []
+        for layer in layers:
+            head = layer.heads[h]
+            for i in layer.queries:
+                u, s = torch.stack(layer.u[: i + 1]), head.s[i]
+                c = trust_layers.covariance(head.a[i], u, s)
+                seen = trust_layers.covariance(head.a[i], u, u).trace()
+                if head.bound[i]:
+                    seen = seen - c.square().sum() / trust_layers.covariance(head.a[i], s, s)
+                terms.append(naive.attention_scale(layer, head) * head.beta[i] ** 2 * head.q[i].square().sum() * seen)
+        assert float(left[h].trace() * right[h].trace()) == pytest.approx(float(sum(terms) / len(terms)), rel=1e-6)
 
 
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])
@@ -398,6 +421,41 @@ def test_resumed_run_is_the_uninterrupted_one(
         for file in (tmp_path / "whole/metrics.jsonl", tmp_path / "cut/metrics.jsonl")
     )
     assert [line for line in whole if line] == [line for line in cut if line]
+
+
+def test_rows_that_stand_out_do_not_change_the_correction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of a head whose predicted change is a million times too large, as where two scores are nearly equal."""
+    plain = row_change
+
+    def with_one_large(rows: Any, *args: Any) -> Tensor:
+        found = plain(rows, *args).clone()
+        found[0, :, -1] *= 1e6
+        return found
+
+    ratios = []
+    for large in (False, True):
+        model = shake(tiny("vanilla", attention="entropy"), 0.1)
+        opt = optimizers(model, lr=0.01, schedule="constant", warmup=0, probe_every=1)
+        if large:
+            monkeypatch.setattr("stepformer.optim.trust.changes.row_change", with_one_large)
+        gradients(model)
+        opt.step(0)
+        assert opt.trust is not None
+        ratios.append(
+            [float(opt.trust.kept(s, "ratio")[0].max()) for s in opt.trust.stacks_of_all if s.part in (".q", ".k")]
+        )
+    for one, other in zip(*ratios, strict=True):
+        assert one <= other <= 20 * one  # a row among eight counts at most 50 quartiles
+
+
+def test_a_rate_of_zero_moves_nothing() -> None:
+    model = tiny("vanilla")
+    before = [p.detach().clone() for p in model.blocks.parameters()]
+    opt = optimizers(model, lr=0.0, lr_norm=0.0, schedule="constant", warmup=0, probe_every=1)
+    gradients(model)
+    opt.step(0)
+    matrices = [(p, old) for p, old in zip(model.blocks.parameters(), before, strict=True) if p.ndim == 2]
+    assert all(torch.equal(p, old) for p, old in matrices)
 
 
 def test_the_radius_obeys_its_rules() -> None:

@@ -263,7 +263,12 @@ def all_factors(layer: Layer) -> dict[str, Factors]:
 def averaged(layers: Sequence[Layer]) -> dict[str, Factors]:
     """The factors over several sequences with equally many queries."""
     each = [all_factors(layer) for layer in layers]
-    return {name: {side: sum(one[name][side] for one in each) / len(each) for side in ("L", "R")} for name in each[0]}
+    found = {name: {side: sum(one[name][side] for one in each) / len(each) for side in ("L", "R")} for name in each[0]}
+    if layers[0].rule["attention"] != "softmax":  # t_i / E[t] with the mean over all of them
+        for name in [name for name in found if name.startswith("W_K")]:
+            traces = [one[name]["R"].trace() for one in each]
+            found[name]["L"] = sum(t * one[name]["L"] for t, one in zip(traces, each, strict=True)) / sum(traces)
+    return found
 
 
 # The step.

@@ -12,6 +12,8 @@ activation, rho what the norm after a branch divides by, alpha the step size of 
 
 A row whose constraint decides beta does not see changes along its scores s: there Cov_a(y) is less
 Cov_a(y, s) Cov_a(y, s)^T / Var_a(s). Rotations and norms of queries and keys are pulled back to what W_Q and W_K give.
+Of constrained attention a row counts in W_K's L by the trace of its term of R, over the mean of these in its head:
+where the largest scores are nearly equal beta is very large, and what is left to change is very little.
 """
 
 from __future__ import annotations
@@ -223,14 +225,13 @@ def _of_heads(
             return found
         return found - _gram(centred.to(y.dtype) @ y, (weights * taken).to(y.dtype))
 
-    gathered = a.to(u.dtype) @ u[:, None]
-    of_keys = beta2
+    gathered, of_keys = a.to(u.dtype) @ u[:, None], beta2
     if centred is not None and taken is not None:
-        spread = a @ u.double().square().sum(-1)[:, None, :, None]
-        spread = spread.squeeze(-1) - gathered.double().square().sum(-1)
-        spread = (spread - (centred.to(u.dtype) @ u[:, None]).double().square().sum(-1) * taken).clamp(min=0.0)
-        mean = spread.mean(dim=-1, keepdim=True)
-        of_keys = beta2 * torch.where(mean > 0, spread / mean, 1.0)
+        along = (centred.to(u.dtype) @ u[:, None]).double().square().sum(-1) * taken
+        of_rows = (a @ u.double().square().sum(-1)[:, None, :, None]).squeeze(-1) - gathered.double().square().sum(-1)
+        traces = (of_rows - along).clamp(min=0.0)
+        mean = traces.mean(dim=(0, 2), keepdim=True)
+        of_keys = beta2 * torch.where(mean > 0, traces / mean, 1.0)
     if attention.qk_norm or attention.rotary:
         left_q, left_k = _pulled_back(attention, (q, k), (raw_q, raw_k), where, a, centred, beta2, of_keys, taken)
     else:

@@ -7,7 +7,7 @@ With M the running average of the gradient (Muon's), L and R the factors of a ma
 
 The first is the minimiser of <M, dW> under a bound on the average change, the second under one on the worst case.
 Every `probe_every` steps a few sequences are looked at: statistics of the factors, what the step was predicted to
-change and what it changed. From that the radius eta is found, below the schedule's rate (docs/trust-region.md).
+change and what it changed. From that the radius eta is found, a share of the schedule's rate (docs/trust-region.md).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ Probe = Callable[[int, int], tuple[Tensor, Tensor]]
 """Tokens and targets (B, T) to look at in a step, about so many tokens, the same on every rank."""
 
 MEMORY = 0.8  # of factors and ratios, from one look to the next
-LARGEST = 100.0  # times the median: what a constrained row's change counts at most
+LARGEST = 50.0  # times the upper quartile: what a constrained row's change counts at most
+LEAST = 1e-3  # of its Kronecker form: a smaller exact change is rounding, since the rows do not see the matrix
 COLLAPSED = 1e-3  # of the peak: a smaller radius learns nothing any more
 
 
@@ -105,9 +106,8 @@ class TrustRegion(LmoOptimizer):
         for p in params:
             self.create(p)
         first = self.state[params[0]]
-        group["lr"] *= (
-            float(first["radius"]) / group["peak"]
-        )  # so that a step back in the warm-up does not stay for long
+        if group["peak"] > 0:
+            group["lr"] *= float(first["radius"]) / group["peak"]  # of what the schedule has set for this step
         self.report = {"eta": group["lr"]}
         every = self.config.probe_every
         if self.t % every and self.t >= every and first["looks"]:  # at first the factors change with every step
@@ -221,7 +221,7 @@ class TrustRegion(LmoOptimizer):
             for stack in self.stacks_of_all:
                 left, right, ratio = self.kept(stack, "left", "right", "ratio")
                 guess = kronecker(left, right, stack.of(whole(step[stack.name]).to(left.dtype)))
-                known = (guess > 0) & (exact[stack.key] > 0)
+                known = (guess > 0) & (exact[stack.key] > LEAST * guess)
                 new = torch.where(known, exact[stack.key].to(ratio.dtype) / torch.where(known, guess, 1.0), ratio)
                 ratio.lerp_(new, 1 - MEMORY)
         r1, r2 = self._ratios(measured, predicted)
