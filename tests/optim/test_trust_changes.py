@@ -391,6 +391,8 @@ def test_one_row_does_not_decide_a_mean() -> None:
     assert found[1, 2, 5] == 100
     assert (found == kl).sum() == kl.numel() - 1
     assert torch.equal(bounded(softmax, kl, 100.0), kl)
+    kl[..., :5] = 0.0  # most rows have two keys or fewer
+    assert bounded(constrained, kl, 100.0)[..., 5:].min() == 1
     assert torch.equal(bounded(constrained, kl, None), kl)
 
 
