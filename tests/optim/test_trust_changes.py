@@ -190,7 +190,8 @@ def test_other_rules_are_served(name: str) -> None:
 @pytest.mark.parametrize("kind", ["softmax", "entropy", "carried"])
 def test_some_rows_are_those_of_all(kind: str) -> None:
     model = model_with(**ATTENTIONS[kind])
-    whole, some = observe(model, IDS), observe(model, IDS, rows=[3, 6])
+    whole, some = observe(model, IDS, TARGETS), observe(model, IDS, rows=[3, 6])
+    assert torch.allclose(whole.loss, model(IDS, TARGETS).loss, rtol=1e-12)
     for one, other in zip(whole.rows, some.rows, strict=True):
         assert torch.allclose(one.weights[:, :, [3, 6]], other.weights, rtol=0, atol=1e-12)
     for one, other in zip(whole.streams, some.streams, strict=True):

@@ -280,6 +280,30 @@ def test_the_key_factor_of_constrained_rows_has_the_right_size() -> None:
         assert float(left[h].trace() * right[h].trace()) == pytest.approx(float(sum(terms) / len(terms)), rel=1e-6)
 
 
+@pytest.mark.parametrize("gap", [1e-3, 1e-5, 1e-6])
+def test_near_ties_leave_the_factors_positive(gap: float) -> None:
+    """A constrained row of two keys whose scores are large and differ by little has a very large beta and nothing that
+    its queries could change: what is left is rounding, which must not outweigh the other rows.
+    """
+    model = shake(tiny("vanilla", attention="entropy"), 0.3).float()
+    x = X[:1]
+    attention = model.blocks[0].attn
+    with torch.no_grad():
+        seen = observe(model, x, inputs=True).inputs[0]
+        first, second = seen.qkv[0, :2].chunk(3, dim=-1)[1].unflatten(-1, (attention.n_head, -1))[:, 0].double()
+        across = first - second
+        along = first - across * (first @ across) / (across @ across)  # the same product with both keys
+        query = (300 * along / (along @ along) + gap * across / (across @ across)).float()
+        u = seen.attention_input[0, 1]
+        rows = attention.qkv.weight[: attention.head_dim]
+        rows += torch.outer(query - rows @ u, u) / (u @ u)
+    at = observe(model, x, inputs=True)
+    assert at.rows[0].beta[0, 0, 1] > 0.1 / gap
+    left, _ = factors(model, at)["blocks.0.attn.qkv.weight.q"]
+    values = torch.linalg.eigvalsh(left[0].double())
+    assert values[0] > -1e-3 * values.mean()
+
+
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])
 def test_steps_are_those_of_the_transcription(norm: str) -> None:
     model = shake(tiny("vanilla", norm="rmsnorm"), 0.1)

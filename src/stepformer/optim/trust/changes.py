@@ -45,13 +45,14 @@ class Change:
 
 def row_change(rows: Rows, scores: Tensor, log_prior: Tensor | None = None, radius: Tensor | None = None) -> Tensor:
     """KL(a || a') to second order, (B, H, R), for tangents of scores, ln p (both (B, H, R, K)) and radius (B, H, R)."""
-    a, s, beta = rows.weights, rows.scores, rows.beta.unsqueeze(-1)
+    a, beta = rows.weights, rows.beta.unsqueeze(-1)
 
     def mean(t: Tensor) -> Tensor:
         return (a * t).sum(dim=-1, keepdim=True)
 
     if rows.free:
         return (a * (scores - mean(scores)).square()).sum(dim=-1) / 2
+    s = rows.below_top
     centred = s - mean(s)
     variance = mean(centred.square())
     moves = beta * scores if log_prior is None else beta * scores + log_prior

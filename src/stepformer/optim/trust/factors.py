@@ -206,7 +206,7 @@ def _of_heads(
     beta2 = rows.beta.double().square().masked_fill(rows.capped, 0.0)  # out of reach: one-hot, nothing moves it
     centred = taken = None
     if not rows.free:
-        s = rows.scores.double()
+        s = rows.below_top.double()
         centred = a * (s - (a * s).sum(dim=-1, keepdim=True))
         variance = (centred * s).sum(dim=-1)
         # where the constraint decides beta and the row is not one-hot to rounding

@@ -138,19 +138,24 @@ class TrustRegion(LmoOptimizer):
 
     def _take_roots(self) -> None:
         """Each rank takes its share of the roots, all get all."""
-        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, str]]] = {}
         for stack in self.stacks_of_all:
             for side in ("left", "right"):
                 average, root = self.kept(stack, side, f"{side}_root")
-                by_shape.setdefault(average.shape[1:], []).extend(zip(average, root, strict=True))
-        good = []
-        for pairs in by_shape.values():
-            found = shared([a for a, _ in pairs], lambda some: inverse_root(some, self.config.factor_damping))
-            for (_, root), new in zip(pairs, found, strict=True):
+                some = [(*both, f"the {side} factor of '{stack.key}'") for both in zip(average, root, strict=True)]
+                by_shape.setdefault(average.shape[1:], []).extend(some)
+        good, names = [], []
+        for known in by_shape.values():
+            found = shared([a for a, _, _ in known], lambda some: inverse_root(some, self.config.factor_damping))
+            for (_, root, name), new in zip(known, found, strict=True):
                 root.copy_(new)
                 good.append(new.sum().isfinite())
-        if not bool(torch.stack(good).all()):  # the same on every rank
-            self.problem = "a factor of the trust region is not positive: its statistics are not finite, or too few"
+                names.append(name)
+        bad = (~torch.stack(good)).nonzero().flatten().tolist()  # the same on every rank
+        if bad:
+            self.problem = (
+                f"{names[bad[0]]} in the trust region is not positive: what it averages is not finite, or too little"
+            )
 
     def _directions(self, number: int, averages: list[Tensor], parts: list[Any]) -> list[Direction]:
         """Steps of unit size: eta times them is taken. On a GPU by way of memory that stays where it is, as a graph."""
