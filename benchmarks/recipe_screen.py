@@ -7,7 +7,8 @@
 fractional factorial design of nine changes to one rule: 32 runs, each with about half of the changes, so that every run
 counts for every effect. (Resolution IV: what two changes do only together is not taken for the effect of a third.)
 An effect is the mean loss of the 16 runs with a change minus that of the 16 without it. Its standard error comes from
-what the nine effects leave unexplained, interactions included. Both go on where they stopped.
+what the nine effects leave unexplained, interactions included. Both go on where they stopped, and write their table to
+OUT/comparison.md and .csv.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import stepformer as sf
+from stepformer.base.files import write_text
 from stepformer.study.statistics import t_quantile
 from stepformer.training.stopping import Stopped
 
@@ -99,6 +102,8 @@ def main() -> None:
     except Stopped as stopped:
         raise SystemExit(f"{stopped} The same command goes on.") from None
     print(table)
+    write_text(Path(args.out, "comparison.md"), str(table))
+    write_text(Path(args.out, "comparison.csv"), table.details.csv())
     if rules:
         losses = {row.label: row.loss.mean for row in table.rows}
         found, error, free = effects([losses[label] for label in rows])
