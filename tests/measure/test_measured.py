@@ -44,6 +44,24 @@ def test_what_another_measurement_left_in_a_shared_journal_stays(tmp_path: Path)
     assert not third.path.exists()
 
 
+def test_a_run_that_may_not_be_written_to_has_its_measurements_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, here = tmp_path / "theirs", tmp_path / "here"
+    theirs.mkdir()
+    here.mkdir()
+    old = measured.save(theirs, "tasks", step=1, settings={}, result={"a": 1})
+    assert old == theirs / "measured" / "tasks.json"
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(measured.os, "access", lambda path, mode: theirs not in (path, path.parent))
+    assert measured.load(theirs, "tasks")["result"] == {"a": 1}  # what was there can be read
+    measured.journal(theirs, "tasks", {}).get("part", lambda: 1)
+    new = measured.save(theirs, "tasks", step=1, settings={}, result={"a": 2})
+    assert new.resolve().is_relative_to(here / "measured")
+    assert measured.load(theirs, "tasks")["result"] == {"a": 2}
+    assert sorted(theirs.rglob("*")) == [theirs / "measured", old]
+
+
 def test_half_a_line_is_dropped(tmp_path: Path) -> None:
     first = measured.journal(tmp_path, "x", {})
     first.get("a", lambda: [1.0])

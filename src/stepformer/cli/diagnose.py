@@ -72,7 +72,7 @@ def run_diagnose(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print("stepformer: interrupted; finished parts are kept, the same command continues", file=sys.stderr)
             return 130
-        path = run.folder.path / measured.FOLDER / f"{measured.kind_of(kind, run.model)}.json"
+        path = measured.file(run.folder.path, measured.kind_of(kind, run.model))
         made = [path, *drawn(module.plot, found[kind], path.with_suffix(".png"))]
         if not args.json:
             console().print(module.text(found[kind]))

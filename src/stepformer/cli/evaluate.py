@@ -101,7 +101,7 @@ def choices_of_layers(args: argparse.Namespace, run: LoadedRun) -> int:
         print(json.dumps({"run": args.folder, "step": run.known_step, "rows": rows}))
     else:
         console().print(as_table(rows))
-        print(f"{standing(run)}; kept in {run.folder.path / measured.FOLDER / TABLE}.json")
+        print(f"{standing(run)}; kept in {measured.file(run.folder.path, TABLE)}")
     return 0
 
 
@@ -168,7 +168,7 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
         if "mean_perplexity" in found:
             files = ", ".join(entry["source"] for entry in found["texts"][-len(foreign) :])
             print(f"mean perplexity {found['mean_perplexity']:.3f} over {files}")
-        print(f"kept in {run.folder.path / measured.FOLDER / measured.kind_of(perplexity.KIND, run.model)}.json")
+        print(f"kept in {measured.file(run.folder.path, measured.kind_of(perplexity.KIND, run.model))}")
     return found, journal
 
 
@@ -187,7 +187,7 @@ def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
         for note in harness.notes(found):
             print(note)
         if len(found.get("not_kept", ())) < len(found["tasks"]):
-            print(f"kept in {run.folder.path / measured.FOLDER / measured.kind_of(harness.KIND, run.model)}.json")
+            print(f"kept in {measured.file(run.folder.path, measured.kind_of(harness.KIND, run.model))}")
     return found
 
 

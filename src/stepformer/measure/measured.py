@@ -3,6 +3,8 @@
 RUN/measured/KIND.json         the result, with the settings, the checkpoint and the command that made it
 RUN/measured/KIND.jsonl        its journal while it is being made: the same command continues from it
 
+A run that may not be written to (somebody else's) has them here, in ./measured/NAME-DIGEST of its path.
+
 Of a hybrid or pinned model KIND has its name behind it (`perplexity@cutoff-6`), so that the run's own numbers stay.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -128,16 +131,26 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def file(run: Path, kind: str) -> Path:
+    """Where a measurement of a run is written; never into another run."""
+    own = run / FOLDER
+    if own.is_symlink():
+        raise InputError(f"'{own}' is a link to another place: take it away.")
+    if not os.access(own if own.is_dir() else run, os.W_OK):
+        own = Path(FOLDER) / f"{run.resolve().name}-{_digest(str(run.resolve()))}"
+    return own / f"{kind}.json"
+
+
 def journal(run: Path, kind: str, about: Mapping[str, Any], *, quiet: bool = True) -> Journal:
     """The journal of a measurement of the run in the folder `run`; unless quiet it says when it continues one."""
-    opened = Journal(_folder(run) / f"{kind}.jsonl", about)
+    opened = Journal(file(run, kind).with_suffix(".jsonl"), about)
     say(f"{kind} continues: {opened.kept:,} finished parts were kept", quiet=quiet or not opened.kept)
     return opened
 
 
 def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result: Mapping[str, Any]) -> Path:
     """Keep a measurement beside its run; `settings` is everything that decides the numbers, `step` the checkpoint's."""
-    path = _folder(run) / f"{kind}.json"
+    path = file(run, kind)
     command = command_line(*sys.argv[1:]) if Path(sys.argv[0]).name.startswith("stepformer") else ""
     about = {"format": FORMAT, "stepformer": __version__, "kind": kind, "step": step, "command": command}
     about |= {"run": known} if (known := _id(run)) else {}
@@ -147,7 +160,7 @@ def save(run: Path, kind: str, *, step: int, settings: Mapping[str, Any], result
 
 def load(run: Path, kind: str, *, own: bool = True) -> dict[str, Any] | None:
     """A measurement of a run, whole, or None if it was never made; `own`: of this run and its weights, no others."""
-    path = run / FOLDER / f"{kind}.json"
+    path = path if (path := file(run, kind)).is_file() else run / FOLDER / f"{kind}.json"
     if not path.is_file():
         return None
     found = documents.read(path, documents.MEASUREMENT)
@@ -164,10 +177,3 @@ def load(run: Path, kind: str, *, own: bool = True) -> dict[str, Any] | None:
 
 def _id(run: Path) -> str:
     return str(documents.read(run / "run.json", documents.RUN).get("id", "")) if (run / "run.json").is_file() else ""
-
-
-def _folder(run: Path) -> Path:
-    """Where measurements of a run are written; never into another run."""
-    if (run / FOLDER).is_symlink():
-        raise InputError(f"'{run / FOLDER}' is a link to another place: take it away.")
-    return run / FOLDER
