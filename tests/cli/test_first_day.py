@@ -206,7 +206,9 @@ def test_a_name_that_is_not_what_the_plugin_registers(case: str, tmp_path: Path)
 
 
 def test_an_extra_is_named_in_a_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "show", "yurii", "extras=echo").endswith('should be a list of names, as in extras=["name"].')
+    assert said(capsys, "show", "yurii", "extras=echo").endswith(
+        "should be a list of names; in a shell: 'extras=[\"name\"]'."
+    )
 
 
 def test_an_attention_and_an_extra_that_return_nothing(tmp_path: Path) -> None:

@@ -73,6 +73,13 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert f"lr {config.optim.lr:g}" in optimizer
     longer = replace(runs[0], config=replace(config, train=replace(config.train, steps=steps + 1)), facts={})
     assert method([*runs, longer]) == [model, optimizer]  # the warm-up is as long
+    tuned = replace(runs[0], config=replace(config, optim=replace(config.optim, lr=0.123)))
+    *others, said = method([*runs, tuned])
+    assert others == [model, data, training]
+    assert "each row has its own lr (settings that differ)" in said
+    assert f"lr_norm {config.optim.lr_norm:g}" in said
+    assert "lr 0" not in said
+    assert "clipped" in said
 
 
 def test_nothing_of_an_earlier_report_stays(study: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from stepformer.base.errors import StepformerError, UnknownNameError, suggestion
 from stepformer.base.options import Option
 from stepformer.base.plugins import remember
+from stepformer.base.words import SYNONYMS
 
 
 class Selection:
@@ -257,5 +258,7 @@ def option_problems(
         else:
             known = [*settings, *declared]
             hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
+            if (theirs := SYNONYMS.get(key, "").strip("'")) in known:
+                hint = f" Here it is '{theirs}'."
             problems[key] = f"Unknown key '{key}'.{hint}"
     return problems

@@ -10,25 +10,27 @@ from typing import Any
 from stepformer.base import files
 from stepformer.base.errors import InputError
 
-# What other trainers call our keys.
+# What other trainers call our keys, and what is not the same.
 SYNONYMS = {
-    "learning_rate": "lr",
-    "batch_size": "batch",
-    "max_iters": "steps",
-    "max_steps": "steps",
-    "block_size": "context",
-    "n_embd": "d_model",
-    "weight_decay": "wd_matrix",
-    "warmup_iters": "warmup",
-    "grad_clip": "clip",
-    "eval_interval": "eval_every",
-    "dataset": "corpus",
-    "min_lr": "floor",
-    "lr_decay_iters": "steps",
-    "eval_iters": "eval_tokens",
-    "dtype": "precision",
-    "gradient_accumulation_steps": "micro_batch",
-    "log_interval": "log_every",
+    "learning_rate": "'lr', the peak rate of the block matrices",
+    "batch_size": "'micro_batch', the sequences of one pass; 'batch' counts those of a whole step",
+    "gradient_accumulation_steps": "'batch', the sequences of a whole step: so many times 'micro_batch'",
+    "max_iters": "'steps'",
+    "max_steps": "'steps'",
+    "lr_decay_iters": "'steps': the schedule ends with the run",
+    "block_size": "'context'",
+    "n_embd": "'d_model'",
+    "weight_decay": "'wd_matrix', and 'wd_embedding' for the tables",
+    "warmup_iters": "'warmup'",
+    "grad_clip": "'clip'",
+    "eval_interval": "'eval_every'",
+    "eval_iters": "'eval_tokens', a number of tokens, not of batches",
+    "log_interval": "'log_every'",
+    "dataset": "'corpus'",
+    "min_lr": "'floor', a fraction of the peak rate",
+    "dtype": "'precision'",
+    "out_dir": "the option --out DIR",
+    "init_from": "'init', the folder of a run, or the command `stepformer resume RUN`",
 }
 
 

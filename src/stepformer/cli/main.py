@@ -143,7 +143,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [w for w in extra if words is None or w.startswith("-") or not ("names" in args or "=" in w)]
     if unknown:
         known = [option for action in args.parser._actions for option in action.option_strings]
-        setting = "" if words is None else _as_setting(unknown[0], given, args.parser)
+        settings = [] if words is None else [_as_setting(word, given, args.parser) for word in unknown]
+        setting = next(filter(None, settings), "")
         word = unknown[0].partition("=")[0]
         guess = setting or suggestion(word, [option for option in known if option.startswith(word)] or known)
         top.error(f"unrecognized arguments: {' '.join(unknown)}.{guess}")
@@ -154,6 +155,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _as_setting(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """How a setting is written that was given as an option: `--steps 10` is `steps=10`. Empty if it is none."""
+    from stepformer.base.words import SYNONYMS
     from stepformer.model.config import REGISTRIES, ModelConfig
     from stepformer.training.config import SECTIONS
 
@@ -163,6 +165,8 @@ def _as_setting(word: str, argv: Sequence[str], parser: argparse.ArgumentParser)
     known |= {name for registry in REGISTRIES.values() for entry in registry for name in entry.component.options}
     known |= {name for kind in SECTIONS.values() for name in kind.field_names()}
     known |= {*re.findall(r"^  (\w+)(?:=| )", parser.epilog or "", re.MULTILINE)}  # of `diagnose`: its help lists them
+    if option.startswith("--") and key in SYNONYMS:
+        return f" '{key}' is here {SYNONYMS[key]}. Settings are written key=value, without dashes."
     if not option.startswith("--") or key not in {"set", *known}:
         return ""
     if not equals:

@@ -266,7 +266,7 @@ def _extras_problems(config: ModelConfig) -> list[str]:
     """What is wrong with the list of extras, which is settled as a tuple of registered names."""
     given, problems, names = config.extras, [], []
     if isinstance(given, str) or not isinstance(given, Iterable):
-        problems.append(f'extras = {given!r} should be a list of names, as in extras=["name"].')
+        problems.append(f"extras = {given!r} should be a list of names; in a shell: 'extras=[\"name\"]'.")
         given = ()
     for word in given:
         try:

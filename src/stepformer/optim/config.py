@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -222,15 +222,18 @@ class OptimConfig(Settings):
         own = getattr(self, f"wd_{role}", None)
         return self.decay("embedding") if own is None else float(own)
 
-    def rates_text(self) -> str:
-        """Peak rate and decay of every role, and which of them were not set."""
+    def rates_text(self, without: Collection[str] = ()) -> str:
+        """Peak rate and decay of every role, and which of them were not set; some keys may be left out."""
         words = []
         head = ["head"] if (self.lr_head, self.wd_head) != (None, None) else []
         for role in ("matrix", "embedding", *head, "norm", "coefficient"):
             rate, decay = "lr" if role == "matrix" else f"lr_{role}", f"wd_{role}"
             marks = ["*" if key in self.unset else "" for key in (rate, decay)]
-            decays = f" (decay {self.decay(role):g}{marks[1]})" if self.decay(role) else ""
-            words.append(f"{rate} {self.rate(role):g}{marks[0]}{decays}")
+            decays = f"{self.decay(role):g}{marks[1]}" if self.decay(role) and decay not in without else ""
+            if rate not in without:
+                words.append(f"{rate} {self.rate(role):g}{marks[0]}" + (f" (decay {decays})" if decays else ""))
+            elif decays:
+                words.append(f"{decay} {decays}")
         found = ", ".join(words)
         return f"{found} (*: not set, found by the rule of docs/optimizers.md)" if "*" in found else found
 

@@ -398,5 +398,5 @@ def _elsewhere(problem: str) -> str:
     if not problem.startswith("Unknown key '") or ("Did you mean" in problem and not foreign):
         return f"[model] {problem}"
     key, known = problem.split("'")[1], [key for kind in SECTIONS.values() for key in kind.field_names()]
-    guess = f" Here it is called '{SYNONYMS[key]}'." if key in SYNONYMS else suggestion(key, known)
+    guess = f" Here it is {SYNONYMS[key]}." if key in SYNONYMS else suggestion(key, known)
     return f"Unknown key '{key}'.{guess}" if guess else f"[model] {problem}"

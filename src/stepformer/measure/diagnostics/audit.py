@@ -270,7 +270,7 @@ class _Audited:
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
-                raise StepformerError(f"{name} receives no gradient and is not declared unused")
+                raise StepformerError(f"{name} receives no gradient and is not declared unused (docs/audit.md)")
             _owed(bool(parameter.grad.isfinite().all()), f"the gradient of {name} is not finite")
             if not bool(parameter.grad.any()):
                 zeros.append(name.replace("blocks.", "").replace("coefficients.", ""))

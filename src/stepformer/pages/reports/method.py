@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from stepformer.optim.config import Schedule
+from stepformer.optim.config import OptimConfig, Schedule
 from stepformer.pages.reports.collect import RunData
 from stepformer.pages.reports.values import inside, real
 from stepformer.training import RunConfig
 
 
 def method(runs: Sequence[RunData]) -> list[str]:
-    """Sentences on model, data, training and optimizer; one that is not the same for all runs is left out."""
+    """Sentences on model, data, training and optimizer; one that is not the same for all runs is left out.
+
+    Rates that were searched for each row are named as such: the rest of the optimizer's sentence is that of all.
+    """
     configs = [run.config for run in runs if run.config]
 
     def same(says: Callable[[RunConfig], str]) -> list[str]:
@@ -19,7 +22,10 @@ def method(runs: Sequence[RunData]) -> list[str]:
         return [*said] if len(said) == 1 else []
 
     data = {_data(run) for run in runs}
-    found = [*same(_model), *(data if len(data) == 1 else ()), *same(_training), *same(_optimizer)]
+    found = [*same(_model), *(data if len(data) == 1 else ()), *same(_training)]
+    rates = [key for key in OptimConfig.field_names() if key.startswith(("lr", "wd_"))]
+    own = [key for key in rates if len({getattr(config.optim, key) for config in configs}) > 1]
+    found += same(lambda config: _optimizer(config, own))
     return [sentence for sentence in found if sentence]
 
 
@@ -45,9 +51,10 @@ def _training(config: RunConfig) -> str:
     return f"{said}, {steps * each:,} tokens in all."
 
 
-def _optimizer(config: RunConfig) -> str:
+def _optimizer(config: RunConfig, own: Sequence[str]) -> str:
     optim, schedule = config.optim, Schedule(config.optim, config.train.steps)
     clipped = f"; gradients clipped at norm {optim.clip:g}" if optim.clip else ""
     warmup = f"{schedule.warmup:,} step{'s' * (schedule.warmup != 1)} of linear warm-up"
-    rates = f"{optim.schedule} schedule after {warmup}; {optim.rates_text()}"
-    return f"Optimizer: {optim.name}, {rates}{clipped}."
+    rates = f"{optim.schedule} schedule after {warmup}; {optim.rates_text(own)}"
+    each = f"; each row has its own {', '.join(own)} (settings that differ)" if own else ""
+    return f"Optimizer: {optim.name}, {rates}{clipped}{each}."
