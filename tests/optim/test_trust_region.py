@@ -280,7 +280,7 @@ def test_the_key_factor_of_constrained_rows_has_the_right_size() -> None:
         assert float(left[h].trace() * right[h].trace()) == pytest.approx(float(sum(terms) / len(terms)), rel=1e-6)
 
 
-@pytest.mark.parametrize("gap", [1e-3, 1e-5, 1e-6])
+@pytest.mark.parametrize("gap", [1e-3, 1e-5])  # in fp32 the second is one unit in the last place
 def test_near_ties_leave_the_factors_positive(gap: float) -> None:
     """A constrained row of two keys whose scores are large and differ by little has a very large beta and nothing that
     its queries could change: what is left is rounding, which must not outweigh the other rows.
@@ -301,7 +301,7 @@ def test_near_ties_leave_the_factors_positive(gap: float) -> None:
     assert at.rows[0].beta[0, 0, 1] > 0.1 / gap
     left, _ = factors(model, at)["blocks.0.attn.qkv.weight.q"]
     values = torch.linalg.eigvalsh(left[0].double())
-    assert values[0] > -1e-3 * values.mean()
+    assert values[0] > -1e-3 * values.mean()  # a hundredth of the default damping
 
 
 @pytest.mark.parametrize("norm", ["frobenius", "spectral"])

@@ -76,7 +76,7 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     tuned = replace(runs[0], config=replace(config, optim=replace(config.optim, lr=0.123)))
     *others, said = method([*runs, tuned])
     assert others == [model, data, training]
-    assert "each row has its own lr (settings that differ)" in said
+    assert "; lr not the same in all rows (settings that differ)" in said
     assert f"lr_norm {config.optim.lr_norm:g}" in said
     assert "lr 0" not in said
     assert "clipped" in said

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from stepformer.base.errors import StepformerError, UnknownNameError, suggestion
 from stepformer.base.options import Option
 from stepformer.base.plugins import remember
-from stepformer.base.words import SYNONYMS
+from stepformer.base.words import translated
 
 
 class Selection:
@@ -257,8 +257,6 @@ def option_problems(
             problems[key] = f"There is no dropout: leave out {key}."
         else:
             known = [*settings, *declared]
-            hint = suggestion(key, [*known, "preset", "size"]) or f" Known keys: {', '.join(known)}."
-            if (theirs := SYNONYMS.get(key, "").strip("'")) in known:
-                hint = f" Here it is '{theirs}'."
-            problems[key] = f"Unknown key '{key}'.{hint}"
+            hint = translated(key, known) or suggestion(key, [*known, "preset", "size"])
+            problems[key] = f"Unknown key '{key}'." + (hint or f" Known keys: {', '.join(known)}.")
     return problems

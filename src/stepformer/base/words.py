@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,34 @@ from stepformer.base.errors import InputError
 
 # What other trainers call our keys, and what is not the same.
 SYNONYMS = {
-    "learning_rate": "'lr', the peak rate of the block matrices",
-    "batch_size": "'micro_batch', the sequences of one pass; 'batch' counts those of a whole step",
-    "gradient_accumulation_steps": "'batch', the sequences of a whole step: so many times 'micro_batch'",
-    "max_iters": "'steps'",
-    "max_steps": "'steps'",
-    "lr_decay_iters": "'steps': the schedule ends with the run",
-    "block_size": "'context'",
-    "n_embd": "'d_model'",
-    "weight_decay": "'wd_matrix', and 'wd_embedding' for the tables",
-    "warmup_iters": "'warmup'",
-    "grad_clip": "'clip'",
-    "eval_interval": "'eval_every'",
-    "eval_iters": "'eval_tokens', a number of tokens, not of batches",
-    "log_interval": "'log_every'",
-    "dataset": "'corpus'",
-    "min_lr": "'floor', a fraction of the peak rate",
-    "dtype": "'precision'",
-    "out_dir": "the option --out DIR",
-    "init_from": "'init', the folder of a run, or the command `stepformer resume RUN`",
+    "learning_rate": ("lr", "the peak rate of the block matrices"),
+    "batch_size": ("micro_batch", "the sequences of one pass; 'batch' counts those of a whole step"),
+    "gradient_accumulation_steps": ("batch", "the sequences of a whole step: so many times 'micro_batch'"),
+    "max_iters": ("steps", ""),
+    "max_steps": ("steps", ""),
+    "lr_decay_iters": ("steps", "with which the schedule ends"),
+    "block_size": ("context", ""),
+    "n_embd": ("d_model", ""),
+    "weight_decay": ("wd_matrix", "beside 'wd_embedding' for the tables"),
+    "warmup_iters": ("warmup", ""),
+    "grad_clip": ("clip", ""),
+    "eval_interval": ("eval_every", ""),
+    "eval_iters": ("eval_tokens", "a number of tokens, not of batches"),
+    "log_interval": ("log_every", ""),
+    "dataset": ("corpus", ""),
+    "min_lr": ("floor", "a fraction of the peak rate"),
+    "dtype": ("precision", ""),
+    "out_dir": ("--out", "an option"),
+    "init_from": ("init", "the folder of a run; `stepformer resume RUN` continues one"),
 }
+
+
+def translated(key: str, known: Collection[str] | None = None) -> str:
+    """A sentence on what another trainer's key is here, if it is one (of those that are `known`); else nothing."""
+    ours, meaning = SYNONYMS.get(key, ("", ""))
+    if not ours or (known is not None and ours not in known):
+        return ""
+    return f" Here it is '{ours}'{', ' if meaning else ''}{meaning}."
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

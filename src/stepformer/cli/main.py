@@ -155,7 +155,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _as_setting(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """How a setting is written that was given as an option: `--steps 10` is `steps=10`. Empty if it is none."""
-    from stepformer.base.words import SYNONYMS
+    from stepformer.base.words import translated
     from stepformer.model.config import REGISTRIES, ModelConfig
     from stepformer.training.config import SECTIONS
 
@@ -165,8 +165,8 @@ def _as_setting(word: str, argv: Sequence[str], parser: argparse.ArgumentParser)
     known |= {name for registry in REGISTRIES.values() for entry in registry for name in entry.component.options}
     known |= {name for kind in SECTIONS.values() for name in kind.field_names()}
     known |= {*re.findall(r"^  (\w+)(?:=| )", parser.epilog or "", re.MULTILINE)}  # of `diagnose`: its help lists them
-    if option.startswith("--") and key in SYNONYMS:
-        return f" '{key}' is here {SYNONYMS[key]}. Settings are written key=value, without dashes."
+    if option.startswith("--") and (said := translated(key)):
+        return f" Unknown key '{key}'.{said} Settings are written key=value, without dashes."
     if not option.startswith("--") or key not in {"set", *known}:
         return ""
     if not equals:

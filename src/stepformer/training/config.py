@@ -17,7 +17,7 @@ import torch
 from stepformer.base.errors import ConfigError, InputError, UnknownNameError, command_line, independent, suggestion
 from stepformer.base.registry import clashes
 from stepformer.base.settings import Settings, setting
-from stepformer.base.words import SYNONYMS, parse_overrides
+from stepformer.base.words import SYNONYMS, parse_overrides, translated
 from stepformer.catalogue import closest_preset, model_config, preset
 from stepformer.data.corpus import Corpus
 from stepformer.data.sources import TALES_COUNT
@@ -398,5 +398,5 @@ def _elsewhere(problem: str) -> str:
     if not problem.startswith("Unknown key '") or ("Did you mean" in problem and not foreign):
         return f"[model] {problem}"
     key, known = problem.split("'")[1], [key for kind in SECTIONS.values() for key in kind.field_names()]
-    guess = f" Here it is {SYNONYMS[key]}." if key in SYNONYMS else suggestion(key, known)
+    guess = translated(key) or suggestion(key, known)
     return f"Unknown key '{key}'.{guess}" if guess else f"[model] {problem}"

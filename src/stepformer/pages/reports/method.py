@@ -13,7 +13,7 @@ from stepformer.training import RunConfig
 def method(runs: Sequence[RunData]) -> list[str]:
     """Sentences on model, data, training and optimizer; one that is not the same for all runs is left out.
 
-    Rates that were searched for each row are named as such: the rest of the optimizer's sentence is that of all.
+    Rates and decays in which runs differ are named as such: the rest of the optimizer's sentence is that of all.
     """
     configs = [run.config for run in runs if run.config]
 
@@ -53,8 +53,8 @@ def _training(config: RunConfig) -> str:
 
 def _optimizer(config: RunConfig, own: Sequence[str]) -> str:
     optim, schedule = config.optim, Schedule(config.optim, config.train.steps)
-    clipped = f"; gradients clipped at norm {optim.clip:g}" if optim.clip else ""
     warmup = f"{schedule.warmup:,} step{'s' * (schedule.warmup != 1)} of linear warm-up"
-    rates = f"{optim.schedule} schedule after {warmup}; {optim.rates_text(own)}"
-    each = f"; each row has its own {', '.join(own)} (settings that differ)" if own else ""
-    return f"Optimizer: {optim.name}, {rates}{clipped}{each}."
+    parts = [f"{optim.name}, {optim.schedule} schedule after {warmup}", optim.rates_text(own)]
+    parts += [f"gradients clipped at norm {optim.clip:g}"] if optim.clip else []
+    parts += [f"{', '.join(own)} not the same in all rows (settings that differ)"] if own else []
+    return f"Optimizer: {'; '.join(filter(None, parts))}."
