@@ -1,14 +1,15 @@
-"""The search for a recipe in two screens of short runs: which depth rule, then which extras on it.
+"""The search for a recipe in three screens of short runs: which depth rule, which form of it, then which extras on it.
 
     python benchmarks/recipe_screen.py rules --corpus data/english --out runs/screen-rules --seeds 2 --jobs 3
+    python benchmarks/recipe_screen.py variants --corpus data/english --out runs/screen-variants --seeds 2 --jobs 3
     python benchmarks/recipe_screen.py extras yurii aux_norm_gain=0.05 --corpus data/english --out runs/screen --jobs 3
 
-`rules` compares depth rules that all have rotary positions, QK-norm, RMSNorm and a value residual. `extras` trains a
-fractional factorial design of nine changes to one rule: 32 runs, each with about half of the changes, so that every run
-counts for every effect. (Resolution IV: what two changes do only together is not taken for the effect of a third.)
-An effect is the mean loss of the 16 runs with a change minus that of the 16 without it. Its standard error comes from
-what the nine effects leave unexplained, interactions included. Both go on where they stopped, and write their table to
-OUT/comparison.md and .csv.
+`rules` compares depth rules that all have rotary positions, QK-norm, RMSNorm and a value residual; `variants` compares
+forms of the best of them, and what else could explain a gain. `extras` trains a fractional factorial design of nine
+changes to one rule: 32 runs, each with about half of the changes, so that every run counts for every effect.
+(Resolution IV: what two changes do only together is not taken for the effect of a third.) An effect is the mean loss of
+the 16 runs with a change minus that of the 16 without it. Its standard error comes from what the nine effects leave
+unexplained, interactions included. All go on where they stopped, and write their table to OUT/comparison.md and .csv.
 """
 
 from __future__ import annotations
@@ -43,6 +44,24 @@ RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "attnres": ("attnres", {}),
     "attnres-4": ("attnres", {"blocks": 4}),
 }
+VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "mhc": ("mhc", {}),
+    "mhc-2": ("mhc", {"n": 2}),
+    "mhc-2-table": ("mhc", {"n": 2, "tables": 1}),
+    "mhc-table": ("mhc", {"tables": 1}),
+    "mhc-tables": ("mhc", {"tables": 3}),
+    "mhc-value-tables": ("mhc", {"value_tables": True}),
+    "mhc-permutations": ("mhc", {"mixing": "permutations"}),
+    "hyper-dynamic": ("hyper", {"dynamic": True}),
+    "nesterov": ("yurii", SKIP | GAIN),
+    "nesterov-gain-0.02": ("yurii", SKIP | {"aux_norm_gain": 0.02}),
+    "nesterov-gain-0.1": ("yurii", SKIP | {"aux_norm_gain": 0.1}),
+    "nesterov-from-rest": ("yurii", SKIP | GAIN | {"aux_init": "zero"}),
+    "nesterov-denseformer": ("yurii", SKIP | GAIN | {"denseformer": True}),
+    "tables": ("tables", SKIP),
+    "modern-value-tables": ("vanilla", SKIP | {"value_tables": True}),
+    "modern-kl-previous": ("kl-previous", SKIP | {"value_residual": "off"}),
+}
 CHANGES: dict[str, Mapping[str, Any]] = {
     "rotary": {"positions": "rotary"},
     "qk-norm": {"qk_norm": True},
@@ -76,7 +95,7 @@ def effects(losses: Sequence[float]) -> tuple[list[float], float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("screen", choices=("rules", "extras"))
+    parser.add_argument("screen", choices=("rules", "variants", "extras"))
     parser.add_argument("words", nargs="*", help="the rule of `extras`; settings of all runs, such as lr=0.01")
     parser.add_argument("--without", nargs="*", default=[], choices=CHANGES, help="changes that the rule refuses")
     parser.add_argument("--corpus", default="tales")
@@ -88,13 +107,14 @@ def main() -> None:
     rules = [word for word in args.words if "=" not in word]
     words = [f"corpus={args.corpus}", *LIKE] + [word for word in args.words if "=" in word]
     if len(rules) != (args.screen == "extras"):
-        parser.error("`extras` needs one rule, `rules` has its own.")
+        parser.error("`extras` needs one rule, the other screens have their own.")
     if rules:
         made = [[name for name, level in zip(CHANGES, run, strict=True) if level > 0] for run in design()]
         kept = [[name for name in names if name not in args.without] for names in made]
         rows = {"+".join(names) or "none": (rules[0], dict(ChainMap(*(CHANGES[n] for n in names)))) for names in kept}
     else:
-        rows = {label: (preset, MODERN | own) for label, (preset, own) in RULES.items()}
+        screen = RULES if args.screen == "rules" else VARIANTS
+        rows = {label: (preset, MODERN | own) for label, (preset, own) in screen.items()}
     how = {"out": args.out, "seeds": args.seeds, "jobs": args.jobs, "quiet": False}
     configs = {label: sf.run_config(preset, words, **own) for label, (preset, own) in rows.items()}
     try:

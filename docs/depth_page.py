@@ -170,7 +170,8 @@ $$ \text{hyper:}\quad h = A_m^\top H, \quad H' = A_r^\top H + B^\top T(h), \qqua
 
 H is the state of a token: n rows of the width of x (option `n`, 4 by default), of which x is the first. T is the oracle
 and h its input. The rows start as n copies of the embedding, and the final norm reads their sum. Every oracle call has
-its own weights.
+its own weights. With `tables=k`, the k rows after x start from token and position tables of their own, as the velocity
+of a momentum rule does (an addition of this library).
 
 In `hyper` (arXiv 2409.19606) the weights are n (n + 2) learned numbers per call, of any sign. They start at B = 1,
 A_r = I and an A_m that reads row l mod n in call l. With `dynamic=true` the weights of a token also depend on its rows:

@@ -114,7 +114,7 @@ FAMILIES = [
     ("hyper", {"n_layer": 1}, 1),
     ("hyper", {"dynamic": True, "n": 2}, 2),
     ("hyper", {"dynamic": True, "n": 3, "norm": "rmsnorm", "splitting": "parallel"}, 6),
-    ("mhc", {"n": 2}, 1),
+    ("mhc", {"n": 2, "tables": 1}, 1),
     ("mhc", {"mixing": "permutations", "n": 3}, 6),
     ("value-tables", {"mlp": "relu2", "head": "untied", "positions": "rotary", "document_separator": 3}, 6),
     ("linear", {"value_tables": True}, 1),

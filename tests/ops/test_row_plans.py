@@ -135,7 +135,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "by RMSNorm": ("hyper", {"dynamic": True, "n": 3, "norm": "rmsnorm", "weight_sharing": "oracles"}),
     "one stream": ("hyper", {"n": 1}),
     "permutations": ("mhc", {"mixing": "permutations", "n": 3}),
-    "parallel, constrained": ("mhc", {"n": 2, "splitting": "parallel"}),
+    "parallel, constrained": ("mhc", {"n": 2, "splitting": "parallel", "tables": 1}),
     "a soft cap": ("yurii", {"logit_softcap": 3.0}),
     "documents": ("yurii", {"document_separator": 3}),
 }

@@ -72,8 +72,8 @@ ACCEPTED: list[dict[str, Any]] = [
         "triple-momentum": BASIC + imex(1, 2, 3),
         "tables": BASIC,
         "attnres": BASIC[:2],
-        "hyper": [{**split, **more} for split in BASIC[:2] for more in ({}, {"dynamic": True, "n": 3})],
-        "mhc": [{**split, **more} for split in BASIC[:2] for more in ({}, {"mixing": "permutations", "n": 3})],
+        "hyper": [{**split, **more} for split in BASIC[:2] for more in ({}, {"dynamic": True, "n": 3, "tables": 1})],
+        "mhc": [{**split, **more} for split in BASIC[:2] for more in ({}, {"mixing": "permutations", "tables": 2})],
     }.items()
     for splitting in splits
 ]
@@ -114,6 +114,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for key, value in (("embedding_skip", True), ("scale", "rezero"), ("denseformer", True), ("unet", True))
     ),
     ({"template": "mhc", "mixing": "permutations", "n": 5}, "use n up to 4"),
+    ({"template": "hyper", "n": 2, "tables": 2}, "use fewer tables than n"),
     ({"template": "attnres", "splitting": "strang"}, "keeps the answer of every oracle call"),
     ({"template": "heavy-ball", "splitting": "imex", "k": 2}, "repeats itself"),
     ({"template": "triple-momentum", "splitting": "symplectic-euler"}, "delta"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from stepformer.model import Model
 from stepformer.model.config import declared_options
 from stepformer.rules.coefficients import CoefficientBank
-from transcriptions import rivals, rules
+from transcriptions import connections, rivals, rules
 from transcriptions.attend import attention
 from transcriptions.parts import Memory, mlp, visible_tokens
 
@@ -39,7 +39,8 @@ def weights_of(model: Model) -> dict[str, Any]:
     if model.embed.pos_emb is not None:
         w["pos_emb"] = model.embed.pos_emb.weight
     for name, tables in model.aux_embed.items():
-        prefix = "value" if name == "value_tables" else "aux"
+        several = model.config.template in connections.TEMPLATES
+        prefix = "value" if name == "value_tables" else f"aux_{name}" if several else "aux"
         w[f"{prefix}_tok_emb"] = tables.tok_emb.weight
         if tables.pos_emb is not None:
             w[f"{prefix}_pos_emb"] = tables.pos_emb.weight

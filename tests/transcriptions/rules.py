@@ -190,12 +190,16 @@ def embed(tokens: Tensor, w: dict[str, Any], prefix: str, rule: Rule) -> Tensor:
 def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Any, ...]:
     """State before the first layer: x embedded; v, m, y from their own tables, or zero; s = 1; R = I.
 
+    Connections: n copies of x, the first `tables` of which, after x, are v, from tables of their own, or zero.
     Hamiltonian templates: x, y, the velocity v = 0 of MLP substep C, the clock t = t_0, no history.
     """
     template = rule["template"]
     x = embed(tokens, w, "", rule)
     if template in connections.TEMPLATES:
-        return tuple(rivals.copies(x, rule["n"]))
+        H = rivals.copies(x, rule["n"])
+        for i in range(1, rule["tables"] + 1):
+            H[i] = embed(tokens, w, f"aux_h{i}_", rule) if f"aux_h{i}_tok_emb" in w else torch.zeros_like(x)
+        return tuple(H)
     if template in ("gd", "ortho"):
         return (x,)
     if template == "rmsprop":

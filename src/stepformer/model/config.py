@@ -168,7 +168,7 @@ class ModelConfig(Selection):
         """
         left_out = set(NOT_THE_FUNCTION)
         left_out |= {key for key, extra in OF_EXTRAS.items() if not getattr(self, extra)}
-        template = templates[self.template].component
+        template = templates[self.template].component(self.n_head, self.head_dim, **self.options_of("template"))
         if not any(stream.start == "embed" for stream in template.streams.values()):
             left_out.add("aux_init")
         if template.normalises is None and not template.integrates:

@@ -13,29 +13,35 @@ from stepformer.base.registry import Selection
 from stepformer.ops import connections
 from stepformer.rules.coefficients import Array, Coefficient, Values, free
 from stepformer.rules.state import State
-from stepformer.rules.template import Stream, Template, register_template
+from stepformer.rules.template import Start, Stream, Template, register_template
 
 MOST_PERMUTED = 4  # 5! would be 120 permutations
 
 
 class Connections(Template):
-    """Streams H_0 = x, H_1, ..., all of which start as the embedding; their sum is the last x.
+    """Streams H_0 = x, H_1, ..., which start as the embedding or from `tables` of their own; their sum is the last x.
 
     The oracle is asked at sum_i read_i H_i, and H'_j = sum_i mix_ij H_i + write_j g.
     """
 
-    options = {"n": integer(4, minimum=1, help="streams")}
+    options = {
+        "n": integer(4, minimum=1, help="streams"),
+        "tables": integer(0, minimum=0, help="streams beside x that start from own tables, not as the embedding"),
+    }
     reads_out = True
     n: int
+    tables: int
 
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
         super().__init__(n_head, head_dim, **options)
         self.names = [f"h{i}" for i in range(1, self.n)]
-        self.streams = {name: Stream("copy", "stream beside x") for name in self.names}
+        starts: list[Start] = ["embed" if i < self.tables else "copy" for i in range(self.n - 1)]
+        self.streams = {k: Stream(start, "stream beside x") for k, start in zip(self.names, starts, strict=True)}
 
     @classmethod
     def refusals(cls, config: Selection) -> list[str]:
-        found = []
+        n, tables = config.option("n"), config.option("tables")
+        found = [] if tables < n else [f"n = {n} has {n - 1} streams beside x: use fewer tables than n, not {tables}."]
         if config.splitting not in ("lie-trotter", "parallel") and not config.component("splitting").needs_velocity:
             found.append(
                 f"Template '{cls.name}' gives each oracle call its own weights, and splitting '{config.splitting}' "
