@@ -19,11 +19,9 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import stepformer as sf
-from stepformer.base.files import write_text
 from stepformer.study.statistics import t_quantile
 from stepformer.training.stopping import Stopped
 
@@ -122,8 +120,7 @@ def main() -> None:
     except Stopped as stopped:
         raise SystemExit(f"{stopped} The same command goes on.") from None
     print(table)
-    write_text(Path(args.out, "comparison.md"), str(table))
-    write_text(Path(args.out, "comparison.csv"), table.details.csv())
+    table.write(args.out)
     if rules:
         losses = {row.label: row.loss.mean for row in table.rows}
         found, error, free = effects([losses[label] for label in rows])

@@ -73,10 +73,10 @@ class StepformerWarning(UserWarning):
     """Something a user should know that does not keep the work from going on; the command line prints it as a note."""
 
 
-def suggestion(word: object, known: Iterable[str]) -> str:
+def suggestion(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
     """The nearest known name as a question, or an empty string when nothing is near. A file is never a name's typo."""
     by_lower = {name.lower(): name for name in known if _is_file(name) or not _is_file(str(word))}
-    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=likeness)
     return f" Did you mean '{by_lower[near[0]]}'?" if near else ""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,10 @@ def parse_overrides(words: Iterable[str], problems: list[str] | None = None) -> 
         at = words.index("=", 1)
         bad.append(f"A setting has no blanks around '=': write {words[at - 1]}={words[at + 1]}.")
         del words[at - 1 : at + 2]
+    for key, value in pairwise(words):
+        if key.isidentifier() and re.fullmatch(r"[-+.\d][\w.+-]*|true|false", value):
+            bad.append(f"A setting is one word: write {key}={value}.")
+            words = [word for word in words if word not in (key, value)]
     for word in words:
         try:
             found.append(parse_override(word))

@@ -117,6 +117,11 @@ def presets(pattern: str = "*") -> list[str]:
     return [p.name for p in _PRESETS.values() if any(fnmatch.fnmatch(w, pattern) for w in (p.name, *p.aliases))]
 
 
+def is_preset(name: str) -> bool:
+    """Whether `preset` knows this name."""
+    return name in _ALIASES or name in templates
+
+
 def preset(name: str) -> Preset:
     """A preset by name or alias; the bare name of a registered template means that template with Lie-Trotter."""
     if name in _ALIASES:
@@ -127,6 +132,9 @@ def preset(name: str) -> Preset:
     if name in templates:
         entry = templates[name]
         return Preset(entry.name, {"template": entry.name, **entry.component.goes_with}, "", written=entry.equation)
+    for kind, registry in REGISTRIES.items():
+        if name in registry:
+            raise UnknownNameError(f"'{name}' is no whole architecture: write `PRESET {kind}={name}`.")
     known = [*_ALIASES, *(e.name for e in templates)]
     own = [entry.name for entry in templates if not is_ours(entry.component)]
     yours = f" Of your own there are the templates {', '.join(own)}." if own else ""

@@ -13,7 +13,6 @@ from rich.markup import escape
 
 from stepformer.base import documents
 from stepformer.base.errors import InputError, command_line
-from stepformer.base.files import write_text
 from stepformer.base.units import duration
 from stepformer.catalogue.recipes import load_recipe
 from stepformer.cli.main import first_rank
@@ -112,8 +111,8 @@ def run_compare(args: argparse.Namespace) -> int:
         search = search_left(resolved(study.variants)[0], searched, args.budget_tune, study.out, args.by_turns)
         points = f"{most_points(searched, args.by_turns)} points of {', '.join(searched)}"
         where = f"by turns at up to {points}" if args.by_turns else f"at {points}"
-        said = f"Before that, each row is trained {where}, on {args.budget_tune} tokens each."
-        study = replace(study, facts=replace(study.facts, remarks=(*study.facts.remarks, said)))
+        said = f"This includes the search: each row is first trained {where}, on {args.budget_tune} tokens each."
+        study = replace(study, facts=replace(study.facts, remarks=(said, *study.facts.remarks)))
     return _study(args, study, watch, args.held_out, search)
 
 
@@ -188,8 +187,8 @@ def planned_table(study: Study, search: Sequence[RunConfig] = ()) -> Table:
         f"{len(planned)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
         f"The baseline is {study.facts.baseline}.",
         *_time_for([*search, *left]),
-        *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.facts.baseline]}"]),
         *study.facts.remarks,
+        *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.facts.baseline]}"]),
     ]
     return of_texts(("architecture", "parameters", "layers", "width", "context", "steps", "tokens"), rows, notes=notes)
 
@@ -200,7 +199,7 @@ def _time_for(runs: Sequence[RunConfig]) -> list[str]:
     for config, count in Counter(runs).items():
         val = open_corpus(config.data, ALONE, quiet=True).split("val").half(config.train.eval_half)
         tokens, device = min(config.train.eval_tokens, len(val)), choose_device(config.train.device)
-        expected = forecast(config, device, eval_tokens=tokens, measure=False)
+        expected = forecast(config, device, eval_tokens=tokens, longest=4)
         found, how = found + count * expected.run, expected.how
     return [f"Roughly {duration(found)} for what is left, one run after the other, {how}."] if runs else []
 
@@ -232,11 +231,8 @@ def _present(comparison: Comparison, out: Path) -> None:
     console().print(first)
     for table in others:
         console().print(f"\n{escape(table.caption)}\n", table)
-    made = {out / "comparison.md": str(comparison), out / "comparison.csv": comparison.details.csv()}
-    for path, text in made.items():
-        write_text(path, text)
-    pictures = drawn(plot_comparison, comparison, out / "comparison.png")
-    print(f"written: {', '.join(map(str, (*made, *pictures)))}")
+    made = [*comparison.write(out), *drawn(plot_comparison, comparison, out / "comparison.png")]
+    print(f"written: {', '.join(map(str, made))}")
 
 
 def run_demo(args: argparse.Namespace) -> int:

@@ -146,7 +146,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         settings = [] if words is None else [_as_setting(word, given, args.parser) for word in unknown]
         setting = next(filter(None, settings), "")
         word = unknown[0].partition("=")[0]
-        guess = setting or suggestion(word, [option for option in known if option.startswith(word)] or known)
+        guess = setting or suggestion(word, [option for option in known if option.startswith(word)] or known, 0.75)
         top.error(f"unrecognized arguments: {' '.join(unknown)}.{guess}")
     if words is not None:
         words += extra

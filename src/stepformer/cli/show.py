@@ -178,6 +178,8 @@ def _number(start: float | tuple[float, ...]) -> str:
 
 
 def run_show(args: argparse.Namespace) -> int:
+    if others := [word for word in args.overrides if catalogue.is_preset(word)]:
+        raise InputError(f"`show` shows one architecture, and '{others[0]}' is another: ask for each on its own.")
     config = resolve(args.name, args.overrides, args.size)
     facts = describe(config)
     if args.name.endswith(".toml"):

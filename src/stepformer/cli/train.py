@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,18 +74,19 @@ def run_extend(args: argparse.Namespace) -> int:
 
 def _supervised(work: Callable[[], dict[str, Any]]) -> int:
     """Run it, print the result, or how to go on after a stop."""
+    begun = time.monotonic()
     try:
         result = work()
     except Stopped as stopped:
         if first_rank():
             print(f"stepformer: {stopped}; saved. Continue with:\n  {stopped.command}", file=sys.stderr)
         return stopped.status
-    print_result(result)
+    print_result(result, time.monotonic() - begun)
     return 0
 
 
-def print_result(result: dict[str, Any]) -> None:
-    """The numbers of a finished run."""
+def print_result(result: dict[str, Any], whole: float = 0.0) -> None:
+    """The numbers of a finished run; `whole` is how many seconds the command took."""
     loss, took = result["val_loss"], duration(result["train_seconds"])
     rows = [
         ("validation loss", f"{loss:.4f} nats/token (perplexity {math.exp(loss):.2f})"),
@@ -99,8 +101,10 @@ def print_result(result: dict[str, Any]) -> None:
         )
     if result["unigram_entropy"]:
         rows.append(("unigram entropy", f"{result['unigram_entropy']:.4f} (what counting single tokens would reach)"))
+    long = whole > 1.2 * result["train_seconds"] + 2
     rows += [
         ("trained on", f"{result['tokens']:,} tokens in {took}, {result['tokens_per_second']:,.0f} tokens/s"),
+        *([("in all", f"{duration(whole)}, with starting, evaluating and saving")] if long else []),
         ("weights", f"sha256 {result['weights_sha256'][:16]}"),
         ("folder", escape(result["folder"])),
     ]

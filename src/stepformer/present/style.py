@@ -11,7 +11,7 @@ from stepformer.base.files import writing
 
 # Okabe and Ito's palette, black for the baseline; told apart with every common kind of colour blindness.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))  # the second sign, once the colours are used up
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
 GREY = "#666666"
 PICTURES = ("png", "pdf", "svg")
 UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}  # the same picture twice is the same file
@@ -42,13 +42,13 @@ def save_figure(figure: Any, path: str | Path, below: str = "") -> None:
 
 def looks(index: int) -> dict[str, Any]:
     """Colour and dashes of the architecture at this place; 0 is the baseline."""
-    cycle = max(index - 1, 0) // (len(COLOURS) - 1)
-    return {"color": COLOURS[look_of(index)[0]], "linestyle": DASHES[cycle % len(DASHES)]}
+    colour, dashes = look_of(index)
+    return {"color": COLOURS[colour], "linestyle": DASHES[dashes]}
 
 
 def look_of(index: int) -> tuple[int, int]:
-    """Which colour and which of three dashes an architecture has in a report, where a line that lies on top of another
-    leaves gaps to see it through; of the baseline, 0, the colour alone counts.
+    """Which colour and which of three dashes an architecture has: a line that lies on top of another leaves gaps to
+    see it through. Of the baseline, 0, the colour alone counts.
     """
     cycle, place = divmod(max(index, 1) - 1, len(COLOURS) - 1)
     return (1 + place if index else 0), (place + cycle) % 3

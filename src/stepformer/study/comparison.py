@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import InputError
+from stepformer.base.files import write_text
 from stepformer.present.tables import Table, markdown_text
 from stepformer.study import statistics
 from stepformer.study.differences import LISTED, MATCHED, Difference, differences
@@ -31,6 +32,7 @@ OWN_BUDGETS = {  # of rows that may be of different lengths
     "same_batches": ALIKE["pairing"],
 }
 SAME_SIZE = 0.05  # as far apart as matched baselines may be
+UNEVEN = 1.2  # the fastest seed of a row over the slowest, from where the machine had something else to do
 BETWEEN_SEEDS = (*LISTED, "train.init", "train.micro_batch", "train.device", "train.parallel", "train.graph")
 
 
@@ -40,7 +42,13 @@ def time_ratio(baseline: Mapping[int, RunRecord], other: Mapping[int, RunRecord]
     return statistics.mean_ratio(*seconds)
 
 
-@dataclass(frozen=True)
+def speeds_apart(row: Row) -> float:
+    """The speed of the fastest seed over that of the slowest."""
+    speeds = [record.speed for record in row.records]
+    return max(speeds) / min(speeds)
+
+
+@dataclass(frozen=True, repr=False)
 class Comparison(Compared):
     """A comparison with its forms."""
 
@@ -70,6 +78,16 @@ class Comparison(Compared):
     def __str__(self) -> str:
         first, *others = self.tables
         return "\n".join([first.markdown(), *(f"{markdown_text(t.caption)}\n\n{t.markdown()}" for t in others)])
+
+    def __repr__(self) -> str:  # what a prompt shows
+        return str(self)
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """What is shown and everything, as comparison.md and .csv in this folder; `plot` draws the picture."""
+        made = {Path(folder, "comparison.md"): str(self), Path(folder, "comparison.csv"): self.details.csv()}
+        for path, text in made.items():
+            write_text(path, text)
+        return list(made)
 
     def _repr_html_(self) -> str:
         return "".join(table.html() for table in self.tables)
@@ -116,6 +134,9 @@ def compare(
     entropies = {record.unigram_entropy for record in records}
     if any(record.settings.get("machine.sharing") for record in records):
         between.append("Some runs shared their device with others of the study: seconds and speeds are rough.")
+    elif uneven := {row.label: ratio for row in rows if (ratio := speeds_apart(row)) > UNEVEN}:
+        said = ", ".join(f"{label} {ratio:.1f} x" for label, ratio in uneven.items())
+        between.append(f"Seeds of one row ran at unequal speeds, {said}: seconds and speeds are rough.")
     remarks = [*facts.remarks, *best_point(rows, facts.axes, confidence if pairs else None), *between]
     failed = {other for label, (_, other) in facts.matches.items() if label in found} - {*found}
     remarks += [f"There is no finished run of {other}: nothing is compared with it." for other in sorted(failed)]

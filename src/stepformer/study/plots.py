@@ -13,7 +13,7 @@ from stepformer.present.tables import signed
 from stepformer.study.forgetting import Direction, ForgettingRow
 from stepformer.study.records import Compared, Row
 from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words, summarise, t_quantile
-from stepformer.study.tables import MARK, percent
+from stepformer.study.tables import MARK, evaluated_on, percent
 
 INSIDE = 6  # names that a legend may have inside the picture; more go below it
 NAME_WIDTH = 26  # characters; longer labels go on on the next line
@@ -51,7 +51,7 @@ def _height(comparison: Compared) -> float:
 
 def _footer(comparison: Compared) -> str:
     seeds = seed_words(comparison.seeds) if len(comparison.seeds) <= 8 else f"{len(comparison.seeds)} seeds"
-    footer = f"evaluated on {comparison.val_tokens:,} tokens of split {comparison.val_hash[:12]}; {seeds}"
+    footer = f"evaluated {evaluated_on(comparison)}; {seeds}"
     if comparison.unigram_entropy is not None:
         footer += f"; unigram entropy {comparison.unigram_entropy:.3f}"
     apart = ", ".join(found.key for found in comparison.differences if not found.meant)

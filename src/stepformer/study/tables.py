@@ -110,11 +110,16 @@ def _text(row: Row) -> str:
     return f"{row.records[0].val_tokens:,} of {row.records[0].val_hash[:8]}"
 
 
-def losses_of(comparison: Compared) -> str:
-    """What the losses are losses of."""
+def evaluated_on(comparison: Compared) -> str:
+    """The validation text."""
     half = comparison.rows[0].records[0].settings.get("train.eval_half", "all")
     part = "" if half == "all" else f"the {half} half of "
-    on = f"on {comparison.val_tokens:,} tokens of {part}split {comparison.val_hash[:12]}"
+    return f"on {comparison.val_tokens:,} tokens of {part}split {comparison.val_hash[:12]}"
+
+
+def losses_of(comparison: Compared) -> str:
+    """What the losses are losses of."""
+    on = evaluated_on(comparison)
     if len({_text(row) for row in comparison.rows}) > 1:
         on = "of each row's own text"
     elif comparison.paired and len({row.records[0].tokens for row in comparison.rows}) == 1:

@@ -111,9 +111,7 @@ def _cost(trainer: Trainer) -> str:
     size = "".join(f"size {name}, " for name in named) + f"{model.n_layer} layers of width {model.d_model}"
     epochs = config.train.steps * config.step_tokens / len(trainer.corpus.split("train"))
     amount = f"{config.train.steps:,} steps of {config.step_tokens:,} tokens ({epochs:.2f} epochs)"
-    expected = forecast(
-        config, trainer.world.device, trainer.world.size, eval_tokens=trainer.eval_tokens, measure=False
-    )
+    expected = forecast(config, trainer.world.device, trainer.world.size, eval_tokens=trainer.eval_tokens, longest=0)
     time = f"about {duration(expected.run)} if it reaches 30 % of this device's peak"
     return f"{size}: {trainer.num_parameters:,} parameters; {amount}, {time}"
 
@@ -266,7 +264,7 @@ def _taken(folder: RunFolder, config: RunConfig) -> str:
     return f"{holds}: continue it with `{command_line('resume', folder.path)}`, or {other}."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedRun:
     """A trained model with what it needs to read and write text."""
 
@@ -276,6 +274,9 @@ class LoadedRun:
     record: dict[str, Any]
     step: int
     folder: RunFolder
+
+    def __repr__(self) -> str:  # a prompt shows it as a part of `evaluate_run`; the fields fill pages
+        return f"LoadedRun('{self.folder.path}', step={self.step}, {self.model.num_parameters():,} parameters)"
 
     @property
     def known_step(self) -> int | None:

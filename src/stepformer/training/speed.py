@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -74,11 +75,15 @@ class Forecast:
     how: str
 
 
+_MEASURED: dict[tuple[Any, ...], tuple[float, float]] = {}  # runs that differ in their rates take as long
+
+
 def forecast(
-    config: RunConfig, device: torch.device, ranks: int = 1, *, eval_tokens: int | None = None, measure: bool = True
+    config: RunConfig, device: torch.device, ranks: int = 1, *, eval_tokens: int | None = None, longest: float = 20
 ) -> Forecast:
-    """From one micro-batch and one update, the best of three; from counted operations where that would take long, or
-    is not wanted. `eval_tokens` are those of an evaluation, if the validation split has fewer than the config asks for.
+    """From one micro-batch and one update, the best of three; from counted operations where a micro-batch would take
+    longer than `longest` seconds. `eval_tokens` are those of an evaluation, if the validation split has fewer than the
+    config asks for.
     """
     train = config.train
     eval_tokens = train.eval_tokens if eval_tokens is None else eval_tokens
@@ -88,10 +93,13 @@ def forecast(
     micro = config.micro_batch(World(0, ranks, device))
     accumulation = train.batch // ranks // micro
     passes = 2 if config.optim.sam == "always" else 1
-    if guess / accumulation > 20 or not measure:
+    if guess / accumulation > longest:
         batch, update, how = guess, 0.0, f"guessed at 30 % of {source}"
     else:
-        once, update = _measured(config, micro, device)
+        alike = (config.model, config.optim.name, micro, str(device), config.autocast_on(device))
+        if alike not in _MEASURED:
+            _MEASURED[alike] = _measured(config, micro, device)
+        once, update = _MEASURED[alike]
         batch, how = once * accumulation, "from one micro-batch and an update, not compiled"
     step = batch * passes + update
     # a forward pass is a third of a forward and backward pass; evaluated at the start, on the way and at the end, there

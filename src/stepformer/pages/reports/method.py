@@ -42,7 +42,9 @@ def _data(run: RunData) -> str:
         return ""
     text = f"tokenizer {inside(known, 'tokenizer', 'name')} with {ids:,.0f} ids"
     trained, validated = (f"{size:,.0f} tokens (hash {h})" for size, h in zip(sizes, hashes, strict=True))
-    return f"Data: {run.config.data.corpus}; {text}; {trained} for training, {validated} for validation."
+    half = run.config.train.eval_half
+    validated += " for validation" if half == "all" else f" for validation, of which the {half} half is evaluated"
+    return f"Data: {run.config.data.corpus}; {text}; {trained} for training, {validated}."
 
 
 def _training(config: RunConfig) -> str:
