@@ -71,6 +71,7 @@ OURS = (
     Row("yurii", "velocity v", f"mu, beta, gamma, LN_v; {TABLES}"),
     Row("tmm", "velocity v", f"mu, beta, gamma, nu, LN_v; {TABLES}"),
     Row("tables", "w, which does not change", "mu, LN_v; token and position tables of w"),
+    Row("mhc-nesterov", "velocity v, 4 streams", f"mu, beta, gamma, LN_v; the maps of mhc; {TABLES}"),
     Row("rmsprop", "second moment s", ADAPTIVE),
     Row("adam", "mean m, second moment s", f"{ADAPTIVE}, beta1; tables of m"),
     Row("adamw", "mean m, second moment s", f"{ADAPTIVE}, beta1, lambda; tables of m"),
@@ -184,6 +185,13 @@ b3). With `mixing=permutations` (arXiv 2601.05732, n up to 4) R is a mean of all
 z F3 + b3), which is doubly stochastic without iterations. The initial values a = 0.01 and n = 4 are those of the paper.
 The others are those of the public code of mHC-lite: F = 0, and b such that call l reads and writes mostly row l mod n
 and R is nearly the identity. With F = 0 and b2 = 0 it is vanilla.
+
+`mhc-nesterov` (of this library, no paper has it) puts Nesterov's velocity among these streams. The oracle is asked
+ahead of their mixture, and what is written to them is the velocity:
+
+$$ v' = \mathrm{LN}_v(\beta v + \gamma\, T(\mathrm{pre}\, H + \mu v)), \qquad H' = R H + \mathrm{post}^\top v' . $$
+
+With one stream, pre = 1 and post = 1 it is `yurii`. It has not been compared on English text yet.
 
 Some details differ from the papers. The output layers start as in vanilla (the first paper scales them by sqrt(n),
 which the final norm removes). Scalars are trained as coefficients, without weight decay. W and F are trained by AdamW

@@ -30,6 +30,7 @@ FUSED = [
     *("vanilla", "hb", "yurii", "tmm", "tables", "rmsprop", "adam", "adamw", "ortho", "muon", "shampoo", "soap"),
     *("polyak-euler", "nesterov-euler", "symplectic-euler", "verlet-ama", "verlet-mam"),
     *("imex-k1-ama", "imex-ln-k1-mam", "imex-ln-k2-ama", "linear", "entropy", "kl-carried", "attnres", "hyper", "mhc"),
+    "mhc-nesterov",
 ]
 
 

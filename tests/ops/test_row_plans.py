@@ -136,6 +136,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "one stream": ("hyper", {"n": 1}),
     "permutations": ("mhc", {"mixing": "permutations", "n": 3}),
     "parallel, constrained": ("mhc", {"n": 2, "splitting": "parallel", "tables": 1}),
+    "a velocity among streams": ("mhc-nesterov", {"n": 3, "tables": 1, "aux_init": "zero", "qk_norm": True}),
     "a soft cap": ("yurii", {"logit_softcap": 3.0}),
     "documents": ("yurii", {"document_separator": 3}),
 }

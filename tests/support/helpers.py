@@ -74,6 +74,7 @@ ACCEPTED: list[dict[str, Any]] = [
         "attnres": BASIC[:2],
         "hyper": [{**split, **more} for split in BASIC[:2] for more in ({}, {"dynamic": True, "n": 3, "tables": 1})],
         "mhc": [{**split, **more} for split in BASIC[:2] for more in ({}, {"mixing": "permutations", "tables": 2})],
+        "mhc-nesterov": [BASIC[0], {**BASIC[1], "n": 2, "tables": 1}],
     }.items()
     for splitting in splits
 ]
@@ -99,7 +100,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"template": template, "splitting": splitting}, "works on a velocity stream")
         for template in (
             *("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo", "tables"),
-            *("hyper", "mhc", "attnres"),
+            *("hyper", "mhc", "mhc-nesterov", "attnres"),
         )
         for splitting in ("imex", "symplectic-euler")
     ),

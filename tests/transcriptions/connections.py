@@ -11,9 +11,9 @@ from torch import Tensor
 
 from transcriptions import rivals
 from transcriptions.attend import attention, oracle
-from transcriptions.parts import NORM_EPS, Block, Rule, layer_norm, mlp, rms_norm
+from transcriptions.parts import NORM_EPS, Block, Rule, coef, layer_norm, ln_aux, mlp, rms_norm
 
-TEMPLATES = ("hyper", "mhc")
+TEMPLATES = ("hyper", "mhc", "mhc-nesterov")
 
 
 def turns(b: Block, rule: Rule) -> Iterator[tuple[str, rivals.Function]]:
@@ -42,13 +42,31 @@ def hyper_layer(*state: Any) -> tuple[Tensor, ...]:
     return tuple(H)
 
 
+def mhc_weights(b: Block, end: str, n: int) -> rivals.Call:
+    F = b["arrays"]["F" + end]
+    call = {"F1": F[:n].T, "F2": F[n : 2 * n].T, "F3": F[2 * n :].T}
+    call |= dict(zip(("a1", "a2", "a3"), b["coef"]["a" + end], strict=True))
+    return call | {name: b["coef"][name + end] for name in ("b1", "b2", "b3")}
+
+
 def mhc_layer(*state: Any) -> tuple[Tensor, ...]:
     *H, b, rule = state
-    n = len(H)
     for end, T in turns(b, rule):
-        F = b["arrays"]["F" + end]
-        call = {"F1": F[:n].T, "F2": F[n : 2 * n].T, "F3": F[2 * n :].T}
-        call |= dict(zip(("a1", "a2", "a3"), b["coef"]["a" + end], strict=True))
-        call |= {name: b["coef"][name + end] for name in ("b1", "b2", "b3")}
-        H = rivals.mhc_call(H, T, call, rule["mixing"], NORM_EPS)
+        H = rivals.mhc_call(H, T, mhc_weights(b, end, len(H)), rule["mixing"], NORM_EPS)
     return tuple(H)
+
+
+def mhc_nesterov_layer(*state: Any) -> tuple[Tensor, ...]:
+    """v <- LN_v(beta v + gamma T(pre H + mu v)), and H' = R H + post^T v: mhc with v in the place of the answer."""
+    *H, v, b, rule = state
+    for end, T in turns(b, rule):
+        moved = list[Tensor]()
+
+        def velocity(h: Tensor, end: str = end, T: rivals.Function = T, v: Tensor = v, moved: Any = moved) -> Tensor:
+            mu, beta, gamma = (coef(b, f"{name}{end}") for name in ("mu", "beta", "gamma"))
+            moved.append(ln_aux(beta * v + gamma * T(h + mu * v), b, end.strip("_") or "both"))
+            return moved[0]
+
+        H = rivals.mhc_call(H, velocity, mhc_weights(b, end, len(H)), rule["mixing"], NORM_EPS)
+        (v,) = moved
+    return (*H, v)

@@ -110,6 +110,7 @@ LAYERS: dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]] = {
     ("shampoo", "strang"): shampoo_strang,
     **{("hyper", splitting): connections.hyper_layer for splitting in ("parallel", "lie-trotter")},
     **{("mhc", splitting): connections.mhc_layer for splitting in ("parallel", "lie-trotter")},
+    **{("mhc-nesterov", splitting): connections.mhc_nesterov_layer for splitting in ("parallel", "lie-trotter")},
     **{(template, "lie-trotter"): hamiltonian.hamiltonian_layer for template in hamiltonian.TEMPLATES},
 }
 
@@ -190,16 +191,17 @@ def embed(tokens: Tensor, w: dict[str, Any], prefix: str, rule: Rule) -> Tensor:
 def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Any, ...]:
     """State before the first layer: x embedded; v, m, y from their own tables, or zero; s = 1; R = I.
 
-    Connections: n copies of x, the first `tables` of which, after x, are v, from tables of their own, or zero.
+    Connections: n copies of x, of which those after x start from `tables` of their own, or zero; a velocity does too.
     Hamiltonian templates: x, y, the velocity v = 0 of MLP substep C, the clock t = t_0, no history.
     """
     template = rule["template"]
     x = embed(tokens, w, "", rule)
     if template in connections.TEMPLATES:
         H = rivals.copies(x, rule["n"])
-        for i in range(1, rule["tables"] + 1):
-            H[i] = embed(tokens, w, f"aux_h{i}_", rule) if f"aux_h{i}_tok_emb" in w else torch.zeros_like(x)
-        return tuple(H)
+        own = [f"h{i}" for i in range(1, rule["tables"] + 1)] + ["v"] * (template == "mhc-nesterov")
+        found = [embed(tokens, w, f"aux_{k}_", rule) if f"aux_{k}_tok_emb" in w else torch.zeros_like(x) for k in own]
+        H[1 : 1 + rule["tables"]] = found[: rule["tables"]]
+        return (*H, *found[rule["tables"] :])
     if template in ("gd", "ortho"):
         return (x,)
     if template == "rmsprop":
@@ -270,7 +272,7 @@ def logits(tokens: Tensor, w: dict[str, Any], rule: Rule) -> Tensor:
         x = averaged(history, b, rule)
         given.append(x)
     if rule["template"] in connections.TEMPLATES:
-        x = rivals.sum_of_rows([x, *state[1:]])
+        x = rivals.sum_of_rows([x, *state[1 : rule["n"]]])
     return head(x, w, rule)
 
 

@@ -12,8 +12,9 @@ from stepformer.base.options import choice, flag, integer
 from stepformer.base.registry import Selection
 from stepformer.ops import connections
 from stepformer.rules.coefficients import Array, Coefficient, Values, free
+from stepformer.rules.first_order import VELOCITY, Nesterov
 from stepformer.rules.state import State
-from stepformer.rules.template import Start, Stream, Template, register_template
+from stepformer.rules.template import Start, Stream, Template, register_template, scaled
 
 MOST_PERMUTED = 4  # 5! would be 120 permutations
 
@@ -65,12 +66,15 @@ class Connections(Template):
         return mixture(weights, H)
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
-        H, mix, write = self.mix(self.rows(s), c)
-        new = [mixture([*(line[j] for line in mix), write[j]], [*H, g]) for j in range(self.n)]
-        return s.replace(u=new[0], **dict(zip(self.names, new[1:], strict=True)))
+        return s.replace(u=g)
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
-        return s.without("u").replace(x=s.u)
+        return self.write(s.without("u"), c, s.u)
+
+    def write(self, s: State, c: Values, g: Tensor) -> State:
+        H, mix, write = self.mix(self.rows(s), c)
+        new = [mixture([*(line[j] for line in mix), write[j]], [*H, g]) for j in range(self.n)]
+        return s.replace(x=new[0], **dict(zip(self.names, new[1:], strict=True)))
 
     def read_out(self, s: State, c: Values) -> Tensor:
         x, *others = self.rows(s)
@@ -201,3 +205,36 @@ class ConstrainedConnections(Connections):
     def mix(self, H: list[Tensor], c: Values) -> tuple[list[Tensor], Sequence[Sequence[Any]], Sequence[Any]]:
         H, R, post = connections.mix(H, c.F, self.numbers(c), self.eps, self.mixing)
         return H, [[line[j] for line in R] for j in range(self.n)], post  # H' = R H
+
+
+@register_template(
+    "mhc-nesterov",
+    equation="v' = LN_v(beta v + gamma g(pre H + mu v));  H' = R H + post^T v', as mhc",
+    cite=("xie2025mhc", "nesterov1983method"),
+)
+class MomentumConnections(ConstrainedConnections):
+    """Nesterov's velocity among the streams of mHC: the oracle is asked ahead of their mixture, and the velocity, not
+    the oracle's answer, is written to them. With one stream and pre = post = 1 it is Nesterov.
+    """
+
+    normalises = "v"
+
+    def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
+        super().__init__(n_head, head_dim, **options)
+        self.streams = {**self.streams, "v": VELOCITY}
+
+    def describe(self) -> str:
+        step = "v' = LN_v(beta v + gamma g(pre H + mu v));  H' = R H + post^T v'"
+        return super().describe().replace("h = pre H;  H' = R H + post^T g(h)", step)
+
+    def coefficients_of(self, turn: str) -> Mapping[str, Coefficient]:
+        return {} if turn == "out" else {**super().coefficients_of(turn), **Nesterov.coefficients}
+
+    def query(self, s: State, c: Values) -> Tensor:
+        return super().query(s, c) + c.mu * s.v
+
+    def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
+        return s.replace(v=c.beta * s.v + scaled(scale, c.gamma) * g)
+
+    def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
+        return self.write(s, c, s.v)
