@@ -127,6 +127,23 @@ def test_speed(tmp_path: Path) -> None:
     assert row.parameters == 2000
 
 
+def test_seeds_of_unequal_speed_are_told(tmp_path: Path) -> None:
+    records = runs(tmp_path, {"vanilla": {1: 3.0, 2: 3.1}, "yurii": {1: 2.9, 2: 3.0}})
+    slow = [*records[:-1], dataclasses.replace(records[-1], tokens_per_second=records[-1].speed / 2.3)]
+    (told,) = [note for note in compare(slow, "vanilla").remarks if "unequal" in note]
+    assert told == "Seeds of one row ran at unequal speeds, yurii 2.3 x: seconds and speeds are rough."
+    assert not [note for note in compare(records, "vanilla").remarks if "unequal" in note]
+
+
+def test_a_prompt_shows_the_table_and_write_keeps_it(tmp_path: Path) -> None:
+    found = three(tmp_path / "runs")
+    assert repr(found) == str(found)
+    written = found.write(tmp_path / "out")
+    assert [path.name for path in written] == ["comparison.md", "comparison.csv"]
+    assert written[0].read_text() == str(found)
+    assert written[1].read_text() == found.details.csv()
+
+
 def test_seconds_are_those_of_steps_that_do_not_compile(tmp_path: Path) -> None:
     slow = {"start_steps": 3, "start_seconds": 40.0, "train_seconds": 40.0 + 77 * 0.25, "tokens_per_second": 99.0}
     fast = {"start_steps": 6, "start_seconds": 80.0, "train_seconds": 80.0 + 74 * 0.125, "tokens_per_second": 50.0}
