@@ -157,7 +157,7 @@ vanilla. For `hyper` this holds up to norm_eps, since its last x is four times v
 The rules of the second table do not mix tokens: what they carry exists only while one token passes through the
 layers, so decoding stores keys and values and nothing else.
 
-`hyper`, `mhc` and `attnres` replace the template and can be used with the splittings `lie-trotter` and `parallel`.
+`hyper`, `mhc`, `mhc-nesterov` and `attnres` replace the template and can be used with the splittings `lie-trotter` and `parallel`.
 `scaled`, `denseformer` and `unet` act around a layer and can be used with templates that carry x.
 
 Speeds were measured before training. At that point the factor s of ReZero is 0, so every gradient of an oracle is zero.
@@ -179,19 +179,24 @@ A_r = I and an A_m that reads row l mod n in call l. With `dynamic=true` the wei
 s tanh(norm(H) W) is added to each weight, where W starts at 0 and s at 0.01. The norm is the model's norm without a
 gain. The preset is the static form.
 
-In `mhc` (arXiv 2512.24880) all weights of a token are computed from z = RMSNorm(vec H): pre = sigmoid(a1 z F1 + b1) and
-post = 2 sigmoid(a2 z F2 + b2). The rows and columns of R sum to 1; R is made by 20 Sinkhorn steps from exp(a3 z F3 +
-b3). With `mixing=permutations` (arXiv 2601.05732, n up to 4) R is a mean of all n! permutations with weights softmax(a3
-z F3 + b3), which is doubly stochastic without iterations. The initial values a = 0.01 and n = 4 are those of the paper.
-The others are those of the public code of mHC-lite: F = 0, and b such that call l reads and writes mostly row l mod n
-and R is nearly the identity. With F = 0 and b2 = 0 it is vanilla.
+In `mhc` (arXiv 2512.24880) all weights of a token are computed from z = RMSNorm(vec H), without a gain, where vec H is
+the n rows one after the other: pre = sigmoid(a1 z F1 + b1) and post = 2 sigmoid(a2 z F2 + b2). R is made by 20 Sinkhorn
+steps from exp(a3 z F3 + b3), whose n^2 numbers fill it row by row. A step divides every column by its sum, then every
+row. So the rows of R sum to 1, and the columns nearly (in the tests to 2e-4). With `mixing=permutations` (arXiv
+2601.05732, n up to 4) R is a mean of all n! permutations, in lexicographic order and with ones at (i, p(i)), with
+weights softmax(a3 z F3 + b3): doubly stochastic without iterations. The model stores the lines of F1, F2 and F3 as one
+matrix F of n d columns. The initial values a = 0.01 and n = 4 are those of the paper. The others are those of the
+public code of mHC-lite: F = 0, and b such that call l reads and writes mostly row l mod n and R is nearly the identity.
+With F = 0 and b2 = 0 it is vanilla, up to norm_eps.
 
 `mhc-nesterov` (of this library, no paper has it) puts Nesterov's velocity among these streams. The oracle is asked
 ahead of their mixture, and what is written to them is the velocity:
 
 $$ v' = \mathrm{LN}_v(\beta v + \gamma\, T(\mathrm{pre}\, H + \mu v)), \qquad H' = R H + \mathrm{post}^\top v' . $$
 
-With one stream, pre = 1 and post = 1 it is `yurii`. It has not been compared on English text yet.
+v starts from tables of its own, and every call has its own mu and beta in (0, 1), gamma > 0 and LN_v (under `parallel`
+there is one call for both oracles). With one stream, pre = 1 and post = 1 it is `yurii`. It has not been compared on
+English text yet.
 
 Some details differ from the papers. The output layers start as in vanilla (the first paper scales them by sqrt(n),
 which the final norm removes). Scalars are trained as coefficients, without weight decay. W and F are trained by AdamW
