@@ -256,6 +256,19 @@ def test_the_time_of_a_dry_run_knows_how_long_the_validation_split_is(trained: P
     assert short < long / 100
 
 
+def test_runs_that_differ_in_their_rates_are_measured_once(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepformer.training import speed
+
+    measured = list[str]()
+    monkeypatch.setattr(speed, "_MEASURED", {})
+    monkeypatch.setattr(speed, "_measured", lambda config, *_: (measured.append(config.optim.polar), (0.5, 0.25))[1])
+    device, corpus = checkpoints.torch.device("cpu"), trained.parent / "corpus"
+    plain, faster, exact = (small_run(corpus, **more) for more in ({}, {"lr": 0.3}, {"polar": "svd"}))
+    seconds = [speed.forecast(config, device, eval_tokens=512).step for config in (plain, faster, exact)]
+    assert seconds == [0.75] * 3
+    assert measured == ["newton-schulz", "svd"]
+
+
 def test_the_audit_names_what_it_ignores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "gd", "--steps", "30", "n_layer=7", "size=medium", "lr=3", "norm=rmsnorm"]) == 0
     out, err = capsys.readouterr()
@@ -327,6 +340,7 @@ def test_what_export_prints_can_be_run(trained: Path, tmp_path: Path) -> None:
         ("train yurii steps = 10", "A setting has no blanks around '=': write steps=10."),
         ("train yurii steps 10", "A setting is one word: write steps=10."),
         ("train yurii qk_norm true lr=0.1", "A setting is one word: write qk_norm=true."),
+        ("compare vanilla yurii optim.lr 0.1 steps 10", "A setting is one word: write optim.lr=0.1 steps=10."),
         (
             "train relu2 steps=10",
             "'relu2' is no whole architecture: write `PRESET mlp=relu2`. No recipe has that name either.",

@@ -105,8 +105,12 @@ def test_what_is_printed_at_the_end(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
-    print_result({**measured.files.read_json(trained / "result.json", "result"), "folder": str(trained)})
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("try "))
+    print_result({**measured.files.read_json(trained / "result.json", "result"), "folder": str(trained)}, 5000.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=2)[2].strip() for line in lines if line.startswith("in all ")] == [
+        "83.3 min, with starting, evaluating and saving"
+    ]
+    (line,) = (line for line in lines if line.startswith("try "))
     assert shlex.split(line)[1:] == ["stepformer", "generate", str(trained), "Once upon a time"]
     print_corpus(console(), Corpus(trained.parent / "corpus"))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train on it: "))

@@ -299,7 +299,9 @@ def test_exported_and_imported_again(trained: Path, tmp_path: Path) -> None:
     assert again.tokenizer.describe() == first.tokenizer.describe()
     assert again.config.model == first.config.model
     assert again.step == first.step
-    found, _ = evaluate_run(tmp_path / "again", corpus=trained / "corpus", tokens=512, device="cpu")
+    found, loaded = evaluate_run(tmp_path / "again", corpus=trained / "corpus", tokens=512, device="cpu")
+    counted = f"{loaded.model.num_parameters():,} parameters"
+    assert repr(loaded) == f"LoadedRun('{tmp_path / 'again'}', step={loaded.step}, {counted})"
     assert found.val_loss == pytest.approx(made.record["val_loss"], abs=1e-12)
     assert made.record["val_hash"] == found.val_hash
     hub().export_run(tmp_path / "again", tmp_path / "out2")  # and once more

@@ -110,6 +110,9 @@ def test_hash_distinguishes_architectures_and_nothing_else() -> None:
     vanilla = sf.model_config("vanilla")
     assert vanilla.replace(aux_init="zero", aux_norm_gain=0.5).hash == vanilla.hash
     assert base.replace(norm_eps=1e-6).hash != base.hash
+    streams = sf.model_config("mhc")
+    assert streams.replace(aux_init="zero").hash == streams.hash
+    assert streams.replace(aux_init="zero", tables=1).hash != streams.replace(tables=1).hash
 
 
 def test_naming_the_vocabulary_again_keeps_its_padding() -> None:

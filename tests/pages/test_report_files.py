@@ -71,6 +71,9 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert f"{steps * each:,} tokens in all" in training
     assert f"{config.optim.name}, cosine schedule after {max(1, steps // 10)} step" in optimizer
     assert f"lr {config.optim.lr:g}" in optimizer
+    half = replace(runs[0], config=replace(config, train=replace(config.train, eval_half="second")))
+    assert data.endswith(" for validation.")
+    assert method([half])[1] == data[:-1] + ", of which the second half is evaluated."
     longer = replace(runs[0], config=replace(config, train=replace(config.train, steps=steps + 1)), facts={})
     assert method([*runs, longer]) == [model, optimizer]  # the warm-up is as long
     tuned = replace(runs[0], config=replace(config, optim=replace(config.optim, lr=0.123)))

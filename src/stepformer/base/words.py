@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ SYNONYMS = {
     "out_dir": ("--out", "an option"),
     "init_from": ("init", "the folder of a run; `stepformer resume RUN` continues one"),
 }
+
+
+PARTED = r"(?!true|false)[A-Za-z_][\w.]* ([-+.\d][\w.+-]*|true|false)"  # a key and what can only be its value
 
 
 def translated(key: str, known: Collection[str] | None = None) -> str:
@@ -69,19 +72,23 @@ def parse_override(word: str) -> tuple[str, Any]:
         return key, text
 
 
+def refuse_parted(words: Sequence[str]) -> None:
+    """A key and its value given as two words."""
+    found = [f"{key}={value}" for key, value in pairwise(words) if re.fullmatch(PARTED, f"{key} {value}")]
+    if found:
+        raise InputError(f"A setting is one word: write {' '.join(found)}.")
+
+
 def parse_overrides(words: Iterable[str], problems: list[str] | None = None) -> list[tuple[str, Any]]:
     """All words; those that are not of the form key=value go to `problems`, or are refused together."""
     if isinstance(words, str):
         raise InputError(f"Settings are a list of words: give [{words!r}] instead of {words!r}.")
     words, found, bad = list(words), [], []
+    refuse_parted(words)
     if "=" in words[1:-1]:
         at = words.index("=", 1)
         bad.append(f"A setting has no blanks around '=': write {words[at - 1]}={words[at + 1]}.")
         del words[at - 1 : at + 2]
-    for key, value in pairwise(words):
-        if key.isidentifier() and re.fullmatch(r"[-+.\d][\w.+-]*|true|false", value):
-            bad.append(f"A setting is one word: write {key}={value}.")
-            words = [word for word in words if word not in (key, value)]
     for word in words:
         try:
             found.append(parse_override(word))

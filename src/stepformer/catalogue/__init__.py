@@ -145,7 +145,7 @@ def preset(name: str) -> Preset:
 
 
 def unlisted_templates() -> list[str]:
-    """Templates that no preset uses: rules of your own."""
+    """Templates that no preset uses, such as rules of your own."""
     used = {p.config.template for p in _PRESETS.values()}
     return [entry.name for entry in templates if entry.name not in used]
 
@@ -166,7 +166,7 @@ def closest_preset(config: ModelConfig) -> tuple[Preset | None, dict[str, Any]]:
     """The preset with the same components from which a config differs least, and the settings that differ."""
     mine = _at_small(config).to_dict()
     found: list[tuple[Preset | None, dict[str, Any]]] = []
-    bare = [preset(name) for name in unlisted_templates() if name == config.template]  # a rule of your own
+    bare = [preset(name) for name in unlisted_templates() if name == config.template]
     for row in (*_PRESETS.values(), *bare):
         if all(getattr(row.config, kind) == getattr(config, kind) for kind in REGISTRIES):
             base = row.config.to_dict()

@@ -112,7 +112,8 @@ def run_compare(args: argparse.Namespace) -> int:
         points = f"{most_points(searched, args.by_turns)} points of {', '.join(searched)}"
         where = f"by turns at up to {points}" if args.by_turns else f"at {points}"
         said = f"This includes the search: each row is first trained {where}, on {args.budget_tune} tokens each."
-        study = replace(study, facts=replace(study.facts, remarks=(said, *study.facts.remarks)))
+        if search:  # otherwise its runs are there already
+            study = replace(study, facts=replace(study.facts, remarks=(said, *study.facts.remarks)))
     return _study(args, study, watch, args.held_out, search)
 
 
@@ -199,7 +200,7 @@ def _time_for(runs: Sequence[RunConfig]) -> list[str]:
     for config, count in Counter(runs).items():
         val = open_corpus(config.data, ALONE, quiet=True).split("val").half(config.train.eval_half)
         tokens, device = min(config.train.eval_tokens, len(val)), choose_device(config.train.device)
-        expected = forecast(config, device, eval_tokens=tokens, longest=4)
+        expected = forecast(config, device, eval_tokens=tokens, longest=1.5)
         found, how = found + count * expected.run, expected.how
     return [f"Roughly {duration(found)} for what is left, one run after the other, {how}."] if runs else []
 

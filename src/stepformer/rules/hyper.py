@@ -161,6 +161,7 @@ class ConstrainedConnections(Connections):
         "mixing": choice("sinkhorn", "permutations", help="R by 20 Sinkhorn steps, or a mean of all permutations"),
     }
     mixing: str
+    step = "h = pre H;  H' = R H + post^T g(h)"
 
     @classmethod
     def refusals(cls, config: Selection) -> list[str]:
@@ -175,7 +176,7 @@ class ConstrainedConnections(Connections):
     def describe(self) -> str:
         how = "20 Sinkhorn steps from exp(res)" if self.mixing == "sinkhorn" else "sum_k softmax(res)_k P_k"
         return (
-            f"h = pre H;  H' = R H + post^T g(h);  pre, post/2 = sigmoid, R = {how} of a RMSNorm(vec H) F + b;  "
+            f"{self.step};  pre, post/2 = sigmoid, R = {how} of a RMSNorm(vec H) F + b;  "
             f"H of {self.n} rows, their sum is read"
         )
 
@@ -218,14 +219,11 @@ class MomentumConnections(ConstrainedConnections):
     """
 
     normalises = "v"
+    step = "v' = LN_v(beta v + gamma g(pre H + mu v));  H' = R H + post^T v'"
 
     def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
         super().__init__(n_head, head_dim, **options)
         self.streams = {**self.streams, "v": VELOCITY}
-
-    def describe(self) -> str:
-        step = "v' = LN_v(beta v + gamma g(pre H + mu v));  H' = R H + post^T v'"
-        return super().describe().replace("h = pre H;  H' = R H + post^T g(h)", step)
 
     def coefficients_of(self, turn: str) -> Mapping[str, Coefficient]:
         return {} if turn == "out" else {**super().coefficients_of(turn), **Nesterov.coefficients}

@@ -26,7 +26,7 @@ from stepformer.base import files
 from stepformer.base.errors import ConfigError, InputError, StepformerError
 from stepformer.base.plugins import is_ours, package_digest
 from stepformer.base.version import __version__
-from stepformer.base.words import parse_override
+from stepformer.base.words import parse_override, refuse_parted
 from stepformer.study.comparison import Facts, grid_points
 from stepformer.study.differences import differences, flat, last, recorded
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
@@ -358,6 +358,7 @@ def seeds_of(given: str | int | Sequence[int]) -> list[int]:
 
 def words_of(items: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names and key=value words, told apart."""
+    refuse_parted(items)
     words = [item for item in items if "=" in item]
     refuse_seed(*(parse_override(word)[0] for word in words))
     return [item for item in items if "=" not in item], words

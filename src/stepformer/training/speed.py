@@ -96,7 +96,8 @@ def forecast(
     if guess / accumulation > longest:
         batch, update, how = guess, 0.0, f"guessed at 30 % of {source}"
     else:
-        alike = (config.model, config.optim.name, micro, str(device), config.autocast_on(device))
+        kind = {k: getattr(config.optim, k) for k in config.optim.field_names() if not k.startswith(("lr", "wd_"))}
+        alike = (config.model, str(kind), micro, str(device), config.autocast_on(device))
         if alike not in _MEASURED:
             _MEASURED[alike] = _measured(config, micro, device)
         once, update = _MEASURED[alike]
