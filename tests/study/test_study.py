@@ -198,7 +198,7 @@ def test_a_dry_run_says_what_would_be_trained(corpus: Path, tmp_path: Path, caps
     )
     said = " ".join(capsys.readouterr().out.split())
     assert "6 runs, 0 of them finished: 3 rows, seeds 42, 43. The baseline is vanilla." in said
-    assert re.search(r"Roughly [\d.]+ m?s for what is left, one run after the other, from one micro-batch", said)
+    assert re.search(r"Roughly [\d.]+ (s|min) for what is left, one run after the other, from one micro-batch", said)
     assert "All rows: muon, cosine: lr 0.02, " in said
     assert "vanilla-parameters-of-yurii: " in said
     assert "This includes the search: each row is first trained at 3 points of lr, on 256 tokens each" in said
