@@ -107,11 +107,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"template": "tables", "aux_init": "zero"}, "has no tables"),
     *(
         ({"template": name, "splitting": "strang"}, "gives each oracle call its own weights")
-        for name in ("hyper", "mhc")
+        for name in ("hyper", "mhc", "mhc-nesterov")
     ),
     *(
         ({"template": template, key: value}, "acts on x, and template")
-        for template in ("hyper", "mhc", "attnres")
+        for template in ("hyper", "mhc", "mhc-nesterov", "attnres")
         for key, value in (("embedding_skip", True), ("scale", "rezero"), ("denseformer", True), ("unet", True))
     ),
     ({"template": "mhc", "mixing": "permutations", "n": 5}, "use n up to 4"),
