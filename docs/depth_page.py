@@ -182,10 +182,10 @@ gain. The preset is the static form.
 In `mhc` (arXiv 2512.24880) all weights of a token are computed from z = RMSNorm(vec H), without a gain, where vec H is
 the n rows one after the other: pre = sigmoid(a1 z F1 + b1) and post = 2 sigmoid(a2 z F2 + b2). R is made by 20 Sinkhorn
 steps from exp(a3 z F3 + b3), whose n^2 numbers fill it row by row. A step divides every column by its sum, then every
-row. So the rows of R sum to 1, and the columns nearly (in the tests to 2e-4). With `mixing=permutations` (arXiv
-2601.05732, n up to 4) R is a mean of all n! permutations, in lexicographic order and with ones at (i, p(i)), with
-weights softmax(a3 z F3 + b3): doubly stochastic without iterations. The model stores the lines of F1, F2 and F3 as one
-matrix F of n d columns. The initial values a = 0.01 and n = 4 are those of the paper. The others are those of the
+row. So the rows of R sum to 1, and the columns nearly. With `mixing=permutations` (arXiv 2601.05732, n up to 4) R is a
+mean of all n! permutations, in lexicographic order and with ones at (i, p(i)), with weights softmax(a3 z F3 + b3):
+doubly stochastic without iterations. The model stores the lines of F1, F2 and F3 as one matrix F of n d columns.
+The initial values a = 0.01 and n = 4 are those of the paper. The others are those of the
 public code of mHC-lite: F = 0, and b such that call l reads and writes mostly row l mod n and R is nearly the identity.
 With F = 0 and b2 = 0 it is vanilla, up to norm_eps.
 
