@@ -1,15 +1,17 @@
-"""The search for a recipe in three screens of short runs: which depth rule, which form of it, then which extras on it.
+"""The search for a recipe in screens of short runs: which depth rule, which form of it, which extras, the finalists.
 
     python benchmarks/recipe_screen.py rules --corpus data/english --out runs/screen-rules --seeds 2 --jobs 3
     python benchmarks/recipe_screen.py variants --corpus data/english --out runs/screen-variants --seeds 2 --jobs 3
     python benchmarks/recipe_screen.py extras yurii aux_norm_gain=0.05 --corpus data/english --out runs/screen --jobs 3
+    python benchmarks/recipe_screen.py finals --corpus data/english --out runs/screen-finals --seeds 2 --jobs 3
 
 `rules` compares depth rules that all have rotary positions, QK-norm, RMSNorm and a value residual; `variants` compares
 forms of the best of them, and what else could explain a gain. `extras` trains a fractional factorial design of nine
 changes to one rule: 32 runs, each with about half of the changes, so that every run counts for every effect.
 (Resolution IV: what two changes do only together is not taken for the effect of a third.) An effect is the mean loss of
 the 16 runs with a change minus that of the 16 without it. Its standard error comes from what the nine effects leave
-unexplained, interactions included. All go on where they stopped, and write their table to OUT/comparison.md and .csv.
+unexplained, interactions included. `finals` compares velocities that start at rest, and the same without memory.
+All go on where they stopped, and write their table to OUT/comparison.md and .csv.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import stepformer as sf
+from stepformer.base.plugins import load_plugin
 from stepformer.study.statistics import t_quantile
 from stepformer.training.stopping import Stopped
 
@@ -29,6 +33,8 @@ LIKE = ["n_layer=8", "n_head=8", "d_model=512", "context=512", "batch=64", "step
 MODERN = {"positions": "rotary", "qk_norm": True, "norm": "rmsnorm", "value_residual": "free"}
 SKIP = {"embedding_skip": True}
 GAIN = {"aux_norm_gain": 0.05}
+REST = GAIN | {"aux_init": "zero"}
+TWO = REST | {"n": 2}
 RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "modern": ("vanilla", SKIP),
     "modern-without-skip": ("vanilla", {}),
@@ -51,17 +57,39 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "mhc-zero-outputs": ("mhc", {"output_init": "zero"}),
     "mhc-nesterov": ("mhc-nesterov", GAIN),
     "mhc-nesterov-2": ("mhc-nesterov", GAIN | {"n": 2}),
-    "mhc-nesterov-from-rest": ("mhc-nesterov", GAIN | {"aux_init": "zero"}),
+    "mhc-nesterov-from-rest": ("mhc-nesterov", REST),
+    "mhc-nesterov-2-from-rest": ("mhc-nesterov", TWO),
+    "mhc-nesterov-from-rest-gain-0.02": ("mhc-nesterov", {"aux_norm_gain": 0.02, "aux_init": "zero"}),
+    "mhc-nesterov-from-rest-gain-0.1": ("mhc-nesterov", {"aux_norm_gain": 0.1, "aux_init": "zero"}),
+    "mhc-nesterov-from-rest-gain-0.2": ("mhc-nesterov", {"aux_norm_gain": 0.2, "aux_init": "zero"}),
     "nesterov": ("yurii", SKIP | GAIN),
     "nesterov-gain-0.02": ("yurii", SKIP | {"aux_norm_gain": 0.02}),
     "nesterov-gain-0.1": ("yurii", SKIP | {"aux_norm_gain": 0.1}),
-    "nesterov-from-rest": ("yurii", SKIP | GAIN | {"aux_init": "zero"}),
+    "nesterov-from-rest": ("yurii", SKIP | REST),
+    "nesterov-from-rest-gain-0.1": ("yurii", SKIP | {"aux_norm_gain": 0.1, "aux_init": "zero"}),
     "tables": ("tables", SKIP | GAIN),
     "modern": ("vanilla", SKIP),
     "modern-zero-outputs": ("vanilla", SKIP | {"output_init": "zero"}),
     "modern-value-tables": ("vanilla", SKIP | {"value_tables": True}),
     "modern-kl-previous": ("kl-previous", SKIP | {"value_residual": "off"}),
 }
+FINALS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "modern": ("vanilla", SKIP),
+    "normed": ("normed", SKIP | GAIN),
+    "heavy-ball-from-rest": ("hb", SKIP | REST),
+    "nesterov-from-rest": ("yurii", SKIP | REST),
+    "triple-momentum-from-rest": ("tmm", SKIP | REST),
+    "nesterov-from-rest-relu2": ("yurii", SKIP | REST | {"mlp": "relu2"}),
+    "mhc": ("mhc", {}),
+    "mhc-normed": ("mhc-normed", GAIN),
+    "mhc-2-normed": ("mhc-normed", GAIN | {"n": 2}),
+    "mhc-nesterov-from-rest": ("mhc-nesterov", REST),
+    "mhc-nesterov-2-from-rest": ("mhc-nesterov", TWO),
+    "mhc-nesterov-2-from-rest-permutations": ("mhc-nesterov", TWO | {"mixing": "permutations"}),
+    "mhc-nesterov-2-from-rest-relu2": ("mhc-nesterov", TWO | {"mlp": "relu2"}),
+}
+SCREENS = {"rules": RULES, "variants": VARIANTS, "finals": FINALS}
+MEMORYLESS = str(Path(__file__).with_name("recipe") / "memoryless.py")
 CHANGES: dict[str, Mapping[str, Any]] = {
     "rotary": {"positions": "rotary"},
     "qk-norm": {"qk_norm": True},
@@ -95,7 +123,7 @@ def effects(losses: Sequence[float]) -> tuple[list[float], float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("screen", choices=("rules", "variants", "extras"))
+    parser.add_argument("screen", choices=(*SCREENS, "extras"))
     parser.add_argument("words", nargs="*", help="the rule of `extras`; settings of all runs, such as lr=0.01")
     parser.add_argument("--without", nargs="*", default=[], choices=CHANGES, help="changes that the rule refuses")
     parser.add_argument("--corpus", default="tales")
@@ -113,9 +141,11 @@ def main() -> None:
         kept = [[name for name in names if name not in args.without] for names in made]
         rows = {"+".join(names) or "none": (rules[0], dict(ChainMap(*(CHANGES[n] for n in names)))) for names in kept}
     else:
-        screen = RULES if args.screen == "rules" else VARIANTS
-        rows = {label: (preset, MODERN | own) for label, (preset, own) in screen.items()}
-    how = {"out": args.out, "seeds": args.seeds, "jobs": args.jobs, "quiet": False}
+        rows = {label: (preset, MODERN | own) for label, (preset, own) in SCREENS[args.screen].items()}
+    plugins = [MEMORYLESS] if args.screen == "finals" else []
+    for plugin in plugins:
+        load_plugin(plugin)
+    how = {"out": args.out, "seeds": args.seeds, "jobs": args.jobs, "plugins": plugins, "quiet": False}
     configs = {label: sf.run_config(preset, words, **own) for label, (preset, own) in rows.items()}
     try:
         table = sf.compare(configs, **how, max_seconds=args.max_seconds)
