@@ -20,6 +20,7 @@ from typing import Any
 import stepformer as sf
 from recipe_screen import GAIN, MEMORYLESS, MODERN, SKIP, TWO
 from stepformer.base.plugins import load_plugin
+from stepformer.training import RunConfig
 from stepformer.training.stopping import Stopped
 
 Rows = dict[str, tuple[str, Mapping[str, Any]]]
@@ -63,7 +64,7 @@ STUDIES: dict[str, tuple[Rows, list[str], float]] = {  # rows, size, tokens
 }
 
 
-def tuned(label: str, preset: str, words: list[str], settings: Mapping[str, Any]) -> sf.RunConfig:
+def tuned(label: str, preset: str, words: list[str], settings: Mapping[str, Any]) -> RunConfig:
     """The row, its rates multiplied by what its search found."""
     plain = sf.run_config(preset, words, **settings)
     rates = {key: factor * getattr(plain.optim, key) for key, factor in RATES.get(label, {}).items()}

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         register_template,
     )
     from stepformer.extras import Extra, register_extra
+    from stepformer.measure.diagnostics.audit import audit
     from stepformer.model import Model, ModelConfig, Output, Role
     from stepformer.model.engines.recording import record
     from stepformer.oracles import MLP, Attention, Call, TokenSlot, register_attention, register_mlp
@@ -51,7 +52,7 @@ _find = aliases.lazy(__name__)
 __all__ = [
     "MLP", "Attention", "Call", "ConfigError", "Extra", "HamiltonianStep", "InputError", "Model", "ModelConfig",
     "Option", "Output", "Role", "Splitting", "State", "StepformerError", "Stream", "Template", "TokenSlot",
-    "UnknownNameError", "Values", "__version__", "build", "compare", "evaluate_run", "free", "load_config",
+    "UnknownNameError", "Values", "__version__", "audit", "build", "compare", "evaluate_run", "free", "load_config",
     "load_run", "model_config", "positive", "preset", "presets", "record", "register_attention", "register_extra",
     "register_mlp", "register_preset", "register_splitting", "register_template", "resume", "run_config", "sweep",
     "train", "unit",

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from stepformer.catalogue import citations
 from stepformer.catalogue.references import BIBTEX
 from stepformer.cli import main
 from stepformer.ops.kernels import constant_result
+from stepformer.optim import OptimConfig
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,6 +52,7 @@ def test_show_every_preset(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     bibtex = capsys.readouterr().out
     assert bibtex.count("@") == len(facts["cite"])
     assert "no entry" not in bibtex
+    assert "jordan2024muon" in bibtex  # what trains it when nothing else is said
 
 
 def test_show_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +116,8 @@ def test_every_cited_reference_exists() -> None:
             assert key in BIBTEX, key
     other = sf.model_config("yurii", norm="rmsnorm", positions="rotary")
     assert {"zhang2019root", "su2024roformer"} <= set(citations(other)) <= set(BIBTEX)
+    optimizers = get_args(get_type_hints(OptimConfig)["name"])
+    assert all(set(citations(other)) < set(citations(other, name)) <= set(BIBTEX) for name in optimizers)
 
 
 def test_bad_input_is_one_sentence_and_status_2() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import leaky  # noqa: F401  (registers the leaking templates)
 import stepformer as sf
 from stepformer.cli import main
-from stepformer.measure.diagnostics.audit import Audit, audit, load_transcription
+from stepformer.measure.diagnostics.audit import OBLIGATIONS, Audit, audit, load_transcription
 from stepformer.rules.first_order import GradientDescent, Nesterov
 from transcriptions.adapter import transcribe
 
@@ -172,6 +172,11 @@ def test_the_contract_is_checked() -> None:
         def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
             return s.replace(x=s.x + s.streams.pop("u"))
 
+    class Shrinks(Nesterov):
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            return super().drift(s, c, scale).replace(v=s.v.mean(-1, keepdim=True))
+
+    assert "stream 'v' with shape (4, 16, 32); it has (4, 16, 1)" in failures(one_off(Shrinks))[1]
     assert "kick() assigns to x of the state that it is given" in failures(one_off(KickAssigns))[1]
     assert "drift() assigns to v of the state that it is given" in failures(one_off(DriftAssigns))[1]
     assert "drift() assigns to u of the state that it is given" in failures(one_off(DriftTakesOut))[1]
@@ -301,3 +306,12 @@ def test_what_acts_only_sometimes_passes(settings: dict[str, Any], steps: int) -
     assert failures(result) == {}
     if "ratio" in settings:
         assert "at ratio=0.999" in result.checks[-1].detail
+
+
+def test_audit_of_a_name_prints_its_checks() -> None:
+    found = sf.audit("vanilla", steps=30)
+    lines = str(found).splitlines()
+    assert found.passed
+    assert found.name == "vanilla"
+    assert lines[0] == "audit of vanilla"
+    assert [line.split()[:2] for line in lines[1:]] == [["ok", title] for title in OBLIGATIONS.values()]

@@ -191,6 +191,7 @@ def test_text_that_the_runs_have_seen_is_refused(
     (tmp_path / "1.txt").write_text("Another text under the same name. " * 10)
     dry = [*asked(tmp_path / "no", prepared), "--dry-run"]
     assert main([*dry, "--held-out", str(tmp_path / "1.txt")]) == 0
+    assert "When all are finished, they are evaluated once on" in capsys.readouterr().out
 
 
 def test_rows_of_equal_size_are_compared_on_the_text_too(corpus: Path, texts: list[str], tmp_path: Path) -> None:

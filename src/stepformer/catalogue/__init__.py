@@ -14,6 +14,7 @@ from stepformer.base.errors import ConfigError, StepformerError, UnknownNameErro
 from stepformer.base.plugins import is_ours, loaded
 from stepformer.base.words import merge, read_toml
 from stepformer.catalogue.recipes import load_recipe
+from stepformer.catalogue.references import TRAINING
 from stepformer.extras import chosen, extras
 from stepformer.model.config import NOT_THE_FUNCTION, REGISTRIES, ModelConfig, declared_options
 from stepformer.oracles import attentions
@@ -290,8 +291,10 @@ def build(
     return Model(config, seed=seed, device=device, dtype=dtype)
 
 
-def citations(config: ModelConfig) -> list[str]:
-    """Keys of every reference that a model uses: its paper if it is a preset, template, splitting, oracles, norm."""
+def citations(config: ModelConfig, optimizer: str = "") -> list[str]:
+    """Keys of every reference that a model uses: its paper if it is a preset, template, splitting, oracles, norm, and
+    what trains it.
+    """
     row = preset_of(config)
     keys = [row.cite] if row else []
     for kind, registry in REGISTRIES.items():
@@ -301,4 +304,5 @@ def citations(config: ModelConfig) -> list[str]:
     keys += [key for part in chosen(config) for key in extras[part.name].cite]
     keys += ["lan2020albert"] if config.weight_sharing != "off" else []
     keys += ["henry2020query"] if config.options.get("qk_norm", False) else []
+    keys += TRAINING.get(optimizer, ())
     return list(dict.fromkeys(keys))

@@ -7,3 +7,10 @@ from pathlib import Path
 
 _ENTRIES = Path(__file__).with_name("references.bib").read_text(encoding="utf-8").strip().split("\n\n")
 BIBTEX: dict[str, str] = {re.split(r"[{,]", entry, maxsplit=2)[1]: entry for entry in _ENTRIES}
+TRAINING: dict[str, tuple[str, ...]] = {  # by the name of an optimizer
+    "muon": ("jordan2024muon", "loshchilov2019decoupled"),
+    "adamw": ("loshchilov2019decoupled",),
+    "scion": ("pethick2025training",),
+    "polargrad": ("lau2025polargrad", "loshchilov2019decoupled"),
+    "trust": ("constrained-transformers", "loshchilov2019decoupled"),
+}

@@ -30,7 +30,7 @@ from stepformer.cli.options import (
 )
 from stepformer.cli.show import console
 from stepformer.model import Model
-from stepformer.present.tables import Table, of_texts
+from stepformer.present.tables import Table, listed, of_texts
 from stepformer.study import Comparison, Facts, compare, load_records, plot_comparison
 from stepformer.study.differences import refuse_unmeant
 from stepformer.study.fairness import AMOUNTS, most_points, search_left, search_of
@@ -152,7 +152,7 @@ def _study(
     if args.dry_run:
         if search is None:  # otherwise the rows are not known yet
             study.plan(quiet=args.quiet, here=args.slurm is None, dry=True)
-        console().print(planned_table(study, search or ()))
+        console().print(planned_table(study, search or (), held_out))
         return 0
     runs = study.plan(quiet=args.quiet, here=args.slurm is None)
     if args.slurm is not None and not all(run.finished for run in runs):
@@ -168,8 +168,8 @@ def _study(
     return show_study(finished, failed, study.facts, args.confidence, study.out, texts)
 
 
-def planned_table(study: Study, search: Sequence[RunConfig] = ()) -> Table:
-    """What would be trained, after a search."""
+def planned_table(study: Study, search: Sequence[RunConfig] = (), held_out: Sequence[str] = ()) -> Table:
+    """What would be trained, after a search, and evaluated."""
     rows, rates = list[tuple[str, ...]](), dict[str, str]()
     variants, _ = resolved(study.variants)
     for label, config in variants.items():
@@ -188,6 +188,7 @@ def planned_table(study: Study, search: Sequence[RunConfig] = ()) -> Table:
         f"{len(planned)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
         f"The baseline is {study.facts.baseline}.",
         *_time_for([*search, *left]),
+        *([f"When all are finished, they are evaluated once on {listed(held_out)}."] if held_out else []),
         *study.facts.remarks,
         *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.facts.baseline]}"]),
     ]

@@ -144,19 +144,21 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "calls": block.calls(),
         "parameters": {c: model.num_parameters(c) for c in COUNTS},  # type: ignore[arg-type]
         "unused_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "training": _training(config),
+        **_training(config),
         "published": row.published if row and small else "",
-        "cite": catalogue.citations(config),
     }
 
 
-def _training(config: ModelConfig, file: str = "", words: Sequence[str] = ()) -> str:
-    """The optimizer of a run, as its file says it, with rates that follow length and size where nothing does."""
+def _training(config: ModelConfig, file: str = "", words: Sequence[str] = ()) -> dict[str, Any]:
+    """The optimizer of a run, as its file says it, with rates that follow length and size where nothing does, and what
+    to cite.
+    """
     from stepformer.training.config import DataConfig, OptimConfig, RunConfig, TrainConfig, run_config
 
     run = run_config(file, words) if file else RunConfig(config, DataConfig(), OptimConfig(), TrainConfig())
     steps = f"{run.train.steps:,} steps of {run.train.batch} sequences"
-    return f"{run.optim.name} for {steps}: {run.optim.rates_text()}"
+    told = f"{run.optim.name} for {steps}: {run.optim.rates_text()}"
+    return {"training": told, "cite": catalogue.citations(config, run.optim.name)}
 
 
 def _start(config: ModelConfig, start: str | float) -> str:
@@ -183,7 +185,7 @@ def run_show(args: argparse.Namespace) -> int:
     config = resolve(args.name, args.overrides, args.size)
     facts = describe(config)
     if args.name.endswith(".toml"):
-        facts["training"] = _training(config, args.name, _sized(args.overrides, args.size))
+        facts |= _training(config, args.name, _sized(args.overrides, args.size))
     if args.cite:
         print("\n\n".join(BIBTEX.get(key, f"% {key}: no entry among the references") for key in facts["cite"]))
         return 0
@@ -263,5 +265,5 @@ add_show = command(
     option("overrides key=value", "config keys and options to change", nargs="*"),
     option("--size", "named size (default: small)", choices=list(catalogue.SIZES)),
     option("--batch N", "estimate the memory of training on N sequences (bf16)", type=int),
-    group("", option("--cite", "print BibTeX for everything this architecture uses"), JSON),
+    group("", option("--cite", "print BibTeX for everything this architecture and its optimizer use"), JSON),
 )

@@ -59,7 +59,7 @@ def model_card(run: LoadedRun, *, gpt2: bool = False) -> str:
         training(run),
         results(run),
         environment(run),
-        cite(config),
+        cite(config, "" if run.record.get("imported") else run.config.optim.name),
     ]
     return valid("\n\n".join(section for section in sections if section) + "\n")
 
@@ -220,8 +220,8 @@ def environment(run: LoadedRun) -> str:
     return "## Environment\n\n" + markdown(("", ""), [*facts.items()])
 
 
-def cite(config: ModelConfig) -> str:
-    entries = [BIBTEX[key] for key in citations(config) if key in BIBTEX]
+def cite(config: ModelConfig, optimizer: str) -> str:
+    entries = [BIBTEX[key] for key in citations(config, optimizer) if key in BIBTEX]
     return "## References\n\n```bibtex\n" + "\n\n".join(entries) + "\n```" if entries else ""
 
 

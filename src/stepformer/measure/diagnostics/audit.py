@@ -75,9 +75,13 @@ class Audit:
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
 
+    def __str__(self) -> str:
+        lines = [f"{'ok' if c.passed else 'FAILED':7}{OBLIGATIONS[c.obligation]:12}{c.detail}" for c in self.checks]
+        return "\n".join([f"audit of {self.name}", *lines])
+
 
 def audit(
-    config: ModelConfig,
+    config: ModelConfig | str,
     name: str = "",
     *,
     steps: int = 300,
@@ -85,7 +89,23 @@ def audit(
     transcription: Transcription | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Audit:
-    """Audit an architecture at d = 32 with 8 heads, two layers, V = T = 16, whatever its own size."""
+    """Audit an architecture at d = 32 with 8 heads, two layers, V = T = 16, whatever its own size.
+
+    Args:
+        config: The architecture, or the name of a preset or template.
+        name: What it is called in the answer.
+        steps: Training steps on random tokens, of the check that it does not read ahead.
+        seed: Of weights and tokens.
+        transcription: Its equations written again, to compare with (docs/audit.md).
+        progress: Called with the name of each check.
+
+    Examples:
+        >>> import stepformer as sf
+        >>> sf.audit("yurii", steps=30).passed
+        True
+    """
+    if isinstance(config, str):
+        config, name = model_config(config), name or config
     audited = _Audited(_small(config), name, steps, seed, transcription)
     checks: list[Check] = []
     for obligation, title in OBLIGATIONS.items():
@@ -190,8 +210,12 @@ class _Audited:
             changed = ", ".join(key for key, (t, version) in before.items() if t._version != version)
             _owed(not changed, f"the rule changes {changed} in place; it must return new tensors")
         later = {name for name, stream in block.template.streams.items() if stream.start == "later"}
-        odd = ", ".join(sorted((set(block(s, call).streams) ^ set(s.streams)) - later))
+        handed = block(s, call).streams
+        odd = ", ".join(sorted((set(handed) ^ set(s.streams)) - later))
         _owed(not odd, f"a layer should hand on the streams {sorted(s.streams)}; it adds or loses: {odd}")
+        for key, stream in handed.items():
+            due, shape = tuple(s.streams.get(key, s.x).shape), tuple(stream.shape)
+            _owed(shape == due, f"a layer should hand on stream '{key}' with shape {due}; it has {shape}")
         counts = [model.num_parameters(convention) for convention in ("total", "non-positional", "non-embedding")]
         in_order = counts[0] > counts[1] >= counts[2] > 0 or config.positions != "learned"
         _owed(in_order, f"the three parameter counts are not in order: {counts}")
