@@ -23,7 +23,7 @@ from stepformer.data.tokenizers import valid
 from stepformer.measure import measured
 from stepformer.pages.reports.contents import Report
 from stepformer.pages.reports.page import page_html
-from stepformer.pages.reports.paper import LATEX_COLUMNS, markdown_report
+from stepformer.pages.reports.paper import markdown_report
 from stepformer.present.tables import Cell, Column, Table, markdown_text
 from stepformer.training.run import LoadedRun, load_run
 
@@ -228,7 +228,7 @@ def test_reports_have_the_same_structure_whatever_the_words_are(study: Path, tmp
         assert parts == structure, word
         assert shown(word) in words, word
         assert report.comparison is not None
-        check_latex(report.tables["comparison"].latex(LATEX_COLUMNS), len(LATEX_COLUMNS), len(report.labels))
+        check_latex(report.comparison.table.latex(), 7, len(report.labels))
 
 
 ESCAPED = re.compile(

@@ -170,9 +170,9 @@ class Table:
     def _repr_html_(self) -> str:
         return self.html()
 
-    def latex(self, shown: Sequence[int] | None = None) -> str:
-        """A tabular with the rules of the booktabs package; `shown` are the columns that fit on paper."""
-        kept = self if shown is None else self.without(set(range(len(self.columns))) - set(shown))
+    def latex(self) -> str:
+        """A tabular with the rules of the booktabs package, of the columns that a narrow terminal shows too."""
+        kept = self.without(place for place, column in enumerate(self.columns) if column.spare)
         layout = "".join("r" if column.numeric else "l" for column in kept.columns)
         head, *rows = (" & ".join(map(latex_text, line)) + r" \\" for line in kept._lines())
         # there LaTeX would take a bracket or an asterisk for an option of the line above

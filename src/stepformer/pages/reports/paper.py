@@ -46,7 +46,6 @@ HEAD = 2000  # bytes of a file in which its sign is
 SUFFIXES = {".html", ".md", ".csv", ".tex", ".png"}  # of a report's files
 LIST = Path(".cache") / "files.json"
 DASHES = ((5, 1.5), (1.5, 1), (5, 1.2, 1.2, 1.2))  # on and off, in widths of the line
-LATEX_COLUMNS = (0, 1, 2, 3, 4, 5, 6, 8, 9)  # of the comparison: what fits on a page
 COLUMNS = 3  # of small charts
 TITLE_WIDTH = 38  # characters above one of them
 MOST_CHOICES = 2  # of a chart that shows one of several things: the first and the last
@@ -64,8 +63,8 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
     texts = {"runs.csv": report.tables["runs"].csv(), "report.md": markdown_report(report, pictures, no_pictures())}
     if report.comparison:
         texts["comparison.csv"] = report.comparison.details.csv()
-        held_out = [f"\n% {on_one_line(table.caption)}\n{table.latex()}" for table in report.comparison.tables[1:]]
-        texts["comparison.tex"] = "".join([report.tables["comparison"].latex(LATEX_COLUMNS), *held_out])
+        made = [f"% {on_one_line(table.caption)}\n{table.latex()}" for table in report.comparison.tables]
+        texts["comparison.tex"] = "\n".join(made)
     for name, text in texts.items():
         write_text(out / name, valid(text))
     compared = [name for name in texts if name.startswith("comparison")]
