@@ -103,7 +103,7 @@ def test_nothing_of_an_earlier_report_stays(study: Path, tmp_path: Path) -> None
 
 def test_the_command_writes_page_and_paper(made: Path, study: Path) -> None:
     names = {path.name for path in made.iterdir()}
-    assert {"index.html", "report.md", "comparison.csv", "comparison.tex", "runs.csv"} <= names
+    assert {"index.html", "report.md", "comparison.csv", "comparison.tex", "runs.csv", "curves.pdf"} <= names
     assert {"curves.png", "differences.png", "coefficients.png"} <= names
     text = (made / "report.md").read_text()
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):

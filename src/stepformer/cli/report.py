@@ -16,7 +16,7 @@ def run_report(args: argparse.Namespace) -> int:
     from stepformer.pages.reports.collect import gather
     from stepformer.pages.reports.contents import build
     from stepformer.pages.reports.page import page_html
-    from stepformer.pages.reports.paper import claim, files_of, hold, no_pictures, refuse_foreign, write_paper
+    from stepformer.pages.reports.paper import DRAWN, claim, files_of, hold, no_pictures, refuse_foreign, write_paper
     from stepformer.pages.reports.samples import Drawing, Samples, ask_models, default_prompts
 
     _check(args)
@@ -38,7 +38,7 @@ def run_report(args: argparse.Namespace) -> int:
     report = build(gathered, **settings, samples=samples, title=args.title or None)
     names = files_of(report)
     claim(out, names)
-    with counting("writing", 1 + sum(name.endswith(".png") for name in names), quiet=args.quiet) as count:
+    with counting("writing", 1 + sum(Path(name).suffix in DRAWN for name in names), quiet=args.quiet) as count:
         write_text(out / "index.html", page_html(report))
         count(1)
         written = write_paper(report, out, count)

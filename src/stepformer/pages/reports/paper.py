@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import textwrap
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: ti
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
 SIGNS = {"index.html": '<meta name="generator" content="stepformer ', "report.md": FIRST_LINE}
 HEAD = 2000  # bytes of a file in which its sign is
-SUFFIXES = {".html", ".md", ".csv", ".tex", ".png"}  # of a report's files
+DRAWN = (".png", ".pdf")  # each picture, for the page and for a paper
+SUFFIXES = {".html", ".md", ".csv", ".tex", *DRAWN}  # of a report's files
 LIST = Path(".cache") / "files.json"
 DASHES = ((5, 1.5), (1.5, 1), (5, 1.2, 1.2, 1.2))  # on and off, in widths of the line
 COLUMNS = 3  # of small charts
@@ -58,8 +59,9 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
     """
     pictures = _pictures(report)
     for name, draw in pictures.items():
-        draw(out / f"{name}.png")
-        progress(1)
+        for suffix in DRAWN:
+            draw(out / f"{name}{suffix}")
+            progress(1)
     texts = {"runs.csv": report.tables["runs"].csv(), "report.md": markdown_report(report, pictures, no_pictures())}
     if report.comparison:
         texts["comparison.csv"] = report.comparison.details.csv()
@@ -68,13 +70,17 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
     for name, text in texts.items():
         write_text(out / name, valid(text))
     compared = [name for name in texts if name.startswith("comparison")]
-    return [out / name for name in ("report.md", "runs.csv", *(f"{name}.png" for name in pictures), *compared)]
+    return [out / name for name in ("report.md", "runs.csv", *_drawn(pictures), *compared)]
 
 
 def files_of(report: Report) -> list[str]:
     """The names of all files of a report, the page among them."""
     compared = ["comparison.csv", "comparison.tex"] if report.comparison else []
-    return ["index.html", "report.md", "runs.csv", *compared, *(f"{name}.png" for name in _pictures(report))]
+    return ["index.html", "report.md", "runs.csv", *compared, *_drawn(_pictures(report))]
+
+
+def _drawn(pictures: Iterable[str]) -> list[str]:
+    return [f"{name}{suffix}" for name in pictures for suffix in DRAWN]
 
 
 def refuse_foreign(out: Path, names: Sequence[str]) -> None:
