@@ -96,6 +96,9 @@ def test_a_second_process_is_refused(corpus: Path, whole: dict[str, Any], tmp_pa
 
 def test_a_folder_is_used_once(corpus: Path, tmp_path: Path) -> None:
     go(corpus, tmp_path / "run", steps=2)
+    with pytest.raises(sf.InputError, match="already holds a run, and it is finished: choose another place"):
+        go(corpus, tmp_path / "run", steps=2)
+    (tmp_path / "run" / "result.json").unlink()
     with pytest.raises(sf.InputError, match="already holds a run: continue it with `stepformer resume"):
         go(corpus, tmp_path / "run", steps=2)
     free = str(tmp_path / "run-2")

@@ -261,6 +261,8 @@ def _taken(folder: RunFolder, config: RunConfig) -> str:
     holds = f"'{folder.path}' already holds a run"
     if differ:
         return f"{holds} with another {', '.join(differ[:4])}: {other}."
+    if folder.result.is_file():
+        return f"{holds}, and it is finished: {other}."
     return f"{holds}: continue it with `{command_line('resume', folder.path)}`, or {other}."
 
 
