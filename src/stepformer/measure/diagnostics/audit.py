@@ -105,7 +105,7 @@ def audit(
         True
     """
     if isinstance(config, str):
-        config, name = model_config(config), name or config
+        name, config = name or config, model_config(config)
     audited = _Audited(_small(config), name, steps, seed, transcription)
     checks: list[Check] = []
     for obligation, title in OBLIGATIONS.items():
