@@ -80,6 +80,8 @@ FINALS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "nesterov-from-rest": ("yurii", SKIP | REST),
     "triple-momentum-from-rest": ("tmm", SKIP | REST),
     "nesterov-from-rest-relu2": ("yurii", SKIP | REST | {"mlp": "relu2"}),
+    "nesterov-from-rest-skip-0.1": ("yurii", SKIP | REST | {"embedding_skip_start": 0.1}),
+    "nesterov-from-rest-unit-residual": ("yurii", SKIP | REST | {"value_residual": "unit"}),
     "mhc": ("mhc", {}),
     "mhc-normed": ("mhc-normed", GAIN),
     "mhc-2-normed": ("mhc-normed", GAIN | {"n": 2}),
