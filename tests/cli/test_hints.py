@@ -55,8 +55,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_that_is_there(trained: Path) -> None:
-    config = RunFolder(trained).config()
-    assert commands(run._taken(RunFolder(trained), config)) == [["stepformer", "resume", str(trained)]]
+    folder = RunFolder(trained)
+    assert commands(run._taken(folder, folder.config())) == []  # it is finished
+    folder.result.rename(trained / "kept")
+    try:
+        assert commands(run._taken(folder, folder.config())) == [["stepformer", "resume", str(trained)]]
+    finally:
+        (trained / "kept").rename(folder.result)
 
 
 def test_a_run_that_is_not_finished(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
