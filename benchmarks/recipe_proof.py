@@ -1,20 +1,23 @@
-"""The recipe against what it is measured by: tuned baselines, published rules, rivals and controls.
+"""The recipe `glide` against what it is measured by: tuned baselines, published rules, rivals and controls.
 
-    python benchmarks/recipe_proof.py rows --corpus data/english --held-out wiki_val.bin --out runs/proof --seeds 4
+    python benchmarks/recipe_proof.py rows --corpus data/english --held-out data/wiki_val.bin --out runs/proof --seeds 4
 
-Each study is one table. `rows`: all rows, 50M tokens. `long` and `longer`: the recipe and the tuned baselines, 100M and
-250M tokens. `small`: the same with a published rule and the best rival, 12 layers of width 768, 50M tokens. `without`:
-the recipe with one thing left out at a time, 50M tokens. `seconds`: the plain GPT at 50M tokens, and the recipe with a
-schedule of its own that ends after so many steps, `--steps`; for seconds that count, one run at a time (`--jobs 1`).
+Each study is one table. `rows`: all rows, 50M tokens. `without`: the recipe with one thing left out at a time, 50M
+tokens; the rows that it shares with `rows` are trained once if it has the same --out. `long` and `longer`: the recipe
+and the tuned baselines, 100M and 250M tokens. `small`: the same with a published rule and the best rival, 12 layers of
+width 768, 50M tokens. `seconds`: the plain GPT at 50M tokens, and the recipe with a schedule of its own that ends after
+so many steps, `--steps`; for seconds that count, one run at a time (`--jobs 1`).
 
 Rates are what the same search found for each row at 15M tokens, as factors on the defaults of the size (RATES).
-All studies go on where they stopped, and write their table to OUT/comparison.md and .csv.
+All studies go on where they stopped, and write their table to OUT/tables/STUDY. A run that is finished and evaluated
+needs no weights any more: its folder without `checkpoints` can be kept elsewhere and put back.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import stepformer as sf
@@ -27,47 +30,53 @@ Rows = dict[str, tuple[str, Mapping[str, Any]]]
 BATCH = 32_768  # tokens of a step
 SIZE = ["n_layer=8", "n_head=8", "d_model=512", "context=512", "batch=64"]
 SMALL = ["n_layer=12", "n_head=12", "d_model=768", "context=512", "batch=64"]
-RECIPE = ("mhc-nesterov", MODERN | TWO)
+RECIPE = "glide"
 ROWS: Rows = {
     "vanilla": ("vanilla", {}),
     "modern": ("vanilla", MODERN | SKIP),
-    "recipe": RECIPE,
+    RECIPE: (RECIPE, {}),
+    "glide-streams": ("mhc-nesterov", MODERN | TWO),
     "yurii": ("yurii", {}),
     "tmm": ("tmm", {}),
     "mhc": ("mhc", MODERN),
     "tables": ("tables", MODERN | SKIP | GAIN),
     "value-tables": ("vanilla", MODERN | SKIP | {"value_tables": True}),
-    "normed": ("mhc-normed", MODERN | GAIN | {"n": 2}),
+    "normed": ("normed", MODERN | SKIP | GAIN),
     "wider": ("vanilla", MODERN | SKIP | {"d_model": 576, "n_head": 9}),
     "deeper": ("vanilla", MODERN | SKIP | {"n_layer": 10}),
 }
+# Without memory it is `normed`, without velocity and its norm `modern`.
 WITHOUT: Rows = {
-    "recipe": RECIPE,
-    "momentum": ("mhc", MODERN | {"n": 2}),
-    "memory": ROWS["normed"],
-    "streams": ("yurii", MODERN | SKIP | {key: value for key, value in TWO.items() if key != "n"}),
-    "start-at-rest": ("mhc-nesterov", MODERN | TWO | {"aux_init": "embed"}),
-    "small-gain": ("mhc-nesterov", MODERN | TWO | {"aux_norm_gain": 1.0}),
-    "value-residual": ("mhc-nesterov", MODERN | TWO | {"value_residual": "off"}),
-    "rotary": ("mhc-nesterov", MODERN | TWO | {"positions": "learned"}),
-    "qk-norm": ("mhc-nesterov", MODERN | TWO | {"qk_norm": False}),
-    "rmsnorm": ("mhc-nesterov", MODERN | TWO | {"norm": "layernorm"}),
+    **{name: ROWS[name] for name in (RECIPE, "modern", "normed")},
+    "no-look-ahead": ("hb", ROWS["modern"][1] | GAIN | {"aux_init": "zero"}),
+    "start-from-tables": (RECIPE, {"aux_init": "embed"}),
+    "full-first-steps": (RECIPE, {"aux_norm_gain": 1.0}),
+    "no-value-residual": (RECIPE, {"value_residual": "off"}),
+    "no-embedding-skip": (RECIPE, {"embedding_skip": False}),
+    "learned-positions": (RECIPE, {"positions": "learned"}),
+    "no-qk-norm": (RECIPE, {"qk_norm": False}),
+    "layernorm": (RECIPE, {"norm": "layernorm"}),
 }
 RATES: dict[str, Mapping[str, float]] = {"vanilla": {"lr_embedding": 3, "lr_norm": 3}}
+TUNED = sorted({key for factors in RATES.values() for key in factors})
+BASELINES = ("vanilla", "modern", RECIPE)
 STUDIES: dict[str, tuple[Rows, list[str], float]] = {  # rows, size, tokens
     "rows": (ROWS, SIZE, 50e6),
-    "long": ({name: ROWS[name] for name in ("vanilla", "modern", "recipe")}, SIZE, 100e6),
-    "longer": ({name: ROWS[name] for name in ("vanilla", "modern", "recipe")}, SIZE, 250e6),
-    "small": ({name: ROWS[name] for name in ("vanilla", "modern", "recipe", "yurii", "mhc")}, SMALL, 50e6),
     "without": (WITHOUT, SIZE, 50e6),
-    "seconds": ({name: ROWS[name] for name in ("vanilla", "recipe")}, SIZE, 50e6),
+    "long": ({name: ROWS[name] for name in BASELINES}, SIZE, 100e6),
+    "longer": ({name: ROWS[name] for name in BASELINES}, SIZE, 250e6),
+    "small": ({name: ROWS[name] for name in (*BASELINES, "yurii", "mhc")}, SMALL, 50e6),
+    "seconds": ({name: ROWS[name] for name in ("vanilla", RECIPE)}, SIZE, 50e6),
 }
 
 
 def tuned(label: str, preset: str, words: list[str], settings: Mapping[str, Any]) -> RunConfig:
-    """The row, its rates multiplied by what its search found."""
+    """The row, its rates multiplied by what its search found. What any row tuned is set in all of them: a comparison
+    gives a row that leaves a rate unset the baseline's.
+    """
     plain = sf.run_config(preset, words, **settings)
-    rates = {key: factor * getattr(plain.optim, key) for key, factor in RATES.get(label, {}).items()}
+    factors = dict.fromkeys(TUNED, 1.0) | RATES.get(label, {})
+    rates = {key: float(f"{factor * getattr(plain.optim, key):.4g}") for key, factor in factors.items()}
     return sf.run_config(preset, words, **settings, **rates)
 
 
@@ -76,7 +85,7 @@ def main() -> None:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("words", nargs="*", help="settings of all runs, such as keep=1")
     parser.add_argument(
-        "--rows", help="only these rows, such as vanilla,recipe; the others can follow in the same folder"
+        "--rows", help="only these rows, such as vanilla,glide; the others can follow in the same folder"
     )
     parser.add_argument("--corpus", default="tales")
     parser.add_argument("--held-out", action="append", default=[], help="text that the final weights are evaluated on")
@@ -93,10 +102,12 @@ def main() -> None:
     if (args.steps is not None) != (args.study == "seconds"):
         parser.error("`seconds` needs --steps, the other studies have their own.")
     load_plugin(MEMORYLESS)
-    steps = {name: args.steps if args.steps and name == "recipe" else round(tokens / BATCH) for name in chosen}
+    steps = {name: args.steps if args.steps and name == RECIPE else round(tokens / BATCH) for name in chosen}
     words = {name: [f"corpus={args.corpus}", *size, f"steps={steps[name]}", *args.words] for name in chosen}
     configs = {name: tuned(name, rows[name][0], words[name], rows[name][1]) for name in chosen}
-    rates = {key for changes in RATES.values() for key in changes}
+    differ = {*TUNED}
+    differ |= {key for name in chosen for key in rows[name][1] if key in ("d_model", "n_head", "n_layer")}
+    differ |= {"steps"} if args.steps else set()
     try:
         table = sf.compare(
             configs,
@@ -106,13 +117,13 @@ def main() -> None:
             jobs=args.jobs,
             plugins=[MEMORYLESS],
             max_seconds=args.max_seconds,
-            allow=[*sorted(rates), *(["steps"] if args.steps else [])],
+            allow=sorted(differ),
             quiet=False,
         )
     except Stopped as stopped:
         raise SystemExit(f"{stopped} The same command goes on.") from None
     print(table)
-    table.write(args.out)
+    table.write(Path(args.out, "tables", args.study))
 
 
 if __name__ == "__main__":

@@ -65,6 +65,10 @@ def layer_equation(config: ModelConfig) -> str:
     layer = rule.describe() if rule.integrates else turns.in_turns(rule.describe())
     starts = [name for name, stream in rule.streams.items() if stream.start == "embed" and config.aux_init == "zero"]
     layer += "".join(f";  {name}_0 = 0" for name in starts)
+    beside = ["rotary positions"] * (config.positions == "rotary") + ["RMSNorm"] * (config.norm == "rmsnorm")
+    beside += ["QK-norm"] * bool(config.options.get("qk_norm"))
+    beside += [part.name.replace("-", " ") for part in chosen(config)]
+    layer += f";  {', '.join(beside)}" * bool(beside)
     if config.attention == "softmax":
         return layer
     given = [f"{k} = {v}" for k, v in config.options.items() if declared_options(config)[k][0] == "attention"]
@@ -292,11 +296,11 @@ def build(
 
 
 def citations(config: ModelConfig, optimizer: str = "") -> list[str]:
-    """Keys of every reference that a model uses: its paper if it is a preset, template, splitting, oracles, norm, and
-    what trains it.
+    """Keys of every reference that a model uses: the paper of its preset, or of the one it was made from, template,
+    splitting, oracles, norm, and what trains it.
     """
-    row = preset_of(config)
-    keys = [row.cite] if row else []
+    row = preset_of(config) or closest_preset(config)[0]
+    keys = [row.cite] if row and row.cite else []
     for kind, registry in REGISTRIES.items():
         keys += registry[getattr(config, kind)].cite
     keys.append("ba2016layer" if config.norm == "layernorm" else "zhang2019root")

@@ -239,7 +239,7 @@ def _present(comparison: Comparison, out: Path) -> None:
 
 def run_demo(args: argparse.Namespace) -> int:
     """A plain GPT and a Nesterov one: same data, same start, same optimizer."""
-    names, out = ("vanilla", "yurii"), Path(args.out)
+    names, out = ("vanilla", "glide"), Path(args.out)
     runs = plan(out, {name: run_config(name, [*DEMO, *args.overrides]) for name in names}, [42])
     tokens = runs[0].config.train.steps * runs[0].config.step_tokens
     left = [run.config for run in runs if not run.finished]
@@ -252,10 +252,10 @@ def run_demo(args: argparse.Namespace) -> int:
     finished, failed = carry_out(runs, jobs=1, plugins=args.plugin, after=_continued)
     status = show_study(finished, failed, Facts(baseline=names[0]), 0.95, out)
     for record in load_records(finished):
-        if record.label == "yurii" and record.unigram_entropy:
+        if record.label == "glide" and record.unigram_entropy:
             entropy = f"the unigram entropy of the corpus is {record.unigram_entropy:.4f}"
-            print(f"\nyurii's validation loss {record.val_loss:.4f} nats/token; {entropy}")
-    print(f"\ngo on: {command_line('generate', out / 'yurii-s42', 'The old')} ; stepformer compare --help")
+            print(f"\nglide's validation loss {record.val_loss:.4f} nats/token; {entropy}")
+    print(f"\ngo on: {command_line('generate', out / 'glide-s42', 'The old')} ; stepformer compare --help")
     return status
 
 
