@@ -1,31 +1,37 @@
 """The recipe `glide` against what it is measured by: tuned baselines, published rules, rivals and controls.
 
-    python benchmarks/recipe_proof.py search --corpus data/english --out runs/search
-    python benchmarks/recipe_proof.py rows --corpus data/english --held-out data/wiki_val.bin --out runs/proof --seeds 4
+    python benchmarks/recipe_proof.py search --corpus data/english --out runs/proof
+    python benchmarks/recipe_proof.py rows --corpus data/english --held-out data/wiki_val.bin --out runs/proof
 
-`search` gives each tuned row the same search (AXES, one after the other) at 15M tokens and writes what it found, as
-factors on the defaults of the size, to `--rates`. The other studies read it from there, and print a table each; a
-control has the rates of the row that it is a control of (RATES_OF), what was not searched has the defaults. `rows`: all
-rows, 50M tokens. `without`: the recipe with one thing left out at a time, 50M tokens; the rows that it shares with
-`rows` are trained once if it has the same --out. `long` and `longer`: the recipe and the tuned baselines, 100M and 250M
-tokens. `small`: the same with a published rule and the best rival, 12 layers of width 768, 50M tokens. `seconds`: the
-plain GPT at 50M tokens, and the recipe with a schedule of its own that ends after so many steps, `--steps`; for seconds
-that count, one run at a time (`--jobs 1`).
+`search` gives each row of SEARCHED the same search (AXES, one after the other) at 10M tokens, judged on the first half
+of the validation text, and adds what it found to `--rates`, as factors on the defaults of the size and length. A row
+that was not searched has the rates of the row that it is a form or a control of (RATES_OF), a published one the
+defaults. The other studies print two tables, with differences to their first row and to the recipe; the claim is made
+on the held-out text, which nothing was chosen by, and their validation loss is of the second half.
 
-All studies go on where they stopped, and write their table to OUT/tables/STUDY. A run that is finished and evaluated
-needs no weights any more: its folder without `checkpoints` can be kept elsewhere and put back.
+- `rows`: all rows, 50M tokens. Glide has the baseline's size and takes a few percent longer for a step: `wider` and
+  `deeper` are baselines that take as long.
+- `without`: the recipe with one thing left out at a time, 50M tokens. Runs that `rows` has too are trained once.
+- `long`, `longer`: 100M and 250M tokens. A corpus of 85M is then read 1.2 and 3 times.
+- `small`: 12 layers of width 768, 50M tokens.
+- `seconds`: rows with schedules of their own, `--steps glide=1100,modern=1150`, beside the plain GPT at 50M tokens. The
+  numbers of steps come from times of a step that were measured before. For seconds that count, `--jobs 1`.
+
+All studies go on where they stopped. Runs are in OUT/SIZE-LENGTH, tables in OUT/tables. A run that is finished and
+evaluated needs no weights any more: its folder without `checkpoints` can be kept elsewhere and put back.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import stepformer as sf
 from recipe_screen import GAIN, MEMORYLESS, MODERN, REST, SKIP, TWO
+from stepformer.base.errors import StepformerError
 from stepformer.base.files import write_text
 from stepformer.base.plugins import load_plugin
 from stepformer.study.comparison import Facts
@@ -36,27 +42,28 @@ from stepformer.training.stopping import Stopped, Watch
 Rows = dict[str, tuple[str, Mapping[str, Any]]]
 Rates = Mapping[str, Mapping[str, float]]
 BATCH = 32_768  # tokens of a step
-SEARCH = 15_000_000  # tokens of a run of the search
-SIZE = ["n_layer=8", "n_head=8", "d_model=512", "context=512", "batch=64"]
-SMALL = ["n_layer=12", "n_head=12", "d_model=768", "context=512", "batch=64"]
+SEARCH = 10_000_000  # tokens of a run of the search
+SIZES = {"8x512": (8, 8, 512), "12x768": (12, 12, 768)}  # layers, heads, width
 RECIPE = "glide"
 RATES = Path(__file__).with_name("recipe") / "rates.json"
+AXES = ("lr=0.5x,1x,2x,4x", "lr_embedding=0.3x,1x,3x,10x", "lr_norm=0.3x,1x,3x,10x", "lr_coefficient=0.3x,1x,3x")
 ROWS: Rows = {
     "vanilla": ("vanilla", {}),
-    "modern": ("vanilla", MODERN | SKIP),
+    "modern": ("modern", {}),
     RECIPE: (RECIPE, {}),
     "glide-streams": ("mhc-nesterov", MODERN | TWO),
     "yurii": ("yurii", {}),
     "tmm": ("tmm", {}),
     "mhc": ("mhc", MODERN),
+    "scaled": ("scaled", MODERN | SKIP),
+    "zero-outputs": ("modern", {"output_init": "zero"}),
     "tables": ("tables", MODERN | SKIP | GAIN),
-    "value-tables": ("vanilla", MODERN | SKIP | {"value_tables": True}),
+    "value-tables": ("modern", {"value_tables": True}),
     "normed": ("normed", MODERN | SKIP | GAIN),
-    "wider": ("vanilla", MODERN | SKIP | {"d_model": 576, "n_head": 9}),
-    "deeper": ("vanilla", MODERN | SKIP | {"n_layer": 10}),
+    "wider": ("modern", {"mlp_hidden": 2304}),
+    "deeper": ("modern", {"n_layer": 9}),
 }
-# Without memory it is `normed`, without velocity and its norm `modern`.
-WITHOUT: Rows = {
+WITHOUT: Rows = {  # without memory it is `normed`, without velocity and its norm `modern`
     **{name: ROWS[name] for name in (RECIPE, "modern", "normed")},
     "no-look-ahead": ("hb", MODERN | SKIP | REST),
     "start-from-tables": (RECIPE, {"aux_init": "embed"}),
@@ -67,47 +74,71 @@ WITHOUT: Rows = {
     "no-qk-norm": (RECIPE, {"qk_norm": False}),
     "layernorm": (RECIPE, {"norm": "layernorm"}),
 }
-AXES = [
-    *("lr=0.5x,1x,2x", "lr_embedding=0.3x,1x,3x", "lr_norm=0.3x,1x,3x,10x", "lr_coefficient=0.3x,1x,3x"),
-    *("wd_embedding=0x,1x,3x", "wd_matrix=1x,0.1"),
-]
+SEARCHED = ("vanilla", "modern", RECIPE, "normed", "mhc")
 RATES_OF = {
-    **dict.fromkeys(("glide-streams", "tables", "normed", *WITHOUT), RECIPE),
-    **dict.fromkeys(("modern", "value-tables", "wider", "deeper"), "modern"),
+    **dict.fromkeys((*WITHOUT, "glide-streams", "tables"), RECIPE),
+    **dict.fromkeys(("scaled", "zero-outputs", "value-tables", "wider", "deeper"), "modern"),
+    **{name: name for name in SEARCHED},
 }
 BASELINES = ("vanilla", "modern", RECIPE)
-STUDIES: dict[str, tuple[Rows, list[str], float]] = {  # rows, size, tokens
-    "search": ({name: ROWS[name] for name in (*BASELINES, "mhc")}, SIZE, SEARCH),
-    "rows": (ROWS, SIZE, 50e6),
-    "without": (WITHOUT, SIZE, 50e6),
-    "long": ({name: ROWS[name] for name in BASELINES}, SIZE, 100e6),
-    "longer": ({name: ROWS[name] for name in BASELINES}, SIZE, 250e6),
-    "small": ({name: ROWS[name] for name in (*BASELINES, "yurii", "mhc")}, SMALL, 50e6),
-    "seconds": ({name: ROWS[name] for name in ("vanilla", RECIPE)}, SIZE, 50e6),
+STUDIES: dict[str, tuple[Sequence[str], str, float]] = {  # rows, size, tokens
+    "search": (SEARCHED, "8x512", SEARCH),
+    "rows": ([*ROWS], "8x512", 50e6),
+    "without": ([*WITHOUT], "8x512", 50e6),
+    "long": (BASELINES, "8x512", 100e6),
+    "longer": (BASELINES, "8x512", 250e6),
+    "small": ((*BASELINES, "normed", "yurii", "mhc"), "12x768", 50e6),
+    "seconds": (BASELINES, "8x512", 50e6),
 }
 
 
-def searched(configs: dict[str, RunConfig], out: Path, **how: Any) -> dict[str, dict[str, float]]:
-    """What the search finds for each row: rates as factors on its own, weight decays as they are."""
-    own, axes = dict(configs), search_of(AXES, SEARCH)
-    facts = with_tuning(configs, axes, SEARCH, out, Facts(), rounds=1, **how)
-    print(*facts.remarks, sep="\n")
-    found: dict[str, dict[str, float]] = {}
-    for label, config in configs.items():
-        pairs = {key: (getattr(config.optim, key), getattr(own[label].optim, key)) for key in axes}
-        found[label] = {k: float(f"{a / b if k.startswith('lr') else a:.4g}") for k, (a, b) in pairs.items()}
+def planned(
+    study: str,
+    rates: Rates,
+    words: Sequence[str] = (),
+    rows: Sequence[str] = (),
+    steps: Mapping[str, int] | None = None,
+) -> dict[str, RunConfig]:
+    """The rows of a study with the rates that were found. Every searched rate is set in every row: a comparison gives a
+    row that leaves one unset the baseline's.
+    """
+    names, size, tokens = STUDIES[study]
+    layers, heads, width = SIZES[size]
+    words = [f"n_layer={layers}", f"n_head={heads}", f"d_model={width}", "context=512", "batch=64", *words]
+    if study != "search":
+        words.append("eval_half=second")
+    found = {}
+    for name in rows or names:
+        preset, settings = (ROWS | WITHOUT)[name]
+        length = (steps or {}).get(name, round(tokens / BATCH))
+        plain = sf.run_config(preset, [f"steps={length}", *words], **settings)
+        chosen = {}
+        if study != "search":
+            factors = rates[RATES_OF[name]] if name in RATES_OF else {}
+            chosen = {key: getattr(plain.optim, key) * factors.get(key, 1.0) for key in search_of(AXES, SEARCH)}
+        chosen = {key: float(f"{value:.4g}") for key, value in chosen.items()}
+        found[name] = sf.run_config(preset, [f"steps={length}", *words], **settings, **chosen)
     return found
 
 
-def tuned(rates: Rates, label: str, preset: str, words: list[str], **more: Any) -> RunConfig:
-    """The row with what was found for it. What was searched is set in all rows: a comparison gives a row that leaves a
-    rate unset the baseline's.
-    """
-    plain = sf.run_config(preset, words, **more)
-    chosen = {key: getattr(plain.optim, key) for found in rates.values() for key in found}
-    for key, value in rates.get(RATES_OF.get(label, label), {}).items():
-        chosen[key] = float(f"{value * chosen[key]:.4g}") if key.startswith("lr") else value
-    return sf.run_config(preset, words, **more, **chosen)
+def differing(configs: Mapping[str, RunConfig]) -> list[str]:
+    """What rows are meant to differ in, beside their architectures."""
+    sections = [{**vars(config.optim), **vars(config.train), **vars(config.model)} for config in configs.values()]
+    keys = (*search_of(AXES, SEARCH), "steps", "n_layer", "mlp_hidden")
+    return [key for key in keys if len({section[key] for section in sections}) > 1]
+
+
+def searched(configs: dict[str, RunConfig], out: Path, **how: Any) -> dict[str, dict[str, Any]]:
+    """What the search finds for each row, as factors on its own rates, with the sentence about it."""
+    own, axes = dict(configs), search_of(AXES, SEARCH)
+    facts = with_tuning(configs, axes, SEARCH, out, Facts(), rounds=1, **how)
+    print(*facts.remarks, sep="\n")
+    found: dict[str, dict[str, Any]] = {}
+    for label, config in configs.items():
+        pairs = {key: (getattr(config.optim, key), getattr(own[label].optim, key)) for key in axes}
+        said = next(remark for remark in facts.remarks if remark.startswith(f"{label}: "))
+        found[label] = {key: float(f"{a / b:.4g}") for key, (a, b) in pairs.items()} | {"said": said}
+    return found
 
 
 def main() -> None:
@@ -118,38 +149,42 @@ def main() -> None:
     parser.add_argument("--rates", type=Path, default=RATES, help=f"what was found for each row ({RATES.name})")
     parser.add_argument("--corpus", default="tales")
     parser.add_argument("--held-out", action="append", default=[], help="text that the final weights are evaluated on")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, help="of `seconds`: where the recipe's own schedule ends")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", default="50,51,52,53", help="which (50,51,52,53); the screens had 42 and 43")
+    parser.add_argument("--steps", default="", help="of `seconds`: where the schedules of rows end, glide=1100")
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--max-seconds", type=float)
     args = parser.parse_intermixed_args()
-    rows, size, tokens = STUDIES[args.study]
-    chosen = args.rows.split(",") if args.rows else list(rows)
-    if missing := [name for name in chosen if name not in rows]:
-        parser.error(f"`{args.study}` has no row {', '.join(missing)}: it has {', '.join(rows)}.")
-    if (args.steps is not None) != (args.study == "seconds"):
+    names, size, tokens = STUDIES[args.study]
+    chosen = args.rows.split(",") if args.rows else list(names)
+    if missing := [name for name in chosen if name not in names]:
+        parser.error(f"`{args.study}` has no row {', '.join(missing)}: it has {', '.join(names)}.")
+    if bool(args.steps) != (args.study == "seconds"):
         parser.error("`seconds` needs --steps, the other studies have their own.")
+    rates: dict[str, Any] = json.loads(args.rates.read_text()) if args.rates.is_file() else {}
+    needed = {RATES_OF[name] for name in chosen if name in RATES_OF}
+    if args.study != "search" and (missing := sorted(needed - rates.keys())):
+        parser.error(f"{args.rates} has no rates of {', '.join(missing)}: `search` finds them.")
+    steps = {name: int(number) for name, _, number in (word.partition("=") for word in args.steps.split(",") if word)}
     load_plugin(MEMORYLESS)
-    rates = json.loads(args.rates.read_text()) if args.study != "search" and args.rates.is_file() else {}
-    steps = {name: args.steps if args.steps and name == RECIPE else round(tokens / BATCH) for name in chosen}
-    words = {name: [f"corpus={args.corpus}", *size, f"steps={steps[name]}", *args.words] for name in chosen}
-    configs = {name: tuned(rates, name, rows[name][0], words[name], **rows[name][1]) for name in chosen}
-    differ = {key for found in rates.values() for key in found}
-    differ |= {key for name in chosen for key in rows[name][1] if key in ("d_model", "n_head", "n_layer")}
-    differ |= {"steps"} if args.steps else set()
+    configs = planned(args.study, rates, [f"corpus={args.corpus}", *args.words], chosen, steps)
     how: dict[str, Any] = {"jobs": args.jobs, "plugins": [MEMORYLESS], "quiet": False}
     try:
         if args.study == "search":
-            found = searched(configs, Path(args.out), watch=Watch(args.max_seconds), **how)
-            write_text(args.rates, json.dumps(found, indent=1) + "\n")
+            rates |= searched(configs, args.out, watch=Watch(args.max_seconds), **how)
+            write_text(args.rates, json.dumps(rates, indent=1) + "\n")
             return
-        how |= {"held_out": args.held_out, "max_seconds": args.max_seconds, "allow": sorted(differ)}
-        table = sf.compare(configs, out=args.out, seeds=args.seeds, **how)
+        out = args.out / (f"{size}-seconds" if steps else f"{size}-{tokens / 1e6:.0f}M")
+        how |= {"held_out": args.held_out, "max_seconds": args.max_seconds, "allow": differing(configs)}
+        for baseline in dict.fromkeys((chosen[0], RECIPE)):
+            if baseline in chosen:
+                table = sf.compare(configs, out=out, seeds=args.seeds, baseline=baseline, **how)
+                print(table)
+                table.write(args.out / "tables" / f"{args.study}-to-{baseline}")
     except Stopped as stopped:
         raise SystemExit(f"{stopped} The same command goes on.") from None
-    print(table)
-    table.write(Path(args.out, "tables", args.study))
+    except StepformerError as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -144,10 +144,8 @@ def main() -> None:
         rows = {"+".join(names) or "none": (rules[0], dict(ChainMap(*(CHANGES[n] for n in names)))) for names in kept}
     else:
         rows = {label: (preset, MODERN | own) for label, (preset, own) in SCREENS[args.screen].items()}
-    plugins = [MEMORYLESS] if args.screen == "finals" else []
-    for plugin in plugins:
-        load_plugin(plugin)
-    how = {"out": args.out, "seeds": args.seeds, "jobs": args.jobs, "plugins": plugins, "quiet": False}
+    load_plugin(MEMORYLESS)
+    how = {"out": args.out, "seeds": args.seeds, "jobs": args.jobs, "plugins": [MEMORYLESS], "quiet": False}
     configs = {label: sf.run_config(preset, words, **own) for label, (preset, own) in rows.items()}
     try:
         table = sf.compare(configs, **how, max_seconds=args.max_seconds)

@@ -104,7 +104,7 @@ TARGETS = (
     Target("soft-cap", ("vanilla",), "ratio", 0.99, words=("logit_softcap=30",)),
     Target("documents", ("vanilla",), "ratio", 0.93, words=("document_separator=0",)),
     Target("all-extras", ("yurii",), "ratio", 0.91, words=(*ROTARY, *RMSNORM, *QK_NORM, *VALUES, *SKIP)),
-    Target("recipe", ("glide",), "ratio", 0.91),
+    Target("recipe", ("modern", "glide"), "ratio", 0.91),
     Target(
         "all-extras-memory", ("yurii",), "peak GiB", 12.0, True, words=(*ROTARY, *RMSNORM, *QK_NORM, *VALUES, *SKIP)
     ),

@@ -116,6 +116,8 @@ def test_every_cited_reference_exists() -> None:
             assert key in BIBTEX, key
     other = sf.model_config("yurii", norm="rmsnorm", positions="rotary")
     assert {"zhang2019root", "su2024roformer"} <= set(citations(other)) <= set(BIBTEX)
+    assert "zimin2026yuriiformer" in citations(sf.model_config("yurii", aux_init="zero"))  # the rule is the paper's
+    assert "zimin2026yuriiformer" not in citations(sf.model_config("vanilla", bias=True))  # GPT-2 is not
     optimizers = get_args(get_type_hints(OptimConfig)["name"])
     assert all(set(citations(other)) < set(citations(other, name)) <= set(BIBTEX) for name in optimizers)
 

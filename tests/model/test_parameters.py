@@ -45,6 +45,7 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
     "hyper": 124_373_760 + 576,
     "mhc": 124_373_760 + 1_770_120,
     # No table of positions, 25 norms without gain, 24 LN_v, and 6 + 3 coefficients in each of 12 layers.
+    "modern": 124_373_760 - 1024 * 768 - 25 * 768 + 12 * 3,
     "glide": 124_373_760 - 1024 * 768 - 25 * 768 + 24 * 768 + 12 * (6 + 3),
     # By hand, d = 768, 12 layers: one pair of tables 39,419,904; per layer MLP 8 d^2, norms d each, and attention
     # W_Q, W_K, C (Hamiltonian), A, V (linear) or 4 d^2; gainless norms have none. Coefficients per layer: h_x, h_y,
@@ -67,7 +68,7 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
 
 def test_counts_cover_the_catalogue() -> None:
     assert {sf.preset(name).name for name in COUNTS} == set(sf.presets())
-    assert len(sf.presets()) == 56
+    assert len(sf.presets()) == 57
     assert (COUNTS["tables"], COUNTS["value-tables"]) == (163_812_120, 163_793_676)
 
 

@@ -296,10 +296,12 @@ def build(
 
 
 def citations(config: ModelConfig, optimizer: str = "") -> list[str]:
-    """Keys of every reference that a model uses: the paper of its preset, or of the one it was made from, template,
+    """Keys of every reference that a model uses: the paper of its preset, or of the one with its rule, template,
     splitting, oracles, norm, and what trains it.
     """
-    row = preset_of(config) or closest_preset(config)[0]
+    row = preset_of(config)
+    if row is None and config.template != "gd":  # of residual layers no paper has the rule
+        row, _ = closest_preset(config)
     keys = [row.cite] if row and row.cite else []
     for kind, registry in REGISTRIES.items():
         keys += registry[getattr(config, kind)].cite

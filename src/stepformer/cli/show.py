@@ -144,12 +144,12 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "calls": block.calls(),
         "parameters": {c: model.num_parameters(c) for c in COUNTS},  # type: ignore[arg-type]
         "unused_parameters": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        **_training(config),
+        **_trained_by(config),
         "published": row.published if row and small else "",
     }
 
 
-def _training(config: ModelConfig, file: str = "", words: Sequence[str] = ()) -> dict[str, Any]:
+def _trained_by(config: ModelConfig, file: str = "", words: Sequence[str] = ()) -> dict[str, Any]:
     """The optimizer of a run, as its file says it, with rates that follow length and size where nothing does, and what
     to cite.
     """
@@ -185,7 +185,7 @@ def run_show(args: argparse.Namespace) -> int:
     config = resolve(args.name, args.overrides, args.size)
     facts = describe(config)
     if args.name.endswith(".toml"):
-        facts |= _training(config, args.name, _sized(args.overrides, args.size))
+        facts |= _trained_by(config, args.name, _sized(args.overrides, args.size))
     if args.cite:
         print("\n\n".join(BIBTEX.get(key, f"% {key}: no entry among the references") for key in facts["cite"]))
         return 0
