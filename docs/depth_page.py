@@ -195,8 +195,8 @@ ahead of their mixture, and what is written to them is the velocity:
 $$ v' = \mathrm{LN}_v(\beta v + \gamma\, T(\mathrm{pre}\, H + \mu v)), \qquad H' = R H + \mathrm{post}^\top v' . $$
 
 v starts from tables of its own, and every call has its own mu and beta in (0, 1), gamma > 0 and LN_v (under `parallel`
-there is one call for both oracles). With one stream, pre = 1 and post = 1 it is `yurii`. It has not been compared on
-English text yet.
+there is one call for both oracles). With one stream, pre = 1 and post = 1 it is `yurii`. On
+English text it has been compared in one seed ([what to use when](what-to-use.md#the-recipe-glide)).
 
 Some details differ from the papers. The output layers start as in vanilla (the first paper scales them by sqrt(n),
 which the final norm removes). Scalars are trained as coefficients, without weight decay. W and F are trained by AdamW

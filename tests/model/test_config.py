@@ -332,6 +332,16 @@ def test_missing_config_file(tmp_path: Path) -> None:
         sf.load_config(tmp_path)
 
 
+def test_a_size_on_the_command_line_replaces_measures_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[model]\npreset = "adam"\nn_layer = 7\nd_model = 96\nn_head = 3\ncontext = 40\nqk_norm = true\n')
+    wanted = sf.model_config("adam", size="tiny", qk_norm=True)
+    assert sf.load_config(path, ["size=tiny"]) == wanted
+    assert sf.run_config(path, ["size=tiny"]).model == wanted == sf.run_config(path, size="tiny").model
+    assert sf.run_config(path, ["size=tiny", "n_layer=5"]).model.n_layer == 5
+    assert sf.run_config(path).model.n_layer == sf.load_config(path).n_layer == 7
+
+
 def test_overrides_are_read_as_toml_or_as_words() -> None:
     assert parse_override("k=2") == ("k", 2)
     assert parse_override("bias=true") == ("bias", True)

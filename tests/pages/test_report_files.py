@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import re
@@ -60,9 +61,11 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert config
     steps, each = config.train.steps, config.train.batch * config.model.context
     model, data, training, optimizer = method(runs)
-    assert model == f"Model: {config.model.n_layer} layers of width {config.model.d_model}, " + (
-        f"{config.model.n_head} heads, context {config.model.context}."
-    )
+    own = config.model
+    assert model == f"Model: {own.n_layer} layers, width {own.d_model}, {own.n_head} heads, context {own.context}."
+    wider = dataclasses.replace(config, model=own.replace(mlp_hidden=48))
+    others = [*runs, dataclasses.replace(runs[0], config=wider)]
+    assert method(others)[0] == f"{model[:-1]}, mlp_hidden not the same in all rows (settings that differ)."
     corpus = Corpus(Path(runs[0].facts["corpus"]["folder"]))
     for split in ("train", "val"):
         assert f"{len(corpus.split(split)):,} tokens (hash {corpus.split(split).hash})" in data

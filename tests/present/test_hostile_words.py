@@ -241,7 +241,9 @@ def check_latex(text: str, columns: int, rows: int) -> None:
     head, body = text.split(r"\midrule" + "\n")
     body, end = body.split(r"\bottomrule" + "\n")
     assert end == "\\end{tabular}\n"
-    assert all(re.match(r"% |\\begin\{tabular\}\{[lr]+\}$|\\toprule$", line) for line in head.splitlines()[:-1])
+    assert all(
+        re.match(r"% |\\begin\{tabular\}\{(?:[lr]|p\{4cm\})+\}$|\\toprule$", line) for line in head.splitlines()[:-1]
+    )
     lines = body.splitlines()
     assert len(lines) == rows
     for line in (head.splitlines()[-1], *lines):

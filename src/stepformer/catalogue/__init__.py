@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepformer.base.errors import ConfigError, StepformerError, UnknownNameError, independent, suggestion
 from stepformer.base.plugins import is_ours, loaded
-from stepformer.base.words import merge, read_toml
+from stepformer.base.words import parse_overrides, read_toml
 from stepformer.catalogue.recipes import load_recipe
 from stepformer.catalogue.references import TRAINING
 from stepformer.extras import chosen, extras
@@ -222,6 +222,12 @@ def model_config(name: str, /, *, size: str = "small", **overrides: Any) -> Mode
     return config
 
 
+def before_size(model: Mapping[str, Any], words: Iterable[str]) -> dict[str, Any]:
+    """What a file says of a model, without its measures if a size is among the words that are given after it."""
+    measures = {"n_layer", "n_head", "d_model", "context"} if "size" in {*words} else set[str]()
+    return {key: value for key, value in model.items() if key not in measures}
+
+
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
     """Read the `[model]` table of a TOML file, then apply `key=value` words (`model.key=value` works too).
 
@@ -242,7 +248,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
     given = document.get("model")
     if not problems and not (isinstance(given, dict) and given):
         problems = [f"{path} has no [model] table, or an empty one; a line such as preset = 'yurii' belongs there."]
-    values = merge(given if isinstance(given, dict) else {}, overrides, "model", problems)
+    words = parse_overrides(overrides, problems)
+    said = {key.removeprefix("model."): value for key, value in words}
+    values = before_size(given if isinstance(given, dict) else {}, said) | said
     try:
         config = model_config(str(values.pop("preset", "vanilla")), size=str(values.pop("size", "small")), **values)
     except ConfigError as error:

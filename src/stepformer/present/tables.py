@@ -173,7 +173,8 @@ class Table:
     def latex(self) -> str:
         """A tabular with the rules of the booktabs package, of the columns that a narrow terminal shows too."""
         kept = self.without(place for place, column in enumerate(self.columns) if column.spare)
-        layout = "".join("r" if column.numeric else "l" for column in kept.columns)
+        words = ("p{4cm}" if width > LONG else "l" for width in kept.widths())  # what is long folds
+        layout = "".join("r" if column.numeric else how for column, how in zip(kept.columns, words, strict=True))
         head, *rows = (" & ".join(map(latex_text, line)) + r" \\" for line in kept._lines())
         # there LaTeX would take a bracket or an asterisk for an option of the line above
         rows = ["{}" * row.startswith(("[", "(", "*")) + row for row in rows]

@@ -198,7 +198,8 @@ def refuse_unmeant(found: Sequence[Difference], rows: Mapping[str, Flat], allowe
     ]
     refused = {difference.key for difference in found if not difference.permitted(allowed)}
     if {f"model.{key}" for key in ("n_layer", "n_head", "d_model", "context")} <= refused:
-        problems.append("A name alone is of size tiny, a file that says no size is small: `size=tiny` is for all rows.")
+        why = "A name alone is of size tiny, a file that says no size is small: `size=tiny` is for all rows."
+        problems.insert(0, why)
     if problems:
         raise ConfigError(problems)
 

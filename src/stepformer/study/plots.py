@@ -38,15 +38,15 @@ def draw_comparison(comparison: Compared) -> Any:
 
 def plot_differences(comparison: Compared, path: str | Path) -> None:
     """Write a PNG of the differences to the baseline alone."""
-    figure = style.new_figure((6.5, _height(comparison) - 1.4))
+    figure = style.new_figure((6.5, max(3.0, _height(comparison) - 0.8)))
     _draw_differences(figure.subplots(), comparison)
     style.save_figure(figure, path, _footer(comparison))
 
 
 def _height(comparison: Compared) -> float:
-    """Inches that give every row of the differences its two lines of words."""
-    lines = sum(1 + len(row.verdict) // NAME_WIDTH for row in comparison.rows)
-    return max(4.4, 2.2 + 0.36 * len(comparison.rows), 2.0 + 0.3 * lines)
+    """Inches that give every row of the differences as many lines of words as the longest has."""
+    lines = max(1 + len(textwrap.wrap(row.verdict + MARK, NAME_WIDTH)) for row in comparison.rows)
+    return max(4.4, 2.0 + 0.17 * (lines + 0.5) * len(comparison.rows))
 
 
 def _footer(comparison: Compared) -> str:

@@ -18,7 +18,7 @@ from stepformer.base.errors import ConfigError, InputError, UnknownNameError, co
 from stepformer.base.registry import clashes
 from stepformer.base.settings import Settings, setting
 from stepformer.base.words import SYNONYMS, parse_overrides, translated
-from stepformer.catalogue import closest_preset, model_config, preset
+from stepformer.catalogue import before_size, closest_preset, model_config, preset
 from stepformer.data.corpus import Corpus
 from stepformer.data.sources import TALES_COUNT
 from stepformer.model.config import ModelConfig, selected
@@ -316,8 +316,9 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
         except UnknownNameError as error:
             unknown = str(error)
     sections = _sections(document, name, problems)
-    for key, value in [*parse_overrides(overrides, problems), *more.items()]:
-        section, key = place(key)
+    words = [(place(key), value) for key, value in [*parse_overrides(overrides, problems), *more.items()]]
+    sections["model"] = before_size(sections["model"], [key for (section, key), _ in words if section == "model"])
+    for (section, key), value in words:
         sections[section][key] = value
     values = dict(sections["model"])
     whose, size = str(values.pop("preset", "vanilla")), str(values.pop("size", "small"))

@@ -30,6 +30,7 @@ from stepformer.training.config import RunConfig
 BY_LAYER = ("coefficients", "gains", "norms", "changes")  # lists over layers; the last in lines of training
 _LEFT_OUT = {"kind", "step", "val_hash", "also", "first", *BY_LAYER}
 KINDS = ("train", "eval", "saved")
+WIDE = 100  # columns of a terminal that show everything beside a bar
 LONGEST = 1 << 24  # bytes of a line: coefficients of every layer are in some
 
 
@@ -249,8 +250,11 @@ class Display:
 
     def step(self, step: int, loss: float, norm: float, tokens_per_second: float, mfu: float) -> None:
         """A step is done. On a terminal the line is updated, elsewhere about `lines` lines are printed per run."""
-        numbers = f"loss {loss:.4f}  |g| {norm:.2f}  {tokens_per_second:,.0f} tok/s  MFU {100 * mfu:.0f} %"
+        speed = f"{tokens_per_second:,.0f} tok/s"
+        numbers = f"loss {loss:.4f}  |g| {norm:.2f}  {speed}  MFU {100 * mfu:.0f} %"
         if self._bar is not None:
+            if self.console.width < WIDE:
+                numbers = f"loss {loss:.4f}  {speed}"
             self._bar.update(self._bar.task_ids[0], completed=step, numbers=numbers)
             return
         often = step % max(1, self._steps // self.lines) == 0 or step == self._steps

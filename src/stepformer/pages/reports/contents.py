@@ -187,7 +187,8 @@ def verdict(comparison: Comparison) -> str:
     better, worse, undecided = (
         [row for row in firm if _known(row).verdict == word] for word in ("better", "worse", "no difference shown")
     )
-    better, worse = (sorted(rows, key=lambda row: _known(row).mean) for rows in (better, worse))
+    controls = {row.matched[1] for row in others if row.matched}  # what was asked about comes first
+    better, worse = (sorted(rows, key=lambda r: (r.label in controls, _known(r).mean)) for rows in (better, worse))
     sentences = []
 
     def say(rows: Sequence[Row], one: str, several: str, rest: str) -> None:

@@ -22,16 +22,20 @@ def method(runs: Sequence[RunData]) -> list[str]:
         return [*said] if len(said) == 1 else []
 
     data = {_data(run) for run in runs}
-    found = [*same(_model), *(data if len(data) == 1 else ()), *same(_training)]
+    found = [_model(configs), *(data if len(data) == 1 else ()), *same(_training)]
     rates = [key for key in OptimConfig.field_names() if key.startswith(("lr", "wd_"))]
     own = [key for key in rates if len({getattr(config.optim, key) for config in configs}) > 1]
     found += same(lambda config: _optimizer(config, own))
     return [sentence for sentence in found if sentence]
 
 
-def _model(config: RunConfig) -> str:
-    model = config.model
-    return f"Model: {model.n_layer} layers of width {model.d_model}, {model.n_head} heads, context {model.context}."
+def _model(configs: Sequence[RunConfig]) -> str:
+    words = {"n_layer": "{} layers", "d_model": "width {}", "n_head": "{} heads", "context": "context {}"}
+    values = {key: list(dict.fromkeys(getattr(config.model, key) for config in configs)) for key in words}
+    parts = [words[key].format(*found) for key, found in values.items() if len(found) == 1]
+    own = [key for key in (*words, "mlp_hidden") if len({getattr(config.model, key) for config in configs}) > 1]
+    apart = [f"{', '.join(own)} not the same in all rows (settings that differ)"] * bool(own)
+    return f"Model: {', '.join([*parts, *apart])}." if configs else ""
 
 
 def _data(run: RunData) -> str:

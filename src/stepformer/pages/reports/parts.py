@@ -27,6 +27,7 @@ from stepformer.present.tables import (
     words,
 )
 from stepformer.study import Comparison, Row
+from stepformer.study.differences import flat
 from stepformer.study.tables import MARK, losses_of, percent, reach
 
 PAIRED = "Student's t on the paired differences"
@@ -369,23 +370,23 @@ def _environment(run: RunData) -> tuple[str, ...]:
 
 def config_tables(runs: Sequence[RunData]) -> tuple[Table, Table]:
     """Settings in which the runs differ, a column for each config, and those that all have in common."""
-    groups: list[tuple[dict[str, Any], list[str]]] = []
+    groups: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = []
     for run in runs:
         settings = {key: value for key, value in run.settings.items() if key != "train.seed"}
-        names = next((names for known, names in groups if known == settings), None)
-        if names is None:
-            groups.append((settings, [run.label]))
+        names = next((names for known, names, _ in groups if known == settings), None)
+        if names is None:  # a stored config leaves defaults out
+            groups.append((settings, [run.label], flat(run.config) if run.config else {}))
         elif run.label not in names:
             names.append(run.label)
-    keys = list(dict.fromkeys(key for settings, _ in groups for key in settings))
+    keys = list(dict.fromkeys(key for settings, _, _ in groups for key in settings))
     differing, common = [], []
     for key in keys:
-        values = [_setting(settings.get(key, "default")) for settings, _ in groups]
+        values = [_setting(settings.get(key, filled.get(key, "default"))) for settings, _, filled in groups]
         if len(set(values)) > 1:
             differing.append([text(key, code=True), *(text(v, marked=v != values[0]) for v in values)])
         else:
             common.append([text(key, code=True), text(values[0])])
-    titles = ["setting", *(", ".join(names) for _, names in groups)]
+    titles = ["setting", *(", ".join(names) for _, names, _ in groups)]
     return (
         Table([Column(title) for title in titles], differing, "Settings that differ"),
         Table([Column("setting"), Column("value")], common, "Settings that all runs have in common"),
