@@ -185,6 +185,14 @@ FAULTS |= {
     f"'options': {{'{name}': sf.Option(1.0, 'a')}}": f"Option '{name}' of template 'o' would hide what every template"
     for name in ("layer", "kick", "streams", "norm", "head_dim")
 }
+FAULTS |= {
+    f"'options': {{'tau': sf.Option({given})}}": f"Option 'tau' of template 'o' has a bad default: {fault}"
+    for given, fault in {
+        "-1.0, 'a', minimum=0.0": "tau = -1.0 is below its minimum 0.",
+        "'c', 'a', choices=('a', 'b')": "tau = 'c' is not one of 'a', 'b'.",
+        "None, 'a'": "None is no number, word, true or false",
+    }.items()
+}
 
 
 def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

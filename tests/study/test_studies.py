@@ -72,6 +72,34 @@ def test_files_of_rows_are_named(settings: dict[str, Any], tmp_path: Path, capsy
     assert "A name alone is of size tiny, a file that says no size is small" in capsys.readouterr().err
 
 
+BROKEN = """
+import stepformer as sf
+
+
+@sf.register_template("broken", equation="x' = x + c g(x)")
+class Broken(sf.Template):
+    coefficients = {"step": sf.positive(1.0)}
+
+    def kick(self, s, c, g, scale=1.0):
+        return s.replace(u=scale * c.stap * g)
+
+    def drift(self, s, c, scale=1.0):
+        return s.without("u").replace(x=s.x + s.u)
+"""
+
+
+def test_a_rule_that_cannot_take_a_step_is_told_before_the_baseline_is_trained(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text(BROKEN)
+    command = ["compare", "vanilla", "broken", "--plugin", str(plugin), "--out", str(tmp_path / "s")]
+    assert main([*command, *words(settings)]) == 2
+    said = capsys.readouterr().err
+    assert "In the row broken: AttributeError in broken.py, line 10: This turn has no coefficient 'stap'." in said
+    assert not (tmp_path / "s").exists()
+
+
 # As much of something.
 
 

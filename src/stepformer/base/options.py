@@ -29,6 +29,12 @@ class Option:
             return ", ".join("true" if v is True else "false" if v is False else str(v) for v in self.choices)
         return type(self.default).__name__ + (f" >= {self.minimum:g}" if self.minimum is not None else "")
 
+    def fault(self, name: str) -> str | None:
+        """Why its own default is not acceptable, or None."""
+        if not isinstance(self.default, bool | int | float | str):
+            return f"{self.default!r} is no number, word, true or false, and the values are of its type."
+        return self.problem(name, self.default)
+
     def problem(self, name: str, value: Any) -> str | None:
         """Why `value` is not acceptable, or None."""
         if self.choices is not None:

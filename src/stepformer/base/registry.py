@@ -127,6 +127,8 @@ class Registry(Generic[T]):
                         f"Option '{key}' of {self.kind} '{name}' should be a stepformer.Option, e.g. "
                         f"Option({option!r}, help='...')."
                     )
+                if fault := option.fault(key):
+                    raise StepformerError(f"Option '{key}' of {self.kind} '{name}' has a bad default: {fault}")
                 if hasattr(self.base, key) or key in inspect.signature(self.base.__init__).parameters:
                     raise StepformerError(
                         f"Option '{key}' of {self.kind} '{name}' would hide what every {self.kind} has by that name: "

@@ -27,7 +27,8 @@ def run_serve(args: argparse.Namespace) -> int:
                 print(f"{run.folder.path}: no checkpoint yet; the page shows its training and takes the first one then")
                 continue
             kind, step = run.load()
-            print(f"{run.folder.path}: {run.config.title}, {kind} weights, step {step:,}")
+            when = "as imported" if run.ready().known_step is None else f"step {step:,}"
+            print(f"{run.folder.path}: {run.config.title}, {kind} weights, {when}")
         if server.apart:
             print(f"note: {server.apart}", file=sys.stderr)
         print(f"{server.url}  (for this machine alone; Ctrl-C ends it)", flush=True)

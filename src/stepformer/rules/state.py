@@ -9,6 +9,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from stepformer.base.errors import StepformerError
+
 
 @dataclass(repr=False, eq=False)
 class State:
@@ -33,6 +35,8 @@ class State:
 
     def replace(self, **changes: Tensor) -> State:
         """The same state with some of `x` and the streams changed (or a new stream added)."""
+        if "memory" in changes:
+            raise StepformerError("`memory` is no stream: write into it, s.memory['name'] = value.")
         streams = dict(self.streams)
         streams.update(changes)
         x = streams.pop("x", self.x)

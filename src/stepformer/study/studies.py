@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stepformer.base.errors import ConfigError, InputError, StepformerError, UnknownNameError
-from stepformer.base.plugins import load_plugin
+from stepformer.base.plugins import comes_from_plugin, explained, is_ours, load_plugin
 from stepformer.base.words import parse_overrides
 from stepformer.catalogue.recipes import read_recipe
+from stepformer.measure.diagnostics.audit import small_copy
+from stepformer.model import Model
 from stepformer.model.config import ModelConfig
 from stepformer.study.comparison import Comparison, Facts
 from stepformer.study.comparison import compare as compare_records
@@ -22,6 +27,7 @@ from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, re
 from stepformer.training import RunConfig, run_config
 from stepformer.training.config import place
 from stepformer.training.corpora import corpus_facts, open_corpus
+from stepformer.training.parallel import choose_device
 from stepformer.training.run import ALONE
 from stepformer.training.stopping import Watch
 
@@ -185,6 +191,7 @@ def compared(
         raise UnknownNameError(f"The baseline '{first}' is not among {', '.join(variants)}.")
     variants, data = resolved(variants, quiet=quiet)
     variants = fair(variants, first, allow, searched, data)
+    refuse_broken(variants)
     if held_out:  # what cannot be read is said before anything is trained
         opened = open_corpus(variants[first].data, ALONE, quiet=quiet)
         open_held_out(held_out, opened.tokenizer, variants[first].model.context, corpus_facts(opened))
@@ -204,7 +211,24 @@ def swept(
     """A grid up to its runs; its first point is the baseline."""
     found = grid_axes(axes)
     variants = grid(name, words, found)
+    refuse_broken(variants)
     return Study(out, variants, Facts(baseline=next(iter(variants)), axes=found, allowed=tuple(allow)), seeds)
+
+
+def refuse_broken(variants: Mapping[str, RunConfig]) -> None:
+    """A sentence if a rule of one's own cannot take a step, before the rows beside it are trained."""
+    for label, config in variants.items():
+        if all(map(is_ours, config.model.components().values())):
+            continue
+        with contextlib.suppress(ConfigError):  # at this size alone
+            model = Model(small_copy(config.model), seed=0, device=(device := choose_device(config.train.device)))
+            try:
+                tokens = torch.zeros(1, 8, dtype=torch.long, device=device)
+                model(tokens, tokens).loss.backward()
+            except Exception as error:
+                if not comes_from_plugin(error):
+                    raise
+                raise InputError(f"In the row {label}: {explained(error)}") from error
 
 
 def _rows(rows: Iterable[Named | Mapping[str, Named]], budget: int | str | None, *common: Any) -> dict[str, RunConfig]:

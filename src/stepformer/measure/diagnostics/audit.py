@@ -106,7 +106,7 @@ def audit(
     """
     if isinstance(config, str):
         name, config = name or config, model_config(config)
-    audited = _Audited(_small(config), name, steps, seed, transcription)
+    audited = _Audited(small_copy(config), name, steps, seed, transcription)
     checks: list[Check] = []
     for obligation, title in OBLIGATIONS.items():
         progress(title)
@@ -120,7 +120,8 @@ def audit(
     return Audit(name or config.template, tuple(checks))
 
 
-def _small(config: ModelConfig) -> ModelConfig:
+def small_copy(config: ModelConfig) -> ModelConfig:
+    """The architecture at the size at which it is audited."""
     separator = None if config.document_separator is None else min(config.document_separator, 3)
     dense = {key: min(config.get(key), GEOMETRY["n_layer"]) for key in ("dilation", "period")}
     return config.replace(**GEOMETRY, **dense, real_vocab=None, mlp_hidden=None, document_separator=separator)
@@ -185,7 +186,7 @@ class _Audited:
     def builds(self) -> str:
         config, template = self.config, templates[self.config.template]
         with contextlib.suppress(ConfigError):  # a combination may have a title that is not a name
-            same = _small(model_config(self.name)) == config
+            same = small_copy(model_config(self.name)) == config
             _owed(same, f"the name '{self.name}' stands for another architecture")
         again = ModelConfig.from_dict(config.to_dict())
         survives = f"the config does not survive a round trip: {again.to_dict()} is not {config.to_dict()}"
