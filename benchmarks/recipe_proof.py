@@ -36,6 +36,7 @@ from stepformer.base.files import write_text
 from stepformer.base.plugins import load_plugin
 from stepformer.study.comparison import Facts
 from stepformer.study.fairness import search_of, with_tuning
+from stepformer.study.study import seeds_of
 from stepformer.training import RunConfig
 from stepformer.training.stopping import Stopped, Watch
 
@@ -166,6 +167,7 @@ def main() -> None:
     if args.study != "search" and (missing := sorted(needed - rates.keys())):
         parser.error(f"{args.rates} has no rates of {', '.join(missing)}: `search` finds them.")
     steps = {name: int(number) for name, _, number in (word.partition("=") for word in args.steps.split(",") if word)}
+    seeds = seeds_of(f"{args.seeds},")  # which, also a single one
     load_plugin(MEMORYLESS)
     configs = planned(args.study, rates, [f"corpus={args.corpus}", *args.words], chosen, steps)
     how: dict[str, Any] = {"jobs": args.jobs, "plugins": [MEMORYLESS], "quiet": False}
@@ -178,7 +180,7 @@ def main() -> None:
         how |= {"held_out": args.held_out, "max_seconds": args.max_seconds, "allow": differing(configs)}
         for baseline in dict.fromkeys((chosen[0], RECIPE)):
             if baseline in chosen:
-                table = sf.compare(configs, out=out, seeds=args.seeds, baseline=baseline, **how)
+                table = sf.compare(configs, out=out, seeds=seeds, baseline=baseline, **how)
                 print(table)
                 table.write(args.out / "tables" / f"{args.study}-to-{baseline}")
     except Stopped as stopped:
