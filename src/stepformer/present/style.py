@@ -26,18 +26,25 @@ def new_figure(size: tuple[float, float]) -> Any:
     return Figure(figsize=size, layout="constrained", facecolor="white")
 
 
-def save_figure(figure: Any, path: str | Path, below: str = "") -> None:
-    """Write a picture, whole or not at all: PNG, PDF or SVG by the file's name, PNG for a name without an ending.
+Paths = str | Path | Sequence[Path]
+
+
+def save_figure(figure: Any, paths: Paths, below: str = "") -> None:
+    """Write a picture, whole or not at all: PNG, PDF or SVG by the file's name, PNG for a name without an ending; to
+    several files, if there are several names.
 
     `below` is said in small grey letters under it.
     """
-    kind = Path(path).suffix.removeprefix(".").lower() or "png"
-    if kind not in PICTURES:
-        raise InputError(f"'{path}': pictures are written as {', '.join(PICTURES)}.")
+    several = [Path(paths)] if isinstance(paths, str | Path) else list(paths)
+    kinds = [path.suffix.removeprefix(".").lower() or "png" for path in several]
+    if wrong := [path for path, kind in zip(several, kinds, strict=True) if kind not in PICTURES]:
+        raise InputError(f"'{wrong[0]}': pictures are written as {', '.join(PICTURES)}.")
     if below:
         figure.supxlabel(below, fontsize=8, color=GREY, parse_math=False)
-    with writing(Path(path)) as file:
-        figure.savefig(file, format=kind, dpi=150, metadata=UNDATED.get(kind))
+    for path, kind in zip(several, kinds, strict=True):
+        with writing(path) as file:
+            figure.savefig(file, format=kind, dpi=150, metadata=UNDATED.get(kind))
+        figure.set_layout_engine("none")  # everything has its place now
 
 
 def looks(index: int) -> dict[str, Any]:

@@ -36,11 +36,11 @@ def draw_comparison(comparison: Compared) -> Any:
     return figure
 
 
-def plot_differences(comparison: Compared, path: str | Path) -> None:
-    """Write a PNG of the differences to the baseline alone."""
+def plot_differences(comparison: Compared, paths: style.Paths) -> None:
+    """Draw the differences to the baseline alone."""
     figure = style.new_figure((6.5, max(3.0, _height(comparison) - 0.8)))
     _draw_differences(figure.subplots(), comparison)
-    style.save_figure(figure, path, _footer(comparison))
+    style.save_figure(figure, paths, _footer(comparison))
 
 
 def _height(comparison: Compared) -> float:

@@ -28,6 +28,7 @@ from stepformer.pages.reports.page import FACTORIAL, PARTS
 from stepformer.pages.reports.samples import Samples
 from stepformer.present.style import (
     COLOURS,
+    Paths,
     as_written,
     clean,
     few_ticks,
@@ -59,9 +60,8 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
     """
     pictures = _pictures(report)
     for name, draw in pictures.items():
-        for suffix in DRAWN:
-            draw(out / f"{name}{suffix}")
-            progress(1)
+        draw([out / f"{name}{suffix}" for suffix in DRAWN])
+        progress(len(DRAWN))
     texts = {"runs.csv": report.tables["runs"].csv(), "report.md": markdown_report(report, pictures, no_pictures())}
     if report.comparison:
         texts["comparison.csv"] = report.comparison.details.csv()
@@ -144,9 +144,9 @@ def no_pictures() -> str:
     return ""
 
 
-def _pictures(report: Report) -> dict[str, Callable[[Path], None]]:
+def _pictures(report: Report) -> dict[str, Callable[[Sequence[Path]], None]]:
     """What draws each picture there is something for, by its name."""
-    found: dict[str, Callable[[Path], None]] = {}
+    found: dict[str, Callable[[Sequence[Path]], None]] = {}
     if no_pictures():
         return found
     if any(len(run.training) or len(run.evaluation) for run in report.runs):
@@ -228,7 +228,7 @@ def _legend(figure: Any, labels: Sequence[str], chosen: Sequence[int]) -> None:
     as_written(legend.get_texts())
 
 
-def plot_curves(report: Report, path: Path) -> None:
+def plot_curves(report: Report, paths: Paths) -> None:
     """Validation and training loss over tokens."""
     titles = {"evaluation": "Validation loss", "training": "Training loss, running mean"}
     kinds = [kind for kind in titles if any(len(getattr(run, kind)) for run in report.runs)]
@@ -245,7 +245,7 @@ def plot_curves(report: Report, path: Path) -> None:
         axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
         _label(axes, titles[kind], "training tokens", "nats per token")
     _legend(figure, report.labels, range(len(report.labels)))
-    save_figure(figure, path)
+    save_figure(figure, paths)
 
 
 def _limit(axes: Any, curves: Sequence[Curve]) -> None:
@@ -266,7 +266,7 @@ def _label(axes: Any, title: str, x: str, y: str) -> None:
     clean(axes)
 
 
-def plot_charts(charts: Charts, labels: Sequence[str], path: Path) -> None:
+def plot_charts(charts: Charts, labels: Sequence[str], paths: Paths) -> None:
     """Small charts in rows; a chart of several choices is drawn for the first and the last of them."""
     panels: list[tuple[Chart, str, list[Line]]] = []
     for chart in charts.charts:
@@ -302,4 +302,4 @@ def plot_charts(charts: Charts, labels: Sequence[str], path: Path) -> None:
         axes.set_visible(False)
     drawn_labels = {line.label for _, _, lines in panels for line in lines}
     _legend(figure, labels, [index for index, label in enumerate(labels) if label in drawn_labels])
-    save_figure(figure, path)
+    save_figure(figure, paths)
