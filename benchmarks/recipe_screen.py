@@ -84,11 +84,8 @@ FINALS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "nesterov-from-rest-unit-residual": ("yurii", SKIP | REST | {"value_residual": "unit"}),
     "mhc": ("mhc", {}),
     "mhc-normed": ("mhc-normed", GAIN),
-    "mhc-2-normed": ("mhc-normed", GAIN | {"n": 2}),
     "mhc-nesterov-from-rest": ("mhc-nesterov", REST),
     "mhc-nesterov-2-from-rest": ("mhc-nesterov", TWO),
-    "mhc-nesterov-2-from-rest-permutations": ("mhc-nesterov", TWO | {"mixing": "permutations"}),
-    "mhc-nesterov-2-from-rest-relu2": ("mhc-nesterov", TWO | {"mlp": "relu2"}),
 }
 SCREENS = {"rules": RULES, "variants": VARIANTS, "finals": FINALS}
 MEMORYLESS = str(Path(__file__).with_name("recipe") / "memoryless.py")
