@@ -1,13 +1,15 @@
 """The recipe `glide` against what it is measured by: tuned baselines, published rules, rivals and controls.
 
-    python benchmarks/recipe_proof.py search --corpus data/english --out runs/proof
+    python benchmarks/recipe_proof.py tune --corpus data/english --out runs/proof
     python benchmarks/recipe_proof.py rows --corpus data/english --held-out data/wiki_val.bin --out runs/proof
 
-`search` gives each row of SEARCHED the same search (AXES, one after the other) at 10M tokens, judged on the first half
-of the validation text, and adds what it found to `--rates`, as factors on the defaults of the size and length. A row
-that was not searched has the rates of the row that it is a form or a control of (RATES_OF), a published one the
-defaults. The other studies print two tables, with differences to their first row and to the recipe; the claim is made
-on the held-out text, which nothing was chosen by, and their validation loss is of the second half.
+`search` goes over all rates (AXES, one after the other) at 10M tokens and prints what each row of SEARCHED would have;
+it says which rates matter, and no row gets what it finds, since the best rate falls with the length of training. `tune`
+gives each of these rows the same search at 50M tokens (TUNE) and adds what it found to `--rates`, as factors on the
+defaults of the size and length. Both judge on the first half of the validation text. A row that was not tuned has
+the rates of the row that it is a form or a control of (RATES_OF), a published one the defaults. The other studies print
+two tables, with differences to their first row and to the recipe; the claim is made on the held-out text, which nothing
+was chosen by, and their validation loss is of the second half.
 
 - `rows`: all rows, 50M tokens. Glide has the baseline's size and takes a few percent longer for a step: `wider` and
   `deeper` are baselines that take as long.
@@ -43,11 +45,13 @@ from stepformer.training.stopping import Stopped, Watch
 Rows = dict[str, tuple[str, Mapping[str, Any]]]
 Rates = Mapping[str, Mapping[str, float]]
 BATCH = 32_768  # tokens of a step
-SEARCH = 10_000_000  # tokens of a run of the search
 SIZES = {"8x512": (8, 8, 512), "12x768": (12, 12, 768)}  # layers, heads, width
 RECIPE = "glide"
 RATES = Path(__file__).with_name("recipe") / "rates.json"
 AXES = ("lr=0.5x,1x,2x,4x", "lr_embedding=0.3x,1x,3x,10x", "lr_norm=0.3x,1x,3x,10x", "lr_coefficient=0.3x,1x,3x")
+TUNE = ("lr=0.5x,1x,2x",)
+SEARCHES = {"search": (AXES, 10_000_000), "tune": (TUNE, 50_000_000)}  # and tokens of a run
+RATES_SET = tuple(word.partition("=")[0] for word in AXES)
 ROWS: Rows = {
     "vanilla": ("vanilla", {}),
     "modern": ("modern", {}),
@@ -83,7 +87,8 @@ RATES_OF = {
 }
 BASELINES = ("vanilla", "modern", RECIPE)
 STUDIES: dict[str, tuple[Sequence[str], str, float]] = {  # rows, size, tokens
-    "search": (SEARCHED, "8x512", SEARCH),
+    "search": (SEARCHED, "8x512", 10e6),
+    "tune": (SEARCHED, "8x512", 50e6),
     "rows": ([*ROWS], "8x512", 50e6),
     "without": ([*WITHOUT], "8x512", 50e6),
     "long": (BASELINES, "8x512", 100e6),
@@ -106,7 +111,7 @@ def planned(
     names, size, tokens = STUDIES[study]
     layers, heads, width = SIZES[size]
     words = [f"n_layer={layers}", f"n_head={heads}", f"d_model={width}", "context=512", "batch=64", *words]
-    if study != "search":
+    if study not in SEARCHES:
         words.append("eval_half=second")
     found = {}
     for name in rows or names:
@@ -114,9 +119,9 @@ def planned(
         length = (steps or {}).get(name, round(tokens / BATCH))
         plain = sf.run_config(preset, [f"steps={length}", *words], **settings)
         chosen = {}
-        if study != "search":
+        if study not in SEARCHES:
             factors = rates[RATES_OF[name]] if name in RATES_OF else {}
-            chosen = {key: getattr(plain.optim, key) * factors.get(key, 1.0) for key in search_of(AXES, SEARCH)}
+            chosen = {key: getattr(plain.optim, key) * factors.get(key, 1.0) for key in RATES_SET}
         chosen = {key: float(f"{value:.4g}") for key, value in chosen.items()}
         found[name] = sf.run_config(preset, [f"steps={length}", *words], **settings, **chosen)
     return found
@@ -125,14 +130,15 @@ def planned(
 def differing(configs: Mapping[str, RunConfig]) -> list[str]:
     """What rows are meant to differ in, beside their architectures."""
     sections = [{**vars(config.optim), **vars(config.train), **vars(config.model)} for config in configs.values()]
-    keys = (*search_of(AXES, SEARCH), "steps", "n_layer", "mlp_hidden")
+    keys = (*RATES_SET, "steps", "n_layer", "mlp_hidden")
     return [key for key in keys if len({section[key] for section in sections}) > 1]
 
 
-def searched(configs: dict[str, RunConfig], out: Path, **how: Any) -> dict[str, dict[str, Any]]:
-    """What the search finds for each row, as factors on its own rates, with the sentence about it."""
-    own, axes = dict(configs), search_of(AXES, SEARCH)
-    facts = with_tuning(configs, axes, SEARCH, out, Facts(), rounds=1, **how)
+def searched(study: str, configs: dict[str, RunConfig], out: Path, **how: Any) -> dict[str, dict[str, Any]]:
+    """What a search finds for each row, as factors on its own rates, with the sentence about it."""
+    words, tokens = SEARCHES[study]
+    own, axes = dict(configs), search_of(words, tokens)
+    facts = with_tuning(configs, axes, tokens, out / study, Facts(), rounds=1, **how)
     print(*facts.remarks, sep="\n")
     found: dict[str, dict[str, Any]] = {}
     for label, config in configs.items():
@@ -164,17 +170,18 @@ def main() -> None:
         parser.error("`seconds` needs --steps, the other studies have their own.")
     rates: dict[str, Any] = json.loads(args.rates.read_text()) if args.rates.is_file() else {}
     needed = {RATES_OF[name] for name in chosen if name in RATES_OF}
-    if args.study != "search" and (missing := sorted(needed - rates.keys())):
-        parser.error(f"{args.rates} has no rates of {', '.join(missing)}: `search` finds them.")
+    if args.study not in SEARCHES and (missing := sorted(needed - rates.keys())):
+        parser.error(f"{args.rates} has no rates of {', '.join(missing)}: `tune` finds them.")
     steps = {name: int(number) for name, _, number in (word.partition("=") for word in args.steps.split(",") if word)}
     seeds = seeds_of(f"{args.seeds},")  # which, also a single one
     load_plugin(MEMORYLESS)
     configs = planned(args.study, rates, [f"corpus={args.corpus}", *args.words], chosen, steps)
     how: dict[str, Any] = {"jobs": args.jobs, "plugins": [MEMORYLESS], "quiet": False}
     try:
-        if args.study == "search":
-            rates |= searched(configs, args.out, watch=Watch(args.max_seconds), **how)
-            write_text(args.rates, json.dumps(rates, indent=1) + "\n")
+        if args.study in SEARCHES:
+            found = searched(args.study, configs, args.out, watch=Watch(args.max_seconds), **how)
+            if args.study == "tune":
+                write_text(args.rates, json.dumps(rates | found, indent=1) + "\n")
             return
         out = args.out / (f"{size}-seconds" if steps else f"{size}-{tokens / 1e6:.0f}M")
         how |= {"held_out": args.held_out, "max_seconds": args.max_seconds, "allow": differing(configs)}

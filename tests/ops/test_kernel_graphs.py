@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,3 +80,26 @@ def test_what_runs_before_a_recording() -> None:
     assert recorder.pool == pool
     again()
     assert tripled.item() == 9
+
+
+def test_an_old_graph_that_becomes_garbage_does_not_end_a_capture() -> None:
+    """Python may look for cycles at any allocation; no graph may be destroyed while another one is captured."""
+    x = torch.ones(1, device="cuda")
+    old = [Recorder().record(lambda: x * 3)]
+    thresholds = gc.get_threshold()
+
+    def doubled() -> Tensor:
+        cycle: list[object] = [old.pop()]
+        cycle.append(cycle)
+        del cycle
+        assert [[number] for number in range(1000)]  # allocations, at which Python would look
+        return x * 2
+
+    try:
+        gc.set_threshold(1, 1, 1)
+        replay, found = Recorder().record(doubled)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
+    replay()
+    assert found.item() == 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +51,7 @@ class Recorder:
         graph, cause = self._graph(), None
         try:
             # other threads may go on using the device meanwhile
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with _no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 try:
                     return graph.replay, work()
                 except BaseException as error:
@@ -87,6 +88,18 @@ class Recorder:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             nothing.zero_()
         torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's collector of cycles: a graph that it finds and destroys during a capture ends the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CudaGraphs:
