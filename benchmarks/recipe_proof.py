@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import stepformer as sf
-from recipe_screen import GAIN, MEMORYLESS, MODERN, REST, SKIP, TWO
+from recipe_screen import GAIN, MODERN, NORMED, REST, SKIP
 from stepformer.base.errors import StepformerError
 from stepformer.base.files import write_text
-from stepformer.base.plugins import load_plugin
 from stepformer.study.comparison import Facts
 from stepformer.study.fairness import search_of, with_tuning
 from stepformer.study.study import seeds_of
@@ -47,7 +46,7 @@ Rates = Mapping[str, Mapping[str, float]]
 BATCH = 32_768  # tokens of a step
 SIZES = {"8x512": (8, 8, 512), "12x768": (12, 12, 768)}  # layers, heads, width
 RECIPE = "glide"
-RATES = Path(__file__).with_name("recipe") / "rates.json"
+RATES = Path(__file__).with_name("recipe-rates.json")
 AXES = ("lr=0.5x,1x,2x,4x", "lr_embedding=0.3x,1x,3x,10x", "lr_norm=0.3x,1x,3x,10x", "lr_coefficient=0.3x,1x,3x")
 TUNE = ("lr=0.5x,1x,2x",)
 SEARCHES = {"search": (AXES, 10_000_000), "tune": (TUNE, 50_000_000)}  # and tokens of a run
@@ -56,15 +55,15 @@ ROWS: Rows = {
     "vanilla": ("vanilla", {}),
     "modern": ("modern", {}),
     RECIPE: (RECIPE, {}),
-    "glide-streams": ("mhc-nesterov", MODERN | TWO),
     "yurii": ("yurii", {}),
     "tmm": ("tmm", {}),
     "mhc": ("mhc", MODERN),
+    "mhc-normed": ("mhc", MODERN | NORMED),
     "scaled": ("scaled", MODERN | SKIP),
     "zero-outputs": ("modern", {"output_init": "zero"}),
     "tables": ("tables", MODERN | SKIP | GAIN),
     "value-tables": ("modern", {"value_tables": True}),
-    "normed": ("normed", MODERN | SKIP | GAIN),
+    "normed": ("modern", NORMED),
     "wider": ("modern", {"mlp_hidden": 2304}),
     "deeper": ("modern", {"n_layer": 9}),
 }
@@ -79,9 +78,10 @@ WITHOUT: Rows = {  # without memory it is `normed`, without velocity and its nor
     "no-qk-norm": (RECIPE, {"qk_norm": False}),
     "layernorm": (RECIPE, {"norm": "layernorm"}),
 }
-SEARCHED = ("vanilla", "modern", RECIPE, "normed", "mhc")
+SEARCHED = ("vanilla", "modern", RECIPE, "normed", "mhc-normed")
 RATES_OF = {
-    **dict.fromkeys((*WITHOUT, "glide-streams", "tables"), RECIPE),
+    **dict.fromkeys((*WITHOUT, "tables"), RECIPE),
+    "mhc": "mhc-normed",
     **dict.fromkeys(("scaled", "zero-outputs", "value-tables", "wider", "deeper"), "modern"),
     **{name: name for name in SEARCHED},
 }
@@ -93,7 +93,7 @@ STUDIES: dict[str, tuple[Sequence[str], str, float]] = {  # rows, size, tokens
     "without": ([*WITHOUT], "8x512", 50e6),
     "long": (BASELINES, "8x512", 100e6),
     "longer": (BASELINES, "8x512", 250e6),
-    "small": ((*BASELINES, "normed", "yurii", "mhc"), "12x768", 50e6),
+    "small": ((*BASELINES, "normed", "yurii", "mhc-normed"), "12x768", 50e6),
     "seconds": (BASELINES, "8x512", 50e6),
 }
 
@@ -174,9 +174,8 @@ def main() -> None:
         parser.error(f"{args.rates} has no rates of {', '.join(missing)}: `tune` finds them.")
     steps = {name: int(number) for name, _, number in (word.partition("=") for word in args.steps.split(",") if word)}
     seeds = seeds_of(f"{args.seeds},")  # which, also a single one
-    load_plugin(MEMORYLESS)
     configs = planned(args.study, rates, [f"corpus={args.corpus}", *args.words], chosen, steps)
-    how: dict[str, Any] = {"jobs": args.jobs, "plugins": [MEMORYLESS], "quiet": False}
+    how: dict[str, Any] = {"jobs": args.jobs, "quiet": False}
     try:
         if args.study in SEARCHES:
             found = searched(args.study, configs, args.out, watch=Watch(args.max_seconds), **how)

@@ -1,17 +1,16 @@
 """The search for a recipe in screens of short runs: which depth rule, which form of it, which extras, the finalists.
 
     python benchmarks/recipe_screen.py rules --corpus data/english --out runs/screen-rules --seeds 2 --jobs 3
-    python benchmarks/recipe_screen.py variants --corpus data/english --out runs/screen-variants --seeds 2 --jobs 3
     python benchmarks/recipe_screen.py extras yurii aux_norm_gain=0.05 --corpus data/english --out runs/screen --jobs 3
     python benchmarks/recipe_screen.py finals --corpus data/english --out runs/screen-finals --seeds 2 --jobs 3
 
-`rules` compares depth rules that all have rotary positions, QK-norm, RMSNorm and a value residual; `variants` compares
-forms of the best of them, and what else could explain a gain. `extras` trains a fractional factorial design of nine
-changes to one rule: 32 runs, each with about half of the changes, so that every run counts for every effect.
-(Resolution IV: what two changes do only together is not taken for the effect of a third.) An effect is the mean loss of
-the 16 runs with a change minus that of the 16 without it. Its standard error comes from what the nine effects leave
-unexplained, interactions included. `finals` compares velocities that start at rest, and the same without memory.
-All go on where they stopped, and write their table to OUT/comparison.md and .csv.
+`rules` compares depth rules that all have rotary positions, QK-norm, RMSNorm and a value residual. `extras` trains a
+fractional factorial design of nine changes to one rule: 32 runs, each with about half of the changes, so that every run
+counts for every effect. (Resolution IV: what two changes do only together is not taken for the effect of a third.) An
+effect is the mean loss of the 16 runs with a change minus that of the 16 without it. Its standard error comes from what
+the nine effects leave unexplained, interactions included. Both train on 15M tokens. `finals` compares what is left at
+the length of the proof, 50M tokens, since gains shrink. All go on where they stopped, and write their table to
+OUT/comparison.md and .csv.
 """
 
 from __future__ import annotations
@@ -21,20 +20,18 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import stepformer as sf
-from stepformer.base.plugins import load_plugin
 from stepformer.study.statistics import t_quantile
 from stepformer.training.stopping import Stopped
 
-LIKE = ["n_layer=8", "n_head=8", "d_model=512", "context=512", "batch=64", "steps=458"]  # 15M tokens
+LIKE = ["n_layer=8", "n_head=8", "d_model=512", "context=512", "batch=64"]
 MODERN = {"positions": "rotary", "qk_norm": True, "norm": "rmsnorm", "value_residual": "free"}
 SKIP = {"embedding_skip": True}
 GAIN = {"aux_norm_gain": 0.05}
 REST = GAIN | {"aux_init": "zero"}
-TWO = REST | {"n": 2}
+NORMED = {"output_norm": True, "output_norm_gain": 0.05}
 RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "modern": ("vanilla", SKIP),
     "modern-without-skip": ("vanilla", {}),
@@ -48,47 +45,21 @@ RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "attnres": ("attnres", {}),
     "attnres-4": ("attnres", {"blocks": 4}),
 }
-VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "mhc": ("mhc", {}),
-    "mhc-2": ("mhc", {"n": 2}),
-    "mhc-2-table": ("mhc", {"n": 2, "tables": 1}),
-    "mhc-table": ("mhc", {"tables": 1}),
-    "mhc-value-tables": ("mhc", {"value_tables": True}),
-    "mhc-zero-outputs": ("mhc", {"output_init": "zero"}),
-    "mhc-nesterov": ("mhc-nesterov", GAIN),
-    "mhc-nesterov-2": ("mhc-nesterov", GAIN | {"n": 2}),
-    "mhc-nesterov-from-rest": ("mhc-nesterov", REST),
-    "mhc-nesterov-2-from-rest": ("mhc-nesterov", TWO),
-    "mhc-nesterov-from-rest-gain-0.02": ("mhc-nesterov", {"aux_norm_gain": 0.02, "aux_init": "zero"}),
-    "mhc-nesterov-from-rest-gain-0.1": ("mhc-nesterov", {"aux_norm_gain": 0.1, "aux_init": "zero"}),
-    "mhc-nesterov-from-rest-gain-0.2": ("mhc-nesterov", {"aux_norm_gain": 0.2, "aux_init": "zero"}),
-    "nesterov": ("yurii", SKIP | GAIN),
-    "nesterov-gain-0.02": ("yurii", SKIP | {"aux_norm_gain": 0.02}),
-    "nesterov-gain-0.1": ("yurii", SKIP | {"aux_norm_gain": 0.1}),
-    "nesterov-from-rest": ("yurii", SKIP | REST),
-    "nesterov-from-rest-gain-0.1": ("yurii", SKIP | {"aux_norm_gain": 0.1, "aux_init": "zero"}),
-    "tables": ("tables", SKIP | GAIN),
-    "modern": ("vanilla", SKIP),
-    "modern-zero-outputs": ("vanilla", SKIP | {"output_init": "zero"}),
-    "modern-value-tables": ("vanilla", SKIP | {"value_tables": True}),
-    "modern-kl-previous": ("kl-previous", SKIP | {"value_residual": "off"}),
-}
 FINALS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "modern": ("vanilla", SKIP),
-    "normed": ("normed", SKIP | GAIN),
-    "heavy-ball-from-rest": ("hb", SKIP | REST),
-    "nesterov-from-rest": ("yurii", SKIP | REST),
-    "triple-momentum-from-rest": ("tmm", SKIP | REST),
-    "nesterov-from-rest-relu2": ("yurii", SKIP | REST | {"mlp": "relu2"}),
-    "nesterov-from-rest-skip-0.1": ("yurii", SKIP | REST | {"embedding_skip_start": 0.1}),
-    "nesterov-from-rest-unit-residual": ("yurii", SKIP | REST | {"value_residual": "unit"}),
-    "mhc": ("mhc", {}),
-    "mhc-normed": ("mhc-normed", GAIN),
-    "mhc-nesterov-from-rest": ("mhc-nesterov", REST),
-    "mhc-nesterov-2-from-rest": ("mhc-nesterov", TWO),
+    "normed": ("vanilla", SKIP | NORMED),
+    "normed-gain-0.2": ("vanilla", SKIP | NORMED | {"output_norm_gain": 0.2}),
+    "normed-relu2": ("vanilla", SKIP | NORMED | {"mlp": "relu2"}),
+    "normed-value-tables": ("vanilla", SKIP | NORMED | {"value_tables": True}),
+    "nesterov": ("yurii", SKIP | REST),
+    "scaled": ("scaled", SKIP),
+    "attnres-normed": ("attnres", NORMED),
+    "hyper-normed": ("hyper", NORMED),
+    "hyper-2-normed": ("hyper", NORMED | {"n": 2}),
+    "mhc-normed": ("mhc", NORMED),
+    "mhc-2-normed": ("mhc", NORMED | {"n": 2}),
 }
-SCREENS = {"rules": RULES, "variants": VARIANTS, "finals": FINALS}
-MEMORYLESS = str(Path(__file__).with_name("recipe") / "memoryless.py")
+SCREENS = {"rules": (RULES, 458), "finals": (FINALS, 1526)}  # and steps: 15M and 50M tokens
 CHANGES: dict[str, Mapping[str, Any]] = {
     "rotary": {"positions": "rotary"},
     "qk-norm": {"qk_norm": True},
@@ -132,7 +103,8 @@ def main() -> None:
     parser.add_argument("--max-seconds", type=float)
     args = parser.parse_intermixed_args()
     rules = [word for word in args.words if "=" not in word]
-    words = [f"corpus={args.corpus}", *LIKE] + [word for word in args.words if "=" in word]
+    table, steps = SCREENS.get(args.screen, ({}, 458))
+    words = [f"corpus={args.corpus}", *LIKE, f"steps={steps}"] + [word for word in args.words if "=" in word]
     if len(rules) != (args.screen == "extras"):
         parser.error("`extras` needs one rule, the other screens have their own.")
     if rules:
@@ -140,22 +112,21 @@ def main() -> None:
         kept = [[name for name in names if name not in args.without] for names in made]
         rows = {"+".join(names) or "none": (rules[0], dict(ChainMap(*(CHANGES[n] for n in names)))) for names in kept}
     else:
-        rows = {label: (preset, MODERN | own) for label, (preset, own) in SCREENS[args.screen].items()}
-    load_plugin(MEMORYLESS)
-    how = {"out": args.out, "seeds": args.seeds, "jobs": args.jobs, "plugins": [MEMORYLESS], "quiet": False}
+        rows = {label: (preset, MODERN | own) for label, (preset, own) in table.items()}
+    how = {"out": args.out, "seeds": args.seeds, "jobs": args.jobs, "quiet": False}
     configs = {label: sf.run_config(preset, words, **own) for label, (preset, own) in rows.items()}
     try:
-        table = sf.compare(configs, **how, max_seconds=args.max_seconds)
+        found = sf.compare(configs, **how, max_seconds=args.max_seconds)
     except Stopped as stopped:
         raise SystemExit(f"{stopped} The same command goes on.") from None
-    print(table)
-    table.write(args.out)
+    print(found)
+    found.write(args.out)
     if rules:
-        losses = {row.label: row.loss.mean for row in table.rows}
-        found, error, free = effects([losses[label] for label in rows])
+        losses = {row.label: row.loss.mean for row in found.rows}
+        sizes, error, free = effects([losses[label] for label in rows])
         width = t_quantile(0.975, free) * error
         print(f"\neffects on the loss, 95 % interval +-{width:.4f} ({free} degrees of freedom)")
-        for effect, name in sorted(zip(found, CHANGES, strict=True)):
+        for effect, name in sorted(zip(sizes, CHANGES, strict=True)):
             if name not in args.without:
                 print(f"{name:15} {effect:+.4f}")
 

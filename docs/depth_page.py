@@ -71,7 +71,6 @@ OURS = (
     Row("yurii", "velocity v", f"mu, beta, gamma, LN_v; {TABLES}"),
     Row("tmm", "velocity v", f"mu, beta, gamma, nu, LN_v; {TABLES}"),
     Row("tables", "w, which does not change", "mu, LN_v; token and position tables of w"),
-    Row("mhc-nesterov", "velocity v, 4 streams", f"mu, beta, gamma, LN_v; the maps of mhc; {TABLES}"),
     Row("rmsprop", "second moment s", ADAPTIVE),
     Row("adam", "mean m, second moment s", f"{ADAPTIVE}, beta1; tables of m"),
     Row("adamw", "mean m, second moment s", f"{ADAPTIVE}, beta1, lambda; tables of m"),
@@ -89,6 +88,7 @@ OURS = (
 THEIRS = (
     Row("scaled", "", "a factor of each answer, from 0 (ReZero)", 24),
     Row("scaled scale=layerscale", "", "a vector of each answer, from 0.1 at 12 layers (LayerScale)", 18_432),
+    Row("vanilla output_norm=true", "", "a vector of each answer behind a norm, from 1 (Peri-LN)", 18_432),
     Row("scaled scale=scalar", "", "a factor of each answer and one of x, from 1", 48),
     Row("denseformer", "outputs of all layers so far", "weights of a layer's average of them, from its own alone", 90),
     Row("hyper", "4 streams", "how a call reads, mixes and writes them", 576),
@@ -157,8 +157,7 @@ vanilla. For `hyper` this holds up to norm_eps, since its last x is four times v
 The rules of the second table do not mix tokens: what they carry exists only while one token passes through the
 layers, so decoding stores keys and values and nothing else.
 
-`hyper`, `mhc`, `mhc-nesterov` and `attnres` replace the template and can be used with the splittings `lie-trotter` and
-`parallel`. `scaled`, `denseformer` and `unet` act around a layer and can be used with templates that carry x.
+`hyper`, `mhc` and `attnres` replace the template and can be used with the splittings `lie-trotter` and `parallel`. `scaled`, `denseformer` and `unet` act around a layer and can be used with templates that carry x.
 
 Speeds were measured before training. At that point the factor s of ReZero is 0, so every gradient of an oracle is zero.
 A GPU that multiplies zeros takes less power and runs faster, so the speed given for ReZero is too high for training.
@@ -188,15 +187,6 @@ doubly stochastic without iterations. The model stores the lines of F1, F2 and F
 The initial values a = 0.01 and n = 4 are those of the paper. The others are those of the
 public code of mHC-lite: F = 0, and b such that call l reads and writes mostly row l mod n and R is nearly the identity.
 With F = 0 and b2 = 0 it is vanilla, up to norm_eps.
-
-`mhc-nesterov` (of this library, no paper has it) puts Nesterov's velocity among these streams. The oracle is asked
-ahead of their mixture, and what is written to them is the velocity:
-
-$$ v' = \mathrm{LN}_v(\beta v + \gamma\, T(\mathrm{pre}\, H + \mu v)), \qquad H' = R H + \mathrm{post}^\top v' . $$
-
-v starts from tables of its own, and every call has its own mu and beta in (0, 1), gamma > 0 and LN_v (under `parallel`
-there is one call for both oracles). With one stream, pre = 1 and post = 1 it is `yurii`. On
-English text it has been compared in one seed ([what to use when](what-to-use.md#the-recipe-glide)).
 
 Some details differ from the papers. The output layers start as in vanilla (the first paper scales them by sqrt(n),
 which the final norm removes). Scalars are trained as coefficients, without weight decay. W and F are trained by AdamW

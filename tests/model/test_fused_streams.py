@@ -30,7 +30,6 @@ FUSED = [
     *("vanilla", "hb", "yurii", "tmm", "tables", "rmsprop", "adam", "adamw", "ortho", "muon", "shampoo", "soap"),
     *("polyak-euler", "nesterov-euler", "symplectic-euler", "verlet-ama", "verlet-mam"),
     *("imex-k1-ama", "imex-ln-k1-mam", "imex-ln-k2-ama", "linear", "entropy", "kl-carried", "attnres", "hyper", "mhc"),
-    "mhc-nesterov",
 ]
 
 
@@ -60,6 +59,8 @@ EXTRAS: dict[str, tuple[str, dict[str, object]]] = {
     "biases": ("yurii", {"bias": True}),
     "shared layers": ("yurii", {"weight_sharing": "oracles", "value_residual": "free"}),
     "scaled answers": ("scaled", {}),
+    "normalised answers": ("hb", {"output_norm": True, "embedding_skip": True, "norm": "rmsnorm"}),
+    "both of them": ("nesterov-euler", {"output_norm": True, "scale": "layerscale"}),
     "vectors on answers": ("nesterov-euler", {"scale": "layerscale"}),
     "an average of earlier layers": ("denseformer", {"n_layer": 4, "value_residual": "free"}),
     "every second of them": ("yurii", {"denseformer": True, "dilation": 2, "n_layer": 4}),

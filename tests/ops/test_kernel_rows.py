@@ -116,7 +116,8 @@ FAMILIES = [
     ("hyper", {"dynamic": True, "n": 3, "norm": "rmsnorm", "splitting": "parallel"}, 6),
     ("mhc", {"n": 2, "tables": 1}, 1),
     ("mhc", {"mixing": "permutations", "n": 3}, 6),
-    ("mhc-nesterov", {**EXTRAS, "embedding_skip": False, "n": 2}, 2),
+    ("mhc", {**EXTRAS, "embedding_skip": False, "output_norm": True, "n": 2}, 2),
+    ("vanilla", {**EXTRAS, "output_norm": True}, 2),
     ("value-tables", {"mlp": "relu2", "head": "untied", "positions": "rotary", "document_separator": 3}, 6),
     ("linear", {"value_tables": True}, 1),
     ("scaled", {"scale": "layerscale", "value_residual": "free"}, 2),
@@ -143,7 +144,7 @@ FAMILIES = [
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]
 QUICK = [("yurii", 1), ("adam", 2), ("vanilla", 6), ("entropy", 2), ("kl-previous", 2), ("linear", 2), ("symp-ab2", 2)]
-QUICK += [("tables", 2), ("denseformer", 2), ("hyper", 2), ("mhc", 1), ("mhc-nesterov", 2)]
+QUICK += [("tables", 2), ("denseformer", 2), ("hyper", 2), ("mhc", 1)]
 
 
 @NO_GPU

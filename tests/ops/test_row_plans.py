@@ -136,7 +136,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "one stream": ("hyper", {"n": 1}),
     "permutations": ("mhc", {"mixing": "permutations", "n": 3}),
     "parallel, constrained": ("mhc", {"n": 2, "splitting": "parallel", "tables": 1}),
-    "a velocity among streams": ("mhc-nesterov", {"n": 3, "tables": 1, "aux_init": "zero", "qk_norm": True}),
+    "normalised answers, two calls": ("verlet-ama", {"output_norm": True, "norm": "rmsnorm"}),
+    "normalised answers among streams": ("mhc", {"output_norm": True, "n": 3, "tables": 1, "qk_norm": True}),
+    "a norm of both answers": ("vanilla", {"output_norm": True, "splitting": "parallel", "scale": "rezero"}),
     "a soft cap": ("yurii", {"logit_softcap": 3.0}),
     "documents": ("yurii", {"document_separator": 3}),
 }

@@ -7,7 +7,6 @@ import pytest
 import stepformer as sf
 from scripts import script
 from stepformer.base.errors import ConfigError
-from stepformer.base.plugins import load_plugin
 from stepformer.study.differences import fair
 from stepformer.training import RunConfig
 
@@ -16,11 +15,6 @@ RATES = {
     row: {"lr": 2.0, "lr_embedding": 1.0 + number, "lr_norm": 0.3, "lr_coefficient": 3.0}
     for number, row in enumerate(PROOF.SEARCHED)
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _controls() -> None:
-    load_plugin(SCREEN.MEMORYLESS)
 
 
 def size(config: RunConfig) -> int:
@@ -51,7 +45,7 @@ def test_every_row_has_its_own_rates() -> None:
 
 def test_rows_are_what_they_are_called() -> None:
     rows = PROOF.planned("rows", RATES) | PROOF.planned("without", RATES)
-    for name, screened in (("modern", "modern"), ("glide", "nesterov-from-rest"), ("normed", "normed")):
+    for name, screened in (("modern", "modern"), ("glide", "nesterov"), ("normed", "normed")):
         preset, settings = SCREEN.FINALS[screened]
         assert rows[name].model.hash == sf.run_config(preset, SCREEN.LIKE, **SCREEN.MODERN, **settings).model.hash
     # the norm without the memory: all of glide but mu, beta and gamma of two turns in eight layers

@@ -102,6 +102,7 @@ EXTRAS: list[Settings] = [
     {"value_tables": True},
     {"embedding_skip": True},
     {"embedding_skip": True, "embedding_skip_start": 0.1},
+    {"output_norm": True},
     {"scale": "rezero"},
     {"scale": "layerscale"},
     {"scale": "scalar"},

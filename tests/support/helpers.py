@@ -74,7 +74,6 @@ ACCEPTED: list[dict[str, Any]] = [
         "attnres": BASIC[:2],
         "hyper": [{**split, **more} for split in BASIC[:2] for more in ({}, {"dynamic": True, "n": 3, "tables": 1})],
         "mhc": [{**split, **more} for split in BASIC[:2] for more in ({}, {"mixing": "permutations", "tables": 2})],
-        "mhc-nesterov": [BASIC[0], {**BASIC[1], "n": 2, "tables": 1}],
     }.items()
     for splitting in splits
 ]
@@ -100,18 +99,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"template": template, "splitting": splitting}, "works on a velocity stream")
         for template in (
             *("gd", "adam", "adamw", "rmsprop", "muon", "ortho", "soap", "shampoo", "tables"),
-            *("hyper", "mhc", "mhc-nesterov", "attnres"),
+            *("hyper", "mhc", "attnres"),
         )
         for splitting in ("imex", "symplectic-euler")
     ),
     ({"template": "tables", "aux_init": "zero"}, "has no tables"),
     *(
         ({"template": name, "splitting": "strang"}, "gives each oracle call its own weights")
-        for name in ("hyper", "mhc", "mhc-nesterov")
+        for name in ("hyper", "mhc")
     ),
     *(
         ({"template": template, key: value}, "acts on x, and template")
-        for template in ("hyper", "mhc", "mhc-nesterov", "attnres")
+        for template in ("hyper", "mhc", "attnres")
         for key, value in (("embedding_skip", True), ("scale", "rezero"), ("denseformer", True), ("unet", True))
     ),
     ({"template": "mhc", "mixing": "permutations", "n": 5}, "use n up to 4"),

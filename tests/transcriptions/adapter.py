@@ -26,7 +26,7 @@ def rule_of(model: Model) -> dict[str, Any]:
     options = {SPELLED.get(key, key): config.option(key) for key in declared_options(config) if key not in NOT_A_RULE}
     fields = ("template", "splitting", "attention", "mlp", "norm", "n_head", "positions", "value_residual")
     extras = ("value_tables", "embedding_skip", "logit_softcap", "document_separator")
-    extras += ("scale", "denseformer", "dilation", "period", "unet")
+    extras += ("output_norm", "scale", "denseformer", "dilation", "period", "unet")
     rule = {key: getattr(config, key) for key in (*fields, *extras)}
     if options.get("etd") == "lawson":
         options["etd_start"] = "lawson"  # the integrating factor from the first layer on

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from transcriptions import rivals
 from transcriptions.attend import attention, oracle
-from transcriptions.parts import NORM_EPS, Block, Rule, coef, layer_norm, ln_aux, mlp, rms_norm
+from transcriptions.parts import NORM_EPS, Block, Rule, layer_norm, mlp, rms_norm
 
-TEMPLATES = ("hyper", "mhc", "mhc-nesterov")
+TEMPLATES = ("hyper", "mhc")
 
 
 def turns(b: Block, rule: Rule) -> Iterator[tuple[str, rivals.Function]]:
@@ -54,19 +54,3 @@ def mhc_layer(*state: Any) -> tuple[Tensor, ...]:
     for end, T in turns(b, rule):
         H = rivals.mhc_call(H, T, mhc_weights(b, end, len(H)), rule["mixing"], NORM_EPS)
     return tuple(H)
-
-
-def mhc_nesterov_layer(*state: Any) -> tuple[Tensor, ...]:
-    """v <- LN_v(beta v + gamma T(pre H + mu v)), and H' = R H + post^T v: mhc with v in the place of the answer."""
-    *H, v, b, rule = state
-    for end, T in turns(b, rule):
-        moved = list[Tensor]()
-
-        def velocity(h: Tensor, end: str = end, T: rivals.Function = T, v: Tensor = v, moved: Any = moved) -> Tensor:
-            mu, beta, gamma = (coef(b, f"{name}{end}") for name in ("mu", "beta", "gamma"))
-            moved.append(ln_aux(beta * v + gamma * T(h + mu * v), b, end.strip("_") or "both"))
-            return moved[0]
-
-        H = rivals.mhc_call(H, velocity, mhc_weights(b, end, len(H)), rule["mixing"], NORM_EPS)
-        (v,) = moved
-    return (*H, v)

@@ -67,6 +67,7 @@ DEFAULTS: Rule = {
     "value_tables": False,
     "mlp": "gelu",
     "embedding_skip": False,
+    "output_norm": False,
     "scale": "off",
     "denseformer": False,
     "dilation": 1,
@@ -113,6 +114,7 @@ class Memory:
     first_values: Tensor | None = None  # v_1 of the value residual
     value_rows: Tensor | None = None  # F[token] + Q[position] of the value tables, (B, T, d)
     log_weights: dict[tuple[int, int, int], Tensor] | None = None  # log a of the latest call, by (sequence, head, i)
+    waiting: Tensor | None = None  # A(z), until M(z) of the same turn is there too: the output norm takes their sum
 
 
 def visible_tokens(tokens: Tensor, separator: int | None) -> list[list[list[int]]]:
@@ -182,7 +184,29 @@ def mlp(z: Tensor, b: Block, rule: Rule) -> Tensor:
 
 def scaled(answer: Tensor, b: Block, turn: str, rule: Rule) -> Tensor:
     """s_l .* T(z), s_l of this turn, or of the one turn with both oracles; `ln_u` has that of a preconditioned rule."""
+    answer = output_normed(answer, b, turn, rule)
     return answer if rule["template"] in PRECONDITIONED else scale(b, turn, rule) * answer
+
+
+def output_normed(answer: Tensor, b: Block, turn: str, rule: Rule) -> Tensor:
+    """s .* norm(T(z)), s of this turn, norm of the model's kind and without a gain of its own.
+
+    One turn with both oracles: s .* norm(A(z) + M(z)). Every rule adds A(z) and M(z), asked in this order, with equal
+    factors: it is told 0 for A(z) and all of it for M(z).
+    """
+    if not rule["output_norm"]:
+        return answer
+    memory: Memory = rule["memory"]
+    key = f"output_gain_{turn}"
+    if rule["splitting"] == "parallel":
+        if turn == "attn":
+            assert memory.waiting is None
+            memory.waiting = answer
+            return torch.zeros_like(answer)
+        assert memory.waiting is not None
+        answer, memory.waiting, key = memory.waiting + answer, None, "output_gain"
+    s = free_coef(b, key)
+    return s * rms_norm(answer) if rule["norm"] == "rmsnorm" else layer_norm(answer, s)
 
 
 def scale(b: Block, turn: str, rule: Rule) -> Any:

@@ -110,7 +110,6 @@ LAYERS: dict[tuple[str, str], Callable[..., tuple[Tensor, ...]]] = {
     ("shampoo", "strang"): shampoo_strang,
     **{("hyper", splitting): connections.hyper_layer for splitting in ("parallel", "lie-trotter")},
     **{("mhc", splitting): connections.mhc_layer for splitting in ("parallel", "lie-trotter")},
-    **{("mhc-nesterov", splitting): connections.mhc_nesterov_layer for splitting in ("parallel", "lie-trotter")},
     **{(template, "lie-trotter"): hamiltonian.hamiltonian_layer for template in hamiltonian.TEMPLATES},
 }
 
@@ -191,17 +190,16 @@ def embed(tokens: Tensor, w: dict[str, Any], prefix: str, rule: Rule) -> Tensor:
 def start(tokens: Tensor, w: dict[str, Any], rule: Rule) -> tuple[Any, ...]:
     """State before the first layer: x embedded; v, m, y from their own tables, or zero; s = 1; R = I.
 
-    Connections: n copies of x, of which those after x start from `tables` of their own, or zero; a velocity does too.
+    Connections: n copies of x, of which those after x start from `tables` of their own, or zero.
     Hamiltonian templates: x, y, the velocity v = 0 of MLP substep C, the clock t = t_0, no history.
     """
     template = rule["template"]
     x = embed(tokens, w, "", rule)
     if template in connections.TEMPLATES:
         H = rivals.copies(x, rule["n"])
-        own = [f"h{i}" for i in range(1, rule["tables"] + 1)] + ["v"] * (template == "mhc-nesterov")
+        own = [f"h{i}" for i in range(1, rule["tables"] + 1)]
         found = [embed(tokens, w, f"aux_{k}_", rule) if f"aux_{k}_tok_emb" in w else torch.zeros_like(x) for k in own]
-        H[1 : 1 + rule["tables"]] = found[: rule["tables"]]
-        return (*H, *found[rule["tables"] :])
+        return (x, *found, *H[1 + len(found) :])
     if template in ("gd", "ortho"):
         return (x,)
     if template == "rmsprop":

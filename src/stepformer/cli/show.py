@@ -109,7 +109,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     rule = block.template
     row = catalogue.preset_of(config)
     coefficients = [
-        {"name": name + _several(c), "range": c.interval, "start": c.start, "kind": c.kind}
+        {"name": name + _several(c, config.d_model), "range": c.interval, "start": c.start, "kind": c.kind}
         for bank in block.banks()
         for name, c in bank.specs.items()
     ]
@@ -170,9 +170,11 @@ def _start(config: ModelConfig, start: str | float) -> str:
     return words.get(start, start)
 
 
-def _several(c: Coefficient) -> str:
+def _several(c: Coefficient, width: int) -> str:
     """How many of a coefficient there are, if not one."""
-    return "" if c.size == 1 else f" ({c.size} numbers)" if isinstance(c.start, tuple) else " (per head)"
+    if c.size == 1:
+        return ""
+    return f" ({c.size} numbers)" if isinstance(c.start, tuple) else " (a vector)" if c.size == width else " (per head)"
 
 
 def _number(start: float | tuple[float, ...]) -> str:

@@ -71,6 +71,8 @@ class ModelConfig(Selection):
     scale: Literal["off", "rezero", "layerscale", "scalar"] = setting(
         "off", "learned factors on the oracles' answers: a number from 0, a vector, or numbers on them and on x from 1"
     )
+    output_norm: bool = setting(False, "the rule has the oracles' answers behind a norm with a learned gain")
+    output_norm_gain: float = setting(1.0, "initial gain of that norm", above=0)
     denseformer: bool = setting(False, "after a layer x becomes a learned average of all earlier layers' outputs")
     dilation: int = setting(1, "of that average: every so many of the earlier outputs enter", least=1, most=LARGEST)
     period: int = setting(1, "of that average: it is taken after every so many layers", least=1, most=LARGEST)
@@ -185,6 +187,7 @@ NOT_THE_FUNCTION = {"activation_checkpointing", "attention_backend", "real_vocab
 """Keys that say how an architecture is computed or sampled, not what it computes."""
 OF_EXTRAS = {
     "embedding_skip_start": "embedding_skip",
+    "output_norm_gain": "output_norm",
     "dilation": "denseformer",
     "period": "denseformer",
     "unet_start": "unet",

@@ -31,8 +31,10 @@ def _roles_of(module: nn.Module) -> dict[str, Role]:
     declared = getattr(module, "parameter_roles", None)
     if declared is not None:
         return {name: Role(role) for name, role in declared.items()}
+    if isinstance(module, ArrayBank):
+        return dict.fromkeys(module.specs, Role.ARRAY)
     if isinstance(module, CoefficientBank):
-        return dict.fromkeys(module.specs, Role.ARRAY if isinstance(module, ArrayBank) else Role.COEFFICIENT)
+        return {k: Role.NORM if spec.kind == "gain" else Role.COEFFICIENT for k, spec in module.specs.items()}
     if isinstance(module, nn.Linear):
         return {"weight": Role.MATRIX, "bias": Role.NORM}
     if isinstance(module, nn.Embedding):

@@ -19,13 +19,14 @@ from torch import Tensor
 from stepformer.base.errors import InputError, suggestion
 from stepformer.ops.scalars import LearnedScalars
 
-Kind = Literal["memory", "lookahead", "step", "drift", "decay", "damping", "mix", "target"]
+Kind = Literal["memory", "lookahead", "step", "drift", "decay", "damping", "mix", "target", "gain"]
 """What a coefficient does; a splitting shares whole kinds inside a layer.
 
 memory: how much of an old stream survives (beta); lookahead: how far ahead the oracle looks (mu);
 step: the gain on the oracle's answer (gamma); drift: how far x follows the streams (nu, delta);
 decay: how much of x itself is forgotten (lambda); damping: friction of a momentum in time (c_log, c_lin);
-mix: how much of an older tensor enters (values, embedding, prior); target: what a constraint asks for (r).
+mix: how much of an older tensor enters (values, embedding, prior); target: what a constraint asks for (r);
+gain: that of a norm, which optimizers treat as they do those of other norms.
 """
 
 

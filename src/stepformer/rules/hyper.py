@@ -12,9 +12,8 @@ from stepformer.base.options import choice, flag, integer
 from stepformer.base.registry import Selection
 from stepformer.ops import connections
 from stepformer.rules.coefficients import Array, Coefficient, Values, free
-from stepformer.rules.first_order import VELOCITY, Nesterov
 from stepformer.rules.state import State
-from stepformer.rules.template import Start, Stream, Template, register_template, scaled
+from stepformer.rules.template import Start, Stream, Template, register_template
 
 MOST_PERMUTED = 4  # 5! would be 120 permutations
 
@@ -161,7 +160,6 @@ class ConstrainedConnections(Connections):
         "mixing": choice("sinkhorn", "permutations", help="R by 20 Sinkhorn steps, or a mean of all permutations"),
     }
     mixing: str
-    step = "h = pre H;  H' = R H + post^T g(h)"
 
     @classmethod
     def refusals(cls, config: Selection) -> list[str]:
@@ -176,7 +174,7 @@ class ConstrainedConnections(Connections):
     def describe(self) -> str:
         how = "20 Sinkhorn steps from exp(res)" if self.mixing == "sinkhorn" else "sum_k softmax(res)_k P_k"
         return (
-            f"{self.step};  pre, post/2 = sigmoid, R = {how} of a RMSNorm(vec H) F + b;  "
+            f"h = pre H;  H' = R H + post^T g(h);  pre, post/2 = sigmoid, R = {how} of a RMSNorm(vec H) F + b;  "
             f"H of {self.n} rows, their sum is read"
         )
 
@@ -206,33 +204,3 @@ class ConstrainedConnections(Connections):
     def mix(self, H: list[Tensor], c: Values) -> tuple[list[Tensor], Sequence[Sequence[Any]], Sequence[Any]]:
         H, R, post = connections.mix(H, c.F, self.numbers(c), self.eps, self.mixing)
         return H, [[line[j] for line in R] for j in range(self.n)], post  # H' = R H
-
-
-@register_template(
-    "mhc-nesterov",
-    equation="v' = LN_v(beta v + gamma g(pre H + mu v));  H' = R H + post^T v', as mhc",
-    cite=("xie2025mhc", "nesterov1983method"),
-)
-class MomentumConnections(ConstrainedConnections):
-    """Nesterov's velocity among the streams of mHC: the oracle is asked ahead of their mixture, and the velocity, not
-    the oracle's answer, is written to them. With one stream and pre = post = 1 it is Nesterov.
-    """
-
-    normalises = "v"
-    step = "v' = LN_v(beta v + gamma g(pre H + mu v));  H' = R H + post^T v'"
-
-    def __init__(self, n_head: int, head_dim: int, **options: Any) -> None:
-        super().__init__(n_head, head_dim, **options)
-        self.streams = {**self.streams, "v": VELOCITY}
-
-    def coefficients_of(self, turn: str) -> Mapping[str, Coefficient]:
-        return {} if turn == "out" else {**super().coefficients_of(turn), **Nesterov.coefficients}
-
-    def query(self, s: State, c: Values) -> Tensor:
-        return super().query(s, c) + c.mu * s.v
-
-    def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
-        return s.replace(v=c.beta * s.v + scaled(scale, c.gamma) * g)
-
-    def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
-        return self.write(s, c, s.v)

@@ -192,8 +192,8 @@ FIXED = {"template": "gd", "splitting": "lie-trotter", "attention": "softmax"}
 FREE = {"n_layer", "n_head", "d_model", "context", "vocab_size", "real_vocab", "mlp_hidden", "norm_eps", "bias", "head"}
 # Keys without any meaning for the plain GPT, or that only say how it is computed.
 IDLE = {
-    *("aux_init", "aux_norm_gain", "embedding_skip_start", "output_init", "activation_checkpointing"),
-    "attention_backend",
+    *("aux_init", "aux_norm_gain", "embedding_skip_start", "output_norm_gain", "output_init"),
+    *("activation_checkpointing", "attention_backend"),
 }
 
 
