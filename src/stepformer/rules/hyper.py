@@ -68,12 +68,9 @@ class Connections(Template):
         return s.replace(u=g)
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
-        return self.write(s.without("u"), c, s.u)
-
-    def write(self, s: State, c: Values, g: Tensor) -> State:
         H, mix, write = self.mix(self.rows(s), c)
-        new = [mixture([*(line[j] for line in mix), write[j]], [*H, g]) for j in range(self.n)]
-        return s.replace(x=new[0], **dict(zip(self.names, new[1:], strict=True)))
+        new = [mixture([*(line[j] for line in mix), write[j]], [*H, s.u]) for j in range(self.n)]
+        return s.without("u").replace(x=new[0], **dict(zip(self.names, new[1:], strict=True)))
 
     def read_out(self, s: State, c: Values) -> Tensor:
         x, *others = self.rows(s)
