@@ -13,6 +13,7 @@ import stepformer as sf
 from architectures import covering_presets
 from draws import fixed, seeded
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
+from stepformer.base.errors import StepformerWarning
 from stepformer.decoding.sampling import Generation, encode, sample, stream
 from stepformer.model.engines import rows as decoding_rows
 from stepformer.model.engines import steps as decoding
@@ -184,6 +185,16 @@ def test_context_end_stops_long_rows_and_lets_short_ones_finish() -> None:
     # six tokens of prompt leave room for two more; the logits after the eighth give one token beyond it
     assert result.tokens[0] == greedy_by_hand(model, prompts[0], 3)
     assert result.tokens[1] == greedy_by_hand(model, prompts[1], 6)
+
+
+def test_a_prompt_longer_than_the_context() -> None:
+    model, prompt = lively(), [*range(11), 3]
+    with pytest.raises(sf.InputError, match="12 tokens, but the model's context is 8: on_context_end = 'slide'"):
+        model.generate(prompt, max_new_tokens=2)
+    how: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "on_context_end": "slide"}
+    with pytest.warns(StepformerWarning, match="The prompt has 12 tokens, .* its last 8 are read."):
+        made = model.generate(prompt, **how)
+    assert made == model.generate(prompt[-8:], **how)
 
 
 def test_slide_re_encodes_the_later_half() -> None:

@@ -14,6 +14,7 @@ import stepformer as sf
 from helpers import TINY
 from stepformer.base.words import parse_override
 from stepformer.catalogue import SIZES
+from stepformer.cli import main
 from stepformer.rules import templates
 from stepformer.training import RunConfig
 from stepformer.training.runs import as_toml
@@ -346,6 +347,10 @@ def test_overrides_are_read_as_toml_or_as_words() -> None:
     assert parse_override("k=2") == ("k", 2)
     assert parse_override("bias=true") == ("bias", True)
     assert parse_override("gain=5e-2") == ("gain", 0.05)
+    assert parse_override("gain=.05") == ("gain", 0.05)
+    assert parse_override("gain=-.5") == ("gain", -0.5)
+    assert parse_override("corpus=.5-folder") == ("corpus", ".5-folder")
+    assert parse_override("bias=True") == ("bias", True)
     assert parse_override("template=nesterov") == ("template", "nesterov")
     assert parse_override('template="nesterov"') == ("template", "nesterov")
     for word in ("k", "=2"):
@@ -415,3 +420,21 @@ def test_a_stored_run_keeps_nothing_of_other_optimizers() -> None:
     assert RunConfig.from_dict(trust.to_dict()) == trust
     assert "probe = 64" in as_toml(trust)
     assert "own_init" not in as_toml(trust)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "reason"),
+    [
+        ("vanilla", "aux_norm_gain=0.1", "template 'gd' has no normalised stream"),
+        ("vanilla", "model.aux_init=zero", "no stream of template 'gd' starts from a table"),
+        ("vanilla", "output_norm_gain=0.1", "output_norm is off"),
+        ("nesterov", "aux_norm_gain=0.1", ""),
+        ("nesterov", "aux_init=zero", ""),
+    ],
+)
+def test_a_setting_that_changes_nothing_is_told(
+    name: str, setting: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", name, setting, "--size", "tiny"]) == 0
+    said = capsys.readouterr().err
+    assert said == (f"note: {setting.replace('=', ' = ')} changes nothing: {reason}.\n" if reason else "")

@@ -62,12 +62,15 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_override(word: str) -> tuple[str, Any]:
-    """`key=value` with the value read as TOML; a bare word is a string (`template=nesterov`)."""
+    """`key=value` with the value read as TOML; a bare word is a string (`template=nesterov`), but .5 and True are known."""
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise InputError(f"'{word}' is not of the form key=value.")
+    if text in ("True", "False"):
+        return key, text == "True"
+    number = re.sub(r"^([-+]?)\.(?=\d)", r"\g<1>0.", text)  # TOML has no .5
     try:
-        return key, tomllib.loads(f"value = {text}")["value"]
+        return key, tomllib.loads(f"value = {number}")["value"]
     except (ValueError, RecursionError):
         return key, text
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.base.settings import type_hints
 from stepformer.cli.main import first_rank, texts
+from stepformer.model.config import ModelConfig
 from stepformer.training import Stopped
 
 Addition = Callable[[Any], object]
@@ -139,6 +140,14 @@ def drawn(draw: Callable[[Any, Path], None], what: Any, path: Path) -> list[Path
         print(f"note: no plot: {error}", file=sys.stderr)
         return []
     return [path]
+
+
+def tell_idle(model: ModelConfig, overrides: Iterable[str]) -> None:
+    """A sentence for each of these settings that changes nothing in this model."""
+    for word in overrides if first_rank() else ():
+        key, _, value = word.partition("=")
+        if reason := model.idle.get(key.removeprefix("model.")):
+            print(f"note: {key} = {value} changes nothing: {reason}.", file=sys.stderr)
 
 
 def tell_failed(failed: dict[str, str]) -> bool:

@@ -17,7 +17,7 @@ from stepformer import catalogue
 from stepformer.base.errors import InputError
 from stepformer.base.words import merge
 from stepformer.catalogue.references import BIBTEX
-from stepformer.cli.options import JSON, command, group, option, pairs
+from stepformer.cli.options import JSON, command, group, option, pairs, tell_idle
 from stepformer.extras import chosen
 from stepformer.model import Model, engines
 from stepformer.model.config import ModelConfig, declared_options
@@ -185,6 +185,7 @@ def run_show(args: argparse.Namespace) -> int:
     if others := [word for word in args.overrides if catalogue.is_preset(word)]:
         raise InputError(f"`show` shows one architecture, and '{others[0]}' is another: ask for each on its own.")
     config = resolve(args.name, args.overrides, args.size)
+    tell_idle(config, args.overrides)
     facts = describe(config)
     if args.name.endswith(".toml"):
         facts |= _trained_by(config, args.name, _sized(args.overrides, args.size))

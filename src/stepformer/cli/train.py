@@ -19,7 +19,7 @@ from stepformer.base.words import parse_overrides
 from stepformer.catalogue import presets
 from stepformer.catalogue.recipes import Recipe, load_recipe, recipe_names
 from stepformer.cli.main import first_rank
-from stepformer.cli.options import MAX_TIME, NO_DISPLAY, SETTINGS, command, fields_help, option, pairs
+from stepformer.cli.options import MAX_TIME, NO_DISPLAY, SETTINGS, command, fields_help, option, pairs, tell_idle
 from stepformer.cli.show import console
 from stepformer.data.batches import Batches
 from stepformer.model import Model
@@ -41,6 +41,7 @@ def run_train(args: argparse.Namespace) -> int:
         several = command_line("compare", args.name, *more)
         raise InputError(f"`stepformer train` trains one architecture; `{several}` trains several side by side.")
     config = run_config(args.name, [*args.overrides, *args.more])
+    tell_idle(config.model, [*args.overrides, *args.more])
     if args.dry_run:
         return dry_run(config)
     limit = None if args.max_time is None else seconds(args.max_time)

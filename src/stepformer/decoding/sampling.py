@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.errors import InputError, StepformerError, StepformerWarning
 from stepformer.decoding.cache import Cache
 from stepformer.ops import kernels
 from stepformer.ops.tables import check_ids
@@ -95,12 +96,13 @@ def stream(
     temperature 0 is greedy; `top_k` keeps the k most likely tokens, `top_p` the smallest set of that probability.
     Ids that only pad the vocabulary are never sampled. `stop` is a token, or several, that end a row. When the
     context is full, "stop" ends the row with finish reason "context", and "slide" goes on with the later half of the
-    context re-encoded. Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
+    context re-encoded; of a prompt that is longer than the context it reads the end. Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
     `look` is shown the logits (B, V) of every step before its tokens are drawn. On CUDA a recorded step decodes
     (model/engines/steps.py) where it can; the tokens are the same, `result` says which way they took.
     """
     rows, stops, sampling = as_rows(prompts), as_stops(stop), Sampling(temperature, top_k, top_p)
     check_settings(model, rows, max_new_tokens, on_context_end, sampling)
+    rows = [row[-model.config.context :] for row in rows]
     if seed is not None and not -(2**63) <= seed < 2**63:
         raise InputError(f"seed = {seed} should fit in 64 bits.")
     result = Generation([], []) if result is None else result
@@ -257,8 +259,6 @@ def check_settings(
     temperature, top_k, top_p = sampling
     context = model.config.context
     check_ids(torch.tensor([t for row in rows for t in row]), model.config.vocab_size)
-    if max(map(len, rows)) > context:
-        raise InputError(f"A prompt has {max(map(len, rows))} tokens, but the model's context is {context}.")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens = {max_new_tokens} should be an integer, at least 1.")
     if not 0 <= temperature < math.inf:
@@ -269,3 +269,8 @@ def check_settings(
         raise InputError(f"top_p = {top_p} should lie in (0, 1].")
     if on_context_end not in ("stop", "slide"):
         raise InputError(f"on_context_end = '{on_context_end}' should be 'stop' or 'slide'.")
+    if (longest := max(map(len, rows))) > context:
+        said = f"{'The' if len(rows) == 1 else 'A'} prompt has {longest:,} tokens, but the model's context is {context:,}"
+        if on_context_end == "stop":
+            raise InputError(f"{said}: on_context_end = 'slide' reads its end.")
+        warnings.warn(f"{said}: its last {context:,} are read.", StepformerWarning, stacklevel=3)

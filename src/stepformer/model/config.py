@@ -168,16 +168,21 @@ class ModelConfig(Selection):
         the library later leaves old hashes alone. What does not change the function does not enter: how it is
         computed, which ids are sampled, and settings of streams and norms that the template does not have.
         """
-        left_out = set(NOT_THE_FUNCTION)
-        left_out |= {key for key, extra in OF_EXTRAS.items() if not getattr(self, extra)}
-        template = templates[self.template].component(self.n_head, self.head_dim, **self.options_of("template"))
-        if not any(stream.start == "embed" for stream in template.streams.values()):
-            left_out.add("aux_init")
-        if template.normalises is None and not template.integrates:
-            left_out.add("aux_norm_gain")
+        left_out = NOT_THE_FUNCTION | self.idle.keys()
         values = {k: v for k, v in self.to_dict().items() if k not in left_out}
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def idle(self) -> dict[str, str]:
+        """Settings that change nothing in this architecture, each with the reason."""
+        found = {key: f"{extra} is off" for key, extra in OF_EXTRAS.items() if not getattr(self, extra)}
+        template = templates[self.template].component(self.n_head, self.head_dim, **self.options_of("template"))
+        if not any(stream.start == "embed" for stream in template.streams.values()):
+            found["aux_init"] = f"no stream of template '{self.template}' starts from a table"
+        if template.normalises is None and not template.integrates:
+            found["aux_norm_gain"] = f"template '{self.template}' has no normalised stream"
+        return found
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.to_dict(), sort_keys=True))

@@ -25,6 +25,7 @@ import torch
 from stepformer.base import files
 from stepformer.base.errors import ConfigError, InputError, StepformerError
 from stepformer.base.plugins import is_ours, package_digest
+from stepformer.base.progress import counting, say
 from stepformer.base.version import __version__
 from stepformer.base.words import parse_override, refuse_parted
 from stepformer.study.comparison import Facts, grid_points
@@ -158,9 +159,13 @@ def carry_out(
     try:
         with watch or Watch() as watch:
             if several:
-                failed = _in_processes(missing, jobs, plugins, watch, after)
+                with counting(called, len(runs), quiet=quiet) as count:
+                    count(len(runs) - len(missing))
+                    failed = _in_processes(missing, jobs, plugins, watch, after, count)
             else:
-                failed = _here(missing, quiet, plugins, watch, after)
+                alone = quiet or len(runs) == 1 or int(os.environ.get("RANK", "0")) > 0
+                places = {run.name: f"{number} of {len(runs)} {called}" for number, run in enumerate(runs, 1)}
+                failed = _here(missing, quiet, plugins, watch, after, {} if alone else places)
     except Stopped as stopped:
         stopped.add_note(f"{sum(run.finished for run in runs)} of {len(runs)} {called} are finished, the rest is saved")
         raise
@@ -168,13 +173,19 @@ def carry_out(
 
 
 def _here(
-    runs: Sequence[Planned], quiet: bool, plugins: Sequence[str], watch: Watch, after: Callable[[Planned], object]
+    runs: Sequence[Planned],
+    quiet: bool,
+    plugins: Sequence[str],
+    watch: Watch,
+    after: Callable[[Planned], object],
+    places: Mapping[str, str],
 ) -> dict[str, str]:
-    """One after the other; returns why those that failed did."""
+    """One after the other, with its place among all before each; returns why those that failed did."""
     failed = {}
     for run in runs:
         if watch.asked():  # perhaps while the one before was finishing
             raise Stopped(watch.asked(), None, run.folder.path.parent)
+        say(f"{run.name}: {places.get(run.name, '')}", quiet=not places)
         try:
             if run.folder.exists:
                 resume(run.folder.path, quiet=quiet, watch=watch)
@@ -187,9 +198,14 @@ def _here(
 
 
 def _in_processes(
-    runs: Sequence[Planned], jobs: int, plugins: Sequence[str], watch: Watch, after: Callable[[Planned], object]
+    runs: Sequence[Planned],
+    jobs: int,
+    plugins: Sequence[str],
+    watch: Watch,
+    after: Callable[[Planned], object],
+    count: Callable[[int], None],
 ) -> dict[str, str]:
-    """The same with a process for each run, at most `jobs` at a time, GPUs taken in turn."""
+    """The same with a process for each run, at most `jobs` at a time, GPUs taken in turn; `count` is told of each."""
     failed = {}
     waiting, running = list(runs), dict[int, tuple[Planned, subprocess.Popen[bytes]]]()
     while waiting or running:
@@ -199,6 +215,7 @@ def _in_processes(
                 running[slot] = (run, _start(run, slot, jobs, plugins))
         for slot, (run, process) in [(slot, pair) for slot, pair in running.items() if pair[1].poll() is not None]:
             del running[slot]
+            count(1)
             if process.returncode not in (0, 128 + (watch.asked() or signal.SIGTERM)):
                 text = run.beside("log").read_text(errors="replace")
                 last = (text.strip().splitlines() or ["it said nothing"])[-1]

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepformer.base.errors import InputError
 from stepformer.decoding.sampling import Generation, stream
 from stepformer.training.run import LoadedRun
 
 
 def prompt_ids(run: LoadedRun, prompt: str) -> list[int]:
     """A new document that begins with the prompt."""
-    ids = [run.tokenizer.eot, *(int(i) for i in run.tokenizer.encode(prompt))]
-    room = run.config.model.context
-    if len(ids) > room:
-        raise InputError(f"The prompt has {len(ids)} tokens, but the model's context is {room}.")
-    return ids
+    return [run.tokenizer.eot, *(int(i) for i in run.tokenizer.encode(prompt))]
 
 
 def readable(run: LoadedRun, tokens: list[int]) -> str:

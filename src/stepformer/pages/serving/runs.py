@@ -123,7 +123,10 @@ class ServedRun:
         run = self.ready()
         made, seen = Generation([], []), list[Tensor]()
         settings |= {"stop": run.tokenizer.eot, "on_context_end": "slide", "result": made, "look": seen.append}
-        for (token,) in stream(run.model, [prompt_ids(run, prompt)], **settings):
+        ids, room = prompt_ids(run, prompt), run.config.model.context
+        if len(ids) > room:  # the page shows every token with what came before it
+            raise InputError(f"The prompt has {len(ids)} tokens, but the model's context is {room}.")
+        for (token,) in stream(run.model, [ids], **settings):
             drawn = torch.tensor([token], device=run.device)
             (found,) = predictions(seen.pop(), drawn, run.config.model.real_vocab)
             side = prediction_view(run.tokenizer, found)
