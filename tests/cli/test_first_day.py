@@ -226,6 +226,13 @@ def test_an_attention_and_an_extra_that_return_nothing(tmp_path: Path) -> None:
         assert sentence in done.stdout
 
 
+def test_show_tells_of_a_rule_that_cannot_run(tmp_path: Path) -> None:
+    (tmp_path / "qhm.py").write_text(QHM.replace("s.x + c.nu", "s.x.mean(1) + c.nu"))
+    refused = forked.stepformer("show", "qhm", "--plugin", "qhm.py", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("stepformer: RuntimeError in qhm.py, line ")
+
+
 def test_a_rule_without_finite_values(trained: Path, tmp_path: Path) -> None:
     """The audit says so, and training does not advise another rate before it has taken a step."""
     (tmp_path / "qhm.py").write_text("import torch\n" + QHM.replace("s.x + c.nu", "torch.sqrt(s.x) + c.nu"))

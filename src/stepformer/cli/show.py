@@ -15,10 +15,12 @@ from rich.markup import escape
 
 from stepformer import catalogue
 from stepformer.base.errors import InputError
+from stepformer.base.plugins import is_ours
 from stepformer.base.words import merge
 from stepformer.catalogue.references import BIBTEX
 from stepformer.cli.options import JSON, command, group, option, pairs, tell_idle
 from stepformer.extras import chosen
+from stepformer.measure.diagnostics.audit import small_copy
 from stepformer.model import Model, engines
 from stepformer.model.config import ModelConfig, declared_options
 from stepformer.oracles import attentions, mlps
@@ -104,6 +106,8 @@ def _calls(config: ModelConfig) -> dict[str, int]:
 
 def describe(config: ModelConfig) -> dict[str, Any]:
     """Everything `show` prints, as plain data."""
+    if not all(map(is_ours, config.components().values())):  # one that cannot run is told
+        Model(small_copy(config))(torch.zeros(2, 3, dtype=torch.long))
     model = Model(config, device="meta")
     block = model.blocks[0]
     rule = block.template
