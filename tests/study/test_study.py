@@ -336,7 +336,7 @@ def test_train_eval_generate(corpus: Path, tmp_path: Path, capsys: pytest.Captur
     assert texts[0] == texts[1]
     assert texts[0].startswith("Once upon")
     assert len(texts[0]) > len("Once upon\n")
-    assert main(["generate", run, "x" * 17]) == 2
+    assert main(["generate", run, "x" * 17, "--beams", "2"]) == 2
     assert "The prompt has 18 tokens, but the model's context is 16" in capsys.readouterr().err
 
 

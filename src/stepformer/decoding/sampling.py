@@ -270,7 +270,9 @@ def check_settings(
     if on_context_end not in ("stop", "slide"):
         raise InputError(f"on_context_end = '{on_context_end}' should be 'stop' or 'slide'.")
     if (longest := max(map(len, rows))) > context:
-        said = f"{'The' if len(rows) == 1 else 'A'} prompt has {longest:,} tokens, but the model's context is {context:,}"
+        said = (
+            f"{'The' if len(rows) == 1 else 'A'} prompt has {longest:,} tokens, but the model's context is {context:,}"
+        )
         if on_context_end == "stop":
-            raise InputError(f"{said}: on_context_end = 'slide' reads its end.")
+            raise InputError(f"{said}.")
         warnings.warn(f"{said}: its last {context:,} are read.", StepformerWarning, stacklevel=3)

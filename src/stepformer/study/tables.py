@@ -19,6 +19,7 @@ def summary_table(comparison: Compared) -> Table:
     """For the terminal, Markdown and notebooks: every row, then what was measured and what has to be known."""
     budgets = len({row.records[0].tokens for row in comparison.rows}) > 1
     texts = len({_text(row) for row in comparison.rows}) > 1
+    own = next((row.matched[0] for row in comparison.rows if row.matched and row.matched[2] != row.difference), "")
     interval = Column(f"difference [{percent(comparison.confidence)} CI]", numeric=True)
     fields = [
         (Column("architecture"), lambda row: text(row.label, style=HUES.get(row.verdict * (not row.provisional), ""))),
@@ -27,6 +28,7 @@ def summary_table(comparison: Compared) -> Table:
         (Column("evaluated on", numeric=True), lambda row: text(_text(row))),
         (Column("final loss ± se", numeric=True), lambda row: text(with_error(row.loss))),
         (interval, lambda row: text(with_interval(row.difference))),
+        (Column(f"at equal {own}", numeric=True), lambda row: text(with_interval(row.matched and row.matched[2]))),
         (Column("parameters", numeric=True), lambda row: text(f"{row.parameters:,}")),
         (Column("verdict"), lambda row: text(row.verdict + MARK * row.provisional)),
         (Column("best loss", numeric=True, spare=1), lambda row: text(f"{row.best.mean:.4f}")),
@@ -38,19 +40,26 @@ def summary_table(comparison: Compared) -> Table:
     marked = {note for row in comparison.rows if row.provisional for note in row.notes[:1]}
     notes = [f"{MARK.strip()} {note}" if note in marked else note for note in comparison.notes]
     table = tabulated(comparison.rows, fields, "Comparison with the baseline", [*_facts(comparison), *notes])
-    return table.without(place for place, there in ((2, budgets), (3, texts)) if not there)
+    return table.without(place for place, there in ((2, budgets), (3, texts), (6, own)) if not there)
 
 
 def held_out_tables(comparison: Compared) -> list[Table]:
     """For each text that nothing was chosen by the losses of all rows."""
-    titles = ("n", "loss ± se", f"difference [{percent(comparison.confidence)} CI]")
-    columns = [Column("architecture"), *(Column(title, numeric=True) for title in titles), Column("verdict")]
     found = []
     for held in comparison.held_out:
         rows = []
+        own = next((what for label, (what, _, to) in held.matched.items() if to != held.differences.get(label)), "")
+        titles = [
+            "n",
+            "loss ± se",
+            f"difference [{percent(comparison.confidence)} CI]",
+            *[f"at equal {own}"] * bool(own),
+        ]
+        columns = [Column("architecture"), *(Column(title, numeric=True) for title in titles), Column("verdict")]
         for row in comparison.rows:
-            losses, difference = held.losses[row.label], held.differences.get(row.label)
-            numbers = (len(losses), _mean(losses), with_interval(difference))
+            losses, difference, matched = (of.get(row.label) for of in (held.losses, held.differences, held.matched))
+            numbers = [len(losses or {}), _mean(losses or {}), with_interval(difference)]
+            numbers += [with_interval(matched and matched[2])] * bool(own)
             rows.append([text(value) for value in (row.label, *numbers, _judged(row, held))])
         on = f"Held-out text {held.name}: {held.tokens:,} tokens, hash {held.hash}; final weights, evaluated once."
         found.append(Table(columns, rows, on, list(held.notes)))
