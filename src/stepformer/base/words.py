@@ -62,7 +62,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_override(word: str) -> tuple[str, Any]:
-    """`key=value` with the value read as TOML; a bare word is a string (`template=nesterov`), but .5 and True are known."""
+    """`key=value`, the value as TOML, .5 or True; a bare word is a string (`template=nesterov`)."""
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise InputError(f"'{word}' is not of the form key=value.")

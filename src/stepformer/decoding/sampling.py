@@ -96,7 +96,8 @@ def stream(
     temperature 0 is greedy; `top_k` keeps the k most likely tokens, `top_p` the smallest set of that probability.
     Ids that only pad the vocabulary are never sampled. `stop` is a token, or several, that end a row. When the
     context is full, "stop" ends the row with finish reason "context", and "slide" goes on with the later half of the
-    context re-encoded; of a prompt that is longer than the context it reads the end. Pass a `Generation` as `result` to have it filled with the tokens and the finish reasons.
+    context re-encoded; of a prompt that is longer than the context it reads the end. Pass a `Generation` as `result`
+    to have it filled with the tokens and the finish reasons.
     `look` is shown the logits (B, V) of every step before its tokens are drawn. On CUDA a recorded step decodes
     (model/engines/steps.py) where it can; the tokens are the same, `result` says which way they took.
     """
