@@ -189,7 +189,7 @@ def test_context_end_stops_long_rows_and_lets_short_ones_finish() -> None:
 
 def test_a_prompt_longer_than_the_context() -> None:
     model, prompt = lively(), [*range(11), 3]
-    with pytest.raises(sf.InputError, match="12 tokens, but the model's context is 8."):
+    with pytest.raises(sf.InputError, match=r"12 tokens, but the model's context is 8\."):
         model.generate(prompt, max_new_tokens=2)
     how: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0, "on_context_end": "slide"}
     with pytest.warns(StepformerWarning, match="The prompt has 12 tokens, .* its last 8 are read."):

@@ -49,18 +49,14 @@ def held_out_tables(comparison: Compared) -> list[Table]:
     for held in comparison.held_out:
         rows = []
         own = next((what for label, (what, _, to) in held.matched.items() if to != held.differences.get(label)), "")
-        titles = [
-            "n",
-            "loss ± se",
-            f"difference [{percent(comparison.confidence)} CI]",
-            *[f"at equal {own}"] * bool(own),
-        ]
+        titles = ["n", "loss ± se", f"difference [{percent(comparison.confidence)} CI]"]
+        titles += [f"at equal {own}"] * bool(own)
         columns = [Column("architecture"), *(Column(title, numeric=True) for title in titles), Column("verdict")]
         for row in comparison.rows:
-            losses, difference, matched = (of.get(row.label) for of in (held.losses, held.differences, held.matched))
-            numbers = [len(losses or {}), _mean(losses or {}), with_interval(difference)]
-            numbers += [with_interval(matched and matched[2])] * bool(own)
-            rows.append([text(value) for value in (row.label, *numbers, _judged(row, held))])
+            losses, matched = held.losses[row.label], held.matched.get(row.label)
+            cells = [row.label, len(losses), _mean(losses), with_interval(held.differences.get(row.label))]
+            cells += [with_interval(matched and matched[2])] * bool(own)
+            rows.append([text(value) for value in (*cells, _judged(row, held))])
         on = f"Held-out text {held.name}: {held.tokens:,} tokens, hash {held.hash}; final weights, evaluated once."
         found.append(Table(columns, rows, on, list(held.notes)))
     return found
