@@ -44,7 +44,7 @@ def save_figure(figure: Any, paths: Paths, below: str = "") -> None:
     for path, kind in zip(several, kinds, strict=True):
         with writing(path) as file:
             figure.savefig(file, format=kind, dpi=150, metadata=UNDATED.get(kind))
-        figure.set_layout_engine("none")  # everything has its place now
+        figure.set_layout_engine(None)  # everything has its place now: another file is drawn once
 
 
 def looks(index: int) -> dict[str, Any]:
