@@ -179,6 +179,8 @@ def test_a_fault_of_a_plugin_is_a_sentence_in_train_as_in_audit(typo: str, train
     assert refused.returncode == 2
     assert re.search(sentence, refused.stderr)
     assert "Traceback" not in refused.stderr
+    if typo != "betta":  # one is enough for what follows
+        return
     (tmp_path / "qhm.py").write_text(QHM)
     done = forked.stepformer(*words, cwd=tmp_path)  # in the same folder: there was no run yet
     assert done.returncode == 0

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -88,10 +89,10 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert "clipped" in said
 
 
-def test_nothing_of_an_earlier_report_stays(study: Path, tmp_path: Path) -> None:
+def test_nothing_of_an_earlier_report_stays(made: Path, study: Path, tmp_path: Path) -> None:
     """A table that lies beside a report is of its runs: here the second one has nothing to compare."""
     out, run = tmp_path / "out", copied(study, tmp_path / "runs")
-    assert main(["report", str(study), "--out", str(out), "--no-samples", "--quiet"]) == 0
+    shutil.copytree(made, out)
     assert (out / "comparison.tex").is_file()
     (out / "notes.csv").write_text("mine")
     (run / "result.json").unlink()

@@ -19,9 +19,8 @@ import torch.multiprocessing as mp
 
 _processes = multiprocessing.get_context("forkserver")
 # torch's first optimizer imports dynamo, which takes as long as torch itself
-_processes.set_forkserver_preload(
-    ["stepformer.cli.main", "stepformer.training", "torch._dynamo", "torch.distributed.fsdp"]
-)
+_commands = [f"stepformer.cli.{name}" for name in ("main", "audit", "compare", "evaluate", "report", "runs", "train")]
+_processes.set_forkserver_preload([*_commands, "rich.progress", "torch._dynamo", "torch.distributed.fsdp"])
 
 
 class Running:
