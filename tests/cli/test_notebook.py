@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import forked
 from stepformer.base.plugins import import_file
 
@@ -26,11 +28,18 @@ def shown(cell: dict[str, Any]) -> list[Any]:
     ]
 
 
-def test_the_cells_run_and_show_what_is_stored(tmp_path: Path) -> None:
+LONG, SHORT = '"steps": 80, "batch": 8, "eval_every": 20', '"steps": 12, "batch": 8, "eval_every": 4'
+
+
+@pytest.mark.parametrize("steps", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "whole"])
+def test_the_cells_run_and_show_what_is_stored(steps: str, tmp_path: Path) -> None:
     stored = json.loads(NOTEBOOK.read_text())
+    text = NOTEBOOK.read_text().replace(json.dumps(LONG)[1:-1], json.dumps(steps)[1:-1])
+    assert (text == NOTEBOOK.read_text()) == (steps == LONG)
+    (tmp_path / "tour.ipynb").write_text(text)
     code = "import json; from pathlib import Path; from stepformer.base.plugins import import_file"
     code += f"; runner = import_file(Path({str(ROOT / 'docs/run_notebook.py')!r}))"
-    code += f"; made = runner.run(json.loads(Path({str(NOTEBOOK)!r}).read_text()))"
+    code += f"; made = runner.run(json.loads(Path('tour.ipynb').read_text()))"
     done = forked.python(f"{code}; Path('made.json').write_text(json.dumps(made))", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "made.json").read_text())
