@@ -143,8 +143,7 @@ FAMILIES = [
     ("symp-conformal-euler", {"metric": "derived"}, 5),
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]
-QUICK = [("yurii", 1), ("adam", 2), ("vanilla", 6), ("entropy", 2), ("kl-previous", 2), ("linear", 2), ("symp-ab2", 2)]
-QUICK += [("tables", 2), ("denseformer", 2), ("hyper", 2), ("mhc", 1)]
+QUICK = [("yurii", 1), ("vanilla", 6), ("kl-previous", 2), ("linear", 2), ("symp-ab2", 2), ("hyper", 2), ("mhc", 1)]
 
 
 @NO_GPU

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import stepformer as sf
-from architectures import EXTRAS, ROWS, accepted, combinations, title
+from architectures import EXTRAS, ROWS, accepted, alternating, combinations, title
 from helpers import ACCEPTED, pair_id, shake, tiny, tokens
 from transcriptions.adapter import transcribe, transcribe_hybrid
 
@@ -85,7 +85,7 @@ def check(settings: dict[str, Any], scale: float = 0.3) -> None:
     assert_same(model, tokens(2, 7), tokens(2, 7, seed=1))
 
 
-@pytest.mark.parametrize("settings", ROWS, ids=title)
+@pytest.mark.parametrize("settings", alternating(ROWS))
 def test_row_equals_transcription(settings: dict[str, Any]) -> None:
     """Hamiltonian, linear and constrained attention with their options, step sizes of gradient descent."""
     check(settings)
@@ -106,7 +106,7 @@ WITH_EXTRAS = [
 ]
 
 
-@pytest.mark.parametrize("settings", WITH_EXTRAS, ids=title)
+@pytest.mark.parametrize("settings", alternating(WITH_EXTRAS))
 def test_extra_equals_transcription(settings: dict[str, Any]) -> None:
     check(settings)
 

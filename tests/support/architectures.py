@@ -7,7 +7,7 @@ the whole product.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -141,6 +141,12 @@ def covering_presets(without: Collection[str] = ()) -> list[Any]:
 def title(settings: Settings) -> str:
     words = [f"{k}={v}" if isinstance(v, bool | int | float) else str(v) for k, v in settings.items()]
     return "-".join(words) or "softmax"
+
+
+def alternating(cases: Iterable[Settings]) -> list[Any]:
+    """Cases as parameters of a test, every second one of them in the fast set."""
+    marks: list[Any] = [[], [pytest.mark.slow]]
+    return [pytest.param(case, id=title(case), marks=marks[number % 2]) for number, case in enumerate(cases)]
 
 
 def accepted(settings: Settings) -> bool:
