@@ -157,7 +157,8 @@ vanilla. For `hyper` this holds up to norm_eps, since its last x is four times v
 The rules of the second table do not mix tokens: what they carry exists only while one token passes through the
 layers, so decoding stores keys and values and nothing else.
 
-`hyper`, `mhc` and `attnres` replace the template and can be used with the splittings `lie-trotter` and `parallel`. `scaled`, `denseformer` and `unet` act around a layer and can be used with templates that carry x.
+`hyper`, `mhc` and `attnres` replace the template and can be used with the splittings `lie-trotter` and `parallel`.
+`scaled`, `denseformer` and `unet` act around a layer and can be used with templates that carry x.
 
 Speeds were measured before training. At that point the factor s of ReZero is 0, so every gradient of an oracle is zero.
 A GPU that multiplies zeros takes less power and runs faster, so the speed given for ReZero is too high for training.

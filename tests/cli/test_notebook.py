@@ -39,7 +39,7 @@ def test_the_cells_run_and_show_what_is_stored(steps: str, tmp_path: Path) -> No
     (tmp_path / "tour.ipynb").write_text(text)
     code = "import json; from pathlib import Path; from stepformer.base.plugins import import_file"
     code += f"; runner = import_file(Path({str(ROOT / 'docs/run_notebook.py')!r}))"
-    code += f"; made = runner.run(json.loads(Path('tour.ipynb').read_text()))"
+    code += "; made = runner.run(json.loads(Path('tour.ipynb').read_text()))"
     done = forked.python(f"{code}; Path('made.json').write_text(json.dumps(made))", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "made.json").read_text())
