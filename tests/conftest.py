@@ -77,6 +77,15 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 @pytest.fixture
+def few_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty chart in the place of a report's dozens, for tests that do not look at them: they take seconds."""
+    from stepformer.pages.reports import paper
+    from stepformer.present.style import new_figure, save_figure
+
+    monkeypatch.setattr(paper, "plot_charts", lambda charts, labels, paths: save_figure(new_figure((1, 1)), paths))
+
+
+@pytest.fixture
 def poisoned() -> Iterator[None]:
     """What torch.empty gives is NaN, so whatever is read before it is written shows."""
     before = torch.are_deterministic_algorithms_enabled()

@@ -401,6 +401,7 @@ def test_a_saved_checkpoint_that_is_gone_is_missed(house: Path, capsys: pytest.C
     assert "start again after step 4" in said(capsys, ["resume", str(finished), "--quiet"])
 
 
+@pytest.mark.usefixtures("few_charts")
 @pytest.mark.parametrize("kind", ["lost", "changed", "doubled", "cut"])
 def test_gaps_are_noticed(harness: Harness, house: Path, kind: str) -> None:
     path = house / "study/moving-s1/metrics.jsonl"
@@ -475,6 +476,7 @@ def test_a_finished_run_tells_its_own_result(house: Path, capsys: pytest.Capture
     assert "is of another run, " in said(capsys, ["resume", str(mine), "--quiet"])
 
 
+@pytest.mark.usefixtures("few_charts")
 def test_measurements_are_of_their_run(house: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     mine, other, text = house / "study/moving-s1", house / "study/plain-s1", tmp_path / "text.txt"
     text.write_text("Once upon a time there was a fox. " * 40)

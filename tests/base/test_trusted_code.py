@@ -105,6 +105,7 @@ def test_no_command_runs_the_code_of_a_run(stranger: Path, corpus: Path, capsys:
             assert len([line for line in errors.splitlines() if line.startswith("stepformer:")]) == 1, name
 
 
+@pytest.mark.usefixtures("few_charts")
 def test_results_are_read_without_the_code(stranger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(stranger / "run", tmp_path / "other")
     assert main(["compare", "--runs", str(stranger / "run"), "--out", str(tmp_path / "table")]) == 0

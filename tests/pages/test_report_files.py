@@ -89,6 +89,7 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert "clipped" in said
 
 
+@pytest.mark.usefixtures("few_charts")
 def test_nothing_of_an_earlier_report_stays(made: Path, study: Path, tmp_path: Path) -> None:
     """A table that lies beside a report is of its runs: here the second one has nothing to compare."""
     out, run = tmp_path / "out", copied(study, tmp_path / "runs")

@@ -211,6 +211,7 @@ def test_an_empty_study_is_refused(tmp_path: Path) -> None:
         gather([tmp_path])
 
 
+@pytest.mark.usefixtures("few_charts")
 def test_runs_that_cannot_be_paired_have_losses_and_no_differences(study: Path, tmp_path: Path) -> None:
     other = copied(study, tmp_path)
     changed(other / "result.json", pairing="other batches")

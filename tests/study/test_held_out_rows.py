@@ -86,6 +86,7 @@ def test_no_run_is_evaluated_twice(
     assert "Held-out text letters" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("few_charts")
 def test_a_report_has_what_was_found(done: Path, tmp_path: Path) -> None:
     assert main(["report", str(done), "--out", str(tmp_path / "r"), "--no-samples", "--quiet"]) == 0
     _, part = (done / "comparison.md").read_text().split("Held-out text letters:")

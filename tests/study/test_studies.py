@@ -164,6 +164,7 @@ def test_what_cannot_be_matched_is_refused() -> None:
         matched(variants, "vanilla", "luck")
 
 
+@pytest.mark.usefixtures("few_charts")
 @pytest.mark.slow
 def test_the_verdict_names_the_match(settings: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {**settings, "d_model": 64}
@@ -378,6 +379,7 @@ def test_a_point_that_diverges_is_out_and_one_that_fails_stops(
         with_tuning(variants, search_of(["lr=0.001,0.002"], "1k"), "1k", tmp_path / "b", Facts(), quiet=True)
 
 
+@pytest.mark.usefixtures("few_charts")
 def test_a_row_with_a_budget_of_its_own(settings: dict[str, Any], tmp_path: Path) -> None:
     common = {key: value for key, value in settings.items() if key != "steps"}
     rows = {f"yurii-{steps}": run_config("yurii", words({**common, "steps": steps})) for steps in (8, 6)}

@@ -77,6 +77,7 @@ def test_compare_trains_pairs_and_repeats_nothing(
     assert "was trained with other settings, optim.lr (then 0.02, now 0.5)" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("few_charts")
 def test_a_failing_run_does_not_stop_the_others(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -335,6 +335,7 @@ def test_what_a_program_switches_is_written_down() -> None:
     assert "autocast_cpu" not in environment()["variables"]
 
 
+@pytest.mark.usefixtures("few_charts")
 def test_a_difference_nobody_asked_for_is_refused_by_compare_and_listed_by_report(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,6 +411,7 @@ def test_another_version_in_the_middle_is_written_down(
 # Coefficients over time, runs that go on.
 
 
+@pytest.mark.usefixtures("few_charts")
 @pytest.mark.slow
 def test_coefficients_gains_and_norms_are_in_every_evaluation(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
