@@ -19,13 +19,15 @@ GPU_WORKERS ?= $(shell n=$$(nproc); echo $$((n > 14 ? 14 : n)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-all test-shaken test-gpu test-gpu-all checked lint docs audit dist format clean setup
+# Python compiles what is used when it is used: pip would compile everything, which takes as long as installing it.
+export PYTHONDONTWRITEBYTECODE :=
 # Two set-ups of one environment, never at once.
 .NOTPARALLEL:
 
 define install
 	@echo "setting up $(VENV): stepformer[$(1)], which takes $(2) once everything is downloaded ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(1)]'
+	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[$(1)]'
 endef
 
 define gpu_tests
