@@ -125,6 +125,8 @@ def test_trust_lets_it_run_until_it_is_changed(stranger: Path, capsys: pytest.Ca
     rule.write_text(rule.read_text() + "# more\n")
     assert main(["eval", str(run)]) == 2
     assert "was made with another plug-in 'own_rule.py': SHA-256" in capsys.readouterr().err
+    assert main(["trust", str(run)]) == 2
+    assert "is not what the run" in capsys.readouterr().err
     assert not (stranger / "ran").exists()
     rule.write_text(rule.read_text().removesuffix("# more\n"))
     assert main(["eval", str(run)]) == 0

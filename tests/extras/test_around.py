@@ -205,6 +205,36 @@ def test_what_an_extra_returns_is_checked(method: str, kind: str, registries: No
         model(torch.zeros(1, 4, dtype=torch.long))
 
 
+def test_what_an_extra_remembers(registries: None) -> None:
+    """What it writes before a layer is there after it, as fused passes have it; two extras share no name."""
+
+    class Keeps(sf.Extra):
+        def start(self, x: Tensor) -> dict[str, Tensor]:
+            return {"kept": x}
+
+        def enter(self, s: sf.State, c: sf.Values) -> sf.State:
+            s.memory["kept"] = s.x
+            return s
+
+        def leave(self, s: sf.State, c: sf.Values) -> sf.State:
+            return s.replace(x=s.x + 0.5 * s.memory["kept"])
+
+    sf.register_extra("test-keeps", equation="x = x + x before / 2")(Keeps)
+    sf.register_extra("test-again", equation="x = x + x before / 2")(type("Again", (Keeps,), {}))
+    model, plain = (shake(tiny("vanilla", extras=extras)) for extras in (["test-keeps"], []))
+    s, t = (m.start(tokens(), torch.arange(tokens().shape[1])) for m in (model, plain))
+    call = fresh_call(tokens())
+    for block, other in zip(model.blocks, plain.blocks, strict=True):
+        expected = other(t, call).x + 0.5 * t.x
+        s = block(s, call)
+        assert torch.equal(s.x, expected)
+        t = t.replace(x=expected)
+    assert s.memory["kept"] is not s.x
+    both = tiny("vanilla", extras=["test-keeps", "test-again"])
+    with pytest.raises(sf.InputError, match="'test-keeps' and 'test-again' both remember something as 'kept'"):
+        both(tokens())
+
+
 def test_settings_of_what_is_off_do_not_change_the_hash() -> None:
     plain = sf.model_config("vanilla")
     assert plain.replace(dilation=2, period=3, unet_start=0.0).hash == plain.hash

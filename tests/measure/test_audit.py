@@ -73,6 +73,14 @@ def fault_in_building(template: type[sf.Template]) -> str:
         return failures(one_off(template))[1]
 
 
+def test_a_statistic_of_the_batch_fails() -> None:
+    class Batched(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g - g.mean(0, keepdim=True), scale)
+
+    assert "a row's logits depend on the other rows of its batch" in failures(one_off(Batched))[2]
+
+
 def test_a_detached_gradient_fails() -> None:
     class Detached(Nesterov):
         def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:

@@ -76,10 +76,15 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert f"{config.optim.name}, cosine schedule after {max(1, steps // 10)} step" in optimizer
     assert f"lr {config.optim.lr:g}" in optimizer
     half = replace(runs[0], config=replace(config, train=replace(config.train, eval_half="second")))
-    assert data.endswith(" for validation.")
-    assert method([half])[1] == data[:-1] + ", of which the second half is evaluated."
+    whole, used = len(Corpus(Path(runs[0].facts["corpus"]["folder"])).split("val")), runs[0].record.val_tokens
+    assert used < whole
+    assert data.endswith(f" for validation, the first {used:,} evaluated.")
+    assert method([half])[1].endswith(f" for validation, the first {used:,} of the second half evaluated.")
+    whole_half = replace(half, record=replace(half.record, val_tokens=whole // 2))
+    assert method([whole_half])[1].endswith(" for validation, all of the second half evaluated.")
     longer = replace(runs[0], config=replace(config, train=replace(config.train, steps=steps + 1)), facts={})
-    assert method([*runs, longer]) == [model, optimizer]  # the warm-up is as long
+    apart = "not the same in all rows (settings that differ)."
+    assert method([*runs, longer]) == [model, data, f"Training: {apart}", optimizer]  # the warm-up is as long
     tuned = replace(runs[0], config=replace(config, optim=replace(config.optim, lr=0.123)))
     *others, said = method([*runs, tuned])
     assert others == [model, data, training]

@@ -112,6 +112,12 @@ def test_comparison_by_hand(tmp_path: Path) -> None:
     assert "10%" in comparison.notes[-1]
 
 
+def test_rows_that_learned_less_than_counting_are_told(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path, "vanilla", 42, 3.4), write_run(tmp_path, "yurii", 42, 3.6)]
+    told = "Above the unigram entropy, which counting tokens reaches: yurii."
+    assert told in compare(load_records(folders), "vanilla").remarks
+
+
 def test_the_baseline_may_be_any_label(tmp_path: Path) -> None:
     records = runs(tmp_path, {"a": {1: 2.0, 2: 2.1}, "b": {1: 1.9, 2: 2.0}})
     assert [row.label for row in compare(records, "b").rows] == ["b", "a"]

@@ -19,6 +19,7 @@ from stepformer.cli import main
 from stepformer.model import Model
 from stepformer.study import Comparison, Facts, load_records
 from stepformer.study.comparison import at_the_edge, grid_points
+from stepformer.study.comparison import compare as compare_records
 from stepformer.study.fairness import matched, search_left, search_of, with_tuning
 from stepformer.study.study import Planned
 from stepformer.training import RunConfig, run_config
@@ -188,6 +189,12 @@ def test_the_verdict_names_the_match(settings: dict[str, Any], tmp_path: Path) -
     assert "vanilla-parameters-of-yurii" in (tmp_path / "again" / "comparison.csv").read_text()
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page"), "--no-samples"]) == 0
     assert "At equal parameters, yurii against" in (tmp_path / "page" / "index.html").read_text()
+    records = [record for row in table.rows for record in row.records]
+    other = {row.label: row for row in compare_records(records, "ortho", 0.95, Facts.of_study(stored)).rows}
+    assert other["yurii"].matched is None  # it was matched with a wider vanilla, and is compared with ortho here
+    fewer = sf.compare("vanilla", "ortho", out=tmp_path, seeds=2, **given)
+    left_out = "Trained here too, and not in this table, since not named: vanilla-parameters-of-yurii, yurii."
+    assert left_out in fewer.notes
 
 
 def test_a_study_is_of_one_code_and_precision(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -235,7 +242,12 @@ def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> N
             assert record.val_hash != load_records([tmp_path / "tuning" / f"{name}-{point}-s1000"])[0].val_hash
         assert any(note.startswith(f"{name}: tuned to lr ") and "best of 4 points" in note for note in table.notes)
     assert any("at the edge of the grid" in note for note in table.notes)  # of two values one is always
-    assert "64 tokens of the second half of split" in str(table)
+    split = table.rows[0].records[0].settings["data.corpus"].split()[1]
+    assert f"64 tokens of the second half of split {split[:12]}" in str(table)
+    assert any(
+        note.startswith("Search: lr = 0.5x, 2x; lr_norm = 0.5x, 2x (") and "every point, 256 training tokens" in note
+        for note in table.notes
+    )
     again = sf.compare("vanilla", "yurii", out=tmp_path, seeds=2, **tune, **given)
     assert str(again) == str(table)
 

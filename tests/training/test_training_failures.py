@@ -111,6 +111,7 @@ def test_out_of_memory_says_what_would_fit(
     with monkeypatch.context() as patch:
         patch.setattr(ParallelModel, "loss", short)
         patch.setattr(memory, "free_memory", lambda device: room * 2**30)
+        patch.setattr(memory, "refuse_hopeless", lambda *given: None)
         with pytest.raises(sf.StepformerError, match=r"^Out of memory: 64 sequences in one pass") as found:
             train(config, tmp_path / "run", quiet=True)
     said = str(found.value)
@@ -259,6 +260,19 @@ def test_a_full_disk_loses_nothing(
         again = go(corpus, tmp_path / "run")
     assert again["weights_sha256"] == whole["weights_sha256"]
     assert not list((tmp_path / "run").rglob(".tmp-*"))
+
+
+def test_what_needs_twice_the_memory_is_refused_before_it_begins(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_run(corpus, steps=1, batch=64, micro_batch=64, d_model=64, context=64, precision="fp32")
+    needed = memory.run_memory(config, torch.device("cpu"), 64).training
+    monkeypatch.setattr(memory, "free_memory", lambda device: needed / 3)
+    with pytest.raises(sf.StepformerError, match=r"^Out of memory: 64 sequences in one pass .* micro_batch="):
+        train(config, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "run.json").exists()
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0.6 * needed)  # an estimate may err
+    assert train(config, tmp_path / "run", quiet=True)["steps"] == 1
 
 
 def test_a_full_disk_leaves_no_half_checkpoint(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,8 @@ def option_problems(
             where = " or ".join(f"{kind} = '{name}'" for kind, name in owners)
             here = " and ".join(f"{kind} = {settings[kind]!r}" for kind in sorted({kind for kind, _ in owners}))
             problems[key] = f"{key} = {value!r} has no meaning here: it is an option of {where}; this model has {here}."
+        elif key == "preset":
+            problems[key] = f"A preset is named itself: give {value!r} in the place of the name."
         elif "dropout" in key:
             problems[key] = f"There is no dropout: leave out {key}."
         else:

@@ -152,7 +152,7 @@ def _study(
     if args.dry_run:
         if search is None:  # otherwise the rows are not known yet
             study.plan(quiet=args.quiet, here=args.slurm is None, dry=True)
-        console().print(planned_table(study, search or (), held_out))
+        console().print(planned_table(study, search, held_out))
         return 0
     runs = study.plan(quiet=args.quiet, here=args.slurm is None)
     if args.slurm is not None and not all(run.finished for run in runs):
@@ -168,8 +168,8 @@ def _study(
     return show_study(finished, failed, study.facts, args.confidence, study.out, texts)
 
 
-def planned_table(study: Study, search: Sequence[RunConfig] = (), held_out: Sequence[str] = ()) -> Table:
-    """What would be trained, after a search, and evaluated."""
+def planned_table(study: Study, search: Sequence[RunConfig] | None, held_out: Sequence[str] = ()) -> Table:
+    """What would be trained, after a search if there is one, and evaluated."""
     rows, rates = list[tuple[str, ...]](), dict[str, str]()
     variants, _ = resolved(study.variants)
     for label, config in variants.items():
@@ -187,9 +187,10 @@ def planned_table(study: Study, search: Sequence[RunConfig] = (), held_out: Sequ
     notes = [
         f"{len(planned)} runs, {finished} of them finished: {len(rows)} rows, {seed_words(study.seeds)}.",
         f"The baseline is {study.facts.baseline}.",
-        *_time_for([*search, *left]),
-        *([f"When all are finished, they are evaluated once on {listed(held_out)}."] if held_out else []),
+        *_time_for([*(search or ()), *left]),
         *study.facts.remarks,
+        *([f"When all are finished, they are evaluated once on {listed(held_out)}."] if held_out else []),
+        *(["Rates before the search, which may choose others:"] if search is not None else []),
         *(told if len({*rates.values()}) > 1 else [f"All rows: {rates[study.facts.baseline]}"]),
     ]
     return of_texts(("architecture", "parameters", "layers", "width", "context", "steps", "tokens"), rows, notes=notes)

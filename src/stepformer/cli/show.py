@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,6 +189,8 @@ def _number(start: float | tuple[float, ...]) -> str:
 def run_show(args: argparse.Namespace) -> int:
     if others := [word for word in args.overrides if catalogue.is_preset(word)]:
         raise InputError(f"`show` shows one architecture, and '{others[0]}' is another: ask for each on its own.")
+    if (file := Path(args.name, "config.toml")).is_file():  # a run
+        args.name = str(file)
     config = resolve(args.name, args.overrides, args.size)
     tell_idle(config, args.overrides)
     facts = describe(config)

@@ -28,7 +28,7 @@ from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.config import SECTIONS
 from stepformer.training.corpora import NotPreparedError, open_corpus
 from stepformer.training.evaluation import check_blocks
-from stepformer.training.memory import run_memory
+from stepformer.training.memory import GIB, free_memory, run_memory
 from stepformer.training.parallel import World, choose_device
 from stepformer.training.runs import RunFolder
 from stepformer.training.speed import forecast
@@ -153,6 +153,8 @@ def dry_run(config: RunConfig) -> int:
         published = recipe.runs.get(config.base, {}).get("published")
         if published is not None and asked.hash == run_config(config.recipe, [f"model.preset={config.base}"]).hash:
             rows.append(("published", f"{published} ({recipe.about.get('figure', '')})"))
+    if device.type == "cpu" and run_memory(config, device, micro).training * ranks > (free := free_memory(device)):
+        notes.append(f"this machine has {free / GIB:.1f} GiB of memory free: fewer sequences at a time, micro_batch=N.")
     console().print(pairs(rows))
     for note in notes:
         print(f"note: {note}")

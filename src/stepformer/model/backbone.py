@@ -170,8 +170,16 @@ class Backbone(nn.Module):
 
     def remembered(self, x: Tensor, tabled: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What extras remember from before the first layer, by name; `tabled` are the rows of all tables but x's."""
-        rows = {name: tabled[name] for part in self.parts for name in part.tables}
-        return rows | {name: t for part in self.parts for name, t in given(part.start(x), part, "start", dict).items()}
+        found = {name: tabled[name] for part in self.parts for name in part.tables}
+        owners: dict[str, Any] = {}
+        for part in self.parts:
+            new = given(part.start(x), part, "start", dict)
+            if taken := sorted(new.keys() & owners.keys()):
+                both = f"'{owners[taken[0]].name}' and '{part.name}'"
+                raise InputError(f"The extras {both} both remember something as '{taken[0]}': rename one of them.")
+            owners |= dict.fromkeys(new, part)
+            found |= new
+        return found
 
     def plan(self, *, ready: bool = False) -> Any:
         """What an engine does between the oracles, `ready` to be run, or a sentence about why it cannot."""

@@ -140,9 +140,10 @@ class Block(nn.Module):
     def forward(self, s: State, call: Call, plain: bool = False) -> State:
         """One step of the template; with `plain`, the ordinary residual block (hybrid inference)."""
         c = self.extras.values()["block"] if self.parts else Values({})
-        call, before = self.own_call(call, s.memory, c), s
+        before, s = s, State(s.x, s.streams, dict(s.memory))
         for part in self.parts:
             s = given(part.enter(s, c), part, "enter", State)
+        call = self.own_call(call, s.memory, c)
         s = self.residual(s, call) if plain else self.splitting.step(self.turns(call), s)
         if self.reads_out:
             s = s.replace(x=self.template.read_out(s, self.values()["out"]))

@@ -252,7 +252,7 @@ def _problems(config: ModelConfig) -> list[str]:
     wrong |= of_fields.keys()
     problems += _value_problems(config, wrong)
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "options"}
-    clashing = clashes(selected(config), {*settings, "options"})
+    clashing = clashes(selected(config), {*settings, "options", "preset", "size"})
     of_options = option_problems(config.options, selected(config), {**REGISTRIES, "extras": extras}, settings)
     problems += [*clashing, *of_options.values()]
     if clashing:  # of a component itself: no setting would help

@@ -86,7 +86,9 @@ class Optimizers:
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self, t: int) -> None:
-        """One update with the rates of step t; gradients stay."""
+        """One update with the rates of step t, from 0 on; gradients stay."""
+        if t < 0:
+            raise InputError(f"step({t}): the first step is step(0).")
         factor, momentum = self.schedule.factor(t), self.schedule.momentum(t)
         for group in self.groups():
             group["lr"] = group["peak"] * factor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,11 +115,12 @@ def compare(
     # a grid over batch, steps or context has losses and no paired differences
     pairs = facts.own_budgets and not facts.axes
     pairs = pairs or len({(run.pairing, run.tokens, run.val_hash, run.val_tokens) for run in records}) == 1
+    matches = facts.matches if baseline == facts.baseline else {}  # those are made from the study's own baseline
     rows, between = [], list[str]()
     for label, runs in found.items():
         _check_one_row(list(runs.values()))
         row = _row(label, found[baseline] if pairs else {}, runs, label == baseline, confidence)
-        what, other = facts.matches.get(label, ("", ""))
+        what, other = matches.get(label, ("", ""))
         if not pairs:
             row = replace(row, paired=False, notes=())
         elif found.get(other, {}).keys() & runs.keys():
@@ -132,13 +134,15 @@ def compare(
         remedy = "`--match parameters` adds a baseline of equal size"
         between.append(f"Parameters against those of {baseline}: {', '.join(unequal)}; {remedy}.")
     entropies = {record.unigram_entropy for record in records}
+    if untrained := [row.label for row in rows if row.loss.mean > (row.records[0].unigram_entropy or math.inf)]:
+        between.append(f"Above the unigram entropy, which counting tokens reaches: {', '.join(untrained)}.")
     if any(record.settings.get("machine.sharing") for record in records):
         between.append("Some runs shared their device with others of the study: seconds and speeds are rough.")
     elif uneven := {row.label: ratio for row in rows if (ratio := speeds_apart(row)) > UNEVEN}:
         said = ", ".join(f"{label} {ratio:.1f} x" for label, ratio in uneven.items())
         between.append(f"Seeds of one row ran at unequal speeds, {said}: seconds and speeds are rough.")
     remarks = [*facts.remarks, *best_point(rows, facts.axes, confidence if pairs else None), *between]
-    failed = {other for label, (_, other) in facts.matches.items() if label in found} - {*found}
+    failed = {other for label, (_, other) in matches.items() if label in found} - {*found}
     remarks += [f"There is no finished run of {other}: nothing is compared with it." for other in sorted(failed)]
     return Comparison(
         baseline=baseline,
@@ -151,7 +155,7 @@ def compare(
         seeds=tuple(sorted({record.seed for record in records})),
         unigram_entropy=entropies.pop() if len(entropies) == 1 else None,
         differences=tuple(_all_differences(found, facts)),
-        held_out=tuple(text.rows(found, baseline, confidence, facts.matches) for text in held_out),
+        held_out=tuple(text.rows(found, baseline, confidence, matches) for text in held_out),
     )
 
 

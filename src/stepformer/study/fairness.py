@@ -23,7 +23,7 @@ from stepformer.base import documents, files
 from stepformer.base.errors import InputError, StepformerError, suggestion
 from stepformer.base.plugins import digest, identity, package_digest
 from stepformer.base.version import __version__
-from stepformer.base.words import parse_override
+from stepformer.base.words import parse_override, translated
 from stepformer.model import Model
 from stepformer.optim import OptimConfig
 from stepformer.oracles import mlps
@@ -247,6 +247,14 @@ def with_tuning(
     for label, of_row in made.items():
         variants[label], chosen = _best(label, variants[label], axes, of_row, rounds)
         said.append(chosen)
+    tokens = short[0][1].train.steps * short[0][1].step_tokens
+    grid = "; ".join(f"{key} = {', '.join(values)}" for key, values in axes.items())
+    how_far = f"one axis after the other in {rounds} round{'s' * (rounds > 1)}" if rounds else "every point"
+    said.append(
+        f"Search: {grid} (x: times what the row has), {how_far}, {tokens:,} training tokens a point, seed "
+        f"{FIRST_SEED}, judged on the first half of the validation split. The rows are trained anew and judged on the "
+        "second."
+    )
     counts = {label: len(points) for label, points in tried.items()}
     if len({*counts.values()}) > 1:
         numbers = ", ".join(f"{label} {count}" for label, count in counts.items())
@@ -269,7 +277,8 @@ def _at_point(config: RunConfig, point: Mapping[str, str], half: str) -> dict[st
     for word, text in point.items():
         key = word.rpartition(".")[2]
         if key not in optim:
-            raise InputError(f"--tune {word}: only keys of [optim] can be tuned.{suggestion(key, optim)}")
+            meant = translated(key, optim) or suggestion(key, optim)
+            raise InputError(f"--tune {word}: only keys of [optim] can be tuned.{meant}")
         value: Any = parse_override(f"{key}={text}")[1]
         if text.endswith("x"):
             try:

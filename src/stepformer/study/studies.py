@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,6 +201,11 @@ def compared(
         out = Path(f"runs/compare-{recipe or corpus}-{'-'.join(variants)[:60]}")
     facts = Facts(baseline=first, allowed=tuple(allow), remarks=tuple(_replaced(rows, words, settings)))
     facts = with_matches(variants, match, out, facts)
+    if others := {run.parent.name.rpartition("-s")[0] for run in out.glob("*-s*/result.json")} - {*variants}:
+        said = (
+            f"Trained here too, and not in this table since the command does not name it: {', '.join(sorted(others))}."
+        )
+        facts = dataclasses.replace(facts, remarks=(*facts.remarks, said))
     how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
     facts = with_tuning(variants, searched, budget_tune, out, facts, rounds=by_turns, **how)
     return Study(out, variants, facts, seeds)

@@ -117,9 +117,12 @@ def _text(row: Row) -> str:
 
 def evaluated_on(comparison: Compared) -> str:
     """The validation text."""
-    half = comparison.rows[0].records[0].settings.get("train.eval_half", "all")
-    part = "" if half == "all" else f"the {half} half of "
-    return f"on {comparison.val_tokens:,} tokens of {part}split {comparison.val_hash[:12]}"
+    settings = comparison.rows[0].records[0].settings
+    half, split = settings.get("train.eval_half", "all"), comparison.val_hash
+    if half == "all":
+        return f"on {comparison.val_tokens:,} tokens of split {split[:12]}"
+    whole = str(settings.get("data.corpus", split)).split()[-1]  # a half has a hash of its own, which no file has
+    return f"on {comparison.val_tokens:,} tokens of the {half} half of split {whole[:12]}"
 
 
 def losses_of(comparison: Compared) -> str:

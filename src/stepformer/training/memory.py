@@ -145,6 +145,20 @@ def explained(config: RunConfig, world: World, folder: Path) -> Iterator[None]:
         raise StepformerError(shortage(config, world, folder)) from None
 
 
+def refuse_hopeless(config: RunConfig, world: World, folder: Path) -> None:
+    """On a CPU, where the system may end a process without a word: what needs twice the memory there is."""
+    micro_batch, model, free = config.micro_batch(world), config.model, free_memory(torch.device("cpu"))
+    rough = 4 * micro_batch * model.context * (2 * model.vocab_size + 20 * model.n_layer * model.d_model)
+    if world.device.type != "cpu" or rough < free / 2:  # a closer estimate takes a second
+        return
+    try:
+        needed, _ = _needed(config, world, micro_batch)
+    except Exception:  # a rule of one's own need not run on tensors without data
+        return
+    if needed > 2 * free:
+        raise StepformerError(shortage(config, world, folder))
+
+
 def shortage(config: RunConfig, world: World, folder: Path) -> str:
     micro_batch, batch = config.micro_batch(world), config.train.batch // world.size
     tokens = 2 * 8 * batch * config.model.context

@@ -84,6 +84,7 @@ def train(
         with folder.locked() if world.is_main else contextlib.nullcontext():
             if world.on_main(lambda: folder.exists):
                 raise InputError(_taken(folder, config))
+            memory.refuse_hopeless(config, world, folder.path)
             with memory.explained(config, world, folder.path):
                 trainer = Trainer(config, corpus, folder, world, label, also, quiet=quiet)
             if start is not None:

@@ -64,8 +64,8 @@ def recognise(found: Found, heads: int | None = None) -> Layout:
         return momentum_streams(found, heads)
     if not found.config and "embed.tok_emb.weight" in found.tensors:
         raise InputError(
-            f"'{found.path}' holds the weights of a stepformer model without its config: how they become a run is in "
-            "docs/build-a-model.md, under 'Save and load'."
+            f"'{found.path}' holds the weights of a stepformer model in a form that is not read here: how they become "
+            "a run is in docs/build-a-model.md, under 'Save and load'."
         )
     first = ", ".join(f"'{name}'" for name in sorted(found.tensors)[:3])
     raise InputError(f"'{found.path}' holds weights of an unknown kind ({first}, ...); {UNDERSTOOD}.")

@@ -227,6 +227,11 @@ class _Audited:
     @torch.no_grad()
     def causal(self) -> str:
         tokens, cuts = self.tokens, range(1, self.config.context)
+        model = shaken(self.config, self.seed)
+        logits = model(tokens).logits
+        _owed(bool(logits.isfinite().all()), "the logits are not finite")
+        alone = _difference(model(tokens[1:2]).logits, logits[1:2])  # first: later tokens of other rows count as well
+        _owed(alone <= CACHE_TOLERANCE, f"a row's logits depend on the other rows of its batch, by {alone:.1e}")
         # All cuts in one pass. The unchanged rows stand at the same places of as large a batch, where kernels sum in
         # the same order: to the bit.
         same = tokens.repeat(len(cuts), 1, 1)
@@ -239,11 +244,8 @@ class _Audited:
             for i, cut in enumerate(cuts):
                 changed = _difference(after[i, :, :cut], before[i, :, :cut])
                 _owed(changed == 0, f"tokens from {cut} on change the logits before them by {changed:.1e}")
-        logits = model(tokens).logits
         worst = _largest(_difference(model(tokens[:, :cut]).logits, logits[:, :cut]) for cut in cuts)
         _owed(worst <= CACHE_TOLERANCE, f"extending the context changes earlier logits by {worst:.1e}")
-        alone = _difference(model(tokens[1:2]).logits, logits[1:2])
-        _owed(alone <= CACHE_TOLERANCE, f"a row's logits depend on the other rows of its batch, by {alone:.1e}")
         return f"bit-equal, {worst:.0e}"
 
     @torch.no_grad()

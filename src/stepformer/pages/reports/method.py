@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from stepformer.optim.config import OptimConfig, Schedule
 from stepformer.pages.reports.collect import RunData
@@ -11,18 +11,20 @@ from stepformer.training import RunConfig
 
 
 def method(runs: Sequence[RunData]) -> list[str]:
-    """Sentences on model, data, training and optimizer; one that is not the same for all runs is left out.
+    """Sentences on model, data, training and optimizer, or that one is not the same for all runs.
 
     Rates and decays in which runs differ are named as such: the rest of the optimizer's sentence is that of all.
     """
     configs = [run.config for run in runs if run.config]
 
     def same(says: Callable[[RunConfig], str]) -> list[str]:
-        said = {says(config) for config in configs}
-        return [*said] if len(said) == 1 else []
+        return one_of({says(config) for config in configs})
 
-    data = {_data(run) for run in runs}
-    found = [_model(configs), *(data if len(data) == 1 else ()), *same(_training)]
+    def one_of(said: Set[str]) -> list[str]:
+        apart = f"{next(iter(said), '').partition(':')[0]}: not the same in all rows (settings that differ)."
+        return [*said] if len(said) == 1 else [apart] if said else []
+
+    found = [_model(configs), *one_of({_data(run) for run in runs} - {""}), *same(_training)]
     rates = [key for key in OptimConfig.field_names() if key.startswith(("lr", "wd_"))]
     own = [key for key in rates if len({getattr(config.optim, key) for config in configs}) > 1]
     found += same(lambda config: _optimizer(config, own))
@@ -46,8 +48,12 @@ def _data(run: RunData) -> str:
         return ""
     text = f"tokenizer {inside(known, 'tokenizer', 'name')} with {ids:,.0f} ids"
     trained, validated = (f"{size:,.0f} tokens (hash {h})" for size, h in zip(sizes, hashes, strict=True))
-    half = run.config.train.eval_half
-    validated += " for validation" if half == "all" else f" for validation, of which the {half} half is evaluated"
+    half, whole = run.config.train.eval_half, sizes[1] or 0
+    used = run.record.val_tokens if run.record else min(run.config.train.eval_tokens, round(whole))
+    part = "" if half == "all" else f"of the {half} half "
+    all_of_it = used > whole / (2 if part else 1) - run.config.model.context  # but for what fills no block
+    amount = "all" if all_of_it else f"the first {used:,}"
+    validated += " for validation" + f", {amount} {part}evaluated" * (bool(part) or not all_of_it)
     return f"Data: {run.config.data.corpus}; {text}; {trained} for training, {validated}."
 
 
