@@ -145,6 +145,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "hash": config.hash,
         "streams": streams,
         "coefficients_per_layer": coefficients,
+        "arrays": [f"{name} ({' x '.join(map(str, a.size))})" for name, a in block.arrays.specs.items()],
         "aux_norms_per_layer": list(block.aux_norms),
         "calls": block.calls(),
         "parameters": {c: model.num_parameters(c) for c in COUNTS},  # type: ignore[arg-type]
@@ -238,6 +239,7 @@ def print_facts(out: Console, config: ModelConfig, facts: dict[str, Any]) -> Non
         *_streams(facts["streams"]),
         *([] if facts["streams"] else [("streams", "x alone")]),
         *([("auxiliary norms", auxiliary)] if norms else []),
+        *([("arrays", f"{', '.join(facts['arrays'])} in every layer")] if facts["arrays"] else []),
         *([("head", "weights of its own, not the token table")] if config.head == "untied" else []),
         *([("output layers", "start at zero")] if config.output_init == "zero" else []),
         *((f"extra {name}", equation) for name, equation in facts["extras"].items()),
