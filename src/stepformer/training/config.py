@@ -226,8 +226,8 @@ class RunConfig:
             words = [self.model.template, self.model.splitting, self.model.attention]
             plain = ("lie-trotter", "softmax")
             return "-".join([*words[:1], *(word for word in words[1:] if word not in plain), self.model.hash[:6]])
-        words = {k: "+".join(map(str, v)) if isinstance(v, tuple | list) else v for k, v in sorted(differing.items())}
-        more = "".join(f"-{key}={value}" for key, value in words.items())
+        differing = {k: "+".join(map(str, v)) if isinstance(v, tuple | list) else v for k, v in differing.items()}
+        more = "".join(f"-{key}={value}" for key, value in sorted(differing.items()))
         return self.base + (more if len(more) <= 40 else f"-{self.model.hash[:6]}")
 
     @property
