@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -17,9 +19,10 @@ from forked import Running, begin, start
 from runs import SMALL, small_run
 from stepformer.base.errors import InputError
 from stepformer.study.study import carry_out
-from stepformer.training import RunConfig, resume, train
+from stepformer.training import RunConfig, resume, stopping, train
 from stepformer.training.checkpoints import verify
 from stepformer.training.runs import RunFolder
+from stepformer.training.stopping import LostRankError
 
 SETTINGS = {**SMALL, "steps": 8, "eval_every": 8, "save_every": 2}
 
@@ -301,3 +304,26 @@ def test_the_timeout_of_collectives_is_no_part_of_a_run(corpus: Path) -> None:
     older = plain.to_dict()
     del older["train"]["collective_timeout"]
     assert RunConfig.from_dict(older) == plain
+
+
+def test_what_a_rank_has_said_it_says_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """While its watch thread ends the process, its main thread hears only that the other rank has gone."""
+    ended = list[int]()
+
+    class Store:
+        def __getattr__(self, name: str) -> Any:
+            reason = json.dumps(dataclasses.asdict(stopping.Reason.of(InputError("It was full."), 1)))
+            return lambda *given: {"check": True, "get": reason, "add": 1}.get(name)
+
+    def end(status: int) -> None:
+        time.sleep(0.2)
+        ended.append(status)
+
+    for name in ("EVERY", "GRACE"):
+        monkeypatch.setattr(stopping, name, 0.01)
+    monkeypatch.setattr(stopping.os, "_exit", end)
+    ending = stopping.Ending(0, 2, Store(), 1)
+    assert ending._going.wait(10)
+    ending.leave(LostRankError("Another rank was lost."))
+    assert ended == [2]
+    assert capsys.readouterr().err == "stepformer: It was full.\n"

@@ -159,8 +159,9 @@ class Ending:
     def __init__(self, rank: int, size: int, store: Any, patience: float) -> None:
         self.rank, self.size, self.store, self.patience = rank, size, store, patience
         self.before: Callable[[Reason], None] = lambda reason: None  # done by the main rank when it leaves for another
-        self._leaving = threading.Event()
-        threading.Thread(target=self._watch, name="ending", daemon=True).start()
+        self._leaving, self._going = threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="ending", daemon=True)
+        self._watcher.start()
 
     def close(self) -> None:
         """The work is done, and nobody need be told anything."""
@@ -169,6 +170,8 @@ class Ending:
     def leave(self, error: BaseException) -> None:
         """This rank ends with an error: tell the others, and wait for the main rank, which goes last."""
         self._leaving.set()
+        if self._going.is_set():  # said already: what was waited for has failed only because the other rank has gone
+            self._watcher.join()  # until it ends the process
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, when_leaving(signal.SIGTERM, signal.getsignal(signal.SIGTERM)))
         told, lost = False, isinstance(error, LostRankError)
@@ -211,6 +214,7 @@ class Ending:
 
     def _go(self, reason: Reason) -> None:
         """End the process: its main thread waits in a collective for a rank that will not come."""
+        self._going.set()
         try:
             if self.rank == 0:
                 try:
