@@ -131,6 +131,7 @@ def dry_run(config: RunConfig) -> int:
         notes.append(str(error))
     train_, model, micro = config.train, config.model, config.micro_batch(World(0, ranks, device))
     meta, expected = Model(model, device="meta"), forecast(config, device, ranks, eval_tokens=evaluated)
+    memory = run_memory(config, device, micro)
     size = f"{model.n_layer} layers of width {model.d_model}, context {model.context}"
     pieces = f"{train_.batch // ranks // micro} micro-batches x {micro} sequences"
     rest = expected.run - expected.step * train_.steps
@@ -145,7 +146,7 @@ def dry_run(config: RunConfig) -> int:
             "a step",
             f"{ranks} rank{'s' * (ranks > 1)} x {pieces}, {config.precision_on(device)} on {device.type}",
         ),
-        ("memory", f"{run_memory(config, device, micro)} per rank"),
+        ("memory", f"{memory} per rank"),
         ("time", f"{took} ({config.step_tokens / expected.step:,.0f} tokens/s, {expected.how})"),
     ]
     if config.recipe:
@@ -153,7 +154,7 @@ def dry_run(config: RunConfig) -> int:
         published = recipe.runs.get(config.base, {}).get("published")
         if published is not None and asked.hash == run_config(config.recipe, [f"model.preset={config.base}"]).hash:
             rows.append(("published", f"{published} ({recipe.about.get('figure', '')})"))
-    if device.type == "cpu" and run_memory(config, device, micro).training * ranks > (free := free_memory(device)):
+    if device.type == "cpu" and memory.training * ranks > (free := free_memory(device)):
         notes.append(f"this machine has {free / GIB:.1f} GiB of memory free: fewer sequences at a time, micro_batch=N.")
     console().print(pairs(rows))
     for note in notes:

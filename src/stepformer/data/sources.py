@@ -140,12 +140,8 @@ class Files(Source):
             joined = f"cat {shlex.quote(str(path))}/*{first} > {shlex.quote(f'{path.resolve().name}.txt')}"
             how = f"`{joined}`" if any(path.glob(f"*{first}")) else "into one file"
             there = f" It has {self.passed_over[first]:,} {first}: if that is text, join it, {how}." if first else ""
-            about = (
-                " READMEs and licences are not read."
-                if any(n.lower().startswith(ABOUT) for n in self.passed_over)
-                else ""
-            )
-            raise InputError(f"There is nothing to read in the folder '{path}': no file ends in {known}.{about}{there}")
+            there += " READMEs and licences are not read." * any(n.lower().startswith(ABOUT) for n in self.passed_over)
+            raise InputError(f"There is nothing to read in the folder '{path}': no file ends in {known}.{there}")
         self.name = path.resolve().name if path.is_dir() else path.name.partition(".")[0] or path.name
         self.marked = self.layout.val_field is not None
         self.description = {"kind": "files", "files": [describe_file(p, self.root) for p in self.paths]}

@@ -249,9 +249,10 @@ def with_tuning(
         said.append(chosen)
     tokens = short[0][1].train.steps * short[0][1].step_tokens
     grid = "; ".join(f"{key} = {', '.join(values)}" for key, values in axes.items())
+    times = " (x: times what the row has)" * any(v.endswith("x") for values in axes.values() for v in values)
     how_far = f"one axis after the other in {rounds} round{'s' * (rounds > 1)}" if rounds else "every point"
     said.append(
-        f"Search: {grid} (x: times what the row has), {how_far}, {tokens:,} training tokens a point, seed "
+        f"Search: {grid}{times}, {how_far}, {tokens:,} training tokens a point, seed "
         f"{FIRST_SEED}, judged on the first half of the validation split. The rows are trained anew and judged on the "
         "second."
     )
