@@ -48,7 +48,7 @@ SIZES = {"8x512": (8, 8, 512), "12x768": (12, 12, 768)}  # layers, heads, width
 RECIPE = "glide"
 RATES = Path(__file__).with_name("recipe-rates.json")
 AXES = ("lr=0.5x,1x,2x,4x", "lr_embedding=0.3x,1x,3x,10x", "lr_norm=0.3x,1x,3x,10x", "lr_coefficient=0.3x,1x,3x")
-TUNE = ("lr=0.5x,1x,2x",)
+TUNE = ("lr=0.25x,0.5x,1x,2x",)
 SEARCHES = {"search": (AXES, 10_000_000), "tune": (TUNE, 50_000_000)}  # and tokens of a run
 RATES_SET = tuple(word.partition("=")[0] for word in AXES)
 ROWS: Rows = {

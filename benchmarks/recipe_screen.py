@@ -50,12 +50,8 @@ FINALS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "normed": ("vanilla", SKIP | NORMED),
     "normed-gain-0.2": ("vanilla", SKIP | NORMED | {"output_norm_gain": 0.2}),
     "normed-relu2": ("vanilla", SKIP | NORMED | {"mlp": "relu2"}),
-    "normed-value-tables": ("vanilla", SKIP | NORMED | {"value_tables": True}),
     "nesterov": ("yurii", SKIP | REST),
-    "scaled": ("scaled", SKIP),
-    "attnres-normed": ("attnres", NORMED),
     "hyper-normed": ("hyper", NORMED),
-    "hyper-2-normed": ("hyper", NORMED | {"n": 2}),
     "mhc-normed": ("mhc", NORMED),
     "mhc-2-normed": ("mhc", NORMED | {"n": 2}),
 }
