@@ -32,6 +32,7 @@ SKIP = {"embedding_skip": True}
 GAIN = {"aux_norm_gain": 0.05}
 REST = GAIN | {"aux_init": "zero"}
 NORMED = {"output_norm": True, "output_norm_gain": 0.05}
+RELU2 = {"mlp": "relu2"}
 RULES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "modern": ("vanilla", SKIP),
     "modern-without-skip": ("vanilla", {}),
@@ -49,11 +50,19 @@ FINALS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "modern": ("vanilla", SKIP),
     "normed": ("vanilla", SKIP | NORMED),
     "normed-gain-0.2": ("vanilla", SKIP | NORMED | {"output_norm_gain": 0.2}),
-    "normed-relu2": ("vanilla", SKIP | NORMED | {"mlp": "relu2"}),
+    "normed-relu2": ("vanilla", SKIP | NORMED | RELU2),
     "nesterov": ("yurii", SKIP | REST),
-    "hyper-normed": ("hyper", NORMED),
     "mhc-normed": ("mhc", NORMED),
     "mhc-2-normed": ("mhc", NORMED | {"n": 2}),
+    "hyper": ("hyper", {}),
+    "hyper-zero-outputs": ("hyper", {"output_init": "zero"}),
+    "hyper-normed": ("hyper", NORMED),
+    "hyper-normed-gain-0.2": ("hyper", NORMED | {"output_norm_gain": 0.2}),
+    "hyper-normed-relu2": ("hyper", NORMED | RELU2),
+    "hyper-normed-dynamic": ("hyper", NORMED | {"dynamic": True}),
+    "hyper-2-normed": ("hyper", NORMED | {"n": 2}),
+    "hyper-2-normed-relu2": ("hyper", NORMED | RELU2 | {"n": 2}),
+    "hyper-8-normed": ("hyper", NORMED | {"n": 8}),
 }
 SCREENS = {"rules": (RULES, 458), "finals": (FINALS, 1526)}  # and steps: 15M and 50M tokens
 CHANGES: dict[str, Mapping[str, Any]] = {
@@ -61,7 +70,7 @@ CHANGES: dict[str, Mapping[str, Any]] = {
     "qk-norm": {"qk_norm": True},
     "rmsnorm": {"norm": "rmsnorm"},
     "value-residual": {"value_residual": "free"},
-    "relu2": {"mlp": "relu2"},
+    "relu2": RELU2,
     "skip": SKIP,
     "softcap": {"logit_softcap": 30.0},
     "untied": {"head": "untied"},

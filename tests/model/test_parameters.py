@@ -44,9 +44,10 @@ COUNTS = {  # as published; counted by hand from the equations where the papers 
     **{name: 124_373_760 + more for name, more in (("scaled", 24), ("denseformer", 90), ("unet", 6))},
     "hyper": 124_373_760 + 576,
     "mhc": 124_373_760 + 1_770_120,
-    # No table of positions, 25 norms without gain, 24 LN_v, and 6 + 3 coefficients in each of 12 layers.
+    # No table of positions, 25 norms without gain, and 3 coefficients in each of 12 layers, or 24 norms of answers, the
+    # weights of streams and one coefficient in each layer.
     "modern": 124_373_760 - 1024 * 768 - 25 * 768 + 12 * 3,
-    "glide": 124_373_760 - 1024 * 768 - 25 * 768 + 24 * 768 + 12 * (6 + 3),
+    "glide": 124_373_760 - 1024 * 768 - 25 * 768 + 24 * 768 + 576 + 12,
     # By hand, d = 768, 12 layers: one pair of tables 39,419,904; per layer MLP 8 d^2, norms d each, and attention
     # W_Q, W_K, C (Hamiltonian), A, V (linear) or 4 d^2; gainless norms have none. Coefficients per layer: h_x, h_y,
     # mu, beta, gamma and alpha, or c_log and c_lin; h of linear attention; r and keep per head; a map r of d x heads.

@@ -45,12 +45,14 @@ def test_every_row_has_its_own_rates() -> None:
 
 def test_rows_are_what_they_are_called() -> None:
     rows = PROOF.planned("rows", RATES) | PROOF.planned("without", RATES)
-    for name, screened in (("modern", "modern"), ("glide", "nesterov"), ("normed", "normed")):
-        preset, settings = SCREEN.FINALS[screened]
+    for name in ("modern", "normed", "normed-relu2", "nesterov"):
+        preset, settings = SCREEN.FINALS[name]
         assert rows[name].model.hash == sf.run_config(preset, SCREEN.LIKE, **SCREEN.MODERN, **settings).model.hash
-    # the norm without the memory: all of glide but mu, beta and gamma of two turns in eight layers
-    assert size(rows["normed"]) == size(rows["glide"]) - 8 * 2 * 3
-    assert size(rows["glide"]) - size(rows["modern"]) == 8 * 2 * (512 + 3)
+    preset, settings = SCREEN.FINALS["hyper-normed-relu2"]
+    assert rows["glide"].model.hash == sf.run_config(preset, SCREEN.LIKE, **SCREEN.MODERN, **settings).model.hash
+    # the weights of four streams, and no embedding skip
+    assert size(rows["glide"]) - size(rows["normed-relu2"]) == 8 * 2 * (4 + 4 * 4 + 4) - 8 * 2
+    assert size(rows["normed-relu2"]) - size(rows["modern"]) == 8 * 2 * 512
     assert size(rows["wider"]) - size(rows["modern"]) == 8 * 2 * 512 * 256
     assert size(rows["deeper"]) - size(rows["modern"]) == 12 * 512**2 + 3  # of the value residual and the skip
     assert {config.train.eval_half for config in rows.values()} == {"second"}
