@@ -1,4 +1,4 @@
-# make demo       set up what it needs in .venv, then train a plain GPT and a Nesterov one side by side: text, table, plot (minutes)
+# make demo       set up what it needs in .venv, then train a plain GPT, a Nesterov one and our recipe: text, table, plot (minutes)
 # make test       set up all of .venv, lint, type-check, run the fast tests (about ten minutes on 2 slow cores)
 # make test-all   the complete set: also compiled models, every preset's full audit
 # make test-shaken  the fast tests under what differs between machines: kernels, threads, order, data, versions of torch

@@ -5,6 +5,7 @@ Identities hold in fp64 with norm_eps = 1e-30, to 1e-12: n equal streams are sum
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from stepformer.model.roles import Role
 from stepformer.ops import connections
 from stepformer.optim.build import Optimizers
 from stepformer.optim.config import OptimConfig
+from stepformer.rules.first_order import TripleMomentum
+from stepformer.rules.hyper import HyperConnections
+from stepformer.rules.state import State
 from transcriptions import rivals
 
 SMALL_VANILLA = 124_373_760
@@ -53,6 +57,22 @@ def test_one_stream_is_vanilla_at_any_eps() -> None:
     vanilla, own = shake(tiny("vanilla")), tiny("hyper", n=1)
     copy_shared(vanilla, own)
     assert_same_logits(own, vanilla)
+
+
+def test_two_streams_hold_a_velocity() -> None:
+    """x - v and v: every momentum rule without its LN_v is a choice of hyper's numbers, here triple momentum."""
+    rng, x = torch.Generator().manual_seed(5), torch.randn(2, 3, 4, dtype=torch.float64)
+    velocity, streams = TripleMomentum(1, 4), HyperConnections(1, 4, n=2)
+    s, h = State(x, {"v": 0.1 * x}), State(0.9 * x, {"h1": 0.1 * x})
+    for _ in range(6):
+        mu, beta, gamma, nu = torch.rand(4, dtype=torch.float64, generator=rng)
+        W = torch.randn(4, 4, dtype=torch.float64, generator=rng)
+        c = SimpleNamespace(mu=mu, beta=beta, gamma=gamma, nu=nu)
+        s = velocity.drift(velocity.kick(s, c, torch.tanh(velocity.query(s, c) @ W)), c)
+        more = nu - 1
+        c = SimpleNamespace(A_m=(1, 1 + mu), A_r=(1, 0, 1 + more * beta, beta), B=(more * gamma, gamma))
+        h = streams.drift(streams.kick(h, c, torch.tanh(streams.query(h, c) @ W)), c)
+        assert (streams.read_out(h, c) - s.x).abs().max() <= 1e-14 * s.x.abs().max()
 
 
 @pytest.mark.parametrize("splitting", SPLITTINGS)

@@ -239,13 +239,13 @@ def _present(comparison: Comparison, out: Path) -> None:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """A plain GPT and a Nesterov one: same data, same start, same optimizer."""
-    names, out = ("vanilla", "glide"), Path(args.out)
+    """A plain GPT, a Nesterov one and the recipe: same data, same start, same optimizer."""
+    names, out = ("vanilla", "yurii", "glide"), Path(args.out)
     runs = plan(out, {name: run_config(name, [*DEMO, *args.overrides]) for name in names}, [42])
     tokens = runs[0].config.train.steps * runs[0].config.step_tokens
     left = [run.config for run in runs if not run.finished]
     took = sum(forecast(config, choose_device(config.train.device)).run for config in left)
-    said = f"training {' and '.join(names)} on {tokens:,} tokens of tales each, about {duration(took)} on this machine"
+    said = f"training {listed(names)} on {tokens:,} tokens of tales each, about {duration(took)} on this machine"
     print(f"{said}; Ctrl-C saves, the same command continues", flush=True)
     for run in runs:
         if run.finished:

@@ -26,7 +26,7 @@ DESCRIPTION = """\
 Transformers whose layers are steps of an optimizer.
 
 A preset is a named point in template x splitting x attention; change one word and get another architecture:
-  stepformer demo                              train a plain GPT and a Nesterov one side by side, in minutes
+  stepformer demo                              train a plain GPT, a Nesterov one and our recipe, in minutes
   stepformer list                              every preset with its equation
   stepformer show yurii                        equations, coefficients, parameter counts
   stepformer show yurii splitting=strang       the same template under another splitting
