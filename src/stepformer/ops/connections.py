@@ -30,6 +30,21 @@ SINKHORN = 20
 GATES = 3
 
 
+def mixtures(lines: Sequence[Sequence[Any]], rows: Sequence[Any]) -> Sequence[Any]:
+    """The sum of all rows by the weights of every line.
+
+    Weights that are numbers are one matrix on a CPU: term by term each would take a pass over its row, and in the
+    backward pass a sum over it.
+    """
+    weights, row = [weight for line in lines for weight in line], rows[0]
+    plain = isinstance(row, Tensor) and row.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    if plain and all(isinstance(w, Tensor) and w.numel() == 1 and w.dtype is row.dtype for w in weights):
+        matrix = torch.cat([w.reshape(1) for w in weights]).view(-1, len(rows))
+        return (matrix @ torch.stack(list(rows)).flatten(1)).unflatten(1, row.shape).unbind()
+    sums = [[weight * row for weight, row in zip(line, rows, strict=True)] for line in lines]
+    return [sum(others, first) for first, *others in sums]
+
+
 def along(H: list[Any], maps: Any, scales: Any, starts: Any, eps: float, centred: bool) -> tuple[list[Any], list[Any]]:
     """The streams (..., d), and of each start + scale tanh(norm(h) . w), (..., 1), for every line w of `maps`.
 

@@ -62,24 +62,19 @@ class Connections(Template):
 
     def query(self, s: State, c: Values) -> Tensor:
         H, weights = self.read(self.rows(s), c)
-        return mixture(weights, H)
+        return connections.mixtures([weights], H)[0]
 
     def kick(self, s: State, c: Values, g: Tensor, scale: float = 1.0) -> State:
         return s.replace(u=g)
 
     def drift(self, s: State, c: Values, scale: float = 1.0) -> State:
         H, mix, write = self.mix(self.rows(s), c)
-        new = [mixture([*(line[j] for line in mix), write[j]], [*H, s.u]) for j in range(self.n)]
+        new = connections.mixtures([[*(line[j] for line in mix), write[j]] for j in range(self.n)], [*H, s.u])
         return s.without("u").replace(x=new[0], **dict(zip(self.names, new[1:], strict=True)))
 
     def read_out(self, s: State, c: Values) -> Tensor:
         x, *others = self.rows(s)
         return sum(others, x)
-
-
-def mixture(weights: Sequence[Any], rows: Sequence[Tensor]) -> Tensor:
-    first, *others = [weight * row for weight, row in zip(weights, rows, strict=True)]
-    return sum(others, first)
 
 
 def one_hot(n: int, place: int, on: float = 1.0, off: float = 0.0) -> tuple[float, ...]:
