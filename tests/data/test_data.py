@@ -20,6 +20,9 @@ from stepformer.data import make_tokenizer, open_source
 from stepformer.data import readers as readers_module
 from stepformer.data.pieces import divide, encode, segments_of
 from stepformer.data.readers import Document
+from stepformer.data.token_files import TokenFiles
+from stepformer.measure.evaluation.texts import first_file
+from stepformer.training.corpora import part_of_corpus
 from texts import PACK, documents, stories, write_rows
 
 prepare_module = importlib.import_module("stepformer.data.prepare")
@@ -71,6 +74,27 @@ def test_folders_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     (tmp_path / "b" / "z.jsonl").write_text('{"text": "b/z.jsonk"}\n')
     assert open_source(str(tmp_path)).fingerprint != before
     assert open_source(str(tmp_path), field="other").fingerprint != open_source(str(tmp_path)).fingerprint
+
+
+def test_markdown_is_text_in_a_folder_and_nothing_beside_data(tmp_path: Path) -> None:
+    """Notes beside a dataset, tokens or an excerpt to be evaluated are about them, as they always were."""
+    (tmp_path / "in" / "c").mkdir(parents=True)
+    for name in ("a.txt", "b.md", "README.md"):
+        (tmp_path / "in" / name).write_text(name)
+    (tmp_path / "in" / "c" / "d.MD.gz").write_bytes(PACK[".gz"](b"c/d.MD.gz"))
+    assert texts(tmp_path / "in") == ["a.txt", "b.md", "c/d.MD.gz"]
+    corpus = prepare(open_source(str(tmp_path / "in")), "bytes", tmp_path / "corpus", workers=1)
+    (tmp_path / "in" / "a.txt").unlink()
+    assert texts(tmp_path / "in") == ["b.md", "c/d.MD.gz"]
+    assert part_of_corpus(str(tmp_path / "in" / "c"), {"folder": str(corpus.folder)})
+    write_rows(tmp_path / "rows" / "a.jsonl", [{"text": "a", "held": True}])
+    (tmp_path / "rows" / "b.md").write_text("about them")
+    assert texts(tmp_path / "rows", val_field="held") == ["a"]
+    (tmp_path / "in" / "train.bin").write_bytes(b"ab")
+    assert isinstance(open_source(str(tmp_path / "in")), TokenFiles)
+    assert open_source(f"hf:{tmp_path / 'in'}").description["files"] == []
+    excerpt = write_rows(tmp_path / "in" / "wiki.txt", [{"text": "wiki"}])
+    assert first_file(tmp_path, "in") == excerpt
 
 
 def test_what_a_document_is(tmp_path: Path) -> None:

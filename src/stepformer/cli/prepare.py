@@ -117,7 +117,7 @@ add_prepare = command(
     option("--val-field F", "rows: a true/false field that marks validation documents"),
     option(
         "--document",
-        ".txt: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
+        ".txt and .md: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
         choices=DOCUMENT_RULES,
     ),
     option("--local DIR", "dataset: its files are in this folder, laid out as on the Hub; no network"),

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from stepformer.base import files
 from stepformer.base.errors import InputError, StepformerError, suggestion
 from stepformer.data import readers
-from stepformer.data.readers import COMPRESSIONS, FORMATS, Document, Layout, Split, extensions, sentence
+from stepformer.data.readers import COMPRESSIONS, FORMATS, MARKDOWN, Document, Layout, Split, ending, sentence
 
 TALES_COUNT = 20_000
 TALE_BYTES = 1000  # about; for the progress bar
@@ -132,8 +132,9 @@ class Files(Source):
     def __init__(self, path: Path, layout: Layout) -> None:
         self.layout = layout
         self.root = path if path.is_dir() else path.parent
-        self.paths = usable_files(path) if path.is_dir() else [path]
-        known = f"{', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
+        also = () if layout.val_field else (MARKDOWN,)  # it has no fields: beside rows that have one it is about them
+        self.paths = usable_files(path, *also) if path.is_dir() else [path]
+        known = f"{', '.join((*FORMATS, MARKDOWN))}, plain or with {', '.join(COMPRESSIONS)}"
         self.passed_over = _passed_over(path, self.paths) if path.is_dir() else {}
         if path.is_dir() and not self.paths:
             first = next((ending for ending in self.passed_over if ending.startswith(".")), "")
@@ -166,8 +167,8 @@ def _passed_over(folder: Path, used: Sequence[Path]) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def usable_files(folder: Path) -> list[Path]:
-    """Every file below a folder whose name we know; not hidden ones, nor READMEs and licences."""
+def usable_files(folder: Path, *also: str) -> list[Path]:
+    """Every file below a folder whose ending we know, or is in `also`; not hidden ones, nor READMEs and licences."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"The folder '{error.filename}' cannot be read: {error.strerror}.")
@@ -176,7 +177,7 @@ def usable_files(folder: Path) -> list[Path]:
     for base, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = [Path(base) / name for name in names if not name.startswith(".")]
-        found += [p for p in paths if extensions(p)[0] and not p.name.lower().startswith(ABOUT)]
+        found += [p for p in paths if ending(p) in (*FORMATS, *also) and not p.name.lower().startswith(ABOUT)]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 

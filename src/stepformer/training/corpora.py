@@ -12,6 +12,7 @@ from rich.console import Console
 from stepformer.base.errors import InputError, command_line
 from stepformer.base.files import sha256
 from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder, few, read_manifest
+from stepformer.data.readers import MARKDOWN
 from stepformer.data.sources import Source, usable_files
 from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
 from stepformer.training.config import DataConfig, RunConfig
@@ -84,7 +85,7 @@ def part_of_corpus(word: str, corpus: Mapping[str, Any]) -> bool:
         return Corpus(place).split("val").hash in [split["hash"] for split in corpus.get("splits", {}).values()]
     source = read_manifest(known.parent)["source"] if corpus and known.is_file() else {}
     sums = [file.get("sha256") for file in source.get("files", ())]
-    parts = usable_files(place) if place.is_dir() else [place] if place.is_file() else []
+    parts = usable_files(place, MARKDOWN) if place.is_dir() else [place] if place.is_file() else []
     return bool(sums) and any(sha256(part) in sums for part in parts)
 
 
