@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read w
 import pytest
 
 from stepformer import StepformerError
+from stepformer.base.errors import StepformerWarning
 from stepformer.data import make_tokenizer, open_source
 from stepformer.data import readers as readers_module
 from stepformer.data.pieces import divide, encode, segments_of
@@ -95,6 +97,49 @@ def test_markdown_is_text_in_a_folder_and_nothing_beside_data(tmp_path: Path) ->
     assert open_source(f"hf:{tmp_path / 'in'}").description["files"] == []
     excerpt = write_rows(tmp_path / "in" / "wiki.txt", [{"text": "wiki"}])
     assert first_file(tmp_path, "in") == excerpt
+
+
+ROWS = '{"text": "a"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "skipped"),
+    [
+        ('{\n  "name": "mine",\n  "text": "no document"\n}\n', "text", True),
+        ('{"name": "mine"}\n', "text", True),
+        ('[{"text": "a"}]\n', "text", True),
+        (ROWS, "text", False),
+        (ROWS[:14], "text", False),
+        ("", "text", False),
+        ('{"story": "a"}\n', "story", False),
+    ],
+)
+def test_settings_between_texts_are_left_out(content: str, field: str, skipped: bool, tmp_path: Path) -> None:
+    write_rows(tmp_path / "b.jsonl", [{field: "of b"}])
+    (tmp_path / "package.json").write_text(content)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        source = open_source(str(tmp_path), field=field)
+    said = [str(warning.message) for warning in told]
+    assert [path.name for path in source.paths] == ["b.jsonl", *["package.json"] * (not skipped)]  # type: ignore[attr-defined]
+    assert len(list(source)) == 1 + (0 if skipped else content.count("\n"))
+    rows = f"a .json must have one object to a line, with the text in the field '{field}'"
+    assert said == [f"Not read: '{tmp_path}/package.json'; {rows}."] * skipped
+
+
+def test_json_that_may_be_data_is_not_left_out(tmp_path: Path) -> None:
+    """Rows with the text in another field, and the only kind of file there: a sentence says what is wrong."""
+    (tmp_path / "a.json").write_text('{"name": "mine"}\n' * 2)
+    (tmp_path / "c.txt").write_text("text")
+    with pytest.raises(StepformerError, match=r"Line 1 of '.*a.json' has no field 'text' .* it has name"):
+        texts(tmp_path)
+    (tmp_path / "a.json").write_text('{\n"name": "mine"\n}')
+    with pytest.warns(StepformerWarning, match="Not read: '.*a.json'"):
+        assert texts(tmp_path) == ["text"]
+    (tmp_path / "c.txt").unlink()
+    (tmp_path / "d.json").write_text(ROWS)
+    with pytest.raises(StepformerError, match=r"Line 1 of '.*a.json' is not valid JSON"):
+        texts(tmp_path)
 
 
 def test_what_a_document_is(tmp_path: Path) -> None:

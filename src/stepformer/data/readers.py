@@ -219,6 +219,17 @@ def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 raise InputError(f"{where} is not valid JSON; JSON lines have one object to a line.") from None
 
 
+def is_one_value(path: Path, field: str) -> bool:
+    """Whether a .json file is one value, as settings are, and not JSON lines with the text in a field."""
+    with reading(path):
+        lines = read_lines(path)
+        try:
+            _, row = next(lines, ("", {field: "nothing"}))
+        except InputError:  # its first line is a part of something
+            return True
+        return not isinstance(row, Mapping) or (field not in row and next(lines, None) is None)
+
+
 def read_table(path: Path, layout: Layout) -> Iterator[tuple[str, Any]]:
     """The same of a table in Parquet."""
     parquet, arrow = need("pyarrow.parquet"), need("pyarrow")

@@ -15,13 +15,14 @@ import json
 import os
 import re
 import shlex
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepformer.base import files
-from stepformer.base.errors import InputError, StepformerError, suggestion
+from stepformer.base.errors import InputError, StepformerError, StepformerWarning, named, suggestion
 from stepformer.data import readers
 from stepformer.data.readers import COMPRESSIONS, FORMATS, MARKDOWN, Document, Layout, Split, ending, sentence
 
@@ -134,8 +135,13 @@ class Files(Source):
         self.root = path if path.is_dir() else path.parent
         also = () if layout.val_field else (MARKDOWN,)  # it has no fields: beside rows that have one it is about them
         self.paths = usable_files(path, *also) if path.is_dir() else [path]
+        settings = settings_among(self.paths, layout.field) if path.is_dir() else []
         known = f"{', '.join((*FORMATS, MARKDOWN))}, plain or with {', '.join(COMPRESSIONS)}"
         self.passed_over = _passed_over(path, self.paths) if path.is_dir() else {}
+        if settings:
+            self.paths = [path for path in self.paths if path not in settings]
+            rows = f"a .json must have one object to a line, with the text in the field '{layout.field}'"
+            warnings.warn(f"Not read: {named(settings)}; {rows}.", StepformerWarning, stacklevel=2)
         if path.is_dir() and not self.paths:
             first = next((ending for ending in self.passed_over if ending.startswith(".")), "")
             joined = f"cat {shlex.quote(str(path))}/*{first} > {shlex.quote(f'{path.resolve().name}.txt')}"
@@ -179,6 +185,12 @@ def usable_files(folder: Path, *also: str) -> list[Path]:
         paths = [Path(base) / name for name in names if not name.startswith(".")]
         found += [p for p in paths if ending(p) in (*FORMATS, *also) and not p.name.lower().startswith(ABOUT)]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def settings_among(paths: Sequence[Path], field: str) -> list[Path]:
+    """The .json files beside others that are one value, not JSON lines; where there are no others they are data."""
+    found = [path for path in paths if ending(path) == ".json"]
+    return [path for path in found if len(found) < len(paths) and readers.is_one_value(path, field)]
 
 
 def describe_file(path: Path, root: Path) -> dict[str, Any]:
