@@ -18,6 +18,7 @@ import pytest
 
 from stepformer import StepformerError
 from stepformer.base.errors import StepformerWarning
+from stepformer.cli.main import main
 from stepformer.data import make_tokenizer, open_source
 from stepformer.data import readers as readers_module
 from stepformer.data.pieces import divide, encode, segments_of
@@ -25,7 +26,7 @@ from stepformer.data.readers import Document
 from stepformer.data.token_files import TokenFiles
 from stepformer.measure.evaluation.texts import first_file
 from stepformer.training.corpora import part_of_corpus
-from texts import PACK, documents, stories, write_rows
+from texts import PACK, documents, stories, tree, write_rows
 
 prepare_module = importlib.import_module("stepformer.data.prepare")
 prepare = prepare_module.prepare
@@ -97,6 +98,47 @@ def test_markdown_is_text_in_a_folder_and_nothing_beside_data(tmp_path: Path) ->
     assert open_source(f"hf:{tmp_path / 'in'}").description["files"] == []
     excerpt = write_rows(tmp_path / "in" / "wiki.txt", [{"text": "wiki"}])
     assert first_file(tmp_path, "in") == excerpt
+
+
+def test_several_sources_are_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("in/c.txt", "in/more/b.txt", "in/more/a.txt", "other/a.txt"):
+        write_rows(tmp_path / name, [{"text": f"The text of {name}. " * 9}])
+    (tmp_path / "in" / "more" / "d.log").write_text("not read")
+    whole = open_source("in")
+    parts = open_source("in/more", "in/c.txt", str(tmp_path / "in/c.txt"), "./in/more/a.txt")
+    assert parts.description == whole.description
+    assert list(parts) == list(whole)
+    assert parts.passed_over == {".log": 1}  # type: ignore[attr-defined]
+    one, two = (open_source(*words) for words in (("in/c.txt", "in/more/a.txt"), ("in/more/a.txt", "in/c.txt")))
+    assert (one.name, one.description) == (two.name, two.description)
+    assert one.name == "c-and-1-more"
+    alike = open_source("other/a.txt", "in/more/a.txt")
+    assert [file["name"] for file in alike.description["files"]] == ["in/more/a.txt", "other/a.txt"]
+    assert main(["prepare", "in/more", "in/c.txt", "--tokenizer", "bytes"]) == 0
+    both = prepare(whole, "bytes", tmp_path / "whole")
+    assert tree(Path("data/c-and-1-more-bytes"))["train-00000.bin"] == tree(both.folder)["train-00000.bin"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("a.txt tales", "must be files and folders of text, which 'tales' is not: prepare it alone."),
+        ("hf:some/where a.txt", "which 'hf:some/where' is not: prepare it alone."),
+        ("train.bin val.bin", "which 'train.bin' is not: of ready-made tokens name the folder."),
+        ("tales b.txt", "There is no source 'b.txt'"),
+        ("tales tokenizer=bytes", "An option is written --tokenizer bytes."),
+        ("a.txt a.txt --field story", "does not apply to 'a.txt', 'a.txt', which is read as text"),
+    ],
+)
+def test_several_sources_that_do_not_go_together(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "train.bin", "val.bin"):
+        (tmp_path / name).write_text("ab")
+    assert main(["prepare", *words.split()]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 ROWS = '{"text": "a"}\n{"text": "b"}\n'
