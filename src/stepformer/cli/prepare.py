@@ -131,5 +131,5 @@ add_prepare = command(
     ),
     option("--workers N", "processes (default: one per core, 1 if it is little)", type=int),
     option("--verify", "read all shards again and compare their checksums"),
-    option("--force", "replace another corpus in the folder"),
+    option("--force", "replace another corpus in the folder; runs trained on that one cannot be resumed"),
 )

@@ -219,6 +219,16 @@ def describe_file(path: Path, root: Path) -> dict[str, Any]:
     return facts
 
 
+def file_changes(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
+    """What happened to the files of a source, in words; of a large one, whose content is not known, its time counts."""
+    a, b = ({facts["name"]: facts for facts in found} for found in (before, now))
+    changed = {name for name in a.keys() & b.keys() if a[name] != b[name]}
+    touched = {name for name in changed if {**a[name], "mtime_ns": 0} == {**b[name], "mtime_ns": 0}}
+    kinds = {"added": b.keys() - a.keys(), "removed": a.keys() - b.keys(), "changed": changed - touched}
+    kinds["of another date"] = touched
+    return "; ".join(f"{kind}: {named(sorted(names))}" for kind, names in kinds.items() if names)
+
+
 class HuggingFace(Source):
     """A dataset of the Hub, or a local folder in its layout, streamed: nothing but its tokens is kept."""
 
