@@ -316,6 +316,26 @@ def test_prepare_says_what_it_passes_over_in_a_folder(tmp_path: Path, capsys: py
     assert f"note: not read in '{texts}': 2 .rst, 1 .log; " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("home", ["", "home"])
+def test_a_corpus_whose_folder_was_left_out(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEPFORMER_HOME", home)
+    for name in ("my-texts", "c4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("Once upon a time. " * 50)
+        assert main(["prepare", f"./{name}", "--tokenizer", "bytes"]) == 0
+    data = Path(home, "data")
+    (data / "c4-bytes").rename(data / "c4")
+    (tmp_path / "c4").rename(tmp_path / "away")
+    capsys.readouterr()
+    for command in ("train yurii", "compare yurii vanilla"):
+        ends = f"There is no corpus 'my-texts-bytes' here. Did you mean corpus={data}/my-texts-bytes?"
+        assert said(capsys, *command.split(), "corpus=my-texts-bytes").endswith(ends)
+    assert "The corpus 'c4' is not prepared" in said(capsys, "train", "yurii", "corpus=c4")  # the dataset is meant
+
+
 def test_labels_of_a_sweep_have_no_minus_of_their_own() -> None:
     labels = list(grid_points({"optim.lr": ("0.01", "1e-3"), "beta1": ("-0.5",)}))
     assert labels == ["lr=0.01_beta1=-0.5", "lr=1e-3_beta1=-0.5"]
