@@ -309,11 +309,31 @@ def test_texts_of_any_suffix_are_evaluated(
 def test_prepare_says_what_it_passes_over_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
-    for name in ("a.txt", "b.md", "c.log", "d.md", ".hidden"):
+    for name in ("a.txt", "b.rst", "c.log", "d.rst", ".hidden"):
         (texts / name).write_text(f"{name} is a text. " * 50)
     assert [found.text[:5] for found in open_source(str(texts))] == ["a.txt"]
     assert main(["prepare", str(texts), "--tokenizer", "bytes", "--out", str(tmp_path / "corpus")]) == 0
-    assert f"note: not read in '{texts}': 2 .md, 1 .log; " in capsys.readouterr().out
+    assert f"note: not read in '{texts}': 2 .rst, 1 .log; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("home", ["", "home"])
+def test_a_corpus_whose_folder_was_left_out(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEPFORMER_HOME", home)
+    for name in ("my-texts", "c4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("Once upon a time. " * 50)
+        assert main(["prepare", f"./{name}", "--tokenizer", "bytes"]) == 0
+    data = Path(home, "data")
+    (data / "c4-bytes").rename(data / "c4")
+    (tmp_path / "c4").rename(tmp_path / "away")
+    capsys.readouterr()
+    for command in ("train yurii", "compare yurii vanilla"):
+        ends = f"There is no corpus 'my-texts-bytes' here. Did you mean corpus={data}/my-texts-bytes?"
+        assert said(capsys, *command.split(), "corpus=my-texts-bytes").endswith(ends)
+    assert "The corpus 'c4' is not prepared" in said(capsys, "train", "yurii", "corpus=c4")  # the dataset is meant
 
 
 def test_labels_of_a_sweep_have_no_minus_of_their_own() -> None:
@@ -362,7 +382,7 @@ def test_what_export_prints_can_be_run(trained: Path, tmp_path: Path) -> None:
         ("prepare my-text", "Did you mean 'my-texts'?"),
         ("prepare data/x.txt", "nor hf:OWNER/NAME."),
         ("train yurii corpus=data/my-texts", "Did you mean 'data/my-texts-bpe-1024'?"),
-        ("prepare notes --tokenizer bytes", "It has 2 .md: if that is text, join it, `cat notes/*.md > notes.txt`."),
+        ("prepare notes --tokenizer bytes", "It has 2 .rst: if that is text, join it, `cat notes/*.rst > notes.txt`."),
         ("prepare latin.txt --tokenizer bytes", "is converted by `iconv -f LATIN1 -t UTF-8 latin.txt > NEW.txt`."),
         ("prepare wide.txt --tokenizer bytes", "is converted by `iconv -f UTF-16 -t UTF-8 wide.txt > NEW.txt`."),
         ("prepare rows.jsonl --tokenizer bytes", "it has content. --field NAME says which one holds the text."),
@@ -379,8 +399,8 @@ def test_typical_mistakes(
     for folder in ("my-texts", "notes", "data/my-texts-bpe-1024", "runs/yurii-s1"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "my-texts/a.txt").write_text("Once upon a time.")
-    (tmp_path / "notes/a.md").write_text("# A")
-    (tmp_path / "notes/b.md").write_text("# B")
+    (tmp_path / "notes/a.rst").write_text("A")
+    (tmp_path / "notes/b.rst").write_text("B")
     (tmp_path / "data/y.txt").write_text("y")
     (tmp_path / "latin.txt").write_bytes("ein Fuß".encode("latin-1") + b" weit")
     (tmp_path / "wide.txt").write_bytes("ein Fuß".encode("utf-16"))

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,16 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read w
 import pytest
 
 from stepformer import StepformerError
+from stepformer.base.errors import StepformerWarning
+from stepformer.cli.main import main
 from stepformer.data import make_tokenizer, open_source
 from stepformer.data import readers as readers_module
 from stepformer.data.pieces import divide, encode, segments_of
 from stepformer.data.readers import Document
-from texts import PACK, documents, stories, write_rows
+from stepformer.data.token_files import TokenFiles
+from stepformer.measure.evaluation.texts import first_file
+from stepformer.training.corpora import part_of_corpus
+from texts import PACK, documents, stories, tree, write_rows
 
 prepare_module = importlib.import_module("stepformer.data.prepare")
 prepare = prepare_module.prepare
@@ -71,6 +77,111 @@ def test_folders_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     (tmp_path / "b" / "z.jsonl").write_text('{"text": "b/z.jsonk"}\n')
     assert open_source(str(tmp_path)).fingerprint != before
     assert open_source(str(tmp_path), field="other").fingerprint != open_source(str(tmp_path)).fingerprint
+
+
+def test_markdown_is_text_in_a_folder_and_nothing_beside_data(tmp_path: Path) -> None:
+    """Notes beside a dataset, tokens or an excerpt to be evaluated are about them, as they always were."""
+    (tmp_path / "in" / "c").mkdir(parents=True)
+    for name in ("a.txt", "b.md", "README.md"):
+        (tmp_path / "in" / name).write_text(name)
+    (tmp_path / "in" / "c" / "d.MD.gz").write_bytes(PACK[".gz"](b"c/d.MD.gz"))
+    assert texts(tmp_path / "in") == ["a.txt", "b.md", "c/d.MD.gz"]
+    corpus = prepare(open_source(str(tmp_path / "in")), "bytes", tmp_path / "corpus", workers=1)
+    (tmp_path / "in" / "a.txt").unlink()
+    assert texts(tmp_path / "in") == ["b.md", "c/d.MD.gz"]
+    assert part_of_corpus(str(tmp_path / "in" / "c"), {"folder": str(corpus.folder)})
+    write_rows(tmp_path / "rows" / "a.jsonl", [{"text": "a", "held": True}])
+    (tmp_path / "rows" / "b.md").write_text("about them")
+    assert texts(tmp_path / "rows", val_field="held") == ["a"]
+    (tmp_path / "in" / "train.bin").write_bytes(b"ab")
+    assert isinstance(open_source(str(tmp_path / "in")), TokenFiles)
+    assert open_source(f"hf:{tmp_path / 'in'}").description["files"] == []
+    excerpt = write_rows(tmp_path / "in" / "wiki.txt", [{"text": "wiki"}])
+    assert first_file(tmp_path, "in") == excerpt
+
+
+def test_several_sources_are_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("in/c.txt", "in/more/b.txt", "in/more/a.txt", "other/a.txt"):
+        write_rows(tmp_path / name, [{"text": f"The text of {name}. " * 9}])
+    (tmp_path / "in" / "more" / "d.log").write_text("not read")
+    whole = open_source("in")
+    parts = open_source("in/more", "in/c.txt", str(tmp_path / "in/c.txt"), "./in/more/a.txt")
+    assert parts.description == whole.description
+    assert list(parts) == list(whole)
+    assert parts.passed_over == {".log": 1}  # type: ignore[attr-defined]
+    one, two = (open_source(*words) for words in (("in/c.txt", "in/more/a.txt"), ("in/more/a.txt", "in/c.txt")))
+    assert (one.name, one.description) == (two.name, two.description)
+    assert one.name == "c-and-1-more"
+    alike = open_source("other/a.txt", "in/more/a.txt")
+    assert [file["name"] for file in alike.description["files"]] == ["in/more/a.txt", "other/a.txt"]
+    assert main(["prepare", "in/more", "in/c.txt", "--tokenizer", "bytes"]) == 0
+    both = prepare(whole, "bytes", tmp_path / "whole")
+    assert tree(Path("data/c-and-1-more-bytes"))["train-00000.bin"] == tree(both.folder)["train-00000.bin"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("a.txt tales", "must be files and folders of text, which 'tales' is not: prepare it alone."),
+        ("hf:some/where a.txt", "which 'hf:some/where' is not: prepare it alone."),
+        ("train.bin val.bin", "which 'train.bin' is not: of ready-made tokens name the folder."),
+        ("tales b.txt", "There is no source 'b.txt'"),
+        ("tales tokenizer=bytes", "An option is written --tokenizer bytes."),
+        ("a.txt a.txt --field story", "does not apply to 'a.txt', 'a.txt', which is read as text"),
+    ],
+)
+def test_several_sources_that_do_not_go_together(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "train.bin", "val.bin"):
+        (tmp_path / name).write_text("ab")
+    assert main(["prepare", *words.split()]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+ROWS = '{"text": "a"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "skipped"),
+    [
+        ('{\n  "name": "mine",\n  "text": "no document"\n}\n', "text", True),
+        ('{"name": "mine"}\n', "text", True),
+        ('[{"text": "a"}]\n', "text", True),
+        (ROWS, "text", False),
+        (ROWS[:14], "text", False),
+        ("", "text", False),
+        ('{"story": "a"}\n', "story", False),
+    ],
+)
+def test_settings_between_texts_are_left_out(content: str, field: str, skipped: bool, tmp_path: Path) -> None:
+    write_rows(tmp_path / "b.jsonl", [{field: "of b"}])
+    (tmp_path / "package.json").write_text(content)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        source = open_source(str(tmp_path), field=field)
+    said = [str(warning.message) for warning in told]
+    assert [path.name for path in source.paths] == ["b.jsonl", *["package.json"] * (not skipped)]  # type: ignore[attr-defined]
+    assert len(list(source)) == 1 + (0 if skipped else content.count("\n"))
+    rows = f"a .json must have one object to a line, with the text in the field '{field}'"
+    assert said == [f"Not read: '{tmp_path}/package.json'; {rows}."] * skipped
+
+
+def test_json_that_may_be_data_is_not_left_out(tmp_path: Path) -> None:
+    """Rows with the text in another field, and the only kind of file there: a sentence says what is wrong."""
+    (tmp_path / "a.json").write_text('{"name": "mine"}\n' * 2)
+    (tmp_path / "c.txt").write_text("text")
+    with pytest.raises(StepformerError, match=r"Line 1 of '.*a.json' has no field 'text' .* it has name"):
+        texts(tmp_path)
+    (tmp_path / "a.json").write_text('{\n"name": "mine"\n}')
+    with pytest.warns(StepformerWarning, match="Not read: '.*a.json'"):
+        assert texts(tmp_path) == ["text"]
+    (tmp_path / "c.txt").unlink()
+    (tmp_path / "d.json").write_text(ROWS)
+    with pytest.raises(StepformerError, match=r"Line 1 of '.*a.json' is not valid JSON"):
+        texts(tmp_path)
 
 
 def test_what_a_document_is(tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ from typing import Any, BinaryIO
 import pytest
 
 from real_data import GPT2, TINYSTORIES, needs_gpt2, needs_tinystories
+from runs import go, make_corpus
 from stepformer import StepformerError
 from stepformer.base import files
+from stepformer.base.errors import StepformerWarning
 from stepformer.data import Corpus, make_tokenizer, open_source
 from stepformer.data.pieces import Progress
+from stepformer.training import resume
 from texts import tree
 
 module = importlib.import_module("stepformer.data.prepare")
@@ -303,6 +306,55 @@ def test_another_corpus_is_not_overwritten(source: Any, tmp_path: Path, monkeypa
     assert tree(back.folder) == before  # no shard of the other one is left over
 
 
+def test_what_happened_to_a_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abcde":
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{name}.txt").write_text(f"The text of {name}. " * 50)
+    prepare(open_source(str(tmp_path / "in")), "bytes", tmp_path / "out")
+    monkeypatch.setattr("stepformer.data.sources.SMALL", 50)
+    prepare(open_source(str(tmp_path / "in")), "bytes", tmp_path / "large")
+    (tmp_path / "in" / "a.txt").unlink()
+    (tmp_path / "in" / "b.txt").write_text("Another one.")
+    os.utime(tmp_path / "in" / "c.txt", (1, 1))
+    for name in "fghijk":
+        (tmp_path / "in" / f"{name}.txt").write_text("A new text. " * 50)
+    added = "(added: 'f.txt', 'g.txt', 'h.txt' and 3 more; removed: 'a.txt'; changed: 'b.txt'"
+    said = f"made before its files changed {added}; of another date: 'c.txt'): "
+    with pytest.raises(StepformerError, match=re.escape(said)):
+        prepare(open_source(str(tmp_path / "in")), "bytes", tmp_path / "large")
+    monkeypatch.undo()
+    said = f"made with another tokenizer and document and before its files changed {added}): choose another folder"
+    with pytest.raises(StepformerError, match=re.escape(said)):
+        prepare(open_source(str(tmp_path / "in"), document="line"), "bpe:300", tmp_path / "out")
+    with pytest.raises(StepformerError, match=r"\(--force\), after which runs trained on it cannot be resumed or"):
+        prepare(open_source(str(tmp_path / "in")), "bytes", tmp_path / "out")
+
+
+def test_runs_that_lose_their_tokens_are_named(
+    source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Before that happens and when it has; runs of other corpora and those that are damaged are not."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus", "other"):
+        make_corpus(Path(name))
+    for run, corpus in (("one", "corpus"), ("study/two", "corpus"), ("study/other", "other")):
+        go(Path(corpus), Path("runs", run), steps=1)
+    go(Path("other"), Path("runs/also"), steps=1, also="corpus")
+    Path("runs/damaged").mkdir()
+    Path("runs/damaged/run.json").write_text("{}")
+    named = "'runs/also', 'runs/one', 'runs/study/two'"
+    with pytest.raises(StepformerError, match=f"after which runs trained on it, such as {named}, cannot be resumed"):
+        prepare(source, "bytes", "corpus")
+    make_corpus(Path("corpus"), force=True)
+    assert not [told for told in recwarn if told.category is StepformerWarning], "the same tokens again"
+    with pytest.warns(StepformerWarning, match=f"when these runs began: {named} cannot be resumed or evaluated on it"):
+        prepare(source, "bytes", "corpus", force=True)
+    with pytest.raises(StepformerError, match="was trained on other data"):
+        resume("runs/one", restart=True)
+    with pytest.raises(StepformerError, match="after which runs trained on it cannot be resumed"):
+        prepare(source, "bpe:300", "corpus")
+
+
 def test_parts_of_another_job_are_not_used(source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(self: Any) -> None:
         raise KeyboardInterrupt
@@ -367,7 +419,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     words = ["prepare", "in", "--tokenizer", "bytes", "--val-fraction", "0.2", "--out", "here", "--workers", "1"]
     assert main(words) == 0
     assert main([*words, "--field", "story"]) == 2
-    assert "another source" in capsys.readouterr().err
+    assert "made with another field: " in capsys.readouterr().err
     assert main([*words, "--field", "story", "--force"]) == 2
     assert "has no field 'story'" in capsys.readouterr().err
     shard = tmp_path / "here" / "train-00000.bin"

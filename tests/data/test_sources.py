@@ -223,7 +223,7 @@ def test_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = prepare(open_source("openwebtext", revision="main"), "bytes", tmp_path / "b", workers=1)
     assert (hub.revisions[-1], hub.loaded[-1]["revision"]) == ("main", "sha of main")
     assert corpus.manifest["source"]["revision"] == "main"
-    with pytest.raises(StepformerError, match="made with another source"):
+    with pytest.raises(StepformerError, match="made with another revision: "):
         prepare(open_source("openwebtext"), "bytes", tmp_path / "b")
     # the Hub's copy has no README: a config is a folder there
     list(open_source("hf:some/where:de", revision=PARQUET))

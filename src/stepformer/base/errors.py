@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,6 +71,12 @@ class UnknownNameError(StepformerError, KeyError):
 
 class StepformerWarning(UserWarning):
     """Something a user should know that does not keep the work from going on; the command line prints it as a note."""
+
+
+def named(names: Sequence[object], most: int = 3) -> str:
+    """The first of several names for a sentence, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(f"'{name}'" for name in names[:most]) + more
 
 
 def suggestion(word: object, known: Iterable[str], likeness: float = 0.6) -> str:

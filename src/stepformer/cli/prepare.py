@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from stepformer.base.errors import command_line
+from stepformer.base.errors import command_line, named
 from stepformer.catalogue import SIZES
 from stepformer.cli.options import command, given, option
 from stepformer.cli.show import console
@@ -28,8 +28,8 @@ from stepformer.present.tables import of_texts
 
 def run_prepare(args: argparse.Namespace) -> int:
     words = ("dialect", "count", "seed", "field", "val_field", "document", "local", "revision", "split", "limit")
-    source = open_source(args.source, **given(args, *words))
-    tokenizer = args.tokenizer or ("bpe:1024" if args.source == "tales" else "gpt2")
+    source = open_source(*args.source, **given(args, *words))
+    tokenizer = args.tokenizer or ("bpe:1024" if args.source == ["tales"] else "gpt2")
     out = args.out or corpus_folder(source.name, tokenizer)
     try:
         with progress_bar() as report:
@@ -41,9 +41,9 @@ def run_prepare(args: argparse.Namespace) -> int:
         return 130
     print_corpus(console(), corpus)
     if others := getattr(source, "passed_over", {}):
-        named = ", ".join(f"{count:,} {ending}" for ending, count in [*others.items()][:4])
+        counts = ", ".join(f"{count:,} {ending}" for ending, count in [*others.items()][:4])
         told = "a file that is named itself is read as text, whatever it is called"
-        print(f"note: not read in '{args.source}': {named}; {told}")
+        print(f"note: not read in {named(args.source)}: {counts}; {told}")
     if args.verify:
         print("all checksums agree")
     return 0
@@ -103,7 +103,7 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
 
 add_prepare = command(
     run_prepare,
-    option("source SOURCE", "tales, a path, a short name or hf:OWNER/NAME"),
+    option("source SOURCE", "tales, paths, a short name or hf:OWNER/NAME", nargs="+"),
     option(
         "--tokenizer KIND|DIR",
         "gpt2 (or gpt2:FOLDER with its files), bytes, bpe:N trained on this corpus, or the folder of a run or a "
@@ -117,7 +117,7 @@ add_prepare = command(
     option("--val-field F", "rows: a true/false field that marks validation documents"),
     option(
         "--document",
-        ".txt: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
+        ".txt and .md: what a document is (default: auto, what stands between <|endoftext|> lines, else the file)",
         choices=DOCUMENT_RULES,
     ),
     option("--local DIR", "dataset: its files are in this folder, laid out as on the Hub; no network"),
@@ -131,5 +131,5 @@ add_prepare = command(
     ),
     option("--workers N", "processes (default: one per core, 1 if it is little)", type=int),
     option("--verify", "read all shards again and compare their checksums"),
-    option("--force", "replace another corpus in the folder"),
+    option("--force", "replace another corpus in the folder; runs trained on that one cannot be resumed"),
 )

@@ -29,11 +29,14 @@ def few(tokens: float, vocab_size: int) -> bool:
     return vocab_size > 1024 and tokens < 20 * vocab_size
 
 
+def corpora_folder() -> Path:
+    """Where corpora lie unless told otherwise: in `data`, in $STEPFORMER_HOME if that is set."""
+    return Path(os.environ.get("STEPFORMER_HOME", ""), "data")
+
+
 def corpus_folder(name: str, tokenizer_spec: str) -> Path:
-    """Where a corpus lies unless told otherwise: `data/NAME-TOKENIZER`, in $STEPFORMER_HOME if that is set."""
-    home = os.environ.get("STEPFORMER_HOME", "")
-    folder = re.sub(r"[^\w.-]+", "-", f"{name}-{tokenizer_name(tokenizer_spec)}")
-    return Path(home) / "data" / folder if home else Path("data") / folder
+    """Where a corpus lies unless told otherwise: `data/NAME-TOKENIZER`."""
+    return corpora_folder() / re.sub(r"[^\w.-]+", "-", f"{name}-{tokenizer_name(tokenizer_spec)}")
 
 
 def entropy(counts: NDArray[np.int64]) -> float:

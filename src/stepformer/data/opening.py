@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepformer.base.errors import InputError, neighbour, suggestion
+from stepformer.base.errors import InputError, named, neighbour, suggestion
 from stepformer.data.readers import Layout, extensions
 from stepformer.data.sources import DATASETS, TALES_COUNT, Dataset, Files, HuggingFace, Source, Tales, usable_files
 from stepformer.data.token_files import TokenFiles, token_files
@@ -13,7 +14,7 @@ from stepformer.data.token_files import TokenFiles, token_files
 
 def open_source(
     spec: str,
-    *,
+    *more: str,
     dialect: str | None = None,
     count: int | None = None,
     seed: int | None = None,
@@ -27,10 +28,13 @@ def open_source(
 ) -> Source:
     """The source behind a word: `tales`, a short name, `hf:OWNER/NAME[:CONFIG]`, `hf:FOLDER`, or a path.
 
-    Of a dataset: `local` is a folder with its files, laid out as on the Hub, `split` the only split that is read.
+    Several files and folders of text are one source, as if one folder had them all. Of a dataset: `local` is a
+    folder with its files, laid out as on the Hub, `split` the only split that is read.
     """
     options: dict[str, Any] = {"dialect": dialect, "count": count, "seed": seed, "field": field, "val_field": val_field}
     options |= {"document": document, "local": local, "revision": revision, "split": split, "limit": limit}
+    if more:
+        _refuse_all_but_text((spec, *more))
     is_tales, is_hf = spec == "tales", spec in DATASETS or spec.startswith("hf:")
     where = spec.removeprefix("hf:")
     if where != spec and where and local is None and Path(where).expanduser().is_dir():
@@ -50,13 +54,13 @@ def open_source(
     if is_tales:
         return Tales(dialect, TALES_COUNT if count is None else count, seed or 0)
     path = Path(spec).expanduser()
-    if not is_hf and path.exists() and not (path.is_dir() and usable_files(path)) and token_files(path):
+    if not is_hf and _are_tokens(path):
         for option in ("field", "val_field", "document", "limit"):
             if options[option] is not None:
                 raise InputError(f"The option '{option}' does not apply to ready-made tokens ('{spec}').")
         return TokenFiles(path)
     layout = Layout(field or "text", val_field, document or "auto")
-    source = _dataset(spec, where, layout, local, revision, split) if is_hf else _files(spec, layout, field)
+    source = _dataset(spec, where, layout, local, revision, split) if is_hf else _files((spec, *more), layout, field)
     source.limit = limit
     source.name = "-".join(filter(None, (source.name, split, str(limit or ""))))
     source.description |= {k: v for k, v in options.items() if k in ("revision", "split", "limit") and v is not None}
@@ -79,15 +83,37 @@ def _dataset(
     return HuggingFace(known.repository, known.config, layout, name, revision or known.revision, split)
 
 
-def _files(spec: str, layout: Layout, field: str | None) -> Files:
-    path = Path(spec).expanduser()
+def _refuse_all_but_text(words: Sequence[str]) -> None:
+    """Of several sources every one must be a file or folder of text."""
+
+    def is_name(word: str) -> bool:
+        return word in ("tales", *DATASETS) or word.startswith("hf:")
+
+    for word in sorted(words, key=is_name):  # what is not there at all is said first
+        if is_name(word) or _are_tokens(_path(word)):
+            alone = "prepare it alone" if is_name(word) else "of ready-made tokens name the folder"
+            raise InputError(f"Several sources must be files and folders of text, which '{word}' is not: {alone}.")
+
+
+def _are_tokens(path: Path) -> bool:
+    return path.exists() and not (path.is_dir() and usable_files(path)) and bool(token_files(path))
+
+
+def _path(spec: str) -> Path:
+    """The file or folder of this name; a sentence if there is none."""
+    path, words = Path(spec).expanduser(), ("tales", *DATASETS)
     if not path.exists():
-        words = ("tales", *DATASETS)
+        option = f" An option is written --{spec.replace('=', ' ')}." if "=" in spec else ""
         raise InputError(
             f"There is no source '{spec}': it is neither a file or folder nor one of {', '.join(words)}, "
-            f"nor hf:OWNER/NAME.{suggestion(spec, words) or neighbour(path)}"
+            f"nor hf:OWNER/NAME.{option or suggestion(spec, words) or neighbour(path)}"
         )
-    found = Files(path, layout)
+    return path
+
+
+def _files(specs: Sequence[str], layout: Layout, field: str | None) -> Files:
+    found = Files([*map(_path, specs)], layout)
     if field is not None and all(extensions(each)[0] in ("", ".txt") for each in found.paths):
-        raise InputError(f"The option 'field' does not apply to '{spec}', which is read as text: it has no fields.")
+        what = f"{named(specs)}, which is read as text: it has no fields"
+        raise InputError(f"The option 'field' does not apply to {what}.")
     return found

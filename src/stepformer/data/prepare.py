@@ -15,8 +15,9 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepformer.base import documents, files
-from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.errors import InputError, StepformerError, StepformerWarning, named
 from stepformer.base.version import __version__
 from stepformer.data import pieces
 from stepformer.data.corpus import MANIFEST, SPLITS, TOKENIZER, Corpus, entropy, read_manifest
 from stepformer.data.pieces import PIECE_CHARACTERS, PIECE_SEGMENTS, RULES, Counts, Encoded, Progress, Segment, Tokens
-from stepformer.data.sources import Source
+from stepformer.data.sources import Source, file_changes
 from stepformer.data.token_files import TokenFiles
 from stepformer.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind, tokenizer_name
 
@@ -40,6 +41,7 @@ LOCK = ".lock"
 BPE_SAMPLE = 20_000_000  # characters of training text that a BPE is trained on
 SMALL_SOURCE = 20_000_000  # bytes below which starting processes costs more than it gains
 FEW_DOCUMENTS = 100
+MOST_RUNS = 10  # that are named
 
 
 def prepare(
@@ -86,7 +88,12 @@ def prepare(
         job.begin()
         job.encode(workers)
         job.assemble()
-    return Corpus(job.out)
+    corpus = Corpus(job.out)
+    if force and (lost := [run for run, same in runs_of(job.out, corpus.manifest).items() if not same]):
+        which = f"{named(lost, MOST_RUNS)} cannot be resumed or evaluated on it"
+        said = f"'{job.out}' has other tokens than when these runs began: {which}."
+        warnings.warn(said, StepformerWarning, stacklevel=2)
+    return corpus
 
 
 def shared_tokenizer(sources: Sequence[Source], tokenizer_spec: str, folder: Path) -> Tokenizer:
@@ -102,6 +109,19 @@ def shared_tokenizer(sources: Sequence[Source], tokenizer_spec: str, folder: Pat
     tokenizer = make_tokenizer(tokenizer_spec, texts)
     tokenizer.save(folder)
     return tokenizer
+
+
+def runs_of(folder: Path, manifest: Mapping[str, Any]) -> dict[Path, bool]:
+    """The runs below `runs/` whose corpus is in this folder, and whether its tokens are those that they read."""
+    found = {}
+    for path in sorted(path for depth in ("*", "*/*", "*/*/*") for path in Path("runs").glob(f"{depth}/run.json")):
+        with contextlib.suppress(StepformerError):  # a damaged one is told by who reads it
+            record = documents.read(path, documents.RUN)
+            for facts in filter(None, (record.get("corpus"), *record.get("also", {}).values())):
+                if Path(facts["folder"]) == folder.resolve():
+                    was, now = ({name: s["hash"] for name, s in of["splits"].items()} for of in (facts, manifest))
+                    found[path.parent] = was == now
+    return found
 
 
 @contextlib.contextmanager
@@ -152,20 +172,33 @@ class Job:
         if there.get("source") == self.source.description:
             self.check_fraction(there.get("split_rule", {}).get("rule"))
         if there["job"] != self.fingerprint:
-            known, asked = there["tokenizer"], self.settings["tokenizer"]
-            same = asked in (known["name"], f"{known['name']}:{known['fingerprint'][:8]}")
-            was = {
-                "source": there.get("source"),
-                "tokenizer": asked if same else known["name"],
-                "val_fraction": there.get("split_rule", {}).get("val_fraction"),
-                "shard_tokens": there.get("shard_tokens"),
-            }
-            other = [key for key, value in self.settings.items() if was[key] != value] or ["version of stepformer"]
+            runs = [run for run, same in runs_of(self.out, there).items() if same]
+            such = f", such as {named(runs, MOST_RUNS)}," if runs else ""
             raise InputError(
                 f"'{self.out}' already holds the corpus '{there['name']}' with {there['tokenizer']['name']} tokens, "
-                f"made with another {' and '.join(other)}: choose another folder (--out) or replace it (--force)."
+                f"made {self._otherwise(there)}: choose another folder (--out) or replace it (--force), after which "
+                f"runs trained on it{such} cannot be resumed or evaluated on it."
             )
         return Corpus(self.out)
+
+    def _otherwise(self, there: dict[str, Any]) -> str:
+        """With what other settings the corpus was made that is there, and what happened to its files since."""
+        known, asked = there["tokenizer"], self.settings["tokenizer"]
+        same = asked in (known["name"], f"{known['name']}:{known['fingerprint'][:8]}")
+        was: dict[str, Any] = {
+            "source": there.get("source") or {},
+            "tokenizer": asked if same else known["name"],
+            "val_fraction": there.get("split_rule", {}).get("val_fraction"),
+            "shard_tokens": there.get("shard_tokens"),
+        }
+        now: dict[str, Any] = dict(self.settings)
+        if (there["name"], was["source"].get("kind")) == (self.source.name, now["source"]["kind"]):
+            was, now = ({**each, **each["source"], "source": "the same"} for each in (was, now))
+        changes = file_changes(was.pop("files", ()), now.pop("files", ()))
+        other = [key for key in {**now, **was} if was.get(key) != now.get(key)]
+        other += ["version of stepformer"] * (not other and not changes)
+        said = [f"with another {' and '.join(other)}"] * bool(other)
+        return " and ".join([*said, *[f"before its files changed ({changes})"] * bool(changes)])
 
     def check_fraction(self, rule: str | None) -> None:
         """Refuse a fraction that could not apply."""

@@ -27,6 +27,7 @@ Split = Literal["train", "val"]
 DOCUMENT_RULES = ("auto", "file", "line", "paragraph")
 COMPRESSIONS = {".gz": 3.0, ".xz": 4.0, ".zst": 3.5}  # how much text a byte of such a file holds, roughly
 FORMATS = {".txt": 1.0, ".jsonl": 1.0, ".ndjson": 1.0, ".json": 1.0, ".parquet": 2.0}
+MARKDOWN = ".md"  # plain text; beside a dataset or tokens it is about them
 
 
 class Document(NamedTuple):
@@ -84,12 +85,16 @@ def packing(path: Path) -> str:
     return next((ending for ending in COMPRESSIONS if path.name.lower().endswith(ending)), "")
 
 
+def ending(path: Path) -> str:
+    """The last ending of a file's name, its compression aside: '.md' of 'Notes.MD.gz'."""
+    return Path(path.name.lower().removesuffix(packing(path))).suffix
+
+
 def extensions(path: Path) -> tuple[str, str]:
     """The format and compression of a file by its name, e.g. ('.jsonl', '.xz'); ('', '') if it is none of ours: then a
     file that was named itself is read as text, and one in a folder is passed over.
     """
-    form = Path(path.name.lower().removesuffix(packing(path))).suffix
-    return (form, packing(path)) if form in FORMATS else ("", "")
+    return (ending(path), packing(path)) if ending(path) in FORMATS else ("", "")
 
 
 def approximate_text(path: Path) -> int:
@@ -212,6 +217,17 @@ def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 yield where, json.loads(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
             except ValueError:  # no JSON, or no UTF-8
                 raise InputError(f"{where} is not valid JSON; JSON lines have one object to a line.") from None
+
+
+def is_one_value(path: Path, field: str) -> bool:
+    """Whether a .json file is one value, as settings are, and not JSON lines with the text in a field."""
+    with reading(path):
+        lines = read_lines(path)
+        try:
+            _, row = next(lines, ("", {field: "nothing"}))
+        except InputError:  # its first line is a part of something
+            return True
+        return not isinstance(row, Mapping) or (field not in row and next(lines, None) is None)
 
 
 def read_table(path: Path, layout: Layout) -> Iterator[tuple[str, Any]]:

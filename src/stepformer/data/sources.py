@@ -15,15 +15,16 @@ import json
 import os
 import re
 import shlex
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepformer.base import files
-from stepformer.base.errors import InputError, StepformerError, suggestion
+from stepformer.base.errors import InputError, StepformerError, StepformerWarning, named, suggestion
 from stepformer.data import readers
-from stepformer.data.readers import COMPRESSIONS, FORMATS, Document, Layout, Split, extensions, sentence
+from stepformer.data.readers import COMPRESSIONS, FORMATS, MARKDOWN, Document, Layout, Split, ending, sentence
 
 TALES_COUNT = 20_000
 TALE_BYTES = 1000  # about; for the progress bar
@@ -127,26 +128,41 @@ class Tales(Source):
 
 
 class Files(Source):
-    """A file, or all usable files below a folder in the order of their names."""
+    """Files, and all usable ones below folders, in the order of their names: as if one folder had them all."""
 
-    def __init__(self, path: Path, layout: Layout) -> None:
+    def __init__(self, places: Sequence[Path], layout: Layout) -> None:
         self.layout = layout
-        self.root = path if path.is_dir() else path.parent
-        self.paths = usable_files(path) if path.is_dir() else [path]
-        known = f"{', '.join(FORMATS)}, plain or with {', '.join(COMPRESSIONS)}"
-        self.passed_over = _passed_over(path, self.paths) if path.is_dir() else {}
-        if path.is_dir() and not self.paths:
-            first = next((ending for ending in self.passed_over if ending.startswith(".")), "")
-            joined = f"cat {shlex.quote(str(path))}/*{first} > {shlex.quote(f'{path.resolve().name}.txt')}"
-            how = f"`{joined}`" if any(path.glob(f"*{first}")) else "into one file"
-            there = f" It has {self.passed_over[first]:,} {first}: if that is text, join it, {how}." if first else ""
-            there += " READMEs and licences are not read." * any(n.lower().startswith(ABOUT) for n in self.passed_over)
-            raise InputError(f"There is nothing to read in the folder '{path}': no file ends in {known}.{there}")
-        self.name = path.resolve().name if path.is_dir() else path.name.partition(".")[0] or path.name
+        self.passed_over = Counter[str]()
+        places = sorted({*places})
+        self.root = Path(os.path.commonpath([os.path.abspath(p if p.is_dir() else p.parent) for p in places]))
+        found = [path for place in places for path in (self._below(place) if place.is_dir() else [place])]
+        self.paths = [path for _, path in sorted({_name(path, self.root): path for path in found}.items())]
+        first = places[0]
+        self.name = first.resolve().name if first.is_dir() else first.name.partition(".")[0] or first.name
+        self.name += f"-and-{len(places) - 1}-more" if len(places) > 1 else ""
         self.marked = self.layout.val_field is not None
         self.description = {"kind": "files", "files": [describe_file(p, self.root) for p in self.paths]}
         self.description |= dataclasses.asdict(self.layout)
         self.approximate_bytes = sum(map(readers.approximate_text, self.paths))
+
+    def _below(self, folder: Path) -> list[Path]:
+        """The usable files of a folder; others are counted, and settings among them are named."""
+        # Markdown has no fields: beside rows that have one it is about them
+        paths = usable_files(folder, *(() if self.layout.val_field else (MARKDOWN,)))
+        passed_over = _passed_over(folder, paths)
+        self.passed_over.update(passed_over)
+        if settings := settings_among(paths, self.layout.field):
+            rows = f"a .json must have one object to a line, with the text in the field '{self.layout.field}'"
+            warnings.warn(f"Not read: {named(settings)}; {rows}.", StepformerWarning, stacklevel=3)
+        if not paths:
+            known = f"{', '.join((*FORMATS, MARKDOWN))}, plain or with {', '.join(COMPRESSIONS)}"
+            first = next((ending for ending in passed_over if ending.startswith(".")), "")
+            joined = f"cat {shlex.quote(str(folder))}/*{first} > {shlex.quote(f'{folder.resolve().name}.txt')}"
+            how = f"`{joined}`" if any(folder.glob(f"*{first}")) else "into one file"
+            there = f" It has {passed_over[first]:,} {first}: if that is text, join it, {how}." if first else ""
+            there += " READMEs and licences are not read." * any(n.lower().startswith(ABOUT) for n in passed_over)
+            raise InputError(f"There is nothing to read in the folder '{folder}': no file ends in {known}.{there}")
+        return [path for path in paths if path not in settings]
 
     def units(self) -> Sequence[str]:
         return [str(self.root)] if self.limit else [str(path) for path in self.paths]
@@ -155,6 +171,10 @@ class Files(Source):
         paths = self.paths if self.limit else self.paths[unit : unit + 1]
         found = (document for path in paths for document in readers.read_documents(path, self.layout))
         return itertools.islice(found, self.limit)
+
+
+def _name(path: Path, root: Path) -> str:
+    return Path(os.path.relpath(path, root)).as_posix()
 
 
 def _passed_over(folder: Path, used: Sequence[Path]) -> dict[str, int]:
@@ -166,8 +186,8 @@ def _passed_over(folder: Path, used: Sequence[Path]) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def usable_files(folder: Path) -> list[Path]:
-    """Every file below a folder whose name we know; not hidden ones, nor READMEs and licences."""
+def usable_files(folder: Path, *also: str) -> list[Path]:
+    """Every file below a folder whose ending we know, or is in `also`; not hidden ones, nor READMEs and licences."""
 
     def refuse(error: OSError) -> None:
         raise InputError(f"The folder '{error.filename}' cannot be read: {error.strerror}.")
@@ -176,14 +196,20 @@ def usable_files(folder: Path) -> list[Path]:
     for base, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = [Path(base) / name for name in names if not name.startswith(".")]
-        found += [p for p in paths if extensions(p)[0] and not p.name.lower().startswith(ABOUT)]
+        found += [p for p in paths if ending(p) in (*FORMATS, *also) and not p.name.lower().startswith(ABOUT)]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def settings_among(paths: Sequence[Path], field: str) -> list[Path]:
+    """The .json files beside others that are one value, not JSON lines; where there are no others they are data."""
+    found = [path for path in paths if ending(path) == ".json"]
+    return [path for path in found if len(found) < len(paths) and readers.is_one_value(path, field)]
 
 
 def describe_file(path: Path, root: Path) -> dict[str, Any]:
     try:
         status = path.stat()
-        facts: dict[str, Any] = {"name": path.relative_to(root).as_posix(), "size": status.st_size}
+        facts: dict[str, Any] = {"name": _name(path, root), "size": status.st_size}
         if status.st_size <= SMALL:
             facts["sha256"] = files.sha256(path)
         else:
@@ -191,6 +217,16 @@ def describe_file(path: Path, root: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"'{path}' cannot be read: {error.strerror}.") from None
     return facts
+
+
+def file_changes(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
+    """What happened to the files of a source, in words; of a large one, whose content is not known, its time counts."""
+    a, b = ({facts["name"]: facts for facts in found} for found in (before, now))
+    changed = {name for name in a.keys() & b.keys() if a[name] != b[name]}
+    touched = {name for name in changed if {**a[name], "mtime_ns": 0} == {**b[name], "mtime_ns": 0}}
+    kinds = {"added": b.keys() - a.keys(), "removed": a.keys() - b.keys(), "changed": changed - touched}
+    kinds["of another date"] = touched
+    return "; ".join(f"{kind}: {named(sorted(names))}" for kind, names in kinds.items() if names)
 
 
 class HuggingFace(Source):

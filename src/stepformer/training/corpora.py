@@ -11,8 +11,9 @@ from rich.console import Console
 
 from stepformer.base.errors import InputError, command_line
 from stepformer.base.files import sha256
-from stepformer.data.corpus import MANIFEST, Corpus, corpus_folder, few, read_manifest
-from stepformer.data.sources import Source, usable_files
+from stepformer.data.corpus import MANIFEST, Corpus, corpora_folder, corpus_folder, few, read_manifest
+from stepformer.data.readers import MARKDOWN
+from stepformer.data.sources import DATASETS, Source, usable_files
 from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
 from stepformer.training.config import DataConfig, RunConfig
 from stepformer.training.parallel import World
@@ -40,6 +41,10 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     given = Path(config.corpus).expanduser()
     if (given / MANIFEST).is_file():
         return checked(Corpus(given), config.tokenizer)
+    meant = corpora_folder() / given
+    if not (given.exists() or is_tales or config.corpus in DATASETS) and (meant / MANIFEST).is_file():
+        word = shlex.quote(f"corpus={meant}")
+        raise InputError(f"There is no corpus '{config.corpus}' here. Did you mean {word}?")
     tokenizer = config.tokenizer or ("bpe:1024" if is_tales else "gpt2")
     source = open_source(config.corpus, dialect=config.dialect, count=config.count if is_tales else None)
     folder = corpus_folder(source.name, tokenizer)
@@ -84,7 +89,7 @@ def part_of_corpus(word: str, corpus: Mapping[str, Any]) -> bool:
         return Corpus(place).split("val").hash in [split["hash"] for split in corpus.get("splits", {}).values()]
     source = read_manifest(known.parent)["source"] if corpus and known.is_file() else {}
     sums = [file.get("sha256") for file in source.get("files", ())]
-    parts = usable_files(place) if place.is_dir() else [place] if place.is_file() else []
+    parts = usable_files(place, MARKDOWN) if place.is_dir() else [place] if place.is_file() else []
     return bool(sums) and any(sha256(part) in sums for part in parts)
 
 
