@@ -52,6 +52,12 @@ def shared_oracles(blocks: Blocks, sharing: str) -> nn.ModuleDict:
     return shared
 
 
+def refuse_no_dtype(name: str, value: object) -> None:
+    """A sentence for what is neither None nor a dtype of floating-point numbers."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise InputError(f"{name} = {value!r} should be a dtype of torch such as torch.bfloat16.")
+
+
 class Backbone(nn.Module):
     """The parameters of a model, what state its tokens start in, and what the head makes of the last one."""
 
@@ -93,8 +99,7 @@ class Backbone(nn.Module):
             target = torch.get_default_device() if device is None else torch.device(device)
         except (RuntimeError, TypeError):
             raise InputError(f"device = {device!r} is none of torch's: give 'cpu', 'cuda' or 'cuda:1'.") from None
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise InputError(f"dtype = {dtype!r} should be a dtype of torch such as torch.bfloat16.")
+        refuse_no_dtype("dtype", dtype)
         if target.type == "cuda" and not torch.cuda.is_available():
             raise InputError(f"device = '{target}' was asked for, but this torch sees no CUDA device.")
         if target.type != "meta":
@@ -133,6 +138,7 @@ class Backbone(nn.Module):
         Under autocast as `stream_dtype` says. If it says nothing, bf16 autocast on CUDA carries bf16, in the trainer
         and in anybody's loop (docs/performance.md has the difference in loss).
         """
+        refuse_no_dtype("stream_dtype", self.stream_dtype)
         if (self.stream_dtype is None and device != "cuda") or not torch.is_autocast_enabled(device):
             return None
         narrow = torch.get_autocast_dtype(device) == torch.bfloat16

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.settings import plain
 from stepformer.model.roles import Role, named_roles
 
 INIT_STD = 0.02
@@ -26,6 +27,7 @@ def draw_parameters(
     one is drawn from torch's global generator. Afterwards every module that has a method `initialise` sets what
     starts otherwise.
     """
+    seed = plain(seed)
     if seed is None:
         seed = int(torch.randint(2**62, ()).item())
     elif isinstance(seed, bool) or not isinstance(seed, int):
