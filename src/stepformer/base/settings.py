@@ -28,8 +28,7 @@ class Settings:
     section: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            object.__setattr__(self, f.name, plain(getattr(self, f.name)))
+        make_plain(self)
         wrong = field_problems(self)
         problems = list(wrong.values()) if wrong else self.problems()
         if problems:
@@ -101,6 +100,14 @@ def field_problems(settings: Any, but: Collection[str] = ()) -> dict[str, str]:
 def plain(value: Any) -> Any:
     """A number of numpy, or a tensor of one, as Python's own; anything else as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def make_plain(settings: Any) -> None:
+    """The same for the fields of a dataclass and the values of its tables."""
+    for f in dataclasses.fields(settings):
+        value = getattr(settings, f.name)
+        table = isinstance(value, Mapping)
+        object.__setattr__(settings, f.name, {k: plain(v) for k, v in value.items()} if table else plain(value))
 
 
 def is_number(value: Any) -> bool:

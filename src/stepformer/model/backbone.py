@@ -18,6 +18,7 @@ from stepformer.model.roles import Role, declare
 from stepformer.model.start import draw_parameters
 from stepformer.ops.adapters import weight_of
 from stepformer.ops.cross_entropy import wide
+from stepformer.ops.dtypes import refuse_no_dtype
 from stepformer.ops.tables import Tables, token_order
 from stepformer.oracles import Call, fresh_call, make_norm
 from stepformer.rules import State
@@ -50,12 +51,6 @@ def shared_oracles(blocks: Blocks, sharing: str) -> nn.ModuleDict:
         for block in blocks:
             block.use(oracle, shared[oracle])
     return shared
-
-
-def refuse_no_dtype(name: str, value: object) -> None:
-    """A sentence for what is neither None nor a dtype of floating-point numbers."""
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise InputError(f"{name} = {value!r} should be a dtype of torch such as torch.bfloat16.")
 
 
 class Backbone(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from stepformer.base.errors import ConfigError, UnknownNameError, independent
 from stepformer.base.options import Option
 from stepformer.base.registry import Component, Registry, Selection, clashes, option_problems
-from stepformer.base.settings import field_problems, plain, setting
+from stepformer.base.settings import field_problems, make_plain, setting
 from stepformer.extras import Extra, extras
 from stepformer.oracles import attentions, mlps
 from stepformer.rules import splittings, templates
@@ -90,6 +90,7 @@ class ModelConfig(Selection):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        make_plain(self)
         problems = _problems(self)
         if problems:
             raise ConfigError(problems)
@@ -238,9 +239,6 @@ def _problems(config: ModelConfig) -> list[str]:
     """Every reason why this config cannot be built, all at once."""
     problems = []
     wrong: set[str] = set()  # keys of the wrong type: arithmetic with them would only add noise
-    for f in dataclasses.fields(config):
-        object.__setattr__(config, f.name, plain(getattr(config, f.name)))
-    object.__setattr__(config, "options", {key: plain(value) for key, value in config.options.items()})
     for kind, registry in REGISTRIES.items():
         object.__setattr__(config, kind, str(getattr(config, kind)))
         try:

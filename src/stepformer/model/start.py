@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection
+from numbers import Integral
 
 import torch
 from torch import nn
 
 from stepformer.base.errors import InputError, StepformerError
-from stepformer.base.settings import plain
 from stepformer.model.roles import Role, named_roles
 
 INIT_STD = 0.02
@@ -27,10 +27,9 @@ def draw_parameters(
     one is drawn from torch's global generator. Afterwards every module that has a method `initialise` sets what
     starts otherwise.
     """
-    seed = plain(seed)
     if seed is None:
         seed = int(torch.randint(2**62, ()).item())
-    elif isinstance(seed, bool) or not isinstance(seed, int):
+    elif isinstance(seed, bool) or not isinstance(seed, Integral):
         raise InputError(f"seed = {seed!r} should be an integer.")
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
