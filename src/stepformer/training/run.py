@@ -300,12 +300,7 @@ ATTEMPTS = 20  # at reading a checkpoint before the next one takes its place
 
 
 def load_run(
-    path: str | Path,
-    which: str = "best",
-    device: str = "auto",
-    *,
-    allow_nan: bool = False,
-    plugins: Sequence[str] = (),
+    path: str | Path, which: str = "best", device: str = "auto", *, allow_nan: bool = False, plugins: Sequence[str] = ()
 ) -> LoadedRun:
     """The model of a run with its tokenizer and config.
 
