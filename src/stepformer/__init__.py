@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         register_preset,
         register_template,
     )
+    from stepformer.exchange.importing import save_run
     from stepformer.extras import Extra, register_extra
     from stepformer.measure.diagnostics.audit import audit
     from stepformer.model import Model, ModelConfig, Output, Role
@@ -54,8 +55,8 @@ __all__ = [
     "Option", "Output", "Role", "Splitting", "State", "StepformerError", "Stream", "Template", "TokenSlot",
     "UnknownNameError", "Values", "__version__", "audit", "build", "compare", "evaluate_run", "free", "load_config",
     "load_run", "model_config", "positive", "preset", "presets", "record", "register_attention", "register_extra",
-    "register_mlp", "register_preset", "register_splitting", "register_template", "resume", "run_config", "sweep",
-    "train", "unit",
+    "register_mlp", "register_preset", "register_splitting", "register_template", "resume", "run_config", "save_run",
+    "sweep", "train", "unit",
 ]
 # fmt: on
 

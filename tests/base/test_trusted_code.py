@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 import runs
 import stepformer as sf
 from runs import small_run
@@ -140,6 +141,27 @@ def test_naming_it_is_enough_also_from_another_place(stranger: Path, tmp_path: P
         load_run(stranger / "run")
     assert main(["eval", str(stranger / "run"), "--plugin", str(moved)]) == 0
     assert load_run(stranger / "run").record["plugins"] == [str(moved)]
+
+
+def test_naming_it_is_enough_in_python_too(stranger: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "own_rule.py"
+    shutil.move(stranger / "own_rule.py", moved)
+    with pytest.raises(InputError, match=r"with --plugin \(in Python: plugins=\[\.\.\.\] of load_run\)\."):
+        load_run(stranger / "run")
+    with pytest.raises(InputError, match=r"There is no plug-in file 'own_rule\.py'"):
+        load_run(stranger / "run", plugins="own_rule.py")  # of another folder; one file is a list of one
+    assert load_run(stranger / "run", plugins=[str(moved)]).record["plugins"] == [str(moved)]
+
+
+def test_a_saved_model_knows_its_rule(stranger: Path, tmp_path: Path) -> None:
+    rule = str(stranger / "own_rule.py")
+    load_plugin(rule)
+    model = sf.build("stranger", n_layer=1, n_head=2, d_model=8, context=8, vocab_size=257)
+    sf.save_run(model, tmp_path / "saved", "bytes", plugins=[rule])
+    done = forked.stepformer("generate", "saved", "Hi", "--tokens", "2", "--plugin", rule, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "saved/plugins/0/own_rule.py.txt").read_text() == (stranger / "own_rule.py").read_text()
+    assert load_run(tmp_path / "saved").record["plugins"] == [rule]
 
 
 def test_a_changed_record_does_not_help(stranger: Path) -> None:

@@ -241,6 +241,40 @@ def test_plugins_load_once_and_report_their_own_faults(tmp_path: Path, capsys: p
     assert "There is no plug-in module 'no.such.module'" in capsys.readouterr().err
 
 
+def test_a_name_that_is_almost_one_of_the_base_class_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], registries: None
+) -> None:
+    """Nothing would call it. A name that is far from all of them, or overrides one, is nobody's business."""
+    rule = tmp_path / "near.py"
+    rule.write_text(
+        "import stepformer as sf\nfrom stepformer.rules.first_order import Nesterov\n"
+        "@sf.register_template('near', equation='as Nesterov')\nclass Near(Nesterov):\n"
+        "    normalizes = 'v'\n    def qeury(self, s, c): ...\n    def helper(self): ...\n    def _kik(self): ...\n"
+        "    def describe(self): return 'near'\n"
+        "@sf.register_extra('near-too')\nclass NearToo(sf.Extra):\n    def enetr(self, s, c): ...\n"
+    )
+    assert main(["show", "near", "--plugin", str(rule)]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "Near" in line]
+    assert [line.split(": ", 1)[1] for line in said] == [
+        "stepformer does not ask for Near.normalizes. Did you mean 'normalises'?",
+        "stepformer does not ask for Near.qeury. Did you mean 'query'?",
+        "stepformer does not ask for NearToo.enetr. Did you mean 'enter'?",
+    ]
+
+
+@pytest.mark.parametrize("words", [["show", "paced"], ["audit", "paced", "--steps", "30"], ["train", "paced"]])
+def test_an_option_called_like_a_setting_of_a_run(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], registries: None
+) -> None:
+    rule = tmp_path / "paced.py"
+    rule.write_text(
+        "import stepformer as sf" + RULE.format("paced", "'options': {'steps': sf.Option(1, 'of the pace')}")
+    )
+    assert main([*words, "--plugin", str(rule)]) == 2
+    said = "The template 'paced' names an option 'steps', which is a config key: give it another name."
+    assert said in capsys.readouterr().err
+
+
 def test_a_command_does_not_load_the_compiler() -> None:
     """It would double the two seconds of torch. What stands in for its mark on functions sets the same one."""
     code = "import sys; from stepformer.cli import main; main(['show', 'yurii']); print('torch._dynamo' in sys.modules)"

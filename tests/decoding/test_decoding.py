@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -268,14 +269,28 @@ def test_sampling_frequencies(temperature: float) -> None:
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
+        ({"temperature": "hot"}, r"^temperature = 'hot' should be 0 \(greedy\) or above\.$"),
         ({"top_k": 0}, "top_k"),
         ({"top_p": 1.5}, "top_p"),
+        ({"top_p": "most"}, "^top_p = 'most' should lie in"),
+        ({"seed": 1.5}, r"^seed = 1\.5 should be an integer"),
+        ({"stop": "word"}, r"^stop = 'word' should be a token id, or several\.$"),
+        ({"beams": 2, "length_penalty": "long"}, "^length_penalty = 'long' should lie"),
         ({"on_context_end": "wrap"}, "on_context_end"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(sf.InputError, match=sentence):
         tiny().generate([1], **settings)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    model, five = shake(tiny("yurii")), np.int64(5)
+    drawn: Any = {"max_new_tokens": five, "temperature": np.float32(0.5), "top_k": five, "top_p": np.float64(0.5)}
+    plain = {"max_new_tokens": 5, "temperature": 0.5, "top_k": 5, "top_p": 0.5}
+    assert model.generate([1], seed=five, **drawn) == model.generate([1], seed=5, **plain)  # type: ignore[arg-type]
+    beams: Any = {"beams": np.int64(2), "length_penalty": np.float64(0.5), "max_new_tokens": five}
+    assert model.generate([1], **beams) == model.generate([1], beams=2, length_penalty=0.5, max_new_tokens=5)
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

@@ -289,10 +289,21 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "leak-shift", "--steps", "30"]) == 1
     out = capsys.readouterr().out
     assert "FAIL" in out
-    assert "0 of 1 pass" in out
+    assert "0 of 1 pass, 0 against a transcription (30 training steps, " in out
+    assert " took " not in out
     for words, sentence in ((["audit"], "Which architecture"), (["audit", "yurii", "--steps", "3"], "too short")):
         assert main(words) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_training_steps_that_were_not_taken_are_not_told(capsys: pytest.CaptureFixture[str], registries: None) -> None:
+    def kick(self: sf.Template, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+        return s.replace(u=s.w)
+
+    sf.register_template("no-step")(type("NoStep", (GradientDescent,), {"kick": kick}))
+    assert main(["audit", "no-step", "vanilla", "--steps", "30"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 pass, 1 against a transcription (30 training steps, no-step took 0 of them, " in said
 
 
 def test_transcription_files(tmp_path: Path) -> None:

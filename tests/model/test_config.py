@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import stepformer as sf
 from helpers import TINY
@@ -59,6 +61,19 @@ def test_each_problem_has_its_sentence(settings: dict[str, object], sentence: st
     with pytest.raises(sf.ConfigError) as caught:
         sf.ModelConfig.from_dict(settings)
     assert sentence in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"n_layer": np.int64(2), "aux_norm_gain": np.float32(0.5), "logit_softcap": np.float64(3), "bias": np.True_}
+    plain = {"n_layer": 2, "aux_norm_gain": 0.5, "logit_softcap": 3.0, "bias": True}
+    config = sf.model_config("imex-k1-ama", k=np.int64(3), **given)
+    assert repr(config) == repr(sf.model_config("imex-k1-ama", k=3, **plain))
+    run = sf.run_config("yurii", steps=np.int64(9), lr=np.float64(0.1), radius=None, clip=np.float32(2))
+    assert as_toml(run) == as_toml(sf.run_config("yurii", steps=9, lr=0.1, clip=2.0))
+    (first, second) = (sf.build("yurii", size="tiny", n_layer=1, seed=seed) for seed in (np.int64(3), 3))
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    with pytest.raises(sf.ConfigError, match=r"^n_layer = 2\.0 should be of type int\.$"):
+        sf.model_config("yurii", n_layer=np.float64(2))
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

@@ -29,6 +29,14 @@ def test_bad_targets_are_refused(targets: Any, sentence: str) -> None:
         tiny()(tokens(), targets)
 
 
+def test_what_streams_are_carried_in_is_a_dtype() -> None:
+    model = tiny()
+    for wrong in ("fp32", torch.int64):
+        model.stream_dtype = wrong  # type: ignore[assignment]
+        with pytest.raises(sf.InputError, match=rf"^stream_dtype = {wrong!r} should be a dtype of torch"):
+            model(tokens())
+
+
 def test_tokens_of_one_row_and_of_too_many_columns() -> None:
     with pytest.raises(
         sf.InputError, match=r"not torch\.int64 of shape \(5,\): tokens\[None\] is a batch of one row\.$"

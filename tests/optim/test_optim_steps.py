@@ -144,25 +144,58 @@ def test_what_optimizers_are_made_from() -> None:
         Optimizers(model.parameters(), config.optim, steps=3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw", "scion", "polargrad"])
-def test_a_loop_continues_from_the_state_of_the_parts(name: str, tmp_path: Path) -> None:
-    def steps(model: sf.Model, opt: Optimizers, begin: int, end: int) -> None:
-        for t in range(begin, end):
-            opt.zero_grad()
-            model(*batch_of(t)).loss.backward()
-            opt.step(t)
+def steps(model: sf.Model, opt: Optimizers, *numbers: int | None) -> None:
+    for t in numbers:
+        opt.zero_grad()
+        model(*batch_of(t or 0)).loss.backward()
+        opt.step(t)
 
+
+@pytest.mark.parametrize("name", ["muon", "adamw", "scion", "polargrad"])
+def test_a_loop_continues_from_its_state(name: str, tmp_path: Path) -> None:
     (model, opt), (twin, other) = (
         (m, Optimizers(m, OptimConfig(name=name), 6)) for m in (tiny("yurii"), tiny("yurii"))
     )
-    steps(model, opt, 0, 3)
-    torch.save([part.state_dict() for part in opt.parts], tmp_path / "optimizers.pt")
+    steps(model, opt, 0, 1, 2)
+    torch.save(opt.state_dict(), tmp_path / "optimizers.pt")
     twin.load_state_dict(model.state_dict())
-    for part, state in zip(other.parts, torch.load(tmp_path / "optimizers.pt", weights_only=True), strict=True):
-        part.load_state_dict(state)
-    steps(model, opt, 3, 6)
-    steps(twin, other, 3, 6)
+    other.load_state_dict(torch.load(tmp_path / "optimizers.pt", weights_only=True))
+    assert other.rates() == opt.rates()
+    steps(model, opt, 3, 4, 5)
+    steps(twin, other, 3, 4, 5)
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_a_state_of_another_is_refused() -> None:
+    state = Optimizers(tiny("yurii"), OptimConfig(name="muon"), 6).state_dict()
+    for model, name in ((tiny("yurii"), "polargrad"), (tiny("vanilla"), "muon"), (tiny("yurii", context=9), "muon")):
+        with pytest.raises(sf.InputError, match=r"of these optimizers: another `optim\.name` or another model made it"):
+            Optimizers(model, OptimConfig(name=name), 6).load_state_dict(state)
+    with pytest.raises(sf.InputError, match="no state of these optimizers"):
+        Optimizers(tiny("yurii"), OptimConfig(), 6).load_state_dict(state["parts"])
+
+
+def test_rates_of_a_scheduler_of_torch() -> None:
+    """Without a number a step takes the rates that the groups have; half of the schedule's here."""
+    models = [tiny("yurii") for _ in range(2)]
+    constant = OptimConfig(warmup=0, schedule="constant")
+    ours, theirs = (Optimizers(model, constant, 4) for model in models)
+    schedulers = [torch.optim.lr_scheduler.StepLR(part, 1, gamma=0.5) for part in theirs.parts]
+    for t in range(3):
+        steps(models[1], theirs, None)
+        assert [group["lr"] for group in theirs.param_groups] == [g["peak"] * 0.5**t for g in theirs.param_groups]
+        for scheduler in schedulers:
+            scheduler.step()
+        ours.zero_grad()
+        models[0](*batch_of(0)).loss.backward()
+        for group in ours.param_groups:
+            group["lr"] = group["peak"] * 0.5**t
+        for part in ours.parts:
+            part.step()
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+    for wrong in (-1, 0.5, "0"):
+        with pytest.raises(sf.InputError, match=rf"^step\({wrong}\): give the number of the step"):
+            ours.step(wrong)  # type: ignore[arg-type]
 
 
 def test_gradients_stay_and_go() -> None:
@@ -173,8 +206,10 @@ def test_gradients_stay_and_go() -> None:
     before = {n: p.grad.clone() for n, p in model.named_parameters()}
     opt.step(0)
     assert all(torch.equal(p.grad, before[n]) for n, p in model.named_parameters())
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     opt.zero_grad()
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_sam_step_is_its_transcription() -> None:

@@ -54,6 +54,24 @@ def test_generate_streams_what_generation_makes(server: PageServer) -> None:
         assert [other["id"] for other in side["alternatives"]] == [token for token, _ in prediction.alternatives]
 
 
+def test_of_a_prompt_that_is_too_long_the_end_is_read(server: PageServer, recwarn: pytest.WarningsRecorder) -> None:
+    """As in `stepformer generate`; bad settings are answered with a status all the same."""
+    long, body = "One " * 30, {"tokens": 3, "seed": 5}
+    status, events = ask(server, "/api/generate", {"prompt": long, **body})
+    assert status == 200
+    note = "The prompt has 121 tokens, but the model's context is 64: its last 64 are read."
+    assert [event.get("note") for event in events] == [note, None, None, None]
+    assert not recwarn.list
+    run = server.runs[0].run
+    assert run is not None
+    end = run.model.generate(
+        [prompt_ids(run, long)[-64:]], max_new_tokens=3, temperature=0.8, seed=5, stop=256, on_context_end="slide"
+    )
+    assert [event["token"]["id"] for event in events[:-1]] == end.tokens[0]
+    assert "note" not in ask(server, "/api/generate", {"prompt": "x" * 63, **body})[1][0]
+    assert ask(server, "/api/generate", {"prompt": long, "top_p": 0, **body})[0] == 400
+
+
 def test_compare_answers_with_tokens_of_both(server: PageServer) -> None:
     found = value(ask(server, "/api/compare", {"text": "It was caf\N{LATIN SMALL LETTER E WITH ACUTE}."}))
     assert [t["text"] for t in found["tokens"]] == [*"It was caf", "\\xc3", "\\xa9", "."]

@@ -198,7 +198,11 @@ def test_page_fits_a_narrow_screen_and_shows_errors(server: PageServer, browser:
     page.goto(server.url)
     page.fill("#prompt", "x" * 100)
     page.click("#start")
-    page.get_by_text("The prompt has 101 tokens, but the model's context is 64.").wait_for()
+    page.get_by_text("The prompt has 101 tokens, but the model's context is 64: its last 64 are read.").wait_for()
+    page.fill("#top_p", "0")
+    page.locator("#start:enabled").wait_for()
+    page.click("#start")
+    page.get_by_text("top_p = 0 should lie in (0, 1].").first.wait_for()
     for tab in ("generate", "compare", "watch"):
         page.click(f"#tab-{tab}")
         page.locator(f"#{tab}").wait_for()

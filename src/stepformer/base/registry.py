@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from stepformer.base.errors import StepformerError, UnknownNameError, suggestion
+from stepformer.base.errors import StepformerError, StepformerWarning, UnknownNameError, suggestion
 from stepformer.base.options import Option
-from stepformer.base.plugins import remember
+from stepformer.base.plugins import is_ours, remember
 from stepformer.base.words import translated
 
 
@@ -135,6 +136,7 @@ class Registry(Generic[T]):
                         "give it another one."
                     )
             self._check_signatures(component)
+            self._tell_near_names(component)
             for word in (name, *aliases):
                 taken = self._aliases.get(word)
                 # A module that is imported again (a notebook cell run twice) may register the same class again.
@@ -187,6 +189,15 @@ class Registry(Generic[T]):
                     f"{component.__name__}.{key}({here}) cannot be called as {key}({there}), as every {self.kind} is."
                 ) from None
 
+    def _tell_near_names(self, component: type[T]) -> None:
+        """A note where a class of one's own has a name that nothing asks for, and almost one that is asked for."""
+        known = {name for cls in component.__mro__ if is_ours(cls) for name in vars(cls)}
+        own = {name for cls in component.__mro__ if issubclass(cls, self.base) for name in vars(cls)}
+        for name in sorted(own - known):
+            if not name.startswith("_") and (near := suggestion(name, known, 0.8)):
+                said = f"stepformer does not ask for {component.__name__}.{name}.{near}"
+                warnings.warn(said, StepformerWarning, stacklevel=3)
+
     def canonical(self, word: str) -> str:
         """The registered name behind a name or alias."""
         if word not in self:
@@ -223,7 +234,8 @@ def clashes(parts: Parts, keys: Collection[str]) -> list[str]:
     for kind, name, part in parts:
         for key in part.options:
             if key in keys:
-                problems.append(f"The {kind} '{name}' names an option '{key}', which is a config key.")
+                whose = f"The {kind} '{name}' names an option '{key}'"
+                problems.append(f"{whose}, which is a config key: give it another name.")
             elif key in owners:
                 problems.append(
                     f"The {owners[key]} and the {kind} '{name}' both name an option '{key}': the options of one model "

@@ -28,6 +28,7 @@ class Settings:
     section: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        make_plain(self)
         wrong = field_problems(self)
         problems = list(wrong.values()) if wrong else self.problems()
         if problems:
@@ -96,9 +97,27 @@ def field_problems(settings: Any, but: Collection[str] = ()) -> dict[str, str]:
     return problems
 
 
+def plain(value: Any) -> Any:
+    """A number of numpy, or a tensor of one, as Python's own; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def make_plain(settings: Any) -> None:
+    """The same for the fields of a dataclass and the values of its tables."""
+    for f in dataclasses.fields(settings):
+        value = getattr(settings, f.name)
+        table = isinstance(value, Mapping)
+        object.__setattr__(settings, f.name, {k: plain(v) for k, v in value.items()} if table else plain(value))
+
+
+def is_number(value: Any) -> bool:
+    """Whether arithmetic may be done with it: true and false are no numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def limit_problem(name: str, value: Any, limits: Mapping[str, Any]) -> str | None:
     """Why a number lies outside the limits of its setting, or None."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not is_number(value):
         return None
     least, above, most = (limits.get(key) for key in ("least", "above", "most"))
     if not math.isfinite(value):

@@ -120,9 +120,10 @@ def print_results(results: list[Audit], seconds: float, steps: int) -> None:
     out.print(LEGEND.format(chance=math.log(GEOMETRY["vocab_size"])), style="dim")
     failed = [result.name for result in results if not result.passed]
     transcribed = sum("tr " in check.detail for result in results for check in result.checks if check.obligation == 6)
+    fewer = "".join(f", {result.name} took {result.steps} of them" for result in results if result.steps < steps)
     out.print(
         f"{len(results) - len(failed)} of {len(results)} pass, {transcribed} against a transcription "
-        f"({steps} training steps, {seconds:.0f} s, torch {torch.__version__})"
+        f"({steps} training steps{fewer}, {seconds:.0f} s, torch {torch.__version__})"
     )
     if failed:
         out.print(f"[red]failed:[/red] {', '.join(failed)}")

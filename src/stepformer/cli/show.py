@@ -28,6 +28,7 @@ from stepformer.oracles import attentions, mlps
 from stepformer.present.tables import of_texts
 from stepformer.rules import Coefficient, splittings, templates
 from stepformer.rules.hamiltonian import HamiltonianStep
+from stepformer.training.config import DataConfig, OptimConfig, RunConfig, TrainConfig, run_config
 from stepformer.training.memory import estimate_memory
 
 COUNTS = ("total", "non-positional", "non-embedding")
@@ -44,10 +45,12 @@ def resolve(name: str, overrides: list[str], size: str | None = None) -> ModelCo
     if size and values.get("size", size) != size:
         raise InputError(f"Two sizes were given: --size {size} and size={values['size']}.")
     if name.endswith(".toml"):
-        return catalogue.load_config(name, _sized(overrides, size))
-    if "preset" in values:
+        config = catalogue.load_config(name, _sized(overrides, size))
+    elif "preset" in values:
         raise InputError("`preset` is the NAME itself: write `stepformer show NAME key=value ...`.")
-    return catalogue.model_config(name, **merge({}, _sized(overrides, size), "model"))
+    else:
+        config = catalogue.model_config(name, **merge({}, _sized(overrides, size), "model"))
+    return RunConfig(config).model  # what no run could be made of is refused here, too
 
 
 def _sized(overrides: list[str], size: str | None) -> list[str]:
@@ -159,8 +162,6 @@ def _trained_by(config: ModelConfig, file: str = "", words: Sequence[str] = ()) 
     """The optimizer of a run, as its file says it, with rates that follow length and size where nothing does, and what
     to cite.
     """
-    from stepformer.training.config import DataConfig, OptimConfig, RunConfig, TrainConfig, run_config
-
     run = run_config(file, words) if file else RunConfig(config, DataConfig(), OptimConfig(), TrainConfig())
     steps = f"{run.train.steps:,} steps of {run.train.batch} sequences"
     told = f"{run.optim.name} for {steps}: {run.optim.rates_text()}"

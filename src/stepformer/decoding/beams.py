@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from stepformer.base.errors import InputError
+from stepformer.base.settings import is_number, plain
 from stepformer.decoding import sampling
 from stepformer.decoding.sampling import Decodes, Finish, Generation, Prompts
 
@@ -44,12 +45,13 @@ def beam_search(
     decoding. The one with the best score, log-probability / tokens**length_penalty, is returned: 0 ranks by
     probability, which favours short texts, 1 by the mean over tokens. Ids that only pad the vocabulary do not exist.
     """
+    max_new_tokens, beams, length_penalty = map(plain, (max_new_tokens, beams, length_penalty))
     rows = sampling.as_rows(prompts)
     sampling.check_settings(model, rows, max_new_tokens, on_context_end, sampling.Sampling())
     if not isinstance(beams, int) or not 1 <= beams <= MOST:
         raise InputError(f"beams = {beams} should be an integer, at least 1 and at most {MOST:,}.")
-    if not abs(length_penalty) <= 10:
-        raise InputError(f"length_penalty = {length_penalty} should lie between -10 and 10.")
+    if not (is_number(length_penalty) and abs(length_penalty) <= 10):
+        raise InputError(f"length_penalty = {length_penalty!r} should lie between -10 and 10.")
     if on_context_end == "slide":
         raise InputError(
             "Beams cannot slide, since scores compare whole texts: use on_context_end = 'stop' with beams."

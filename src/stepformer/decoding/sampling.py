@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stepformer.base.errors import InputError, StepformerError, StepformerWarning
+from stepformer.base.settings import is_number, plain
 from stepformer.decoding.cache import Cache
 from stepformer.ops import kernels
 from stepformer.ops.tables import check_ids
@@ -101,11 +102,12 @@ def stream(
     `look` is shown the logits (B, V) of every step before its tokens are drawn. On CUDA a recorded step decodes
     (model/engines/steps.py) where it can; the tokens are the same, `result` says which way they took.
     """
+    max_new_tokens, temperature, top_k, top_p, seed = map(plain, (max_new_tokens, temperature, top_k, top_p, seed))
     rows, stops, sampling = as_rows(prompts), as_stops(stop), Sampling(temperature, top_k, top_p)
     check_settings(model, rows, max_new_tokens, on_context_end, sampling)
     rows = [row[-model.config.context :] for row in rows]
-    if seed is not None and not -(2**63) <= seed < 2**63:
-        raise InputError(f"seed = {seed} should fit in 64 bits.")
+    if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
+        raise InputError(f"seed = {seed!r} should be an integer that fits in 64 bits.")
     result = Generation([], []) if result is None else result
     result.tokens[:] = [[] for _ in rows]
     result.finish[:] = ["length"] * len(rows)
@@ -246,7 +248,10 @@ def as_stops(stop: int | Collection[int] | Tensor | None) -> frozenset[int]:
     """Stop tokens in any form (an id, several, a tensor or array of them) as a set of ints."""
     given: Any = () if stop is None else stop
     given = given.tolist() if hasattr(given, "tolist") else given
-    return frozenset(map(int, given if isinstance(given, Collection) else [given]))
+    try:
+        return frozenset(map(operator.index, given if isinstance(given, Collection) else [given]))
+    except TypeError:
+        raise InputError(f"stop = {given!r} should be a token id, or several.") from None
 
 
 def check_finite(logits: Tensor) -> None:
@@ -262,12 +267,12 @@ def check_settings(
     check_ids(torch.tensor([t for row in rows for t in row]), model.config.vocab_size)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens = {max_new_tokens} should be an integer, at least 1.")
-    if not 0 <= temperature < math.inf:
-        raise InputError(f"temperature = {temperature} should be 0 (greedy) or above.")
+    if not (is_number(temperature) and 0 <= temperature < math.inf):
+        raise InputError(f"temperature = {temperature!r} should be 0 (greedy) or above.")
     if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
         raise InputError(f"top_k = {top_k} should be an integer, at least 1.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InputError(f"top_p = {top_p} should lie in (0, 1].")
+    if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):
+        raise InputError(f"top_p = {top_p!r} should lie in (0, 1].")
     if on_context_end not in ("stop", "slide"):
         raise InputError(f"on_context_end = '{on_context_end}' should be 'stop' or 'slide'.")
     if (longest := max(map(len, rows))) > context:

@@ -18,6 +18,7 @@ from stepformer.model.roles import Role, declare
 from stepformer.model.start import draw_parameters
 from stepformer.ops.adapters import weight_of
 from stepformer.ops.cross_entropy import wide
+from stepformer.ops.dtypes import refuse_no_dtype
 from stepformer.ops.tables import Tables, token_order
 from stepformer.oracles import Call, fresh_call, make_norm
 from stepformer.rules import State
@@ -93,8 +94,7 @@ class Backbone(nn.Module):
             target = torch.get_default_device() if device is None else torch.device(device)
         except (RuntimeError, TypeError):
             raise InputError(f"device = {device!r} is none of torch's: give 'cpu', 'cuda' or 'cuda:1'.") from None
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise InputError(f"dtype = {dtype!r} should be a dtype of torch such as torch.bfloat16.")
+        refuse_no_dtype("dtype", dtype)
         if target.type == "cuda" and not torch.cuda.is_available():
             raise InputError(f"device = '{target}' was asked for, but this torch sees no CUDA device.")
         if target.type != "meta":
@@ -133,6 +133,7 @@ class Backbone(nn.Module):
         Under autocast as `stream_dtype` says. If it says nothing, bf16 autocast on CUDA carries bf16, in the trainer
         and in anybody's loop (docs/performance.md has the difference in loss).
         """
+        refuse_no_dtype("stream_dtype", self.stream_dtype)
         if (self.stream_dtype is None and device != "cuda") or not torch.is_autocast_enabled(device):
             return None
         narrow = torch.get_autocast_dtype(device) == torch.bfloat16

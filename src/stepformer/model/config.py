@@ -18,7 +18,7 @@ from typing import Any, Literal
 from stepformer.base.errors import ConfigError, UnknownNameError, independent
 from stepformer.base.options import Option
 from stepformer.base.registry import Component, Registry, Selection, clashes, option_problems
-from stepformer.base.settings import field_problems, setting
+from stepformer.base.settings import field_problems, make_plain, setting
 from stepformer.extras import Extra, extras
 from stepformer.oracles import attentions, mlps
 from stepformer.rules import splittings, templates
@@ -90,6 +90,7 @@ class ModelConfig(Selection):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        make_plain(self)
         problems = _problems(self)
         if problems:
             raise ConfigError(problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ def draw_parameters(
     """
     if seed is None:
         seed = int(torch.randint(2**62, ()).item())
-    elif isinstance(seed, bool) or not isinstance(seed, int):
+    elif isinstance(seed, bool) or not isinstance(seed, Integral):
         raise InputError(f"seed = {seed!r} should be an integer.")
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():

@@ -5,6 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stepformer.base.errors import InputError
+
+
+def refuse_no_dtype(name: str, value: object) -> None:
+    """A sentence for what is neither None nor a dtype of floating-point numbers."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise InputError(f"{name} = {value!r} should be a dtype of torch such as torch.bfloat16.")
+
 
 def working_dtype(dtype: torch.dtype, low: torch.dtype = torch.float32) -> torch.dtype:
     """fp64 stays fp64 (tests, diagnostics); everything else is computed in `low`, whatever autocast says."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -85,10 +86,25 @@ class Optimizers:
     def groups(self) -> list[dict[str, Any]]:
         return [group for part in self.parts for group in part.param_groups]
 
-    def step(self, t: int) -> None:
-        """One update with the rates of step t, from 0 on; gradients stay."""
-        if t < 0:
-            raise InputError(f"step({t}): the first step is step(0).")
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts, as those of torch have them; a group also knows its `role` and `peak` rate."""
+        return self.groups()
+
+    def step(self, t: int | None = None) -> None:
+        """One update with the rates of step t, from 0 on; gradients stay. Without t the groups keep their rates, which
+        a scheduler of torch may have set.
+        """
+        if t is not None:
+            self._set_rates(t)
+        elif self.trust is not None:
+            raise InputError("optim.name = 'trust' needs the number of the step: call step(t).")
+        for part in self.parts:
+            part.step()
+
+    def _set_rates(self, t: int) -> None:
+        if not isinstance(t, Integral) or t < 0:
+            raise InputError(f"step({t}): give the number of the step; the first one is step(0).")
         factor, momentum = self.schedule.factor(t), self.schedule.momentum(t)
         for group in self.groups():
             group["lr"] = group["peak"] * factor
@@ -96,8 +112,6 @@ class Optimizers:
                 group["momentum"] = momentum
         if self.trust is not None:
             self.trust.t = t
-        for part in self.parts:
-            part.step()
 
     def report(self) -> dict[str, Any]:
         """Rates, and what the trust region has to say about the last step, for the metrics."""
@@ -109,9 +123,22 @@ class Optimizers:
         """Why it cannot go on, if it cannot."""
         return "" if self.trust is None else self.trust.problem
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         for part in self.parts:
-            part.zero_grad(set_to_none=True)
+            part.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all parts remember, and whose it is; for a checkpoint of one's own loop."""
+        shapes = {name: list(p.shape) for p, name in self.names.items()}
+        return {"name": self.config.name, "shapes": shapes, "parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, rates included; it must be of the same optimizer and of such a model."""
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or any(state.get(key) != own[key] for key in ("name", "shapes")):
+            raise InputError("This is no state of these optimizers: another `optim.name` or another model made it.")
+        for part, kept in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(kept)
 
     def rates(self) -> dict[str, float]:
         return {group["role"]: group["lr"] for group in self.groups()}

@@ -156,9 +156,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "optim", self.optim.for_run(**self._shape))
         Schedule(self.optim, self.train.steps)  # refuses schedules that do not fit the length
-        keys = [key for key in ("lr_head", "wd_head") if getattr(self.optim, key) is not None]
-        problems = [f"[optim] {key} needs [model] head = 'untied': a tied head is the token table." for key in keys]
-        problems = problems if self.model.head == "tied" else []
+        problems = clashes(selected(self.model), {key for kind in SECTIONS.values() for key in kind.field_names()})
+        for key in ("lr_head", "wd_head") if self.model.head == "tied" else ():
+            if getattr(self.optim, key) is not None:
+                problems.append(f"[optim] {key} needs [model] head = 'untied': a tied head is the token table.")
         if self.model.output_init == "zero" and self.optim.own_init:
             problems.append(
                 "[optim] own_init = true starts output layers on a unit ball: leave output_init = 'zero' out."
@@ -325,7 +326,6 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
     whose, size = str(values.pop("preset", "vanilla")), str(values.pop("size", "small"))
     try:
         built = _built(sections, lambda: model_config(whose, size=size, **values), _elsewhere)
-        problems += clashes(selected(built["model"]), {key for kind in SECTIONS.values() for key in kind.field_names()})
     except ConfigError as error:
         problems += [problem for problem in error.problems if problem != f"[model] {unknown}"]
     if os.path.isfile(Path(name) / "run.json"):

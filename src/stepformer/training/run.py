@@ -14,7 +14,7 @@ import torch
 
 from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
 from stepformer.base.files import write_text
-from stepformer.base.plugins import comes_from_plugin, lasting
+from stepformer.base.plugins import comes_from_plugin, lasting, load_plugin
 from stepformer.base.progress import counting
 from stepformer.base.units import duration
 from stepformer.catalogue import SIZES
@@ -299,7 +299,9 @@ class LoadedRun:
 ATTEMPTS = 20  # at reading a checkpoint before the next one takes its place
 
 
-def load_run(path: str | Path, which: str = "best", device: str = "auto", *, allow_nan: bool = False) -> LoadedRun:
+def load_run(
+    path: str | Path, which: str = "best", device: str = "auto", *, allow_nan: bool = False, plugins: Sequence[str] = ()
+) -> LoadedRun:
     """The model of a run with its tokenizer and config.
 
     A training may take a checkpoint away while it is read: then the one that it has now is read.
@@ -309,7 +311,10 @@ def load_run(path: str | Path, which: str = "best", device: str = "auto", *, all
         which: "best" for the weights of the lowest validation loss, "last" for the newest.
         device: "auto", "cpu", "cuda", ...
         allow_nan: Load weights that are not finite numbers, too.
+        plugins: Files or modules with rules of your own that the run needs, at their present places; they are imported.
     """
+    for where in lasting(plugins):
+        load_plugin(where)
     folder = RunFolder(Path(path))
     kept = Checkpoints(folder.checkpoints)
     for _ in range(ATTEMPTS):

@@ -81,7 +81,8 @@ def called(where: str, taken: Container[str] = ()) -> str:
 
 def lasting(plugins: Iterable[str]) -> list[str]:
     """Plug-ins each once, files by their whole path: a run is opened from other folders, too."""
-    return list(dict.fromkeys(str(Path(where).resolve()) if Path(where).is_file() else where for where in plugins))
+    given = [plugins] if isinstance(plugins, str) else map(str, plugins)
+    return list(dict.fromkeys(str(Path(where).resolve()) if Path(where).is_file() else where for where in given))
 
 
 def loaded() -> dict[str, dict[str, str]]:

@@ -37,7 +37,10 @@ def place_of(where: str) -> Place:
     if where.endswith(".py"):
         path = Path(where)
         if not path.is_file():
-            raise InputError(f"There is no plug-in file '{where}': if it was moved, say where it is with --plugin.")
+            raise InputError(
+                f"There is no plug-in file '{where}': if it was moved, say where it is with --plugin "
+                "(in Python: plugins=[...] of load_run)."
+            )
         path = path.resolve()
         top, parts = path.parent, [path.stem]
         while (top / "__init__.py").is_file():

@@ -24,11 +24,15 @@ from stepformer.data.tokenizers import (
 GPT2_SIZES = (50_257, 50_304)  # GPT-2's own, and padded to a multiple of 64
 
 
-def choose_tokenizer(given: str | None, source: Path, vocab_size: int, facts: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that `given` names (gpt2, bytes or a folder), else that of the source."""
-    if given is not None:
+def choose_tokenizer(
+    given: str | Path | Tokenizer | None, source: Path, vocab_size: int, facts: Mapping[str, Any]
+) -> Tokenizer:
+    """The tokenizer that `given` is or names (gpt2, bytes or a folder), else that of the source."""
+    if isinstance(given, Tokenizer):
+        tokenizer = given
+    elif given is not None:
         folder = Path(given).expanduser()
-        tokenizer = from_folder(folder, {}) if folder.is_dir() and has_foreign(folder) else make_tokenizer(given)
+        tokenizer = from_folder(folder, {}) if folder.is_dir() and has_foreign(folder) else make_tokenizer(str(given))
     elif source.is_dir() and has_foreign(source):
         tokenizer = from_folder(source, facts.get("tokenizer") or {})
     elif vocab_size in GPT2_SIZES:

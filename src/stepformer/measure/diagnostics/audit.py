@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +70,7 @@ class Audit:
 
     name: str
     checks: tuple[Check, ...]
+    steps: int  # of training that were taken: fewer than asked for if it failed before or while it trained
 
     @property
     def passed(self) -> bool:
@@ -117,7 +118,7 @@ def audit(
         if not passed and any(detail == check.detail for check in checks):
             detail = "for the same reason"
         checks.append(Check(obligation, passed, detail))
-    return Audit(name or config.template, tuple(checks))
+    return Audit(name or config.template, tuple(checks), len(audited.losses))
 
 
 def small_copy(config: ModelConfig) -> ModelConfig:
@@ -177,6 +178,7 @@ class _Audited:
     steps: int
     seed: int
     transcription: Transcription | None
+    losses: list[float] = field(default_factory=list)  # of the training steps that were taken
 
     @property
     def tokens(self) -> Tensor:
@@ -275,7 +277,7 @@ class _Audited:
         model = Model(self.config, seed=self.seed).train()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
         generator = torch.Generator().manual_seed(self.seed + 2)
-        losses = []
+        losses = self.losses
         for _ in range(self.steps):
             optimizer.zero_grad()
             tokens = torch.randint(self.config.vocab_size, (32, self.config.context + 1), generator=generator)

@@ -119,18 +119,21 @@ class ServedRun:
         return document(self._validation, self.tokenizer, number, room)
 
     def generate(self, prompt: str, **settings: Any) -> Generator[dict[str, Any], None, None]:
-        """Each new token with what the model thought of it, then why the text ended; settings as in `stream`."""
+        """Each new token with what the model thought of it, then why the text ended; settings as in `stream`. The first
+        one brings a note if only the end of the prompt was read.
+        """
         run = self.ready()
         made, seen = Generation([], []), list[Tensor]()
         settings |= {"stop": run.tokenizer.eot, "on_context_end": "slide", "result": made, "look": seen.append}
         ids, room = prompt_ids(run, prompt), run.config.model.context
-        if len(ids) > room:  # the page shows every token with what came before it
-            raise InputError(f"The prompt has {len(ids)} tokens, but the model's context is {room}.")
-        for (token,) in stream(run.model, [ids], **settings):
+        said = f"The prompt has {len(ids):,} tokens, but the model's context is {room:,}: its last {room:,} are read."
+        note = {"note": said} if len(ids) > room else {}
+        for (token,) in stream(run.model, [ids[-room:]], **settings):
             drawn = torch.tensor([token], device=run.device)
             (found,) = predictions(seen.pop(), drawn, run.config.model.real_vocab)
             side = prediction_view(run.tokenizer, found)
-            yield {"token": {**token_view(run.tokenizer, int(drawn)), "side": side}}
+            yield {**note, "token": {**token_view(run.tokenizer, int(drawn)), "side": side}}
+            note = {}
         yield {"end": made.finish[0], "text": readable(run, made.tokens[0])}
 
 

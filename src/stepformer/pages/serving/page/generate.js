@@ -56,21 +56,23 @@ async function one(side, asked, signal) {
   output.copy.hidden = true;
   say(output, "…");
   let count = 0;
+  let note = "";
   try {
     for await (const event of lines(await post("/api/generate", { ...asked, side }, signal))) {
       if (event.error) throw new Error(event.error);
+      if (event.note) note = `. ${event.note}`;
       if (event.token) {
         output.row.add(event.token);
-        say(output, `${(count += 1)} tokens`);
+        say(output, `${(count += 1)} tokens${note}`);
       }
       if (event.end) {
-        say(output, `${count} tokens: ${ENDS[event.end]}`);
+        say(output, `${count} tokens: ${ENDS[event.end]}${note}`);
         output.text = asked.prompt + event.text;
         output.copy.hidden = false;
       }
     }
   } catch (error) {
-    if (signal.aborted) say(output, `stopped after ${count} tokens`);
+    if (signal.aborted) say(output, `stopped after ${count} tokens${note}`);
     else say(output, error.message, true);
   }
 }
