@@ -28,7 +28,7 @@ from stepformer.pages.reports.collect import gather
 from stepformer.pages.reports.contents import Report, build
 from stepformer.pages.reports.method import method
 from stepformer.pages.reports.page import _looks, page_html, script_json
-from stepformer.pages.reports.paper import files_of, look, refuse_foreign, write_paper
+from stepformer.pages.reports.paper import files_of, look, markdown_report, refuse_foreign, write_paper
 from stepformer.pages.reports.samples import Drawing, Samples
 from stepformer.present.tables import Cell, Table, columns
 from stepformer.study import compare, load_records
@@ -92,6 +92,20 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert f"lr_norm {config.optim.lr_norm:g}" in said
     assert "lr 0" not in said
     assert "clipped" in said
+
+
+def test_the_method_says_what_was_searched(study: Path, tmp_path: Path) -> None:
+    """In the words of each study; a remark that only begins alike is none."""
+    for name in ("a", "b"):
+        shutil.copytree(study, tmp_path / name)
+        plan = json.loads((tmp_path / name / "study.json").read_text())
+        own = {"search": f"Search: lr = {name}x.", "remarks": ["Search: tuned to lr 1."]}
+        changed(tmp_path / name / "study.json", facts={**plan["facts"], "baseline": "vanilla", **own})
+    for names in ("a", "ab"):
+        report = report_of(*(tmp_path / name for name in names))
+        (said,) = re.findall(r"## Method\n(.*?)\n## ", markdown_report(report, {}), re.DOTALL)
+        assert said.endswith("\n" + " ".join(f"Search: lr = {name}x." for name in names) + "\n")
+        assert "tuned to" not in said
 
 
 @pytest.mark.usefixtures("few_charts")

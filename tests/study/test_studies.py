@@ -193,8 +193,8 @@ def test_the_verdict_names_the_match(settings: dict[str, Any], tmp_path: Path) -
     other = {row.label: row for row in compare_records(records, "ortho", 0.95, Facts.of_study(stored)).rows}
     assert other["yurii"].matched is None  # it was matched with a wider vanilla, and is compared with ortho here
     fewer = sf.compare("vanilla", "ortho", out=tmp_path, seeds=2, **given)
-    left_out = "Trained here too, and not in this table, since not named: vanilla-parameters-of-yurii, yurii."
-    assert left_out in fewer.notes
+    left_out = "not in this table since the command does not name it: vanilla-parameters-of-yurii, yurii."
+    assert any(note.endswith(left_out) for note in fewer.notes)
 
 
 def test_a_study_is_of_one_code_and_precision(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -250,6 +250,13 @@ def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> N
     )
     again = sf.compare("vanilla", "yurii", out=tmp_path, seeds=2, **tune, **given)
     assert str(again) == str(table)
+    stored = json.loads((tmp_path / "study.json").read_text())
+    facts = Facts.of_study(stored)
+    assert facts.search.startswith("Search: lr = 0.5x, 2x; ")
+    assert facts.search not in facts.remarks
+    older = {key: value for key, value in stored["facts"].items() if key != "search"}
+    older["remarks"] = [*older["remarks"], facts.search]
+    assert Facts.of_study({"facts": older}) == facts
 
 
 def test_by_turns_each_axis_is_tried_at_the_best_so_far(settings: dict[str, Any], tmp_path: Path) -> None:

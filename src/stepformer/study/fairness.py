@@ -251,7 +251,7 @@ def with_tuning(
     grid = "; ".join(f"{key} = {', '.join(values)}" for key, values in axes.items())
     times = " (x: times what the row has)" * any(v.endswith("x") for values in axes.values() for v in values)
     how_far = f"one axis after the other in {rounds} round{'s' * (rounds > 1)}" if rounds else "every point"
-    said.append(
+    search = (
         f"Search: {grid}{times}, {how_far}, {tokens:,} training tokens a point, seed "
         f"{FIRST_SEED}, judged on the first half of the validation split. The rows are trained anew and judged on the "
         "second."
@@ -268,7 +268,7 @@ def with_tuning(
         if apart.key.startswith("machine."):
             shown = sorted({str(value) for value in apart.values.values()})
             said.append(f"The runs of the search differ in {apart.key} ({', '.join(shown)}).")
-    return replace(facts, meant=tuple(axes), remarks=(*facts.remarks, *said))
+    return replace(facts, meant=tuple(axes), remarks=(*facts.remarks, *said), search=search)
 
 
 def _at_point(config: RunConfig, point: Mapping[str, str], half: str) -> dict[str, Any]:

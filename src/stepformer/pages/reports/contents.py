@@ -44,6 +44,7 @@ class Report:
     title: str
     verdict: str
     dates: str
+    search: str  # what the rates of all rows were chosen from
     runs: list[RunData]
     labels: list[str]
     comparison: Comparison | None
@@ -114,6 +115,7 @@ def build(
         verdict=" ".join([*([verdict(comparison)] if comparison else []), *forgetting_words(forgotten)])
         or incomparable,
         dates=" to ".join(dict.fromkeys(f"{day.day} {day:%B %Y}" for day in (begun, ended))),
+        search=gathered.facts.search,
         runs=runs,
         labels=labels,
         comparison=comparison,

@@ -187,8 +187,7 @@ def markdown_report(report: Report, pictures: Container[str], note: str = "") ->
     section("Other texts and tasks", *itertools.chain(*evaluated))
     section("Published figures", *report.published)
     section("Text side by side", *(_samples(report.samples, report.labels) if report.samples else []))
-    search = [said for said in report.comparison.remarks if said.startswith("Search: ")] if report.comparison else []
-    section("Method", *map(markdown_text, [*method(report.runs), *search]))
+    section("Method", *map(markdown_text, filter(None, [*method(report.runs), report.search])))
     section("All runs", shown["runs"])
     section("Settings that differ", *([shown["differing"]] if "differing" in shown else []))
     section("Environment", shown["environment"])
