@@ -218,7 +218,7 @@ def test_without_matplotlib_there_is_a_note(study: Path, tmp_path: Path, monkeyp
 def test_words_are_escaped_in_markdown_and_latex() -> None:
     table = Table(columns("a_b", "n"), [[Cell("x|y <i>*"), Cell("50% & $1")]])
     assert "| x\\|y \\<i>\\* | 50% & $1 |" in table.markdown()
-    assert r"x|y \textless{}i\textgreater{}* & 50\% \& \$1 \\" in table.latex()
+    assert r"x\textbar{}y \textless{}i\textgreater{}* & 50\% \& \$1 \\" in table.latex()
     assert r"a\_b & n \\" in table.latex()
 
 

@@ -12,7 +12,8 @@ import itertools
 import math
 import os
 import textwrap
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from stepformer.base.version import __version__
 from stepformer.data.tokenizers import valid
 from stepformer.pages.reports.charts import Chart, Charts, Line
 from stepformer.pages.reports.collect import Curve
-from stepformer.pages.reports.contents import Report
+from stepformer.pages.reports.contents import Report, titled
 from stepformer.pages.reports.method import method
 from stepformer.pages.reports.page import FACTORIAL, PARTS
 from stepformer.pages.reports.samples import Samples
@@ -37,8 +38,10 @@ from stepformer.present.style import (
     save_figure,
     short_number,
 )
-from stepformer.present.tables import Table, markdown_block, markdown_text, on_one_line
-from stepformer.study import plot_differences
+from stepformer.present.tables import Table, markdown_block, markdown_text
+from stepformer.study import Comparison, plot_differences
+from stepformer.study.statistics import seed_words
+from stepformer.study.tables import differences_of, losses_of
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
@@ -65,12 +68,22 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
     texts = {"runs.csv": report.tables["runs"].csv(), "report.md": markdown_report(report, pictures, no_pictures())}
     if report.comparison:
         texts["comparison.csv"] = report.comparison.details.csv()
-        made = [f"% {on_one_line(table.caption)}\n{table.latex()}" for table in report.comparison.tables]
-        texts["comparison.tex"] = "\n".join(made)
+        texts["comparison.tex"] = "\n".join(latex_tables(report, report.comparison))
     for name, text in texts.items():
         write_text(out / name, valid(text))
     compared = [name for name in texts if name.startswith("comparison")]
     return [out / name for name in ("report.md", "runs.csv", *_drawn(pictures), *compared)]
+
+
+def latex_tables(report: Report, comparison: Comparison) -> Iterator[str]:
+    """The tables of a comparison, each with a caption that says what was compared, on what, and how."""
+    losses, differences = losses_of(comparison), differences_of(comparison)
+    about = f"{titled([row.label for row in comparison.rows], report.runs)}."
+    for number, table in enumerate(comparison.tables, 1):
+        held_out = f"{table.caption} Loss in nats per token; {seed_words(comparison.seeds)}."
+        said = [about, losses if number == 1 else held_out, *([differences] if comparison.paired else [])]
+        notes = [note for note in table.notes if note not in (losses, differences)]
+        yield replace(table, caption=" ".join(said), notes=notes).latex(f"tab:comparison-{number}")
 
 
 def files_of(report: Report) -> list[str]:
