@@ -20,6 +20,7 @@ from browser import open_browser, watched
 from reported import LIMIT, NAMES, changed, copied, measured_as, measurements, report_of, with_measurements
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_json
+from stepformer.catalogue import citations
 from stepformer.cli import main
 from stepformer.data import Corpus
 from stepformer.measure import measured
@@ -129,6 +130,10 @@ def test_the_command_writes_page_and_paper(made: Path, study: Path) -> None:
     names = {path.name for path in made.iterdir()}
     assert {"index.html", "report.md", "comparison.csv", "comparison.tex", "runs.csv", "curves.pdf"} <= names
     assert {"curves.png", "differences.png", "coefficients.png"} <= names
+    written_once = re.findall(r"^@\w+\{(.*),$", (made / "references.bib").read_text(), re.MULTILINE)
+    cited = {key for run in gather([study]).runs for key in citations(run.config.model, run.config.optim.name)}
+    assert sorted(written_once) == sorted(cited)
+    assert {"vaswani2017attention", "nesterov1983method", "vanscoy2018fastest", "jordan2024muon"} <= cited
     text = (made / "report.md").read_text()
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
         assert (made / picture).read_bytes().startswith(b"\x89PNG")
