@@ -62,7 +62,7 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     config = runs[0].config
     assert config
     steps, each = config.train.steps, config.train.batch * config.model.context
-    model, data, training, optimizer = method(runs)
+    model, data, training, seeds, optimizer = method(runs)
     own = config.model
     assert model == f"Model: {own.n_layer} layers, width {own.d_model}, {own.n_head} heads, context {own.context}."
     wider = dataclasses.replace(config, model=own.replace(mlp_hidden=48))
@@ -74,7 +74,18 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert f"tokenizer {corpus.tokenizer.name} with {corpus.vocab_size:,} ids" in data
     assert f"{steps:,} steps of {each:,} tokens" in training
     assert f"{steps * each:,} tokens in all" in training
-    assert f"{config.optim.name}, cosine schedule after {max(1, steps // 10)} step" in optimizer
+    warm = f"{max(1, steps // 10)} step of linear warm-up"
+    assert f"{config.optim.name}, cosine schedule after {warm}, ending at 10% of the peak rates; lr" in optimizer
+    assert config.optim.floor == 0.1
+    assert seeds == "Seeds: 42, 43 in every row."
+    assert "Seeds: vanilla 42, 43; yurii 42, 43; tmm 42." in method(runs[:-1])
+    assert "Seeds: 42." in method(runs[:1])
+    for schedule, said in (
+        ("wsd", ", falling linearly from step 10 on, ending at 10% of the peak rates; lr"),
+        ("constant", "; lr"),
+    ):
+        other = replace(runs[0], config=replace(config, optim=replace(config.optim, schedule=schedule)))
+        assert f"{schedule} schedule after {warm}{said}" in method([other])[-1]
     assert f"lr {config.optim.lr:g}" in optimizer
     half = replace(runs[0], config=replace(config, train=replace(config.train, eval_half="second")))
     whole, used = len(Corpus(Path(runs[0].facts["corpus"]["folder"])).split("val")), runs[0].record.val_tokens
@@ -85,10 +96,10 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert method([whole_half])[1].endswith(" for validation, all of the second half evaluated.")
     longer = replace(runs[0], config=replace(config, train=replace(config.train, steps=steps + 1)), facts={})
     apart = "not the same in all rows (settings that differ)."
-    assert method([*runs, longer]) == [model, data, f"Training: {apart}", optimizer]  # the warm-up is as long
+    assert method([*runs, longer]) == [model, data, f"Training: {apart}", seeds, optimizer]  # the warm-up is as long
     tuned = replace(runs[0], config=replace(config, optim=replace(config.optim, lr=0.123)))
     *others, said = method([*runs, tuned])
-    assert others == [model, data, training]
+    assert others == [model, data, training, seeds]
     assert "; lr not the same in all rows (settings that differ)" in said
     assert f"lr_norm {config.optim.lr_norm:g}" in said
     assert "lr 0" not in said
