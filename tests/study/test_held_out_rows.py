@@ -116,6 +116,29 @@ def test_runs_may_be_a_study(done: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "Parameters against those of vanilla: yurii +" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(("word", "why"), [("steps=2", "their budgets are"), ("lr=0.5", "The rows differ in optim.lr")])
+def test_runs_that_cannot_be_compared_are_refused_before_they_are_evaluated(
+    done: Path,
+    corpus: Path,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    word: str,
+    why: str,
+) -> None:
+    other = str(tmp_path / "other")
+    assert main(["train", "yurii", f"corpus={corpus}", *SMALL, word, "--out", other, "--label", "b", "--quiet"]) == 0
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("evaluated")
+
+    monkeypatch.setattr("stepformer.cli.compare.evaluate_held_out", never)
+    runs = ["--runs", str(done / "vanilla-s42"), other]
+    assert main(["compare", *runs, "--held-out", texts[0], "--out", str(tmp_path / "o"), "--quiet"]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_what_was_tuned_for_other_rows_is_not_told(done: Path, tmp_path: Path) -> None:
     study = tmp_path / "s"
     shutil.copytree(done, study)
