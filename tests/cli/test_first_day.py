@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -452,6 +453,8 @@ def test_a_name_does_not_stand_for_another_text(
     for text, seen in (("book.txt", True), ("other/book.txt", False)):
         assert main(["eval", "runs/a", "--on", text, "--quiet"]) == 0
         assert (f"note: the run was trained or validated on {text}\n" in capsys.readouterr().err) == seen
+    texts = json.loads(Path("runs/a/measured/perplexity.json").read_text())["result"]["texts"]
+    assert [entry["seen"] for entry in texts] == [True, False]
     Path("book.txt").write_text("It was changed. " * 100)
     assert other in said(capsys, "train", "vanilla", "corpus=book.txt", *small, "--out", "runs/b")
     assert main(["train", "vanilla", "corpus=data/book-bytes", *small, "--quiet", "--out", "runs/b"]) == 0

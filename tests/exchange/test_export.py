@@ -210,6 +210,12 @@ def test_the_card_shows_tasks_and_perplexities(run: Path, tmp_path: Path) -> Non
     assert "| arc\\_easy | 0 | 200 of 2,376 | 25.00 ± 3.06 | 26.00 ± 3.10 |" in card
     assert "| t1 | blocks | 2.0000 | 8.5 | 1.5 | 4,096 | `0000000000000001` |" in card
     assert "2 more are in the run's own file." in card
+    assert "trained or validated on" not in card
+    texts[1]["seen"] = True
+    card = card_with(run, tmp_path / "seen", results, {})
+    assert "| t1 \\* | blocks |" in card
+    assert "| t2 | blocks |" in card
+    assert "\\* The run was trained or validated on this text." in card
     assert "| t8 |" not in card
     assert "d2d12e59" not in card
 

@@ -20,6 +20,7 @@ from browser import open_browser, watched
 from reported import LIMIT, NAMES, changed, copied, measured_as, measurements, report_of, with_measurements
 from stepformer.base.errors import InputError
 from stepformer.base.files import write_json
+from stepformer.catalogue import citations
 from stepformer.cli import main
 from stepformer.data import Corpus
 from stepformer.measure import measured
@@ -28,7 +29,7 @@ from stepformer.pages.reports.collect import gather
 from stepformer.pages.reports.contents import Report, build
 from stepformer.pages.reports.method import method
 from stepformer.pages.reports.page import _looks, page_html, script_json
-from stepformer.pages.reports.paper import files_of, look, refuse_foreign, write_paper
+from stepformer.pages.reports.paper import files_of, look, markdown_report, refuse_foreign, write_paper
 from stepformer.pages.reports.samples import Drawing, Samples
 from stepformer.present.tables import Cell, Table, columns
 from stepformer.study import compare, load_records
@@ -61,7 +62,7 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     config = runs[0].config
     assert config
     steps, each = config.train.steps, config.train.batch * config.model.context
-    model, data, training, optimizer = method(runs)
+    model, data, training, seeds, optimizer = method(runs)
     own = config.model
     assert model == f"Model: {own.n_layer} layers, width {own.d_model}, {own.n_head} heads, context {own.context}."
     wider = dataclasses.replace(config, model=own.replace(mlp_hidden=48))
@@ -73,7 +74,18 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert f"tokenizer {corpus.tokenizer.name} with {corpus.vocab_size:,} ids" in data
     assert f"{steps:,} steps of {each:,} tokens" in training
     assert f"{steps * each:,} tokens in all" in training
-    assert f"{config.optim.name}, cosine schedule after {max(1, steps // 10)} step" in optimizer
+    warm = f"{max(1, steps // 10)} step of linear warm-up"
+    assert f"{config.optim.name}, cosine schedule after {warm}, ending at 10% of the peak rates; lr" in optimizer
+    assert config.optim.floor == 0.1
+    assert seeds == "Seeds: 42, 43 in every row."
+    assert "Seeds: vanilla 42, 43; yurii 42, 43; tmm 42." in method(runs[:-1])
+    assert "Seeds: 42." in method(runs[:1])
+    for schedule, said in (
+        ("wsd", ", falling linearly from step 10 on, ending at 10% of the peak rates; lr"),
+        ("constant", "; lr"),
+    ):
+        other = replace(runs[0], config=replace(config, optim=replace(config.optim, schedule=schedule)))
+        assert f"{schedule} schedule after {warm}{said}" in method([other])[-1]
     assert f"lr {config.optim.lr:g}" in optimizer
     half = replace(runs[0], config=replace(config, train=replace(config.train, eval_half="second")))
     whole, used = len(Corpus(Path(runs[0].facts["corpus"]["folder"])).split("val")), runs[0].record.val_tokens
@@ -84,14 +96,28 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert method([whole_half])[1].endswith(" for validation, all of the second half evaluated.")
     longer = replace(runs[0], config=replace(config, train=replace(config.train, steps=steps + 1)), facts={})
     apart = "not the same in all rows (settings that differ)."
-    assert method([*runs, longer]) == [model, data, f"Training: {apart}", optimizer]  # the warm-up is as long
+    assert method([*runs, longer]) == [model, data, f"Training: {apart}", seeds, optimizer]  # the warm-up is as long
     tuned = replace(runs[0], config=replace(config, optim=replace(config.optim, lr=0.123)))
     *others, said = method([*runs, tuned])
-    assert others == [model, data, training]
+    assert others == [model, data, training, seeds]
     assert "; lr not the same in all rows (settings that differ)" in said
     assert f"lr_norm {config.optim.lr_norm:g}" in said
     assert "lr 0" not in said
     assert "clipped" in said
+
+
+def test_the_method_says_what_was_searched(study: Path, tmp_path: Path) -> None:
+    """In the words of each study; a remark that only begins alike is none."""
+    for name in ("a", "b"):
+        shutil.copytree(study, tmp_path / name)
+        plan = json.loads((tmp_path / name / "study.json").read_text())
+        own = {"search": f"Search: lr = {name}x.", "remarks": ["Search: tuned to lr 1."]}
+        changed(tmp_path / name / "study.json", facts={**plan["facts"], "baseline": "vanilla", **own})
+    for names in ("a", "ab"):
+        report = report_of(*(tmp_path / name for name in names))
+        (said,) = re.findall(r"## Method\n(.*?)\n## ", markdown_report(report, {}), re.DOTALL)
+        assert said.endswith("\n" + " ".join(f"Search: lr = {name}x." for name in names) + "\n")
+        assert "tuned to" not in said
 
 
 @pytest.mark.usefixtures("few_charts")
@@ -115,6 +141,10 @@ def test_the_command_writes_page_and_paper(made: Path, study: Path) -> None:
     names = {path.name for path in made.iterdir()}
     assert {"index.html", "report.md", "comparison.csv", "comparison.tex", "runs.csv", "curves.pdf"} <= names
     assert {"curves.png", "differences.png", "coefficients.png"} <= names
+    written_once = re.findall(r"^@\w+\{(.*),$", (made / "references.bib").read_text(), re.MULTILINE)
+    cited = {key for run in gather([study]).runs for key in citations(run.config.model, run.config.optim.name)}
+    assert sorted(written_once) == sorted(cited)
+    assert {"vaswani2017attention", "nesterov1983method", "vanscoy2018fastest", "jordan2024muon"} <= cited
     text = (made / "report.md").read_text()
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
         assert (made / picture).read_bytes().startswith(b"\x89PNG")
@@ -204,7 +234,7 @@ def test_without_matplotlib_there_is_a_note(study: Path, tmp_path: Path, monkeyp
 def test_words_are_escaped_in_markdown_and_latex() -> None:
     table = Table(columns("a_b", "n"), [[Cell("x|y <i>*"), Cell("50% & $1")]])
     assert "| x\\|y \\<i>\\* | 50% & $1 |" in table.markdown()
-    assert r"x|y \textless{}i\textgreater{}* & 50\% \& \$1 \\" in table.latex()
+    assert r"x\textbar{}y \textless{}i\textgreater{}* & 50\% \& \$1 \\" in table.latex()
     assert r"a\_b & n \\" in table.latex()
 
 

@@ -239,8 +239,9 @@ def test_runs_that_were_not_measured_alike_are_named(study: Path, tmp_path: Path
     for layer in few["layers"]:
         layer["block"] = {**layer["block"], "k": 4}
     text = {"name": "tales", "mode": "blocks", "perplexity": 9.0, "tokens": 512, "hash": "1234"}
+    seen = {**text, "seen": True}
     one, two, three = (copied(study, tmp_path, name) for name in ("vanilla-s42", "yurii-s42", "tmm-s42"))
-    measured_as(one, hessian=ours, jacobian=windows("aaaabbbbcccc"), depth=windows("a"), perplexity={"texts": [text]})
+    measured_as(one, hessian=ours, jacobian=windows("aaaabbbbcccc"), depth=windows("a"), perplexity={"texts": [seen]})
     measured_as(two, hessian=ours, jacobian=few | windows("aaaabbbbcccc"), depth=windows("a"))
     other = {"tasks": {"choice@0": {"task": "choice", "shots": 0, "items": 20, "acc": 0.5}}}
     changed_text = {"texts": [text | {"hash": "5678"}]}
@@ -248,6 +249,10 @@ def test_runs_that_were_not_measured_alike_are_named(study: Path, tmp_path: Path
         three, hessian=legacy, jacobian=windows("d", 99), depth=windows("b"), perplexity=changed_text, tasks=other
     )
     report = report_of(one, two, three)
+    shown = [(row[0].text, row[1].text) for row in report.tables["perplexity"].rows]
+    assert {name for name, text in shown if text.endswith(" *")} == {"vanilla s42"}
+    assert report.tables["perplexity"].notes == ["* The run was trained or validated on this text."]
+    assert report_of(two, three).tables["perplexity"].notes == []
     assert report.cautions == {
         "hessian": [
             "tmm s42 was measured on other windows or with other settings (protocol) than vanilla s42 and yurii s42: "

@@ -23,8 +23,8 @@ from stepformer.data.tokenizers import valid
 from stepformer.measure import measured
 from stepformer.pages.reports.contents import Report
 from stepformer.pages.reports.page import page_html
-from stepformer.pages.reports.paper import markdown_report
-from stepformer.present.tables import Cell, Column, Table, markdown_text
+from stepformer.pages.reports.paper import latex_tables, markdown_report
+from stepformer.present.tables import Cell, Column, Table, latex_text, listed, markdown_text
 from stepformer.training.run import LoadedRun, load_run
 
 CARD = "stepformer.exchange.huggingface.card"
@@ -228,28 +228,37 @@ def test_reports_have_the_same_structure_whatever_the_words_are(study: Path, tmp
         assert parts == structure, word
         assert shown(word) in words, word
         assert report.comparison is not None
-        check_latex(report.comparison.table.latex(), 7, len(report.labels))
+        (latex,) = latex_tables(report, report.comparison)
+        check_latex(valid(latex), 7, len(report.labels))
+        assert f"{latex_text(f'{listed(report.labels)} on')} " in latex, word
 
 
 ESCAPED = re.compile(
-    r"\\(?:textbackslash|textasciitilde|textasciicircum|textless|textgreater)\{\}|\\[&%$#_{}]|\$(?:\\pm|\\times|-)\$"
+    r"\\(?:textbackslash|textasciitilde|textasciicircum|textless|textgreater|textbar|textendash|`)\{\}|\\[&%$#_{}]"
+    r"|\$(?:\\pm|\\times|-)\$|(?<=-)\{\}(?=-)"
+)
+SPECIAL = r"[\\$%#_{}~^`|\x00-\x1f\x7f]|--"
+FRAME = re.compile(
+    r"% needs \\usepackage\{booktabs\}\n\\begin\{table\}\n\\centering\n"
+    r"(?:\\caption\{(?P<caption>.*)\}\n)?(?:\\label\{[\w:-]+\}\n)?\\begin\{tabular\}\{(?:[lr]|p\{4cm\})+\}\n\\end\{tabular\}\n"
+    r"(?:\\par\\smallskip\\footnotesize\\raggedright\n(?P<notes>(?:.*\\par\n)+))?\\end\{table\}\n$"
 )
 
 
 def check_latex(text: str, columns: int, rows: int) -> None:
-    """A tabular of so many rows and columns in which every special character is written as one."""
+    """A table of so many rows and columns in which every special character is written as one, also beside the rows."""
     head, body = text.split(r"\midrule" + "\n")
     body, end = body.split(r"\bottomrule" + "\n")
-    assert end == "\\end{tabular}\n"
-    assert all(
-        re.match(r"% |\\begin\{tabular\}\{(?:[lr]|p\{4cm\})+\}$|\\toprule$", line) for line in head.splitlines()[:-1]
-    )
+    beside = FRAME.match(head.rpartition("\n\\toprule\n")[0] + "\n" + end)
+    assert beside, text
+    for words in (beside["caption"] or "", *(beside["notes"] or "").split("\\par\n")):
+        assert not re.search(f"{SPECIAL}|&", ESCAPED.sub("x", words)), words
     lines = body.splitlines()
     assert len(lines) == rows
     for line in (head.splitlines()[-1], *lines):
-        plain = ESCAPED.sub("", line.removeprefix("{}")).removesuffix(r" \\")
+        plain = ESCAPED.sub("x", line.removeprefix("{}")).removesuffix(r" \\")
         assert plain.count("&") == columns - 1, line
-        assert not re.search(r"[\\$%#_{}~^\x00-\x1f\x7f]", plain), line
+        assert not re.search(SPECIAL, plain), line
         assert not line.startswith(("[", "(", "*")), line  # of the line above, LaTeX would think
 
 
@@ -262,7 +271,7 @@ def test_every_way_to_begin_a_paragraph_or_a_row() -> None:
         for code in (False, True):
             table = Table([Column("a"), Column("b", True)], [[Cell(word, code=code), Cell(word)]] * 2)
             assert markdown(valid(table.markdown())) == markdown(table_of(shown(word))), word
-            check_latex(table.latex(), 2, 2)
+            check_latex(replace(table, caption=word, notes=[word]).latex("tab:x"), 2, 2)
 
 
 def table_of(words: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -68,9 +69,16 @@ def test_markdown_csv_html_and_latex() -> None:
     assert "[9]a|b_c &lt;i&gt;" in page
     assert 'data-value="1.9033"' in page
     assert page == table.html(mark=lambda name: f"[{len(name)}]")
-    assert r"a|b\_c \textless{}i\textgreater{} & 1.9033 $\pm$ 0.0117" in table.latex()
+    latex = table.latex("tab:one").splitlines()
+    assert latex[1:5] == [r"\begin{table}", r"\centering", r"\caption{Losses}", r"\label{tab:one}"]
+    below = [r"\par\smallskip\footnotesize\raggedright", r"Nats per token.\par", r"\end{table}"]
+    assert latex[-4:] == [r"\end{tabular}", *below]
+    assert r"a\textbar{}b\_c \textless{}i\textgreater{} & 1.9033 $\pm$ 0.0117" in table.latex()
     signs = of_texts(("row-1", "difference"), [("a-2", "-0.0120 [-0.03, +0.01]")])
     assert r"a-2 & $-$0.0120 [$-$0.03, +0.01] \\" in signs.latex()
+    noted = replace(signs, caption="50% _a_", notes=["* say `--match x --- y`"])
+    assert "\\caption{50\\% \\_a\\_}\n\\begin{tabular}" in noted.latex()
+    assert "\n* say \\`{}-{}-match x -{}-{}- y\\`{}\\par\n\\end{table}\n" in noted.latex()
     pandas = pytest.importorskip("pandas")
     assert isinstance(table.to_frame(), pandas.DataFrame)
     assert table.to_frame()["loss"].tolist() == [1.9033, 1.9033]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_no_run_is_evaluated_twice(
 
 
 @pytest.mark.usefixtures("few_charts")
-def test_a_report_has_what_was_found(done: Path, tmp_path: Path) -> None:
+def test_a_report_has_what_was_found(done: Path, corpus: Path, tmp_path: Path) -> None:
     assert main(["report", str(done), "--out", str(tmp_path / "r"), "--no-samples", "--quiet"]) == 0
     _, part = (done / "comparison.md").read_text().split("Held-out text letters:")
     rows = [line for line in part.split("Held-out text")[0].splitlines() if line.startswith("| yurii")]
@@ -95,8 +96,16 @@ def test_a_report_has_what_was_found(done: Path, tmp_path: Path) -> None:
     assert rows[0] in (tmp_path / "r" / "report.md").read_text()
     assert "Held-out text letters:" in (tmp_path / "r" / "index.html").read_text()
     latex = (tmp_path / "r" / "comparison.tex").read_text()
-    assert "% Held-out text letters:" in latex
-    assert latex.count(r"\begin{tabular}") == 4
+    first, letters, *others = latex.split(r"\end{table}")
+    paired = r"Differences are to vanilla, paired by seed, with 95\% confidence intervals (Student's t).}"
+    about = rf"\caption{{vanilla and yurii on {corpus.name}. "
+    assert re.search(
+        rf"{re.escape(about)}Loss in nats .* after training on 256 tokens; seeds 42, 43\. {re.escape(paired)}", first
+    )
+    assert f"{about}Held-out text letters: " in letters
+    assert f"evaluated once. Loss in nats per token; seeds 42, 43. {paired}" in letters
+    assert re.findall(r"\\label\{(.*)\}", latex) == [f"tab:comparison-{number}" for number in (1, 2, 3, 4)]
+    assert latex.count("Differences are to vanilla") == len(others) + 1 == 4  # in captions, and not in the notes again
     assert "held_out_letters_loss" in (tmp_path / "r" / "comparison.csv").read_text()
 
 
@@ -105,6 +114,29 @@ def test_runs_may_be_a_study(done: Path, tmp_path: Path, capsys: pytest.CaptureF
     rows = list(csv.DictReader((tmp_path / "comparison.csv").read_text().splitlines()))
     assert [(row["architecture"], row["seeds"]) for row in rows] == [("vanilla", "42 43"), ("yurii", "42 43")]
     assert "Parameters against those of vanilla: yurii +" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("word", "why"), [("steps=2", "their budgets are"), ("lr=0.5", "The rows differ in optim.lr")])
+def test_runs_that_cannot_be_compared_are_refused_before_they_are_evaluated(
+    done: Path,
+    corpus: Path,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    word: str,
+    why: str,
+) -> None:
+    other = str(tmp_path / "other")
+    assert main(["train", "yurii", f"corpus={corpus}", *SMALL, word, "--out", other, "--label", "b", "--quiet"]) == 0
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("evaluated")
+
+    monkeypatch.setattr("stepformer.cli.compare.evaluate_held_out", never)
+    runs = ["--runs", str(done / "vanilla-s42"), other]
+    assert main(["compare", *runs, "--held-out", texts[0], "--out", str(tmp_path / "o"), "--quiet"]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_what_was_tuned_for_other_rows_is_not_told(done: Path, tmp_path: Path) -> None:

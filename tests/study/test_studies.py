@@ -20,7 +20,7 @@ from stepformer.model import Model
 from stepformer.study import Comparison, Facts, load_records
 from stepformer.study.comparison import at_the_edge, grid_points
 from stepformer.study.comparison import compare as compare_records
-from stepformer.study.fairness import matched, search_left, search_of, with_tuning
+from stepformer.study.fairness import matched, search_left, search_of, with_matches, with_tuning
 from stepformer.study.study import Planned
 from stepformer.training import RunConfig, run_config
 from stepformer.training.loop import Trainer
@@ -150,10 +150,33 @@ def test_a_row_that_has_less_gets_a_narrower_baseline() -> None:
 def test_rows_that_have_the_same_share_a_matched_baseline() -> None:
     variants = two() | {"hb": run_config("hb", words({**SIZES, "d_model": 64})).for_vocabulary(1000)}
     of_yurii, of_hb = matched(variants, "vanilla", "parameters")
-    assert of_yurii.label == of_hb.label == "vanilla-parameters-of-yurii"
+    assert of_yurii.label == of_hb.label == "vanilla-parameters-of-hb"
     assert of_yurii.config == of_hb.config
     assert of_hb.wanted == Model(variants["hb"].model, device="meta").num_parameters()
     assert f"hb has {of_hb.wanted:,.0f}" in str(of_hb)
+
+
+def test_a_shared_baseline_is_one_run_in_whatever_order_the_rows_are(tmp_path: Path) -> None:
+    """Also where the nearest width is 4 % off."""
+    given = {**SIZES, "d_model": 8}
+    made = {name: run_config(name, words({**given, "n_layer": 5})).for_vocabulary(1000) for name in ("yurii", "hb")}
+    base = run_config("vanilla", words({**given, "n_layer": 1})).for_vocabulary(1000)
+
+    def added(*rows: str) -> tuple[dict[str, RunConfig], Facts]:
+        variants = {"vanilla": base, **{name: made[name] for name in rows}}
+        facts = with_matches(variants, "flops", tmp_path, Facts(baseline="vanilla"))
+        return {label: config for label, config in variants.items() if label not in ("vanilla", *rows)}, facts
+
+    one, facts = added("yurii", "hb")
+    other, _ = added("hb", "yurii")
+    assert list(one) == ["vanilla-flops-of-hb"]
+    assert one == other
+    assert facts.matches == dict.fromkeys(("yurii", "hb"), ("flops", "vanilla-flops-of-hb"))
+    assert [remark.partition("; ")[2].split()[0] for remark in facts.remarks] == ["yurii", "hb"]
+    (alone,) = added("yurii")[0]
+    (tmp_path / f"{alone}-s42").mkdir()
+    (tmp_path / f"{alone}-s42" / "run.json").touch()
+    assert list(added("hb", "yurii")[0]) == [alone] == ["vanilla-flops-of-yurii"]  # which is trained already
 
 
 def test_what_cannot_be_matched_is_refused() -> None:
@@ -193,8 +216,8 @@ def test_the_verdict_names_the_match(settings: dict[str, Any], tmp_path: Path) -
     other = {row.label: row for row in compare_records(records, "ortho", 0.95, Facts.of_study(stored)).rows}
     assert other["yurii"].matched is None  # it was matched with a wider vanilla, and is compared with ortho here
     fewer = sf.compare("vanilla", "ortho", out=tmp_path, seeds=2, **given)
-    left_out = "Trained here too, and not in this table, since not named: vanilla-parameters-of-yurii, yurii."
-    assert left_out in fewer.notes
+    left_out = "not in this table since the command does not name it: vanilla-parameters-of-yurii, yurii."
+    assert any(note.endswith(left_out) for note in fewer.notes)
 
 
 def test_a_study_is_of_one_code_and_precision(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -250,6 +273,13 @@ def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> N
     )
     again = sf.compare("vanilla", "yurii", out=tmp_path, seeds=2, **tune, **given)
     assert str(again) == str(table)
+    stored = json.loads((tmp_path / "study.json").read_text())
+    facts = Facts.of_study(stored)
+    assert facts.search.startswith("Search: lr = 0.5x, 2x; ")
+    assert facts.search not in facts.remarks
+    older = {key: value for key, value in stored["facts"].items() if key != "search"}
+    older["remarks"] = [*older["remarks"], facts.search]
+    assert Facts.of_study({"facts": older}) == facts
 
 
 def test_by_turns_each_axis_is_tried_at_the_best_so_far(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_failing_run_does_not_stop_the_others(
     absent = "Not in the table, since they failed or are not finished"
     assert f"{absent}: yurii-s42." in (tmp_path / "s" / "comparison.md").read_text()
     assert main(["report", str(tmp_path / "s"), "--out", str(tmp_path / "r"), "--no-samples", "--quiet"]) == 0
-    assert f"% {absent}: yurii s42." in (tmp_path / "r" / "comparison.tex").read_text()
+    assert f"\n{absent}: yurii s42.\\par\n" in (tmp_path / "r" / "comparison.tex").read_text()
 
 
 @pytest.mark.slow

@@ -463,8 +463,9 @@ def test_an_extended_run_is_the_longer_one(corpus: Path, tmp_path: Path, sam: st
 
 def test_what_cannot_go_on_is_told(corpus: Path, tmp_path: Path) -> None:
     train(small_run(corpus, steps=6), tmp_path / "cosine", quiet=True)
-    with pytest.raises(InputError, match="up to step 2 both schedules are the same, its cosine fell"):
+    with pytest.raises(InputError, match="up to step 2 both schedules are the same, its cosine fell") as refused:
         extend(tmp_path / "cosine", tmp_path / "longer", steps=9)
+    assert str(refused.value).endswith(f" by `train ... init={tmp_path / 'cosine'}`.")
     with pytest.raises(ConfigError, match="cannot change 'batch' when it goes on"):
         extend(tmp_path / "cosine", tmp_path / "longer", batch=3)
     with pytest.raises(InputError, match="no checkpoint of step 5: it has"):

@@ -78,11 +78,12 @@ def run_compare(args: argparse.Namespace) -> int:
         kept = [text for text in facts.remarks if text.partition(":")[0] not in absent]  # what was tuned for others
         granted, facts = facts.allowed, replace(facts, allowed=(*facts.allowed, *args.allow), remarks=tuple(kept))
         usual = facts.baseline if facts.baseline in labels else records[0].label
-        texts = evaluate_held_out(list(map(Path, args.runs)), args.held_out, quiet=args.quiet, watch=_watch(args))
-        found = compare(records, args.baseline or usual, args.confidence, facts, texts)
+        how = (records, args.baseline or usual, args.confidence, facts)
+        found = compare(*how)  # what is refused is so before texts are read for minutes
         left = [difference for difference in found.differences if not difference.permitted(granted)]
         refuse_unmeant(left, {record.label: record.settings for record in records}, args.allow)
-        _present(found, Path(args.out or "runs/compare"))
+        texts = evaluate_held_out(list(map(Path, args.runs)), args.held_out, quiet=args.quiet, watch=_watch(args))
+        _present(compare(*how, texts) if texts else found, Path(args.out or "runs/compare"))
         return 0
     if args.recipe and not names:
         names = list(load_recipe(args.recipe).runs)

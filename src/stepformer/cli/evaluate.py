@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,8 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
         here = folder if folder and (args.data or (folder / where).is_dir()) else None  # else from the Hub
         return open_text(where, run.tokenizer, enough=enough, data=here, **words)
 
-    texts = [opened(where, **named) for where in args.on or ()]
+    corpus = run.record.get("corpus") or {}
+    texts = [replace(opened(where, **named), seen=part_of_corpus(where, corpus)) for where in args.on or ()]
     foreign = [opened(name) for name in OUT_OF_DOMAIN if args.ood]
     found: dict[str, Any] = {"texts": []}
     for text in (*texts, *foreign):
@@ -161,7 +163,7 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
             settings = {"micro_batch": args.micro_batch, "quiet": args.quiet or args.json, "journal": journal}
             made = perplexity.measure_texts(run, some, reading, mean=mean, **settings)
             found = {**made, "texts": [*found["texts"], *made["texts"]]}
-    if seen := [where for where in args.on or () if part_of_corpus(where, run.record.get("corpus") or {})]:
+    if seen := [where for where, text in zip(args.on or (), texts, strict=True) if text.seen]:
         print(f"note: the run was trained or validated on {', '.join(seen)}", file=sys.stderr)
     if not (args.json or args.several):
         console().print(perplexity.as_table(found))

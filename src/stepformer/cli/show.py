@@ -18,7 +18,7 @@ from stepformer import catalogue
 from stepformer.base.errors import InputError
 from stepformer.base.plugins import is_ours
 from stepformer.base.words import merge
-from stepformer.catalogue.references import BIBTEX
+from stepformer.catalogue.references import bibtex
 from stepformer.cli.options import JSON, command, group, option, pairs, tell_idle
 from stepformer.extras import chosen
 from stepformer.measure.diagnostics.audit import small_copy
@@ -199,7 +199,7 @@ def run_show(args: argparse.Namespace) -> int:
     if args.name.endswith(".toml"):
         facts |= _trained_by(config, args.name, _sized(args.overrides, args.size))
     if args.cite:
-        print("\n\n".join(BIBTEX.get(key, f"% {key}: no entry among the references") for key in facts["cite"]))
+        print(bibtex(facts["cite"]))
         return 0
     if args.batch is not None:
         estimate = estimate_memory(config, args.batch, autocast=torch.bfloat16)

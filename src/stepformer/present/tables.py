@@ -170,18 +170,23 @@ class Table:
     def _repr_html_(self) -> str:
         return self.html()
 
-    def latex(self) -> str:
-        """A tabular with the rules of the booktabs package, of the columns that a narrow terminal shows too."""
+    def latex(self, label: str = "") -> str:
+        """A table with the rules of the booktabs package, of the columns that a narrow terminal shows too; `label` is
+        for \\ref, and the notes stand below.
+        """
         kept = self.without(place for place, column in enumerate(self.columns) if column.spare)
         words = ("p{4cm}" if width > LONG else "l" for width in kept.widths())  # what is long folds
         layout = "".join("r" if column.numeric else how for column, how in zip(kept.columns, words, strict=True))
         head, *rows = (" & ".join(map(latex_text, line)) + r" \\" for line in kept._lines())
         # there LaTeX would take a bracket or an asterisk for an option of the line above
         rows = ["{}" * row.startswith(("[", "(", "*")) + row for row in rows]
-        notes = [f"% {on_one_line(note)}" for note in self.notes]
-        top = ["% needs \\usepackage{booktabs}", *notes, rf"\begin{{tabular}}{{{layout}}}", r"\toprule"]
-        body = [head, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
-        return "\n".join([*top, *body]) + "\n"
+        top = ["% needs \\usepackage{booktabs}", r"\begin{table}", r"\centering"]
+        top += [rf"\caption{{{latex_text(self.caption)}}}"] if self.caption else []
+        top += [rf"\label{{{label}}}"] if label else []
+        top += [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule"]
+        below = [r"\par\smallskip\footnotesize\raggedright"] if self.notes else []
+        below += [rf"{latex_text(note)}\par" for note in self.notes]
+        return "\n".join([*top, *rows, r"\bottomrule", r"\end{tabular}", *below, r"\end{table}"]) + "\n"
 
     def to_frame(self) -> Any:
         """The values as a pandas.DataFrame."""
@@ -327,11 +332,14 @@ LATEX: dict[str, str | int | None] = {
     TIMES: r"$\times$",
     "<": r"\textless{}",
     ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "`": r"\`{}",
     MINUS: "$-$",
-    NOTHING: "--",
+    NOTHING: r"\textendash{}",
 }
 
 
 def latex_text(words: str) -> str:
-    """Words as LaTeX sets them; a hyphen before a number is its sign."""
-    return re.sub(r"(?<![\w)-])-(?=\d)", MINUS, on_one_line(words)).translate(str.maketrans(LATEX))
+    """Words as LaTeX sets them; a hyphen before a number is its sign, and two of them are no dash."""
+    words = re.sub(r"(?<![\w)-])-(?=\d)", MINUS, on_one_line(words)).translate(str.maketrans(LATEX))
+    return words.replace("--", "-{}-").replace("--", "-{}-")

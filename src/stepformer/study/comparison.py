@@ -141,7 +141,8 @@ def compare(
     elif uneven := {row.label: ratio for row in rows if (ratio := speeds_apart(row)) > UNEVEN}:
         said = ", ".join(f"{label} {ratio:.1f} x" for label, ratio in uneven.items())
         between.append(f"Seeds of one row ran at unequal speeds, {said}: seconds and speeds are rough.")
-    remarks = [*facts.remarks, *best_point(rows, facts.axes, confidence if pairs else None), *between]
+    chosen = best_point(rows, facts.axes, confidence if pairs else None)
+    remarks = [*filter(None, [facts.search]), *facts.remarks, *chosen, *between]
     failed = {other for label, (_, other) in matches.items() if label in found} - {*found}
     remarks += [f"There is no finished run of {other}: nothing is compared with it." for other in sorted(failed)]
     return Comparison(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,28 +70,29 @@ AMOUNTS: Mapping[str, Callable[[RunConfig], float]] = {
 }
 
 
-def matched(variants: Mapping[str, RunConfig], baseline: str, what: str) -> list[Match]:
-    """For every row that has more or less than the baseline one that has as much, one for all that have the same."""
+def matched(variants: Mapping[str, RunConfig], baseline: str, what: str, there: Container[str] = ()) -> list[Match]:
+    """For every row that has more or less than the baseline one that has as much, one for all that need the same. In
+    whatever order the rows are, it is named after one whose baseline is `there` already, or the alphabet's first.
+    """
     if what not in AMOUNTS:
         raise InputError(f"--match {what}: write one of {', '.join(AMOUNTS)}.")
     amount, base = AMOUNTS[what], variants[baseline]
     own = amount(base)
-    found: list[Match] = []
-    for label, config in variants.items():
-        wanted = amount(config) if label != baseline else own
+    names = {label: f"{baseline}-{what}-of-{label}" for label in variants}
+    found: dict[str, Match] = {}
+    for label in sorted(variants, key=lambda label: (names[label] not in there, label)):
+        wanted = amount(variants[label]) if label != baseline else own
         if abs(wanted / own - 1) <= CLOSE:
             continue
-        shared = next((match for match in found if abs(match.found / wanted - 1) <= CLOSE / 2), None)
-        if shared:
-            found.append(replace(shared, candidate=label, wanted=wanted))
-            continue
-        larger = _as_large(base, wanted, amount, whole=what == "time")  # which cannot tell a few hidden units
-        off = amount(larger) / wanted - 1
-        if abs(off) > FAR:
+        near = next((match for match in found.values() if abs(match.found / wanted - 1) <= CLOSE / 2), None)
+        larger = near.config if near else _as_large(base, wanted, amount, whole=what == "time")  # too rough for units
+        shared = near or next((match for match in found.values() if match.config == larger), None)
+        reached = shared.found if shared else amount(larger)
+        if abs(reached / wanted - 1) > FAR:
             none = f"no width of '{baseline}' has what '{label}' has"
-            raise InputError(f"--match {what}: {none}; the nearest is {off:+.1%} off.")
-        found.append(Match(what, label, f"{baseline}-{what}-of-{label}", larger, wanted, wanted * (1 + off)))
-    return found
+            raise InputError(f"--match {what}: {none}; the nearest is {reached / wanted - 1:+.1%} off.")
+        found[label] = Match(what, label, shared.label if shared else names[label], larger, wanted, reached)
+    return [found[label] for label in variants if label in found]
 
 
 def _as_large(base: RunConfig, wanted: float, amount: Callable[[RunConfig], float], whole: bool) -> RunConfig:
@@ -131,7 +132,8 @@ def with_matches(variants: dict[str, RunConfig], what: str | None, out: Path, fa
     if stored and all(stored[key] == value for key, value in study.items()):
         found = [Match(**{**match, "config": RunConfig.from_dict(match["config"])}) for match in stored["matches"]]
     else:
-        found = matched(variants, baseline, what)
+        there = [run.parent.name.rpartition("-s")[0] for run in out.glob("*-s*/run.json")]
+        found = matched(variants, baseline, what, there)
     if what == "time":
         kept = [{**vars(match), "config": match.config.to_dict()} for match in found]
         files.write_json(path, {**study, "matches": kept})
@@ -251,7 +253,7 @@ def with_tuning(
     grid = "; ".join(f"{key} = {', '.join(values)}" for key, values in axes.items())
     times = " (x: times what the row has)" * any(v.endswith("x") for values in axes.values() for v in values)
     how_far = f"one axis after the other in {rounds} round{'s' * (rounds > 1)}" if rounds else "every point"
-    said.append(
+    search = (
         f"Search: {grid}{times}, {how_far}, {tokens:,} training tokens a point, seed "
         f"{FIRST_SEED}, judged on the first half of the validation split. The rows are trained anew and judged on the "
         "second."
@@ -268,7 +270,7 @@ def with_tuning(
         if apart.key.startswith("machine."):
             shown = sorted({str(value) for value in apart.values.values()})
             said.append(f"The runs of the search differ in {apart.key} ({', '.join(shown)}).")
-    return replace(facts, meant=tuple(axes), remarks=(*facts.remarks, *said))
+    return replace(facts, meant=tuple(axes), remarks=(*facts.remarks, *said), search=search)
 
 
 def _at_point(config: RunConfig, point: Mapping[str, str], half: str) -> dict[str, Any]:

@@ -182,6 +182,7 @@ class Facts:
     matches: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # row -> what of, and the other baseline
     remarks: tuple[str, ...] = ()  # what to say
     allowed: tuple[str, ...] = ()  # settings that may differ, although they are not of the architecture
+    search: str = ""  # what was searched for every row
 
     @property
     def own_budgets(self) -> bool:
@@ -193,13 +194,17 @@ class Facts:
         """What study.json says; nothing if it is older or says it in another way."""
         try:
             found = study["facts"]
+            remarks = [*map(str, found["remarks"])]
+            among = (text for text in remarks if text.startswith("Search: "))  # as in older studies
+            search = str(found.get("search") or next(among, ""))
             return cls(
                 str(found["baseline"]),
                 tuple(map(str, found["meant"])),
                 {str(key): tuple(map(str, values)) for key, values in found["axes"].items()},
                 {str(label): (str(what), str(other)) for label, (what, other) in found["matches"].items()},
-                tuple(map(str, found["remarks"])),
+                tuple(text for text in remarks if text != search),
                 tuple(map(str, found.get("allowed", BUDGET if found.get("own_budgets") else ()))),  # older studies
+                search,
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             return cls()

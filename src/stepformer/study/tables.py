@@ -135,10 +135,15 @@ def losses_of(comparison: Compared) -> str:
     return f"Loss in nats per token {on}; {seed_words(comparison.seeds)}."
 
 
+def differences_of(comparison: Compared) -> str:
+    """What the differences are differences to, and what their intervals are."""
+    level = f"{percent(comparison.confidence)} confidence intervals (Student's t)"
+    return f"Differences are to {comparison.baseline}, paired by seed, with {level}."
+
+
 def _facts(comparison: Compared) -> list[str]:
     differences = [
-        f"Differences are to {comparison.baseline}, paired by seed, with {percent(comparison.confidence)} confidence "
-        "intervals (Student's t).",
+        differences_of(comparison),
         "Tokens to baseline: part of the budget after which the baseline's final loss was reached, or how many seeds "
         "reached it; time to baseline: part of its seconds. Both are points of the row's whole schedule, not runs that "
         "end there. Time: of a run's training steps, without compiling, evaluating and saving. Speed: training "

@@ -8,6 +8,7 @@ are not what the new settings would have made.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ def _agreed(folder: RunFolder, old: RunConfig, new: RunConfig, at: int | None) -
         raise InputError(
             f"'{folder.path}' cannot go on like that: up to step {same} both schedules are the same, {why} from there "
             f"on, and its checkpoints are of steps {', '.join(map(str, steps))}. Runs with schedule=wsd keep the one "
-            "where their decay begins; those with schedule=constant go on from any."
+            "where their decay begins; those with schedule=constant go on from any. A new run begins with its weights "
+            f"by `train ... {shlex.quote(f'init={folder.path}')}`."
         )
     return max(fitting)
 

@@ -22,6 +22,7 @@ from stepformer.catalogue.references import BIBTEX
 from stepformer.data.tokenizers import valid
 from stepformer.measure import measured
 from stepformer.measure.evaluation.harness import other_metrics, with_error
+from stepformer.measure.evaluation.perplexity import SEEN, marked_name
 from stepformer.model.config import ModelConfig
 from stepformer.oracles import attentions, mlps
 from stepformer.present.tables import Cell, markdown_block, markdown_cell, markdown_code, markdown_text, on_one_line
@@ -325,8 +326,9 @@ def perplexity(kind: str, settings: Values, result: Values) -> Read:
     for entry in result["texts"]:
         mode = entry["mode"] if entry["stride"] is None else f"{entry['mode']} {entry['stride']}"
         numbers = (f"{entry['nats']:.4f}", digits(entry["perplexity"]), digits(entry["bits_per_byte"]))
-        rows.append((entry["name"], mode, *numbers, f"{entry['tokens']:,}", Cell(str(entry["hash"]), code=True)))
+        rows.append((marked_name(entry), mode, *numbers, f"{entry['tokens']:,}", Cell(str(entry["hash"]), code=True)))
     notes = ["Only numbers with the same tokens and hash may be compared."]
+    notes += [SEEN] if any(entry.get("seen") is True for entry in result["texts"][:MOST_ROWS]) else []
     command = "stepformer eval RUN --on TEXT"
     if "mean_perplexity" in result:
         command += " --ood --data DIR"

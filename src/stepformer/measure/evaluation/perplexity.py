@@ -29,6 +29,7 @@ from stepformer.training.run import LoadedRun
 
 KIND = "perplexity"
 PIECE_WINDOWS = 32  # windows between two lines of the journal
+SEEN = "* The run was trained or validated on this text."  # of an entry whose name has the asterisk
 RANDOM_WINDOWS, RANDOM_SEED = 200 * 8, 0
 Window = tuple[int, int, int]  # where it begins and ends in the text, and how many of its last tokens are scored
 
@@ -167,7 +168,13 @@ def entry_of(text: Text, reading: Reading, windows: Sequence[Window], nats: floa
         "tokens": len(scored),
         "bytes": size,
         "hash": token_hash(scored),
+        "seen": text.seen,
     }
+
+
+def marked_name(entry: Mapping[str, Any]) -> str:
+    """The name of a text, with a mark if it is no test of the run."""
+    return f"{entry.get('name', '')}{' *' if entry.get('seen') is True else ''}"
 
 
 def save_texts(run: LoadedRun, result: Mapping[str, Any]) -> None:

@@ -145,7 +145,9 @@ def gather(paths: Sequence[str | Path]) -> Gathered:
     if not folders:
         raise InputError("No run has been started in " + ", ".join(f"'{path}'" for path in paths) + ".")
     # what one study says does not hold for the others
-    together = Facts(remarks=tuple(remark for study in found.studies for remark in study.remarks))
+    remarks = tuple(remark for study in found.studies for remark in study.remarks)
+    searches = dict.fromkeys(filter(None, (study.search for study in found.studies)))
+    together = Facts(remarks=remarks, search=" ".join(searches))
     found.facts = found.studies[0] if len(found.studies) == 1 else together
     points = max(40, min(MOST_POINTS, ALL_POINTS // (2 * len(folders))))
     found.runs = [read_run(folder, points) for folder in folders]

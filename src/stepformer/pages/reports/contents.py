@@ -44,6 +44,7 @@ class Report:
     title: str
     verdict: str
     dates: str
+    search: str  # what the rates of all rows were chosen from
     runs: list[RunData]
     labels: list[str]
     comparison: Comparison | None
@@ -110,10 +111,11 @@ def build(
     forgotten = [found for _, found in gathered.forgetting]
     begun, ended = min(run.begun for run in runs), max(run.ended for run in runs)
     return Report(
-        title=title or _title(labels, runs),
+        title=title or titled(labels, runs),
         verdict=" ".join([*([verdict(comparison)] if comparison else []), *forgetting_words(forgotten)])
         or incomparable,
         dates=" to ".join(dict.fromkeys(f"{day.day} {day:%B %Y}" for day in (begun, ended))),
+        search=gathered.facts.search,
         runs=runs,
         labels=labels,
         comparison=comparison,
@@ -270,7 +272,8 @@ def _reached(rows: Sequence[Row]) -> str:
     return "; ".join(found)
 
 
-def _title(labels: Sequence[str], runs: Sequence[RunData]) -> str:
+def titled(labels: Sequence[str], runs: Sequence[RunData]) -> str:
+    """Which architectures were trained on which corpora."""
     folders = filter(None, (inside(run.facts, "corpus", "folder") for run in runs))
     corpora = sorted({Path(str(folder)).name for folder in folders})
     return f"{listed(labels)} on {listed(corpora)}" if corpora else listed(labels)

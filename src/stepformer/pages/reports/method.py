@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence, Set
 
 from stepformer.optim.config import OptimConfig, Schedule
 from stepformer.pages.reports.collect import RunData
-from stepformer.pages.reports.values import inside, real
+from stepformer.pages.reports.values import grouped, inside, real
+from stepformer.study.statistics import seed_words
 from stepformer.training import RunConfig
 
 
 def method(runs: Sequence[RunData]) -> list[str]:
-    """Sentences on model, data, training and optimizer, or that one is not the same for all runs.
+    """Sentences on model, data, training, seeds and optimizer, or that one is not the same for all runs.
 
     Rates and decays in which runs differ are named as such: the rest of the optimizer's sentence is that of all.
     """
@@ -24,7 +25,7 @@ def method(runs: Sequence[RunData]) -> list[str]:
         apart = f"{next(iter(said), '').partition(':')[0]}: not the same in all rows (settings that differ)."
         return [*said] if len(said) == 1 else [apart] if said else []
 
-    found = [_model(configs), *one_of({_data(run) for run in runs} - {""}), *same(_training)]
+    found = [_model(configs), *one_of({_data(run) for run in runs} - {""}), *same(_training), _seeds(runs)]
     rates = [key for key in OptimConfig.field_names() if key.startswith(("lr", "wd_"))]
     own = [key for key in rates if len({getattr(config.optim, key) for config in configs}) > 1]
     found += same(lambda config: _optimizer(config, own))
@@ -63,10 +64,20 @@ def _training(config: RunConfig) -> str:
     return f"{said}, {steps * each:,} tokens in all."
 
 
+def _seeds(runs: Sequence[RunData]) -> str:
+    by_row = grouped((run.label, run.seed) for run in runs)
+    said = {label: seed_words(sorted({*seeds})).partition(" ")[2] for label, seeds in by_row.items()}
+    if len({*said.values()}) > 1:
+        return f"Seeds: {'; '.join(f'{label} {seeds}' for label, seeds in said.items())}."
+    return f"Seeds: {next(iter(said.values()))}{' in every row' * (len(said) > 1)}."
+
+
 def _optimizer(config: RunConfig, own: Sequence[str]) -> str:
     optim, schedule = config.optim, Schedule(config.optim, config.train.steps)
     warmup = f"{schedule.warmup:,} step{'s' * (schedule.warmup != 1)} of linear warm-up"
-    parts = [f"{optim.name}, {optim.schedule} schedule after {warmup}", optim.rates_text(own)]
+    falls = f", falling linearly from step {schedule.decay_start:,} on" * (optim.schedule == "wsd")
+    ends = f"{falls}, ending at {100 * optim.floor:g}% of the peak rates" * (optim.schedule != "constant")
+    parts = [f"{optim.name}, {optim.schedule} schedule after {warmup}{ends}", optim.rates_text(own)]
     parts += [f"gradients clipped at norm {optim.clip:g}"] if optim.clip else []
     parts += [f"{', '.join(own)} not the same in all rows (settings that differ)"] if own else []
     return f"Optimizer: {'; '.join(filter(None, parts))}."

@@ -1,4 +1,4 @@
-"""The files of a report for a paper: Markdown, pictures, CSV and a LaTeX table.
+"""The files of a report for a paper: Markdown, pictures, CSV, a LaTeX table and BibTeX of what its rows use.
 
 Only files of an earlier report are written over. The page and report.md say themselves whose they are. The others, a
 comparison.csv say, are known by a list in the report's cache; a report without the list, an older one, is taken to own
@@ -12,17 +12,20 @@ import itertools
 import math
 import os
 import textwrap
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stepformer.base.errors import InputError
 from stepformer.base.files import clear_left, read_json, write_json, write_text
 from stepformer.base.version import __version__
+from stepformer.catalogue import citations
+from stepformer.catalogue.references import bibtex
 from stepformer.data.tokenizers import valid
 from stepformer.pages.reports.charts import Chart, Charts, Line
 from stepformer.pages.reports.collect import Curve
-from stepformer.pages.reports.contents import Report
+from stepformer.pages.reports.contents import Report, titled
 from stepformer.pages.reports.method import method
 from stepformer.pages.reports.page import FACTORIAL, PARTS
 from stepformer.pages.reports.samples import Samples
@@ -37,15 +40,17 @@ from stepformer.present.style import (
     save_figure,
     short_number,
 )
-from stepformer.present.tables import Table, markdown_block, markdown_text, on_one_line
-from stepformer.study import plot_differences
+from stepformer.present.tables import Table, markdown_block, markdown_text
+from stepformer.study import Comparison, plot_differences
+from stepformer.study.statistics import seed_words
+from stepformer.study.tables import differences_of, losses_of
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
 SIGNS = {"index.html": '<meta name="generator" content="stepformer ', "report.md": FIRST_LINE}
 HEAD = 2000  # bytes of a file in which its sign is
 DRAWN = (".png", ".pdf")  # each picture, for the page and for a paper
-SUFFIXES = {".html", ".md", ".csv", ".tex", *DRAWN}  # of a report's files
+SUFFIXES = {".html", ".md", ".csv", ".tex", ".bib", *DRAWN}  # of a report's files
 LIST = Path(".cache") / "files.json"
 DASHES = ((5, 1.5), (1.5, 1), (5, 1.2, 1.2, 1.2))  # on and off, in widths of the line
 COLUMNS = 3  # of small charts
@@ -63,20 +68,38 @@ def write_paper(report: Report, out: Path, progress: Callable[[int], None] = lam
         draw([out / f"{name}{suffix}" for suffix in DRAWN])
         progress(len(DRAWN))
     texts = {"runs.csv": report.tables["runs"].csv(), "report.md": markdown_report(report, pictures, no_pictures())}
+    texts["references.bib"] = references(report)
     if report.comparison:
         texts["comparison.csv"] = report.comparison.details.csv()
-        made = [f"% {on_one_line(table.caption)}\n{table.latex()}" for table in report.comparison.tables]
-        texts["comparison.tex"] = "\n".join(made)
+        texts["comparison.tex"] = "\n".join(latex_tables(report, report.comparison))
     for name, text in texts.items():
         write_text(out / name, valid(text))
     compared = [name for name in texts if name.startswith("comparison")]
-    return [out / name for name in ("report.md", "runs.csv", *_drawn(pictures), *compared)]
+    return [out / name for name in ("report.md", "runs.csv", "references.bib", *_drawn(pictures), *compared)]
+
+
+def references(report: Report) -> str:
+    """BibTeX of what the architectures and optimizers of all runs use; who trained an imported model is not known."""
+    known = [(run.config, bool(run.facts.get("imported"))) for run in report.runs if run.config]
+    keys = [citations(config.model, "" if imported else config.optim.name) for config, imported in known]
+    return f"% as `stepformer show NAME --cite`, of all runs\n\n{bibtex(itertools.chain(*keys))}\n"
+
+
+def latex_tables(report: Report, comparison: Comparison) -> Iterator[str]:
+    """The tables of a comparison, each with a caption that says what was compared, on what, and how."""
+    losses, differences = losses_of(comparison), differences_of(comparison)
+    about = f"{titled([row.label for row in comparison.rows], report.runs)}."
+    for number, table in enumerate(comparison.tables, 1):
+        held_out = f"{table.caption} Loss in nats per token; {seed_words(comparison.seeds)}."
+        said = [about, losses if number == 1 else held_out, *([differences] if comparison.paired else [])]
+        notes = [note for note in table.notes if note not in (losses, differences)]
+        yield replace(table, caption=" ".join(said), notes=notes).latex(f"tab:comparison-{number}")
 
 
 def files_of(report: Report) -> list[str]:
     """The names of all files of a report, the page among them."""
     compared = ["comparison.csv", "comparison.tex"] if report.comparison else []
-    return ["index.html", "report.md", "runs.csv", *compared, *_drawn(_pictures(report))]
+    return ["index.html", "report.md", "runs.csv", "references.bib", *compared, *_drawn(_pictures(report))]
 
 
 def _drawn(pictures: Iterable[str]) -> list[str]:
@@ -187,8 +210,7 @@ def markdown_report(report: Report, pictures: Container[str], note: str = "") ->
     section("Other texts and tasks", *itertools.chain(*evaluated))
     section("Published figures", *report.published)
     section("Text side by side", *(_samples(report.samples, report.labels) if report.samples else []))
-    search = [said for said in report.comparison.remarks if said.startswith("Search: ")] if report.comparison else []
-    section("Method", *map(markdown_text, [*method(report.runs), *search]))
+    section("Method", *map(markdown_text, filter(None, [*method(report.runs), report.search])))
     section("All runs", shown["runs"])
     section("Settings that differ", *([shown["differing"]] if "differing" in shown else []))
     section("Environment", shown["environment"])

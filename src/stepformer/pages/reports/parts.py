@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepformer.base.units import hours_and_minutes
+from stepformer.measure.evaluation.perplexity import SEEN, marked_name
 from stepformer.pages.reports.agreement import tasks_of
 from stepformer.pages.reports.collect import RunData
 from stepformer.pages.reports.values import grouped, inside, measured, real, records
@@ -201,7 +202,7 @@ def perplexity_table(runs: Sequence[RunData]) -> Table:
     scored = "of the tokens that were scored: only numbers that agree in it may be compared"
     fields = [
         RUN,
-        words("text", lambda entry: entry.get("name", "")),
+        words("text", marked_name),
         words("reading", reading, "how the text was cut into windows, and how far they move"),
         measured("perplexity", "perplexity", digits=".3f"),
         measured("nats per token", "nats"),
@@ -216,7 +217,8 @@ def perplexity_table(runs: Sequence[RunData]) -> Table:
         if (mean := real(found, "mean_perplexity")) is not None:
             over, _, mode = str(found.get("protocol") or "mean").partition("; ")
             entries.append({"run": run.name, "name": over, "mode": mode, "perplexity": mean})
-    return tabulated(entries, fields, "Perplexity on other texts")
+    notes = [SEEN] if any(entry.get("seen") is True for entry in entries) else []
+    return tabulated(entries, fields, "Perplexity on other texts", notes)
 
 
 def tasks_table(runs: Sequence[RunData]) -> Table:
