@@ -138,7 +138,7 @@ def searched(study: str, configs: dict[str, RunConfig], out: Path, **how: Any) -
     words, tokens = SEARCHES[study]
     own, axes = dict(configs), search_of(words, tokens)
     facts = with_tuning(configs, axes, tokens, out / study, Facts(), rounds=1, **how)
-    print(*facts.remarks, sep="\n")
+    print(*facts.remarks, facts.search, sep="\n")
     found: dict[str, dict[str, Any]] = {}
     for label, config in configs.items():
         pairs = {key: (getattr(config.optim, key), getattr(own[label].optim, key)) for key in axes}
