@@ -179,6 +179,12 @@ A_r = I and an A_m that reads row l mod n in call l. With `dynamic=true` the wei
 s tanh(norm(H) W) is added to each weight, where W starts at 0 and s at 0.01. The norm is the model's norm without a
 gain. The preset is the static form.
 
+Momentum is a special case. Two rows x - v and v hold every rule with one velocity, if its norm LN_v is left out:
+Nesterov's reads them with weights 1 and 1 + mu, keeps the first, adds the second to it, and writes beta v + gamma T
+into the second. So `hyper` learns a linear optimizer with memory, in every call its own, and can find momentum or
+something else (`tests/rules/test_hyper.py::test_two_streams_hold_a_velocity`).
+[`glide`](what-to-use.md#the-recipe-glide), our recipe, is `hyper` with small, even steps.
+
 In `mhc` (arXiv 2512.24880) all weights of a token are computed from z = RMSNorm(vec H), without a gain, where vec H is
 the n rows one after the other: pre = sigmoid(a1 z F1 + b1) and post = 2 sigmoid(a2 z F2 + b2). R is made by 20 Sinkhorn
 steps from exp(a3 z F3 + b3), whose n^2 numbers fill it row by row. A step divides every column by its sum, then every
