@@ -65,6 +65,7 @@ def test_a_setting_written_as_an_option(words: str, setting: str, capsys: pytest
 def test_an_option_that_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "train", "yurii", "--dri-run").endswith("Did you mean '--dry-run'?")
     assert "key=value" not in said(capsys, "eval", "run", "--steps", "3")  # it takes none
+    assert said(capsys, "compare", "vanilla", "yurii", "--seed", "2").endswith("--seed. Did you mean --seeds?")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,11 @@ def test_a_short_text_is_offered_a_small_vocabulary(
     assert open_corpus(DataConfig(corpus=then), alone).name == "my notes"
     with pytest.raises(InputError, match=r"run `stepformer prepare 'my notes\.txt' --tokenizer gpt2` first"):
         open_corpus(DataConfig(corpus="my notes.txt", tokenizer="gpt2"), alone)
+    Path("my notes.txt").write_text("Something else. " * 99)  # what was prepared is of the old text
+    with pytest.raises(InputError, match="is not prepared, and it is short"):
+        open_corpus(DataConfig(corpus="my notes.txt"), alone)
+    assert main(["train", "vanilla", "corpus=my notes.txt", "size=tiny", "--dry-run"]) == 0
+    assert " without evaluations (" in " ".join(capsys.readouterr().out.split())
 
 
 def test_prepare_says_that_a_vocabulary_is_too_large(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

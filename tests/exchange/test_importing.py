@@ -324,7 +324,7 @@ def test_what_can_be_done_with_an_imported_run(trained: Path, tmp_path: Path, ca
         main(["generate", str(tmp_path / "run"), "Hi", "--tokens", "3", "--temperature", "0", "--device", "cpu"]) == 0
     )
     assert capsys.readouterr().out.startswith("Hi")
-    with pytest.raises(sf.InputError, match="imported without a corpus"):
+    with pytest.raises(sf.InputError, match="came without a corpus"):
         evaluate_run(tmp_path / "run")
     corpus = make_corpus(tmp_path / "corpus")
     found, _ = evaluate_run(tmp_path / "run", corpus=corpus.folder, tokens=300, device="cpu")
@@ -558,6 +558,8 @@ def test_a_model_is_saved_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("yurii after step 7: loss ")
     assert main(["generate", str(run), "Hi", "--tokens", "2", "--device", "cpu"]) == 0
     sf.save_run(model.bfloat16(), tmp_path / "again", run)  # the tokenizer of a run
+    assert main(["compare", "--runs", str(run), str(tmp_path / "again")]) == 2
+    assert "came as weights alone, and a comparison is of trainings" in capsys.readouterr().err
     again = sf.load_run(tmp_path / "again", device="cpu")
     assert (again.known_step, again.model.embed.tok_emb.weight.dtype) == (None, torch.float32)
 

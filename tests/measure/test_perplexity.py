@@ -7,6 +7,7 @@ import lzma
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,12 @@ def test_an_unfinished_run_is_called_one(run: LoadedRun, tmp_path: Path, capsys:
         assert f"yurii after step 12 of {run.config.train.steps}, unfinished\n" in capsys.readouterr().out
     finally:
         (tmp_path / "result.json").rename(run.folder.result)
+
+
+def test_weights_of_before_the_end_are_said_to_be(run: LoadedRun) -> None:
+    early = evaluate.standing(replace(run, step=6))
+    state = "its best weights (--checkpoint last: those of the end)"
+    assert early == f"yurii after step 6 of {run.config.train.steps}, {state}"
 
 
 def test_logits_that_are_not_finite(run: LoadedRun) -> None:

@@ -88,5 +88,5 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     record = tmp_path / "run" / "run.json"
     stored = {key: value for key, value in json.loads(record.read_text()).items() if key not in ("corpus", "checksum")}
     record.write_text(json.dumps(stored))
-    with pytest.raises(InputError, match="was imported"):
+    with pytest.raises(InputError, match="came as weights alone"):
         at_last_checkpoint(loaded.folder.path, "cpu")

@@ -99,7 +99,7 @@ def check(
 
 @in_interpreter
 @pytest.mark.parametrize("kind", ["random", "equal", "different", "runs", "zipf"])
-@pytest.mark.parametrize(("batch", "time", "d"), [(3, 15, 16), (5, 8, 12)])
+@pytest.mark.parametrize(("batch", "time", "d"), [(3, 15, 16), pytest.param(5, 8, 12, marks=pytest.mark.slow)])
 def test_values_and_gradients(kind: str, batch: int, time: int, d: int, small_chunks: None, poisoned: None) -> None:
     """Runs inside a chunk, across one border and across many; a last chunk that is not full."""
     check(ids_of(kind, batch, time, 61), 61, d, context=time + 2)

@@ -143,7 +143,7 @@ FAMILIES = [
     ("symp-conformal-euler", {"metric": "derived"}, 5),
     ("symp-etd-ab2", {"positions": "rotary"}, 2),
 ]
-QUICK = [("yurii", 1), ("vanilla", 6), ("kl-previous", 2), ("linear", 2), ("symp-ab2", 2), ("hyper", 2), ("mhc", 1)]
+QUICK = [("yurii", 1), ("vanilla", 6), ("linear", 2), ("hyper", 2), ("mhc", 1)]
 
 
 @NO_GPU

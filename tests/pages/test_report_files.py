@@ -75,13 +75,13 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert f"{steps:,} steps of {each:,} tokens" in training
     assert f"{steps * each:,} tokens in all" in training
     warm = f"{max(1, steps // 10)} step of linear warm-up"
-    assert f"{config.optim.name}, cosine schedule after {warm}, ending at 10% of the peak rates; lr" in optimizer
+    assert f"{config.optim.name}, cosine schedule after {warm}, towards 10% of the peak rates; lr" in optimizer
     assert config.optim.floor == 0.1
     assert seeds == "Seeds: 42, 43 in every row."
     assert "Seeds: vanilla 42, 43; yurii 42, 43; tmm 42." in method(runs[:-1])
     assert "Seeds: 42." in method(runs[:1])
     for schedule, said in (
-        ("wsd", ", falling linearly from step 10 on, ending at 10% of the peak rates; lr"),
+        ("wsd", ", falling linearly from step 10 on, towards 10% of the peak rates; lr"),
         ("constant", "; lr"),
     ):
         other = replace(runs[0], config=replace(config, optim=replace(config.optim, schedule=schedule)))

@@ -79,6 +79,8 @@ def test_markdown_csv_html_and_latex() -> None:
     noted = replace(signs, caption="50% _a_", notes=["* say `--match x --- y`"])
     assert "\\caption{50\\% \\_a\\_}\n\\begin{tabular}" in noted.latex()
     assert "\n* say \\`{}-{}-match x -{}-{}- y\\`{}\\par\n\\end{table}\n" in noted.latex()
+    notes = ["Loss: in nats. Best loss: of all evaluations. It is lower. Loss ratio: of two."]
+    assert "\nLoss: in nats. Loss ratio: of two.\\par\n" in replace(table, notes=notes).latex()  # no such column
     pandas = pytest.importorskip("pandas")
     assert isinstance(table.to_frame(), pandas.DataFrame)
     assert table.to_frame()["loss"].tolist() == [1.9033, 1.9033]

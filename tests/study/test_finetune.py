@@ -533,7 +533,7 @@ def test_an_imported_run_is_told_what_it_was_trained_on(
     command = ["finetune", str(imported), "--on", str(home / "space"), "--out", str(tmp_path / "s"), "--quiet"]
     command += ["steps=1", "eval_tokens=128"]
     assert main(command) == 2
-    assert "was imported without a corpus: say with --source" in capsys.readouterr().err
+    assert "came without a corpus: say with --source" in capsys.readouterr().err
     assert main([*command, "--source", str(home / "village")]) == 0
     evaluated = told(tmp_path / "s", "forgetting.json")["evaluated"][0]
     assert evaluated["source_hash"] == Corpus(home / "village").split("val").hash

@@ -380,6 +380,10 @@ def test_a_dry_run_counts_the_search_and_refuses_what_the_run_would(
     assert main([*dry, "lr=0.5"]) == 2
     assert "was trained with other settings, optim.lr" in capsys.readouterr().err
     assert main([*dry, "n_layer=2"]) == 2
+    assert main([*dry, "lr=0.5", "--tune", "lr=0.5x,1x", "--budget-tune", "256"]) == 0  # the search may find it
+    capsys.readouterr()
+    assert main([*dry, "steps=7", "--tune", "lr=0.5x,1x", "--budget-tune", "256"]) == 2
+    assert "was trained with other settings, train.steps" in capsys.readouterr().err
     assert (tmp_path / "s" / "study.json").read_bytes() == before
 
 

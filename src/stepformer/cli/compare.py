@@ -67,8 +67,13 @@ def run_compare(args: argparse.Namespace) -> int:
                 "and --out apply."
             )
         args.runs = [run for folder in args.runs for run in _runs_of(Path(folder))]
-        for folder in args.runs:
-            RunFolder(Path(folder)).check_code()
+        for folder in map(RunFolder, map(Path, args.runs)):
+            folder.check_code()
+            if folder.exists and folder.opened()[0].get("imported"):
+                raise InputError(
+                    f"'{folder.path}' came as weights alone, and a comparison is of trainings: "
+                    f"`{command_line('eval', folder.path)} --on TEXT` measures it."
+                )
         records = load_records(args.runs)
         studies = {Path(folder).resolve().parent / "study.json" for folder in args.runs}
         one = len(studies) == 1 and min(studies).is_file()  # study of them all, which may say more
@@ -151,8 +156,8 @@ def _study(
 ) -> int:
     """Train what is missing, then show what there is; of a dry run, also how long the `search` before it would take."""
     if args.dry_run:
-        if search is None:  # otherwise the rows are not known yet
-            study.plan(quiet=args.quiet, here=args.slurm is None, dry=True)
+        chosen = () if search is None else ("eval_half", *(word.partition("=")[0] for word in args.tune))
+        study.plan(quiet=args.quiet, here=args.slurm is None, dry=True, open_keys=chosen)
         console().print(planned_table(study, search, held_out))
         return 0
     runs = study.plan(quiet=args.quiet, here=args.slurm is None)

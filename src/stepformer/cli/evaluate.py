@@ -52,7 +52,7 @@ def run_eval(args: argparse.Namespace) -> int:
         return 130
     if args.json:
         print(json.dumps({"run": args.folder, "step": run.known_step, **measured.variant_of(run.model), **found}))
-    elif is_unfinished(run):
+    elif is_unfinished(run) or _is_early(run):
         print(standing(run))
     return 0
 
@@ -132,9 +132,16 @@ def is_unfinished(run: LoadedRun) -> bool:
     return not run.folder.result.is_file() and not run.record.get("imported")
 
 
+def _is_early(run: LoadedRun) -> bool:
+    """Whether a finished run was better before its end: the best weights are read."""
+    return run.folder.result.is_file() and run.step < run.config.train.steps
+
+
 def standing(run: LoadedRun) -> str:
     """Which weights were measured; those of a run that is not finished are said to be."""
-    steps = f" of {run.config.train.steps:,}, unfinished" if is_unfinished(run) else ""
+    early = "its best weights (--checkpoint last: those of the end)" if _is_early(run) else ""
+    state = "unfinished" if is_unfinished(run) else early
+    steps = f" of {run.config.train.steps:,}, {state}" * bool(state)
     variant = measured.called(run.model)
     when = f"after step {run.step:,}{steps}" if run.known_step is not None else "as imported"
     return f"{run.config.title}{f', {variant},' if variant else ''} {when}"

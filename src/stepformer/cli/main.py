@@ -167,6 +167,8 @@ def _as_setting(word: str, argv: Sequence[str], parser: argparse.ArgumentParser)
     known |= {*re.findall(r"^  (\w+)(?:=| )", parser.epilog or "", re.MULTILINE)}  # of `diagnose`: its help lists them
     if option.startswith("--") and (said := translated(key)):
         return f" Unknown key '{key}'.{said} Settings are written key=value, without dashes."
+    if f"{option}s" in parser._option_string_actions:  # the seed of one run, the seeds of a comparison
+        return f" Did you mean {option}s?"
     if not option.startswith("--") or key not in {"set", *known}:
         return ""
     if not equals:

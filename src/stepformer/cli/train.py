@@ -126,7 +126,7 @@ def dry_run(config: RunConfig) -> int:
         val = corpus.split("val").half(config.train.eval_half)
         evaluated = config.model.context * check_blocks(val, config.model.context, evaluated)
     except NotPreparedError as error:
-        data = f"{config.data.corpus} (not prepared)"
+        data, evaluated = f"{config.data.corpus} (not prepared)", 0
         config = config.for_vocabulary(error.ids) if error.ids else config
         notes.append(str(error))
     train_, model, micro = config.train, config.model, config.micro_batch(World(0, ranks, device))
@@ -136,6 +136,7 @@ def dry_run(config: RunConfig) -> int:
     pieces = f"{train_.batch // ranks // micro} micro-batches x {micro} sequences"
     rest = expected.run - expected.step * train_.steps
     took = duration(expected.run) + f", {duration(rest)} of it for evaluations" * (rest > expected.run / 4)
+    took += " without evaluations" * (evaluated == 0)
     rows = [
         ("architecture", f"{config.title}, {size}, config {model.hash}"),
         ("parameters", f"{meta.num_parameters():,} ({meta.num_parameters('non-embedding'):,} without tables)"),

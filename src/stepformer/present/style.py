@@ -35,6 +35,8 @@ def save_figure(figure: Any, paths: Paths, below: str = "") -> None:
 
     `below` is said in small grey letters under it.
     """
+    from matplotlib import rc_context
+
     several = [Path(paths)] if isinstance(paths, str | Path) else list(paths)
     kinds = [path.suffix.removeprefix(".").lower() or "png" for path in several]
     if wrong := [path for path, kind in zip(several, kinds, strict=True) if kind not in PICTURES]:
@@ -42,7 +44,8 @@ def save_figure(figure: Any, paths: Paths, below: str = "") -> None:
     if below:
         figure.supxlabel(below, fontsize=8, color=GREY, parse_math=False)
     for path, kind in zip(several, kinds, strict=True):
-        with writing(path) as file:
+        # letters as TrueType: journals refuse the Type 3 of matplotlib's default
+        with writing(path) as file, rc_context({"pdf.fonttype": 42}):
             figure.savefig(file, format=kind, dpi=150, metadata=UNDATED.get(kind))
         figure.set_layout_engine(None)  # everything has its place now: another file is drawn once
 

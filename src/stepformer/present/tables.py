@@ -184,8 +184,13 @@ class Table:
         top += [rf"\caption{{{latex_text(self.caption)}}}"] if self.caption else []
         top += [rf"\label{{{label}}}"] if label else []
         top += [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule"]
+        gone = {column.title for column in self.columns if column.spare}  # nothing is said of them
+        parts = (
+            re.split(r"(?<=\.) (?=[A-Z][a-z ]*: )", note) for note in self.notes
+        )  # those of columns that are there
+        told = [" ".join(p for p in note if p.partition(":")[0].lower() not in gone) for note in parts]
         below = [r"\par\smallskip\footnotesize\raggedright"] if self.notes else []
-        below += [rf"{latex_text(note)}\par" for note in self.notes]
+        below += [rf"{latex_text(note)}\par" for note in filter(None, told)]
         return "\n".join([*top, *rows, r"\bottomrule", r"\end{tabular}", *below, r"\end{table}"]) + "\n"
 
     def to_frame(self) -> Any:

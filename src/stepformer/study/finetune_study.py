@@ -57,7 +57,7 @@ def open_pretrained(path: str | Path, source: str | None = None, *, quiet: bool 
     elif source is not None:
         corpus = _open(source, str(folder.tokenizer), TALES_COUNT, quiet)
     else:
-        raise InputError(f"'{folder.path}' was imported without a corpus: say with --source what it was trained on.")
+        raise InputError(f"'{folder.path}' came without a corpus: say with --source what it was trained on.")
     step = int(checkpoint_of(folder, "best")[1]["step"])
     if record.get("corpus") and not folder.result.is_file() and step < config.train.steps:
         resume = command_line("resume", folder.path)

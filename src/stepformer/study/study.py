@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,10 @@ def plan_runs(
     facts: Facts | None = None,
     here: bool = True,
     dry: bool = False,
+    open_keys: Collection[str] = (),
 ) -> list[Planned]:
     """The same for configs with their seeds, each with its label, in this order; `here`, or on another machine; with
-    `dry` nothing is written.
+    `dry` nothing is written, and `open_keys` are still to be chosen.
     """
     problems = [f"'{label}' cannot be a folder's name." for label, _ in labelled if label != Path(label).name]
     if problems:
@@ -94,9 +95,11 @@ def plan_runs(
         if run.folder.exists:
             (record, then), trained = run.folder.opened(), f"'{run.folder.path}' was trained"
             if then.hash != config.hash:
-                apart = differences({"then": flat(then), "now": flat(config)}, one_row=True)
+                found = differences({"then": flat(then), "now": flat(config)}, one_row=True)
+                apart = [each for each in found if each.key.rpartition(".")[2] not in open_keys]
                 named = f", {', '.join(map(str, apart[:3]))}" * bool(apart)
-                raise InputError(f"{trained} with other settings{named}: choose another --out for this comparison.")
+                if apart or not open_keys:
+                    raise InputError(f"{trained} with other settings{named}: choose another --out for this comparison.")
             if record.get("corpus") and corpus_facts(corpus)["splits"] != record["corpus"].get("splits"):
                 raise InputError(f"{trained} on another '{config.data.corpus}': choose another --out.")
         runs.append(run)

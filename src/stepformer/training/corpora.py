@@ -99,7 +99,9 @@ def _not_prepared(config: DataConfig, source: Source, tokenizer: str, folder: Pa
     if config.tokenizer is None:
         for other in (path.parent for path in sorted(folder.parent.glob(f"*/{MANIFEST}"))):
             alike = other.name.startswith(folder.name.removesuffix(tokenizer))
-            if alike and (made := Corpus(other)).name == source.name:
+            made = Corpus(other) if alike else None
+            same = made and not other_files(made.manifest.get("source", {}), source.description)
+            if made and same and made.name == source.name:
                 name, word = made.manifest["tokenizer"]["name"], shlex.quote(f"corpus={other}")
                 return f"{missing} with the tokenizer {tokenizer}, but it is with {name}: say {word}."
         if length is not None and few(length / BYTES_PER_TOKEN, GPT2_IDS):

@@ -155,8 +155,8 @@ def resume(
             for key in refused
         )
     if not record.get("corpus"):
-        init = shlex.quote(f"init={folder.path}")
-        raise InputError(f"'{folder.path}' was imported and has no training to continue: begin a new run with {init}.")
+        how = f"begin a new run with {shlex.quote(f'init={folder.path}')}"
+        raise InputError(f"'{folder.path}' came as weights alone and has no training to continue: {how}.")
     saved, there = folder.last_saved(), Checkpoints(folder.checkpoints).steps()
     if saved is not None and max(there, default=-1) < saved and not restart:
         left = f"after step {max(there)}, its newest one left" if there else "at its beginning"
@@ -202,7 +202,9 @@ def at_last_checkpoint(path: str | Path, device: str = "auto") -> Trainer:
     folder = RunFolder(Path(path))
     record, config = folder.opened()
     if not record.get("corpus"):
-        raise InputError(f"'{folder.path}' was imported and has no training, whose next step could be looked at.")
+        raise InputError(
+            f"'{folder.path}' came as weights alone and has no training, whose next step could be looked at."
+        )
     checkpoint, state = checkpoint_of(folder, "last", (record, config))
     stored.check_fits(checkpoint, config.model)
     world = World(0, 1, choose_device(device))
@@ -349,7 +351,7 @@ def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:
     """The corpus of a run, where its record says it is."""
     if not record.get("corpus"):
         how = "name a prepared one with corpus=DIR (`stepformer eval`: --corpus DIR)"
-        raise InputError(f"'{folder.path}' was imported without a corpus: {how}.")
+        raise InputError(f"'{folder.path}' came without a corpus: {how}.")
     return same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), ALONE, None)
 
 

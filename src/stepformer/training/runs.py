@@ -344,7 +344,8 @@ def git_revision() -> dict[str, Any] | None:
         return None
 
     revision = git("rev-parse", "HEAD")
-    return None if revision is None else {"revision": revision, "changed": bool(git("status", "--porcelain"))}
+    changes = git("status", "--porcelain", "--untracked-files=no")  # a text of one's own changes nothing
+    return None if revision is None else {"revision": revision, "changed": bool(changes)}
 
 
 def as_toml(config: RunConfig) -> str:

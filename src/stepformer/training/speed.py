@@ -83,7 +83,7 @@ def forecast(
 ) -> Forecast:
     """From one micro-batch and one update, the best of three; from counted operations where a micro-batch would take
     longer than `longest` seconds. `eval_tokens` are those of an evaluation, if the validation split has fewer than the
-    config asks for.
+    config asks for; 0 leaves evaluations out.
     """
     train = config.train
     eval_tokens = train.eval_tokens if eval_tokens is None else eval_tokens
@@ -105,7 +105,7 @@ def forecast(
     step = batch * passes + update
     # a forward pass is a third of a forward and backward pass; evaluated at the start, on the way and at the end, there
     # on training tokens too
-    evaluations = 3 + (train.steps - 1) // config.eval_every(eval_tokens)
+    evaluations = 3 + (train.steps - 1) // config.eval_every(eval_tokens) if eval_tokens else 0
     evaluation = batch / 3 * eval_tokens / config.step_tokens
     return Forecast(step, step * train.steps + evaluation * evaluations, how)
 

@@ -76,7 +76,7 @@ def _optimizer(config: RunConfig, own: Sequence[str]) -> str:
     optim, schedule = config.optim, Schedule(config.optim, config.train.steps)
     warmup = f"{schedule.warmup:,} step{'s' * (schedule.warmup != 1)} of linear warm-up"
     falls = f", falling linearly from step {schedule.decay_start:,} on" * (optim.schedule == "wsd")
-    ends = f"{falls}, ending at {100 * optim.floor:g}% of the peak rates" * (optim.schedule != "constant")
+    ends = f"{falls}, towards {100 * optim.floor:g}% of the peak rates" * (optim.schedule != "constant")
     parts = [f"{optim.name}, {optim.schedule} schedule after {warmup}{ends}", optim.rates_text(own)]
     parts += [f"gradients clipped at norm {optim.clip:g}"] if optim.clip else []
     parts += [f"{', '.join(own)} not the same in all rows (settings that differ)"] if own else []
