@@ -329,7 +329,7 @@ def test_what_can_be_done_with_an_imported_run(trained: Path, tmp_path: Path, ca
     corpus = make_corpus(tmp_path / "corpus")
     found, _ = evaluate_run(tmp_path / "run", corpus=corpus.folder, tokens=300, device="cpu")
     assert found.val_loss > 1
-    with pytest.raises(sf.InputError, match="imported and has no training to continue"):
+    with pytest.raises(sf.InputError, match="weights alone and has no training to continue"):
         resume(tmp_path / "run")
     assert main(["generate", str(tmp_path / "run"), "Hi", "--checkpoint", "last"]) == 2
     assert "has no last checkpoint, only a best one" in capsys.readouterr().err

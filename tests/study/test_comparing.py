@@ -481,6 +481,7 @@ def test_a_picture_is_what_its_name_says(tmp_path: Path) -> None:
             save_figure(figure, tmp_path / name)
             assert (tmp_path / name).read_bytes().startswith(begins)
         assert name == "a.svg" or (tmp_path / name).read_bytes() == before  # an SVG draws names of its own
+    assert b"/Type3" not in (tmp_path / "a.pdf").read_bytes()  # journals refuse such letters
     with pytest.raises(InputError, match="pictures are written as png, pdf, svg"):
         save_figure(new_figure((1, 1)), tmp_path / "a.jpg")
 
