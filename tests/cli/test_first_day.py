@@ -145,7 +145,8 @@ def test_a_short_text_is_offered_a_small_vocabulary(
     Path("my notes.txt").write_text("Something else. " * 99)  # what was prepared is of the old text
     with pytest.raises(InputError, match="is not prepared, and it is short"):
         open_corpus(DataConfig(corpus="my notes.txt"), alone)
-    assert main(["train", "vanilla", "corpus=my notes.txt", "size=tiny", "--dry-run"]) == 0
+    small = ["n_layer=1", "n_head=1", "d_model=8", "context=16", "batch=1"]
+    assert main(["train", "vanilla", "corpus=my notes.txt", *small, "--dry-run"]) == 0
     assert " without evaluations (" in " ".join(capsys.readouterr().out.split())
 
 

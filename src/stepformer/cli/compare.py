@@ -69,7 +69,7 @@ def run_compare(args: argparse.Namespace) -> int:
         args.runs = [run for folder in args.runs for run in _runs_of(Path(folder))]
         for folder in map(RunFolder, map(Path, args.runs)):
             folder.check_code()
-            if folder.exists and folder.opened()[0].get("imported"):
+            if folder.exists and folder.read().get("imported"):
                 raise InputError(
                     f"'{folder.path}' came as weights alone, and a comparison is of trainings: "
                     f"`{command_line('eval', folder.path)} --on TEXT` measures it."
