@@ -231,7 +231,7 @@ def test_linear_attention_equals_the_twin(interpreted: None) -> None:
     close(gradients(found, (u, *made.parameters()), expected), slopes, FP32)
 
 
-@pytest.mark.parametrize("kind", [HamiltonianAttention, LinearHamiltonian])
+@pytest.mark.parametrize("kind", [pytest.param(HamiltonianAttention, marks=pytest.mark.slow), LinearHamiltonian])
 def test_compiled_without_a_break(kind: Any, interpreted: None) -> None:
     """One graph through the operators, forward and backward; 1e-6: fp32 sums in another order."""
     torch._dynamo.reset()
