@@ -430,10 +430,10 @@ def test_the_command_that_prepare_prints_fits_a_short_text(
     printed = capsys.readouterr().out
     assert "the end of each, 0.05 of its characters, is validation" in printed
     assert printed.partition("train on it: ")[2].splitlines() == (
-        [f"stepformer train yurii {command}"] if command else []
+        [f"stepformer train glide {command}"] if command else []
     )
     if "context" in command:
-        assert main(["train", "yurii", *command.split(), "steps=1", "batch=1", "device=cpu", "--quiet"]) == 0
+        assert main(["train", "glide", *command.split(), "steps=1", "batch=1", "device=cpu", "--quiet"]) == 0
 
 
 def test_resuming_a_finished_run_says_so(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def test_what_is_printed_at_the_end(
     print_corpus(console(), Corpus(trained.parent / "corpus"))
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train on it: "))
     assert shlex.split(line.removeprefix("train on it: ")) == [
-        "stepformer", "train", "yurii", f"corpus={trained.parent / 'corpus'}",
+        "stepformer", "train", "glide", f"corpus={trained.parent / 'corpus'}",
     ]  # fmt: skip
 
 

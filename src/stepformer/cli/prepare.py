@@ -17,7 +17,7 @@ from stepformer.base.errors import command_line, named
 from stepformer.catalogue import SIZES
 from stepformer.cli.options import command, given, option
 from stepformer.cli.show import console
-from stepformer.data.corpus import Corpus, corpus_folder, few
+from stepformer.data.corpus import FEW_WINDOWS, MANIFEST, Corpus, corpus_folder, few
 from stepformer.data.opening import open_source
 from stepformer.data.pieces import Progress
 from stepformer.data.prepare import prepare
@@ -31,6 +31,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     source = open_source(*args.source, **given(args, *words))
     tokenizer = args.tokenizer or ("bpe:1024" if args.source == ["tales"] else "gpt2")
     out = args.out or corpus_folder(source.name, tokenizer)
+    reused = (out / MANIFEST).exists() and not args.force
     try:
         with progress_bar() as report:
             corpus = prepare(source, tokenizer, out, progress=report, **given(args, "val_fraction", "workers", "force"))
@@ -39,6 +40,8 @@ def run_prepare(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stepformer: interrupted; the same command continues where it stopped.", file=sys.stderr)
         return 130
+    if reused:
+        print("unchanged: this corpus was prepared before, of the same source with the same settings, and is reused")
     print_corpus(console(), corpus)
     if others := getattr(source, "passed_over", {}):
         counts = ", ".join(f"{count:,} {ending}" for ending, count in [*others.items()][:4])
@@ -92,12 +95,20 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     if not made and few(tokens := corpus.manifest["splits"]["train"]["tokens"], tokenizer["vocab_size"]):
         few_words = f"note: {tokens:,} training tokens are few for {tokenizer['vocab_size']:,} ids"
         out.print(f"{few_words}: --tokenizer bpe:1024 or bytes suits so short a text better.", soft_wrap=True)
+    splits, context = corpus.manifest["splits"], SIZES["tiny"]["context"]
+    kind, _, asked = tokenizer["name"].partition(":")
+    if kind == "bpe" and tokenizer["vocab_size"] < int(asked):
+        why = "the text it was trained on has no more pairs to join: each of its words is one id"
+        out.print(f"note: the tokenizer has {tokenizer['vocab_size']:,} ids, for {why}", soft_wrap=True)
+    if 0 < splits["val"]["tokens"] < FEW_WINDOWS * context:
+        more = "" if rule["rule"] == "marked" else "; a larger --val-fraction (with --force) gives it more"
+        few_words = f"note: {splits['val']['tokens']:,} validation tokens are few, so losses on them are noisy"
+        out.print(f"{few_words}{more}", soft_wrap=True)
     out.print(f"folder: {corpus.folder}", soft_wrap=True, markup=False)
-    splits = corpus.manifest["splits"]
     fits = min(splits["train"]["tokens"] // 2, splits["val"]["tokens"] - 1)  # the longest context that can be trained
-    context = [f"context={1 << fits.bit_length() - 1}"] if 0 < fits < SIZES["tiny"]["context"] else []
     if fits > 0:
-        train = command_line("train", "yurii", f"corpus={corpus.folder}", *context)
+        shorter = [f"context={1 << fits.bit_length() - 1}"] if fits < context else []
+        train = command_line("train", "glide", f"corpus={corpus.folder}", *shorter)
         out.print(f"train on it: {train}", soft_wrap=True, markup=False)
 
 

@@ -22,6 +22,7 @@ from stepformer.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_name
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 SPLITS = ("train", "val")
+FEW_WINDOWS = 8  # of a context: the loss on a validation text of fewer is noisy
 
 
 def few(tokens: float, vocab_size: int) -> bool:
