@@ -93,7 +93,12 @@ def test_a_report_has_what_was_found(done: Path, corpus: Path, tmp_path: Path) -
     _, part = (done / "comparison.md").read_text().split("Held-out text letters:")
     rows = [line for line in part.split("Held-out text")[0].splitlines() if line.startswith("| yurii")]
     assert rows
-    assert rows[0] in (tmp_path / "r" / "report.md").read_text()
+    said = (tmp_path / "r" / "report.md").read_text()
+    assert rows[0] in said
+    assert "Not measured: downstream tasks" in said
+    assert "Not measured: perplexity on other texts" not in said
+    assert "without compiling" in said.split("## All runs")[0]  # one time is not the other
+    assert "of all training steps, also those that compile" in said.split("## All runs")[1]
     assert "Held-out text letters:" in (tmp_path / "r" / "index.html").read_text()
     latex = (tmp_path / "r" / "comparison.tex").read_text()
     first, letters, *others = latex.split(r"\end{table}")

@@ -32,6 +32,10 @@ from stepformer.study.differences import flat
 from stepformer.study.tables import MARK, losses_of, percent, reach
 
 PAIRED = "Student's t on the paired differences"
+TIMED = (
+    "Time and tokens/s: of all training steps, also those that compile, which in the comparison count as the mean of "
+    "the others."
+)
 CHANCE = {"hellaswag": 25.0, "arc_easy": 25.0, "arc_challenge": 25.0}  # percent: one of four answers
 ACCURACIES = ("acc", "acc_norm")
 
@@ -103,7 +107,7 @@ def runs_table(runs: Sequence[RunData]) -> Table:
         words("config", lambda run: run.record.config_hash if run.record else "", settings, code=True),
         words("folder", lambda run: run.folder, code=True),
     ]
-    return tabulated(runs, fields, "All runs")
+    return tabulated(runs, fields, "All runs", [TIMED])
 
 
 # What was measured of a run: an entry is the whole file, and the run's name beside it.
