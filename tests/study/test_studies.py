@@ -374,6 +374,9 @@ def test_a_dry_run_counts_the_search_and_refuses_what_the_run_would(
     assert main([*dry, "--tune", "lr=0.5x,1x,2x", "--budget-tune", "256"]) == 0
     assert main(dry) == 0
     assert counted == [2 * 3 + 4, 4]
+    own = tmp_path / "own.toml"
+    own.write_text('[model]\npreset = "yurii"\n[optim]\nlr = 0.03\n')
+    assert main([*dry, str(own), "--tune", "lr=0.5x,1x", "--budget-tune", "256"]) == 0  # of each row's own rate
     assert not (tmp_path / "s").exists()
     sf.compare("vanilla", "yurii", out=tmp_path / "s", seeds=2, **settings)
     before = (tmp_path / "s" / "study.json").read_bytes()
@@ -385,6 +388,19 @@ def test_a_dry_run_counts_the_search_and_refuses_what_the_run_would(
     assert main([*dry, "steps=7", "--tune", "lr=0.5x,1x", "--budget-tune", "256"]) == 2
     assert "was trained with other settings, train.steps" in capsys.readouterr().err
     assert (tmp_path / "s" / "study.json").read_bytes() == before
+
+
+def test_a_budget_that_is_no_whole_number_of_steps_is_told(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del settings["steps"]
+    asked = ["compare", "vanilla", "yurii", *words(settings), "--out", str(tmp_path / "s"), "--dry-run"]
+    assert main([*asked, "--budget", "300"]) == 0
+    said = "--budget 300 is rounded to 5 steps of 64 tokens, 320 in all"
+    assert capsys.readouterr().err.count(said) == 1
+    assert main([*asked, "--budget", "320"]) == 0
+    assert main([*asked, "--budget", "300", "--quiet"]) == 0
+    assert "rounded" not in capsys.readouterr().err
 
 
 def test_what_cannot_be_tuned_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:

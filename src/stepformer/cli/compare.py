@@ -109,8 +109,9 @@ def run_compare(args: argparse.Namespace) -> int:
         settings={},
         plugins=args.plugin,
         watch=watch,
+        dry=args.dry_run,
         **given(args, "budget", "baseline", "recipe", "allow", "match", "held_out", "jobs", "quiet"),
-        **({} if args.dry_run else given(args, "tune", "budget_tune", "by_turns")),
+        **given(args, "tune", "budget_tune", "by_turns"),
     )
     search = None
     if args.dry_run and args.tune:

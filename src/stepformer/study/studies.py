@@ -13,6 +13,7 @@ import torch
 
 from stepformer.base.errors import ConfigError, InputError, StepformerError, UnknownNameError
 from stepformer.base.plugins import comes_from_plugin, explained, is_ours, load_plugin
+from stepformer.base.progress import say
 from stepformer.base.words import parse_overrides
 from stepformer.catalogue.recipes import read_recipe
 from stepformer.measure.diagnostics.audit import small_copy
@@ -24,7 +25,7 @@ from stepformer.study.differences import fair, what_was_read
 from stepformer.study.fairness import search_of, with_matches, with_tuning
 from stepformer.study.held_out import evaluate_held_out, open_held_out
 from stepformer.study.records import load_records
-from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, refuse_seed, seeds_of, steps_for
+from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, refuse_seed, rounded, seeds_of, steps_for
 from stepformer.training import RunConfig, run_config
 from stepformer.training.config import place
 from stepformer.training.corpora import corpus_facts, open_corpus
@@ -176,9 +177,12 @@ def compared(
     plugins: Sequence[str] = (),
     held_out: Sequence[str] = (),
     quiet: bool = False,
+    dry: bool = False,
     **how: Any,
 ) -> Study:
-    """A comparison up to its runs: what cannot be compared is refused, baselines are made larger, rows are tuned."""
+    """A comparison up to its runs: what cannot be compared is refused, baselines are made larger, rows are tuned; with
+    `dry` the search is left out.
+    """
     refuse_seed(*settings)
     for plugin in plugins:
         load_plugin(plugin)
@@ -190,6 +194,8 @@ def compared(
     first = baseline or next(iter(variants))
     if first not in variants:
         raise UnknownNameError(f"The baseline '{first}' is not among {', '.join(variants)}.")
+    for sentence in dict.fromkeys(rounded(config, budget, "--budget") for config in variants.values()):
+        say(sentence, quiet=quiet or not sentence)
     variants, data = resolved(variants, quiet=quiet)
     variants = fair(variants, first, allow, searched, data)
     refuse_broken(variants)
@@ -207,7 +213,7 @@ def compared(
         )
         facts = dataclasses.replace(facts, remarks=(*facts.remarks, said))
     how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
-    facts = with_tuning(variants, searched, budget_tune, out, facts, rounds=by_turns, **how)
+    facts = with_tuning(variants, {} if dry else searched, budget_tune, out, facts, rounds=by_turns, **how)
     return Study(out, variants, facts, seeds)
 
 

@@ -362,6 +362,14 @@ def steps_for(config: RunConfig, budget: int | str | None, option: str) -> int:
     return steps
 
 
+def rounded(config: RunConfig, budget: int | str | None, option: str) -> str:
+    """What became of a budget that is no whole number of steps, in a sentence."""
+    steps, each = config.train.steps, config.step_tokens
+    if budget is None or amount(str(budget)) == steps * each:
+        return ""
+    return f"{option} {budget} is rounded to {steps:,} steps of {each:,} tokens, {steps * each:,} in all"
+
+
 def seeds_of(given: str | int | Sequence[int]) -> list[int]:
     """Seeds: `3` means 42, 43, 44; `7,8,11` means those."""
     if not isinstance(given, str | int):
