@@ -31,7 +31,7 @@ from stepformer.pages.reports.method import method
 from stepformer.pages.reports.page import _looks, page_html, script_json
 from stepformer.pages.reports.paper import files_of, look, markdown_report, refuse_foreign, write_paper
 from stepformer.pages.reports.samples import Drawing, Samples
-from stepformer.present.tables import Cell, Table, columns
+from stepformer.present.tables import TIMES, Cell, Table, columns
 from stepformer.study import compare, load_records
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     config = runs[0].config
     assert config
     steps, each = config.train.steps, config.train.batch * config.model.context
-    model, data, training, seeds, optimizer = method(runs)
+    model, data, training, machine, seeds, optimizer = method(runs)
     own = config.model
     assert model == f"Model: {own.n_layer} layers, width {own.d_model}, {own.n_head} heads, context {own.context}."
     wider = dataclasses.replace(config, model=own.replace(mlp_hidden=48))
@@ -75,6 +75,13 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert f"{steps:,} steps of {each:,} tokens" in training
     assert f"{steps * each:,} tokens in all" in training
     warm = f"{max(1, steps // 10)} step of linear warm-up"
+    where, ran = runs[0].environment["device"], runs[0].facts["precision"]
+    assert machine == f"Computation: {ran} on {where['cpu']}, {where['cores']} cores."
+    assert "; momentum 0.95; AdamW with betas 0.9 and 0.95; gradients clipped" in optimizer
+    gpus, asked = {"gpu": "H200", "gpus": 8, "cuda": "13"}, {"config": {"train": {"device": "auto"}}}
+    elsewhere = replace(runs[0], environment={"device": gpus, "ranks": 2}, facts={**runs[0].facts, **asked})
+    assert f"Computation: {ran} on 2 {TIMES} H200, CUDA 13." in method([elsewhere])
+    assert "Computation: not the same in all rows (environment)." in method([*runs, elsewhere])
     assert f"{config.optim.name}, cosine schedule after {warm}, towards 10% of the peak rates; lr" in optimizer
     assert config.optim.floor == 0.1
     assert seeds == "Seeds: 42, 43 in every row."
@@ -96,10 +103,11 @@ def test_the_method_is_what_all_runs_have_in_common(study: Path) -> None:
     assert method([whole_half])[1].endswith(" for validation, all of the second half evaluated.")
     longer = replace(runs[0], config=replace(config, train=replace(config.train, steps=steps + 1)), facts={})
     apart = "not the same in all rows (settings that differ)."
-    assert method([*runs, longer]) == [model, data, f"Training: {apart}", seeds, optimizer]  # the warm-up is as long
+    said = [model, data, f"Training: {apart}", machine, seeds, optimizer]  # the warm-up is as long
+    assert method([*runs, longer]) == said
     tuned = replace(runs[0], config=replace(config, optim=replace(config.optim, lr=0.123)))
     *others, said = method([*runs, tuned])
-    assert others == [model, data, training, seeds]
+    assert others == [model, data, training, machine, seeds]
     assert "; lr not the same in all rows (settings that differ)" in said
     assert f"lr_norm {config.optim.lr_norm:g}" in said
     assert "lr 0" not in said

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence, Set
 
 from stepformer.optim.config import OptimConfig, Schedule
 from stepformer.pages.reports.collect import RunData
+from stepformer.pages.reports.parts import machine
 from stepformer.pages.reports.values import grouped, inside, real
 from stepformer.study.statistics import seed_words
 from stepformer.training import RunConfig
 
 
 def method(runs: Sequence[RunData]) -> list[str]:
-    """Sentences on model, data, training, seeds and optimizer, or that one is not the same for all runs.
+    """Sentences on model, data, training, machine, seeds and optimizer, or that one is not the same for all runs.
 
     Rates and decays in which runs differ are named as such: the rest of the optimizer's sentence is that of all.
     """
@@ -21,11 +22,12 @@ def method(runs: Sequence[RunData]) -> list[str]:
     def same(says: Callable[[RunConfig], str]) -> list[str]:
         return one_of({says(config) for config in configs})
 
-    def one_of(said: Set[str]) -> list[str]:
-        apart = f"{next(iter(said), '').partition(':')[0]}: not the same in all rows (settings that differ)."
+    def one_of(said: Set[str], where: str = "settings that differ") -> list[str]:
+        apart = f"{next(iter(said), '').partition(':')[0]}: not the same in all rows ({where})."
         return [*said] if len(said) == 1 else [apart] if said else []
 
-    found = [_model(configs), *one_of({_data(run) for run in runs} - {""}), *same(_training), _seeds(runs)]
+    found = [_model(configs), *one_of({_data(run) for run in runs} - {""}), *same(_training)]
+    found += [*one_of({_machine(run) for run in runs} - {""}, "environment"), _seeds(runs)]
     rates = [key for key in OptimConfig.field_names() if key.startswith(("lr", "wd_"))]
     own = [key for key in rates if len({getattr(config.optim, key) for config in configs}) > 1]
     found += same(lambda config: _optimizer(config, own))
@@ -64,6 +66,11 @@ def _training(config: RunConfig) -> str:
     return f"{said}, {steps * each:,} tokens in all."
 
 
+def _machine(run: RunData) -> str:
+    precision, device = run.facts.get("precision"), machine(run)
+    return f"Computation: {precision} on {device}." if precision and device else ""
+
+
 def _seeds(runs: Sequence[RunData]) -> str:
     by_row = grouped((run.label, run.seed) for run in runs)
     said = {label: seed_words(sorted({*seeds})).partition(" ")[2] for label, seeds in by_row.items()}
@@ -78,6 +85,8 @@ def _optimizer(config: RunConfig, own: Sequence[str]) -> str:
     falls = f", falling linearly from step {schedule.decay_start:,} on" * (optim.schedule == "wsd")
     ends = f"{falls}, towards {100 * optim.floor:g}% of the peak rates" * (optim.schedule != "constant")
     parts = [f"{optim.name}, {optim.schedule} schedule after {warmup}{ends}", optim.rates_text(own)]
+    parts += [f"momentum {optim.momentum:g}"] if optim.name != "adamw" else []
+    parts += [f"AdamW with betas {optim.beta1:g} and {optim.beta2:g}"] if optim.name != "scion" else []
     parts += [f"gradients clipped at norm {optim.clip:g}"] if optim.clip else []
     parts += [f"{', '.join(own)} not the same in all rows (settings that differ)"] if own else []
     return f"Optimizer: {'; '.join(filter(None, parts))}."

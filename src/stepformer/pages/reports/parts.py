@@ -361,17 +361,21 @@ def environment_table(runs: Sequence[RunData]) -> Table:
 
 def _environment(run: RunData) -> tuple[str, ...]:
     found = run.environment
-    device, git = inside(found, "device"), inside(found, "git")
-    if inside(device, "gpu"):
-        machine = f"{inside(device, 'gpus') or 1} {TIMES} {device['gpu']}, CUDA {inside(device, 'cuda')}"
-    else:
-        machine = f"{inside(device, 'cpu') or 'CPU'}, {inside(device, 'cores')} cores" if device else ""
+    git = inside(found, "git")
     revision = str(inside(git, "revision") or "")[:12]
     if revision and inside(git, "changed"):
         revision += " with changes"
     python, torch = (inside(found, "versions", name) for name in ("python", "torch"))
-    facts = (run.facts.get("stepformer"), revision, python, torch, machine, found.get("threads"))
+    facts = (run.facts.get("stepformer"), revision, python, torch, machine(run), found.get("threads"))
     return tuple(str(fact or "") for fact in (*facts, run.facts.get("precision"), found.get("platform")))
+
+
+def machine(run: RunData) -> str:
+    """The devices that trained a run."""
+    device, ranks = inside(run.environment, "device"), inside(run.environment, "ranks")
+    if inside(device, "gpu") and inside(run.facts, "config", "train", "device") != "cpu":
+        return f"{ranks or inside(device, 'gpus') or 1} {TIMES} {device['gpu']}, CUDA {inside(device, 'cuda')}"
+    return f"{inside(device, 'cpu') or 'CPU'}, {inside(device, 'cores')} cores" if device else ""
 
 
 def config_tables(runs: Sequence[RunData]) -> tuple[Table, Table]:
