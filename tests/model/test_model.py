@@ -84,7 +84,7 @@ def test_memory_estimate_equals_what_autograd_saves(name: str) -> None:
 def test_memory_estimate_knows_bf16_autocast() -> None:
     config = sf.model_config("yurii", size="tiny")
     assert estimate_memory(config, 2, autocast=torch.bfloat16).activations < estimate_memory(config, 2).activations
-    assert "GiB" in str(estimate_memory(config, 2))
+    assert "MiB" in str(estimate_memory(config, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint16, torch.uint32])

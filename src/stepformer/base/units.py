@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def memory(size: float) -> str:
+    """An amount of memory: 33.90 GiB, 4.20 MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.2f} MiB"
+
+
 def duration(seconds: float) -> str:
     """One number with the unit that suits it: 4.2 s, 3.3 min, 2.1 h, 5.0 days."""
     if seconds < 120:

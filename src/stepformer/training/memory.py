@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from stepformer.base.errors import InputError, StepformerError
+from stepformer.base.units import memory
 from stepformer.model import Model
 from stepformer.model.block import Block
 from stepformer.model.config import ModelConfig
@@ -58,8 +59,8 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         names = ("parameters", "gradients", "optimizer", "activations", "gradient of the logits")
-        shares = ", ".join(f"{name} {n / GIB:.2f}" for name, n in zip(names, dataclasses.astuple(self), strict=False))
-        return f"training {self.training / GIB:.2f} GiB ({shares}); decoding cache {self.cache / GIB:.2f} GiB"
+        shares = ", ".join(f"{name} {memory(n)}" for name, n in zip(names, dataclasses.astuple(self), strict=False))
+        return f"training {memory(self.training)} ({shares}); decoding cache {memory(self.cache)}"
 
 
 def estimate_memory(
