@@ -19,7 +19,7 @@ from stepformer.cli.show import console
 from stepformer.data import open_source
 from stepformer.measure.diagnostics.audit import GEOMETRY
 from stepformer.study.comparison import grid_points
-from stepformer.training import checkpoints, train
+from stepformer.training import checkpoints, metrics, train
 from stepformer.training.config import DataConfig
 from stepformer.training.corpora import open_corpus
 from stepformer.training.parallel import World
@@ -253,15 +253,54 @@ def test_a_rule_without_finite_values(trained: Path, tmp_path: Path) -> None:
     assert "no step was taken yet, so the reason is the architecture" in forked.stepformer(*words, cwd=tmp_path).stderr
 
 
-def test_the_cost_of_a_size_is_said_before_training(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cost_of_a_size_is_said_before_training(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepformer.training import speed
+
     corpus = trained.parent / "corpus"
-    words = [f"corpus={corpus}", "steps=1", "batch=1", "eval_tokens=128", "device=cpu"]
-    assert main(["train", "yurii", *words, "--out", str(trained.parent / "unset")]) == 0
-    first = capsys.readouterr().err.splitlines()[0]
+    words = ["train", "yurii", f"corpus={corpus}", "steps=1", "batch=1", "eval_tokens=128", "device=cpu", "--out"]
+    monkeypatch.setattr(speed, "peak_flops", lambda device: (1e9, "a slow machine"))
+    assert main([*words, str(trained.parent / "unset")]) == 0
+    first, second = capsys.readouterr().err.splitlines()[:2]
     assert first.startswith("yurii s42  size tiny, 4 layers of width 128: 903,320 parameters; 1 steps of 128 tokens (")
     assert re.search(r"\([\d.]+ epochs\), about [\d.]+ \w+ if it reaches 30 % of this device's peak$", first)
-    assert main(["train", "yurii", *words, "--quiet", "--out", str(trained.parent / "quiet")]) == 0
+    assert second == f"yurii s42  in {trained.parent / 'unset'}"
+    monkeypatch.setattr(speed, "peak_flops", lambda device: (1e15, "a fast machine"))  # which waits for other things
+    assert main([*words, str(trained.parent / "fast")]) == 0
+    assert capsys.readouterr().err.splitlines()[0].endswith(" epochs)")
+    assert main([*words, str(trained.parent / "quiet"), "--quiet"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_the_time_left_is_that_of_steps_after_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    display = metrics.Display("a")
+    display.begin(10, 0)
+    for step, took in enumerate([100, 60, 3, *[3] * 7], 1):  # compiling, then a pace
+        now += took
+        display.step(step, 1.0, 1.0, 1.0, 0.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("  ")[2] for line in lines] == ["MFU 0 %"] * 5 + [
+        f"{3 * n:.1f} s left" for n in (4, 3, 2, 1)
+    ] + ["MFU 0 %"]
+
+
+def test_a_training_interrupted_before_it_is_a_run_leaves_no_folder(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    out = trained.parent / "interrupted"
+    words = ["train", "yurii", f"corpus={trained.parent / 'corpus'}", "steps=1", "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr("stepformer.training.run.Trainer", interrupted)
+        assert main(words) == 130
+    assert not out.exists()
 
 
 def test_the_time_of_a_dry_run_knows_how_long_the_validation_split_is(trained: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepformer.cli import main
+from stepformer.cli.train import print_result
 
 STORY = "The old keeper wrote a letter, and nobody answered it. "
 
@@ -43,3 +44,31 @@ def test_prepare_says_that_nothing_has_changed(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.startswith("unchanged: this corpus was prepared before, of the same source")
     prepared(tmp_path, STORY * 20, "--tokenizer", "bytes", "--force")
     assert "unchanged" not in capsys.readouterr().out
+
+
+SMALL = ["n_layer=1", "n_head=2", "d_model=16", "context=64", "batch=4", "device=cpu"]
+
+
+def test_train_says_that_a_validation_text_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = prepared(tmp_path, STORY * 150, "--tokenizer", "bytes")
+    words = ["train", "vanilla", f"corpus={corpus}", *SMALL, "steps=1", "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    assert "the validation text has 6 windows of 64 tokens: losses on it are noisy" in capsys.readouterr().err
+    assert main([*words, "context=16", "eval_tokens=16", "--out", str(tmp_path / "other")]) == 0
+    assert "noisy" not in capsys.readouterr().err
+
+
+def test_the_end_of_a_training_says_that_it_overfits(capsys: pytest.CaptureFixture[str]) -> None:
+    result = {
+        **{"val_loss": 2.5, "val_tokens": 640, "val_hash": "a", "best_val_loss": 2.1, "best_step": 40, "steps": 90},
+        **{"train_loss": 0.9, "train_tokens": 640, "unigram_entropy": 2.9, "tokens": 9000, "tokens_per_second": 100.0},
+        **{"train_seconds": 90.0, "weights_sha256": "b", "folder": "runs/a"},
+    }
+    print_result(result)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "best 2.1000 after step 40: its weights are kept, and `generate` and `eval` take them" in said
+    assert "risen by 0.40 since, while that of training text fell (overfitting): more text or fewer steps help" in said
+    print_result({**result, "val_loss": 2.11})
+    assert "overfitting" not in capsys.readouterr().out
+    print_result({**result, "train_loss": 2.4})  # it went wrong otherwise
+    assert "overfitting" not in capsys.readouterr().out

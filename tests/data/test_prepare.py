@@ -412,7 +412,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         f"{len(corpus.split('train')):,}",
         corpus.split("val").hash,
         "all checksums agree",
-        "stepformer train yurii corpus=data/tales-200-bpe-1024",
+        "stepformer train glide corpus=data/tales-200-bpe-1024",
     ):
         assert piece in out
     write_stories(tmp_path / "in")

@@ -145,6 +145,21 @@ def locked(path: Path, busy: str, named: Path | None = None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def held(folder: Path, lock: str, busy: str) -> Iterator[None]:
+    """Hold a folder by a file in it, both made if they are not there; one in which nothing was begun is taken away."""
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / lock, busy, named=folder):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if [entry.name for entry in folder.iterdir()] == [lock]:
+                    (folder / lock).unlink()
+                    folder.rmdir()
+
+
 def read_text(path: Path, what: str) -> str:
     """A text file of ours that is small by nature; a larger one is not read."""
     try:

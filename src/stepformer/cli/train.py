@@ -86,6 +86,9 @@ def _supervised(work: Callable[[], dict[str, Any]]) -> int:
     return 0
 
 
+OVERFITTING = 0.05  # nats above the best loss
+
+
 def print_result(result: dict[str, Any], whole: float = 0.0) -> None:
     """The numbers of a finished run; `whole` is how many seconds the command took."""
     loss, took = result["val_loss"], duration(result["train_seconds"])
@@ -95,7 +98,12 @@ def print_result(result: dict[str, Any], whole: float = 0.0) -> None:
         *(("", f"{some:.4f} on its first {int(tokens):,} tokens") for tokens, some in result.get("first", {}).items()),
     ]
     if result["best_step"] != result["steps"]:
-        rows.append(("best", f"{result['best_val_loss']:.4f} after step {result['best_step']:,}"))
+        best = result["best_val_loss"]
+        kept = "its weights are kept, and `generate` and `eval` take them"
+        rows.append(("best", f"{best:.4f} after step {result['best_step']:,}: {kept}"))
+        if loss - best > OVERFITTING and result.get("train_loss", math.inf) < best:
+            rose = f"risen by {loss - best:.2f} since, while that of training text fell (overfitting)"
+            rows.append(("", f"{rose}: more text or fewer steps help"))
     if "train_loss" in result:
         rows.append(
             ("training loss", f"{result['train_loss']:.4f} on {result['train_tokens']:,} fixed training tokens")

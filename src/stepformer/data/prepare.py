@@ -124,20 +124,9 @@ def runs_of(folder: Path, manifest: Mapping[str, Any]) -> dict[Path, bool]:
     return found
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep a second process out of the folder; take away again a folder in which nothing was begun."""
-    with files.explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    busy = f"Another process is preparing the corpus in '{folder}'; wait for it."
-    with files.locked(folder / LOCK, busy, named=folder):
-        try:
-            yield
-        finally:
-            if [entry.name for entry in folder.iterdir()] == [LOCK]:
-                with contextlib.suppress(OSError):
-                    (folder / LOCK).unlink()
-                    folder.rmdir()
+def locked(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Keep a second process out of the folder."""
+    return files.held(folder, LOCK, f"Another process is preparing the corpus in '{folder}'; wait for it.")
 
 
 @dataclass

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stepformer.base import files
 from stepformer.base.errors import InputError, StepformerError, StepformerWarning
+from stepformer.base.units import duration
 from stepformer.training.config import RunConfig
 
 BY_LAYER = ("coefficients", "gains", "norms", "changes")  # lists over layers; the last in lines of training
@@ -228,11 +229,11 @@ class Display:
         self.title, self.quiet, self.lines = title, quiet, lines
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
-        self._steps = 1
+        self._steps, self._warm, self._since = 1, STARTING, 0.0
         self._last_line = time.monotonic()
 
     def begin(self, steps: int, done: int) -> None:
-        self._steps = steps
+        self._steps, self._warm = steps, done + STARTING
         if self.quiet or not sys.stderr.isatty():
             return
         self._bar = Progress(
@@ -241,26 +242,34 @@ class Display:
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             console=self.console,
         )
-        self._bar.add_task(self.title, total=steps, completed=done, numbers="")
+        self._bar.add_task(self.title, total=steps, completed=done, numbers="", left="")
         self._bar.start()
 
     def step(self, step: int, loss: float, norm: float, tokens_per_second: float, mfu: float) -> None:
         """A step is done. On a terminal the line is updated, elsewhere about `lines` lines are printed per run."""
         speed = f"{tokens_per_second:,.0f} tok/s"
-        numbers = f"loss {loss:.4f}  |g| {norm:.2f}  {speed}  MFU {100 * mfu:.0f} %"
+        numbers, left = f"loss {loss:.4f}  |g| {norm:.2f}  {speed}  MFU {100 * mfu:.0f} %", self._left(step)
         if self._bar is not None:
             if self.console.width < WIDE:
                 numbers = f"loss {loss:.4f}  {speed}"
-            self._bar.update(self._bar.task_ids[0], completed=step, numbers=numbers)
+            self._bar.update(self._bar.task_ids[0], completed=step, numbers=numbers, left=left)
             return
         often = step % max(1, self._steps // self.lines) == 0 or step == self._steps
         if often or time.monotonic() - self._last_line > 60:
             self._last_line = time.monotonic()
-            self.note(f"{self.title}  step {step}/{self._steps}  {numbers}")
+            self.note(f"{self.title}  step {step}/{self._steps}  {numbers}{'  ' * bool(left)}{left}")
+
+    def _left(self, step: int) -> str:
+        """How long the rest takes at the pace since the run has warmed up, evaluations included; nothing before."""
+        if step <= self._warm:
+            self._since = time.monotonic()
+        measured = step - self._warm
+        if measured < STARTING or step == self._steps:
+            return ""
+        return f"{duration((time.monotonic() - self._since) / measured * (self._steps - step))} left"
 
     def note(self, text: str) -> None:
         """A line that stays."""

@@ -18,7 +18,7 @@ from stepformer.base.plugins import comes_from_plugin, lasting, load_plugin
 from stepformer.base.progress import counting
 from stepformer.base.units import duration
 from stepformer.catalogue import SIZES
-from stepformer.data.corpus import Corpus
+from stepformer.data.corpus import FEW_WINDOWS, Corpus
 from stepformer.data.tokenizers import Tokenizer
 from stepformer.model import Model
 from stepformer.training import checkpoints as stored
@@ -95,6 +95,11 @@ def train(
                 facts |= {"init": start[1]} if start is not None else {}
                 folder.create(config, facts, corpus.folder / "tokenizer", lasting(plugins))
             trainer.display.note(f"{trainer.display.title}  {_cost(trainer)}")
+            trainer.display.note(f"{trainer.display.title}  in {folder.path}")
+            windows = check_blocks(trainer.val, config.model.context, len(trainer.val))
+            if windows < FEW_WINDOWS:
+                said = f"the validation text has {windows} windows of {config.model.context} tokens"
+                trainer.display.note(f"{trainer.display.title}  {said}: losses on it are noisy")
             world.barrier()
             try:
                 return _fit(trainer, watch or Watch(max_seconds))
@@ -102,6 +107,9 @@ def train(
                 if world.is_main and trainer.step == 0 and comes_from_plugin(error):
                     (folder.path / "run.json").unlink(missing_ok=True)  # no run yet: the mended rule may begin one here
                 raise
+
+
+LONG_STEP = 0.1  # seconds
 
 
 def _cost(trainer: Trainer) -> str:
@@ -113,8 +121,9 @@ def _cost(trainer: Trainer) -> str:
     epochs = config.train.steps * config.step_tokens / len(trainer.corpus.split("train"))
     amount = f"{config.train.steps:,} steps of {config.step_tokens:,} tokens ({epochs:.2f} epochs)"
     expected = forecast(config, trainer.world.device, trainer.world.size, eval_tokens=trainer.eval_tokens, longest=0)
-    time = f"about {duration(expected.run)} if it reaches 30 % of this device's peak"
-    return f"{size}: {trainer.num_parameters:,} parameters; {amount}, {time}"
+    # of smaller steps other things than operations take the time
+    time = f", about {duration(expected.run)} if it reaches 30 % of this device's peak" * (expected.step >= LONG_STEP)
+    return f"{size}: {trainer.num_parameters:,} parameters; {amount}{time}"
 
 
 PIECES = ("micro_batch", "device", "parallel", "compile")  # what changes the result by rounding, and the time

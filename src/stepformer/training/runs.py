@@ -17,7 +17,7 @@ import secrets
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,14 +192,10 @@ class RunFolder:
             spells.append({"step": step, **{key: now[key] for key in (*SPELL, "git")}, "changes": changes})
         files.write_json(path, {**before, "resumed": spells} if spells else before)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the folder: a second process that wants to train in it is told so."""
-        with files.explained(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
         busy = f"Another process is training in '{self.path}': wait for it or stop it."
-        with files.locked(self.path / "run.lock", busy):
-            yield
+        return files.held(self.path, "run.lock", busy)
 
 
 _OWN = (
