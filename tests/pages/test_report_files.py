@@ -24,6 +24,7 @@ from stepformer.catalogue import citations
 from stepformer.cli import main
 from stepformer.data import Corpus
 from stepformer.measure import measured
+from stepformer.pages.reports import paper
 from stepformer.pages.reports import samples as sampling
 from stepformer.pages.reports.collect import gather
 from stepformer.pages.reports.contents import Report, build
@@ -172,6 +173,15 @@ def test_pictures_of_everything(study: Path, tmp_path: Path) -> None:
     report = report_of(with_measurements(copied(study, tmp_path)))
     written = {path.name for path in write_paper(report, tmp_path / "out")}
     assert {"curves.png", "coefficients.png", "depth.png", "jacobian.png", "hessian.png"} <= written
+
+
+def test_curves_say_that_their_beginning_is_cut(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(paper, "save_figure", lambda figure, paths: drawn.append(figure))
+    paper.plot_curves(report_of(study), tmp_path / "curves.pdf")
+    validation, training = (axes.get_ylabel() for axes in drawn[0].axes)
+    assert validation == "nats per token"  # of four evaluations all are needed
+    assert training == "nats per token (fall from chance cut off)"
 
 
 @pytest.mark.parametrize("name", ["index.html", "report.md", "runs.csv", "curves.png"])

@@ -29,6 +29,7 @@ from stepformer.study import (
     plot_comparison,
 )
 from stepformer.study.differences import differences, flat, recorded
+from stepformer.study.plots import draw_comparison
 from stepformer.training import run_config
 
 BUDGET, EVALUATIONS = 8000, 8
@@ -470,6 +471,18 @@ def test_plot(tmp_path: Path) -> None:
     assert 500 < height < 1500
     assert ("matplotlib.pyplot" in sys.modules) == pyplot_before
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["plot.png"]
+
+
+def test_a_picture_says_what_it_leaves_out(tmp_path: Path) -> None:
+    comparison = three(tmp_path)
+    assert draw_comparison(comparison).axes[0].get_ylabel() == "nats per token (fall from chance cut off)"
+    few = [dataclasses.replace(row, records=[_ends(record) for record in row.records]) for row in comparison.rows]
+    whole = dataclasses.replace(comparison, rows=tuple(few))
+    assert draw_comparison(whole).axes[0].get_ylabel() == "nats per token"
+
+
+def _ends(record: RunRecord) -> RunRecord:
+    return dataclasses.replace(record, curve=(record.curve[0], record.curve[-1]))
 
 
 def test_a_picture_is_what_its_name_says(tmp_path: Path) -> None:

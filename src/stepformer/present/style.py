@@ -13,6 +13,7 @@ from stepformer.base.files import writing
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
 GREY = "#666666"
+FALL_CUT = " (fall from chance cut off)"  # beside an axis that begins below it
 PICTURES = ("png", "pdf", "svg")
 UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}  # the same picture twice is the same file
 

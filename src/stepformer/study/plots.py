@@ -74,7 +74,7 @@ def _draw_curves(axes: Any, comparison: Compared) -> None:
         means = [math.fsum(curve[t] for curve in curves) / len(curves) for t in tokens]
         # the baseline below and wider, so that a curve that lies on it still shows
         handles += axes.plot(tokens, means, linewidth=1.8 if index else 2.8, zorder=3 + bool(index), **look)
-    top = _show_end(axes, comparison)
+    top, cut = _show_end(axes, comparison)
     labels = _names(comparison.rows)
     looks_of_legend = {"facecolor": "white", "edgecolor": "none", "fontsize": 9}
     if len(labels) <= INSIDE:
@@ -87,13 +87,14 @@ def _draw_curves(axes: Any, comparison: Compared) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: style.short_number(value))
     several = any(len(row.records) > 1 for row in comparison.rows)
     title = f"Evaluation loss{', mean (bold) and seeds (thin)' if several else ''}"
-    _describe(axes, title, "training tokens", "evaluation loss (nats per token)", size=11)
+    _describe(axes, title, "training tokens", f"nats per token{style.FALL_CUT if cut else ''}", size=11)
 
 
-def _show_end(axes: Any, comparison: Compared) -> float:
+def _show_end(axes: Any, comparison: Compared) -> tuple[float, bool]:
     """Give the room to where the curves differ: the fall from chance, in the first fifth, may leave the picture.
 
-    Returns the height, as a part of the axes, under which the legend is clear of the entropy's line.
+    Returns the height, as a part of the axes, under which the legend is clear of the entropy's line, and whether the
+    fall is left out.
     """
     curves = [record.curve for row in comparison.rows for record in row.records]
     late = [[loss for tokens, loss in curve if tokens >= 0.2 * comparison.tokens] for curve in curves]
@@ -113,7 +114,7 @@ def _show_end(axes: Any, comparison: Compared) -> float:
     bottom, top = low - margin, high + margin
     axes.set_ylim(bottom, top)
     height = (entropy - bottom) / (top - bottom) if entropy is not None and drawn else 0.0
-    return height - 0.01 if height > 0.6 else 1.0
+    return (height - 0.01 if height > 0.6 else 1.0), cut
 
 
 def _draw_differences(axes: Any, comparison: Compared) -> None:

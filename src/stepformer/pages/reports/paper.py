@@ -31,6 +31,7 @@ from stepformer.pages.reports.page import FACTORIAL, PARTS
 from stepformer.pages.reports.samples import Samples
 from stepformer.present.style import (
     COLOURS,
+    FALL_CUT,
     Paths,
     as_written,
     clean,
@@ -264,21 +265,22 @@ def plot_curves(report: Report, paths: Paths) -> None:
                 axes.plot(curve.tokens, curve.loss, **thin, **look(index))
             if mean:
                 axes.plot(mean.tokens, mean.loss, linewidth=1.8, **look(index))
-        _limit(axes, [curve for curves, _ in found for _, curve in curves])
+        cut = _limit(axes, [curve for curves, _ in found for _, curve in curves])
         axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
-        _label(axes, titles[kind], "training tokens", "nats per token")
+        _label(axes, titles[kind], "training tokens", f"nats per token{FALL_CUT if cut else ''}")
     _legend(figure, report.labels, range(len(report.labels)))
     save_figure(figure, paths)
 
 
-def _limit(axes: Any, curves: Sequence[Curve]) -> None:
-    """Leave the fall from chance out of the picture where enough is left without it."""
+def _limit(axes: Any, curves: Sequence[Curve]) -> bool:
+    """Leave the fall from chance out of the picture where enough is left without it; whether it is."""
     end = max(curve.tokens[-1] for curve in curves)
     late = [[loss for t, loss in zip(c.tokens, c.loss, strict=True) if t >= 0.2 * end] for c in curves]
-    if min(map(len, late)) >= 4:
+    if cut := min(map(len, late)) >= 4:
         low, high = min(map(min, late)), max(map(max, late))
         margin = 0.07 * (high - low) or 0.01
         axes.set_ylim(low - margin, high + margin)
+    return cut
 
 
 def _label(axes: Any, title: str, x: str, y: str) -> None:
