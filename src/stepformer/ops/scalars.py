@@ -63,7 +63,11 @@ class LearnedScalars(nn.Module):
         pinned = {}
         for key in keys:
             raw = self.get_parameter(key)
-            pinned[key] = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).expand(raw.shape)
+            try:
+                pinned[key] = torch.as_tensor(value, dtype=raw.dtype, device=raw.device).expand(raw.shape)
+            except (TypeError, ValueError, RuntimeError):
+                each = f", or a tensor of {raw.numel()}" if raw.numel() > 1 else ""
+                raise InputError(f"{word} = {value!r} should be a number{each}.") from None
             if not bool(pinned[key].isfinite().all()):
                 raise InputError(f"{word} = {value} is not finite.")
         self.pinned |= pinned
