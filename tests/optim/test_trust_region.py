@@ -345,6 +345,13 @@ def test_architectures_without_factors_are_refused(settings: dict[str, Any], wor
         optimizers(tiny("vanilla", **settings))
 
 
+def test_a_refused_preset_is_told_what_trains_it() -> None:
+    with pytest.raises(ConfigError) as refused:
+        small_run(Path("nowhere"), "glide", **{"optim.name": "trust"})
+    assert "plain residual layers only, those of a GPT (vanilla), and these are others" in str(refused.value)
+    assert str(refused.value).splitlines()[0].endswith("Train them with optim.name = 'muon'.")
+
+
 def test_settings_belong_to_their_optimizer() -> None:
     with pytest.raises(ConfigError, match="probe = 64 belongs to name = 'trust'; this is 'muon'"):
         OptimConfig(probe=64)

@@ -89,8 +89,8 @@ def refusals(config: ModelConfig) -> list[str]:
     found, attention, mlp = [], config.component("attention"), config.component("mlp")
     if (config.template, config.splitting) != ("gd", "lie-trotter"):
         found.append(
-            "optim.name = 'trust' knows what a matrix changes under template = 'gd' and splitting = 'lie-trotter', not "
-            f"under '{config.template}' and '{config.splitting}', whose streams take up an answer in other ways."
+            "optim.name = 'trust' trains plain residual layers only, those of a GPT (vanilla), and these are others: "
+            f"template = '{config.template}', splitting = '{config.splitting}'. Train them with optim.name = 'muon'."
         )
     if not _known(attention):
         found.append(
@@ -109,8 +109,8 @@ def refusals(config: ModelConfig) -> list[str]:
     parts = chosen_extras(config)
     if any(part.changes("values") and part.name != "value-tables" for part in parts):
         found.append(
-            "optim.name = 'trust' has no factors where layers share values (value_residual, or an extra of your own): "
-            "a change of the first values would enter every layer."
+            "optim.name = 'trust' cannot tell what a step changes where later layers use the values of the first one: "
+            "leave out value_residual, or the extra of your own."
         )
     if any(part.changes("enter") for part in parts):
         found.append("optim.name = 'trust' does not follow what an extra (embedding_skip) does to x between layers.")
