@@ -77,13 +77,37 @@ def test_markdown_csv_html_and_latex() -> None:
     signs = of_texts(("row-1", "difference"), [("a-2", "-0.0120 [-0.03, +0.01]")])
     assert r"a-2 & $-$0.0120 [$-$0.03, +0.01] \\" in signs.latex()
     noted = replace(signs, caption="50% _a_", notes=["* say `--match x --- y`"])
-    assert "\\caption{50\\% \\_a\\_}\n\\begin{tabular}" in noted.latex()
+    assert "\\caption{50\\% \\_a\\_}\n\\small" in noted.latex()
     assert "\n* say \\`{}-{}-match x -{}-{}- y\\`{}\\par\n\\end{table}\n" in noted.latex()
     notes = ["Loss: in nats. Best loss: of all evaluations. It is lower. Loss ratio: of two."]
     assert "\nLoss: in nats. Loss ratio: of two.\\par\n" in replace(table, notes=notes).latex()  # no such column
     pandas = pytest.importorskip("pandas")
     assert isinstance(table.to_frame(), pandas.DataFrame)
     assert table.to_frame()["loss"].tolist() == [1.9033, 1.9033]
+
+
+def test_a_table_for_a_paper_is_no_wider_than_its_text() -> None:
+    interval = "-0.2935 [-0.4801, -0.1068]"
+    columns = [Column("name"), Column("loss ± se", True), *[Column(f"at {i} [CI]", True) for i in (1, 2)]]
+    columns.append(Column("verdict", printed=False))
+    cells = ["vanilla-parameters-of-yurii", "3.9008 ± 0.0641", interval, interval, "worse"]
+    wide = Table(columns, [list(map(text, cells))], notes=["Loss: in nats. Verdict: worse or better."])
+    lines = wide.latex().splitlines()
+    assert r"\begin{tabular}{@{}p{2.3cm}rrr@{}}" in lines
+
+    def two(first: str, second: str) -> str:
+        return rf"\begin{{tabular}}[t]{{@{{}}r@{{}}}}{first}\\{{}}{second}\end{{tabular}}"
+
+    below = two("$-$0.2935", "[$-$0.4801, $-$0.1068]")
+    heads = ["name", two("loss", r"$\pm$ se"), two("at 1", "[CI]"), two("at 2", "[CI]")]
+    assert [line.removesuffix(r" \\").split(" & ") for line in lines if " & " in line] == [
+        heads,
+        ["vanilla-parameters-of-yurii", two("3.9008", r"$\pm$ 0.0641"), below, below],
+    ]
+    assert "Loss: in nats.\\par" in lines
+    narrow = wide.without([3])
+    assert r"\begin{tabular}{@{}lrr@{}}" in narrow.latex()
+    assert "3.9008 $\\pm$ 0.0641 & $-$0.2935 [" in narrow.latex()
 
 
 def test_plain_text() -> None:

@@ -24,6 +24,9 @@ NAMED = 5  # names that a sentence gives before it counts
 GAP = 2  # between columns
 PROSE = 24  # width of a column of words, after which they fold
 LONG = 44  # characters after which a page breaks a cell into lines
+PRINTED = 75  # characters of a line of an article, in its small letters
+FOLDED = 16  # characters after which the names of a table that is too wide for that fold
+BELOW = re.compile(r" (?=±|\[|->)")  # what stands before what may stand below a number
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")  # an apostrophe, too, so that one may always be taken away again
 CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # nothing to see, and no space either
 
@@ -46,6 +49,7 @@ class Column:
     hint: str = ""
     key: str = ""  # its name in CSV, if not the title
     spare: int = 0  # a narrow terminal leaves out those with 1 first, then 2; never those with 0
+    printed: bool = True  # a paper has it too, if it is not spare
 
 
 @dataclass
@@ -125,7 +129,7 @@ class Table:
         """The table with what follows a number, its error or interval, below it."""
 
         def stack(cell: Cell, column: Column) -> Cell:
-            return replace(cell, text=re.sub(r" (?=±|\[|->)", "\n", cell.text)) if column.numeric else cell
+            return replace(cell, text=BELOW.sub("\n", cell.text)) if column.numeric else cell
 
         return replace(self, rows=[list(map(stack, row, self.columns)) for row in self.rows])
 
@@ -171,20 +175,26 @@ class Table:
         return self.html()
 
     def latex(self, label: str = "") -> str:
-        """A table with the rules of the booktabs package, of the columns that a narrow terminal shows too; `label` is
-        for \\ref, and the notes stand below.
+        """A table with the rules of the booktabs package, no wider than an article's text, of the columns that a paper
+        has; `label` is for \\ref, and the notes stand below.
         """
-        kept = self.without(place for place, column in enumerate(self.columns) if column.spare)
-        words = ("p{4cm}" if width > LONG else "l" for width in kept.widths())  # what is long folds
+        left_out = [column for column in self.columns if column.spare or not column.printed]
+        kept = self.without(place for place, column in enumerate(self.columns) if column in left_out)
+        wide, names = sum(kept.widths()) + GAP * len(kept.columns) > PRINTED, kept.widths()[0]
+        if wide:
+            kept = replace(kept.stacked(), columns=[replace(c, title=BELOW.sub("\n", c.title)) for c in kept.columns])
+        words = ["p{4cm}" if width > LONG else "l" for width in kept.widths()]  # what is long folds
+        words[0] = "p{2.3cm}" if wide and names > FOLDED else words[0]
         layout = "".join("r" if column.numeric else how for column, how in zip(kept.columns, words, strict=True))
-        head, *rows = (" & ".join(map(latex_text, line)) + r" \\" for line in kept._lines())
+        head, *rows = (" & ".join(map(_latex_cell, line)) + r" \\" for line in kept._lines())
         # there LaTeX would take a bracket or an asterisk for an option of the line above
         rows = ["{}" * row.startswith(("[", "(", "*")) + row for row in rows]
         top = ["% needs \\usepackage{booktabs}", r"\begin{table}", r"\centering"]
         top += [rf"\caption{{{latex_text(self.caption)}}}"] if self.caption else []
         top += [rf"\label{{{label}}}"] if label else []
-        top += [rf"\begin{{tabular}}{{{layout}}}", r"\toprule", head, r"\midrule"]
-        gone = {column.title for column in self.columns if column.spare}  # nothing is said of them
+        top += [r"\small\setlength{\tabcolsep}{4pt}"]
+        top += [rf"\begin{{tabular}}{{@{{}}{layout}@{{}}}}", r"\toprule", head, r"\midrule"]
+        gone = {column.title for column in left_out}  # nothing is said of them
         parts = (
             re.split(r"(?<=\.) (?=[A-Z][a-z ]*: )", note) for note in self.notes
         )  # those of columns that are there
@@ -348,3 +358,9 @@ def latex_text(words: str) -> str:
     """Words as LaTeX sets them; a hyphen before a number is its sign, and two of them are no dash."""
     words = re.sub(r"(?<![\w)-])-(?=\d)", MINUS, on_one_line(words)).translate(str.maketrans(LATEX))
     return words.replace("--", "-{}-").replace("--", "-{}-")
+
+
+def _latex_cell(words: str) -> str:
+    """Words of a table; a second line of theirs stands below the first."""
+    lines = r"\\{}".join(map(latex_text, words.split("\n")))
+    return rf"\begin{{tabular}}[t]{{@{{}}r@{{}}}}{lines}\end{{tabular}}" if "\n" in words else lines

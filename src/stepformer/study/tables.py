@@ -20,22 +20,24 @@ def summary_table(comparison: Compared) -> Table:
     budgets = len({row.records[0].tokens for row in comparison.rows}) > 1
     texts = len({_text(row) for row in comparison.rows}) > 1
     own = next((row.matched[0] for row in comparison.rows if row.matched and row.matched[2] != row.difference), "")
+    seeds = Column("n", numeric=True, printed=len({row.loss.n for row in comparison.rows}) > 1)
     interval = Column(f"difference [{percent(comparison.confidence)} CI]", numeric=True)
+    speed = Column("speed", numeric=True, printed=False)
     fields = [
         (Column("architecture"), lambda row: text(row.label, style=HUES.get(row.verdict * (not row.provisional), ""))),
-        (Column("n", numeric=True), lambda row: text(row.loss.n)),
+        (seeds, lambda row: text(row.loss.n)),
         (Column("tokens", numeric=True), lambda row: text(f"{row.records[0].tokens:,}")),
         (Column("evaluated on", numeric=True), lambda row: text(_text(row))),
         (Column("final loss ± se", numeric=True), lambda row: text(with_error(row.loss))),
         (interval, lambda row: text(with_interval(row.difference))),
         (Column(f"at equal {own}", numeric=True), lambda row: text(with_interval(row.matched and row.matched[2]))),
         (Column("parameters", numeric=True), lambda row: text(f"{row.parameters:,}")),
-        (Column("verdict"), lambda row: text(row.verdict + MARK * row.provisional)),
+        (Column("verdict", printed=False), lambda row: text(row.verdict + MARK * row.provisional)),
         (Column("best loss", numeric=True, spare=1), lambda row: text(f"{row.best.mean:.4f}")),
         (Column("tokens to baseline", numeric=True, spare=2), lambda row: text(reach(row, row.tokens_fraction))),
         (Column("time to baseline", numeric=True, spare=1), lambda row: text(reach(row, row.seconds_fraction))),
         (Column("time", numeric=True, spare=2), lambda row: text(_in_seconds(row.seconds))),
-        (Column("speed", numeric=True), lambda row: text(f"{r:.2f} x" if (r := row.speed_ratio) is not None else "-")),
+        (speed, lambda row: text(f"{r:.2f} x" if (r := row.speed_ratio) is not None else "-")),
     ]
     marked = {note for row in comparison.rows if row.provisional for note in row.notes[:1]}
     notes = [f"{MARK.strip()} {note}" if note in marked else note for note in comparison.notes]
@@ -49,9 +51,10 @@ def held_out_tables(comparison: Compared) -> list[Table]:
     for held in comparison.held_out:
         rows = []
         own = next((what for label, (what, _, to) in held.matched.items() if to != held.differences.get(label)), "")
-        titles = ["n", "loss ± se", f"difference [{percent(comparison.confidence)} CI]"]
-        titles += [f"at equal {own}"] * bool(own)
-        columns = [Column("architecture"), *(Column(title, numeric=True) for title in titles), Column("verdict")]
+        titles = ["loss ± se", f"difference [{percent(comparison.confidence)} CI]", *[f"at equal {own}"] * bool(own)]
+        seeds = Column("n", numeric=True, printed=len({len(losses) for losses in held.losses.values()}) > 1)
+        columns = [Column("architecture"), seeds, *(Column(title, numeric=True) for title in titles)]
+        columns.append(Column("verdict", printed=False))
         for row in comparison.rows:
             losses, matched = held.losses[row.label], held.matched.get(row.label)
             cells = [row.label, len(losses), _mean(losses), with_interval(held.differences.get(row.label))]

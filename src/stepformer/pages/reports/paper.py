@@ -44,7 +44,7 @@ from stepformer.present.style import (
 from stepformer.present.tables import Table, markdown_block, markdown_text
 from stepformer.study import Comparison, plot_differences
 from stepformer.study.statistics import seed_words
-from stepformer.study.tables import differences_of, losses_of
+from stepformer.study.tables import MARK, differences_of, losses_of
 
 TITLES = {"curves": "Loss curves", "differences": "Paired differences"} | {n: title for n, (title, _) in PARTS.items()}
 FIRST_LINE = "<!-- made by stepformer report, which writes this file anew -->"
@@ -93,7 +93,7 @@ def latex_tables(report: Report, comparison: Comparison) -> Iterator[str]:
     for number, table in enumerate(comparison.tables, 1):
         held_out = f"{table.caption} Loss in nats per token; {seed_words(comparison.seeds)}."
         said = [about, losses if number == 1 else held_out, *([differences] if comparison.paired else [])]
-        notes = [note for note in table.notes if note not in (losses, differences)]
+        notes = [note.removeprefix(f"{MARK.strip()} ") for note in table.notes if note not in (losses, differences)]
         yield replace(table, caption=" ".join(said), notes=notes).latex(f"tab:comparison-{number}")
 
 
