@@ -19,10 +19,14 @@ from stepformer.data import open_source
 from stepformer.data.prepare import prepare
 from stepformer.measure.evaluation import Reading, measure_texts, open_text, perplexity
 from stepformer.measure.measured import Journal
+from stepformer.study import load_records
+from stepformer.study.held_out import HeldOut
+from stepformer.study.records import by_label
 from stepformer.study.statistics import paired
 from stepformer.training import load_run
 from stepformer.training.stopping import Watch
 
+LABELS = ("vanilla", "yurii")
 SMALL = ["n_layer=1", "n_head=2", "d_model=16", "context=16", "batch=4", "eval_tokens=256", "device=cpu", "steps=4"]
 
 
@@ -155,6 +159,16 @@ def test_what_was_tuned_for_other_rows_is_not_told(done: Path, tmp_path: Path) -
     said = (tmp_path / "o" / "comparison.md").read_text()
     assert "vanilla: tuned" in said
     assert "yurii: tuned" not in said
+
+
+def test_few_tokens_are_told(done: Path) -> None:
+    entries = json.loads((done / "vanilla-s42" / "measured" / "held-out.json").read_text())["result"]["texts"]
+    for tokens, told in ((384, True), (9_999, True), (10_000, False)):
+        runs = by_label(load_records(done / f"{label}-s{seed}" for label in LABELS for seed in (42, 43)), "vanilla")
+        entry = {**entries[0], "tokens": tokens}
+        text = HeldOut("letters", {run.folder: entry for seeds in runs.values() for run in seeds.values()})
+        notes = " ".join(text.rows(runs, "vanilla", 0.95, {}).notes)
+        assert (f"{tokens:,} tokens are few (under 10,000): the intervals are over seeds alone" in notes) == told
 
 
 def test_weights_that_are_gone_are_told(

@@ -28,6 +28,7 @@ from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import Stopped, Watch
 
 KIND = "held-out"
+FEW_TOKENS = 10_000  # of a text: half a nat from token to token leaves 0.005 in their mean
 
 
 @dataclass
@@ -74,8 +75,12 @@ class HeldOut:
                     said.append(f"{matched_words(label, matched[label])}.")
         second = [found for _, other, found in matched.values() if other != baseline]
         several = statistics.several_intervals([*differences.values(), *second], confidence)
-        notes = (*self.notes, *mixed, *said, *several)
-        return HeldOutRows(self.name, first["tokens"], first["hash"], losses, differences, matched, notes)
+        tokens, few = first["tokens"], list[str]()
+        if differences and tokens < FEW_TOKENS:
+            alone = "the intervals are over seeds alone, and another such text may order the rows otherwise"
+            few = [f"{tokens:,} tokens are few (under {FEW_TOKENS:,}): {alone}."]
+        notes = (*self.notes, *mixed, *few, *said, *several)
+        return HeldOutRows(self.name, tokens, first["hash"], losses, differences, matched, notes)
 
 
 def open_held_out(
