@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -544,3 +545,15 @@ def test_fields_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (tmp_path / "table.csv").write_text("id,text\n1,words\n")
     refused = said(capsys, "prepare", str(tmp_path / "table.csv"), "--field", "text", "--tokenizer", "bytes")
     assert "The option 'field' does not apply to" in refused
+
+
+@pytest.mark.parametrize("beams", [[], ["--beams", "2"]])
+def test_a_terminal_is_not_told_what_a_model_writes_to_it(
+    beams: list[str], trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["generate", str(trained), "a\x1b[31mb\x07\tc\nä", "--tokens", "1", "--device", "cpu", *beams]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("a\x1b[31mb\x07\tc\nä")  # a file has the text itself
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("a\\x1b[31mb\\x07\tc\nä")

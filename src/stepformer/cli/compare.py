@@ -24,6 +24,7 @@ from stepformer.cli.options import (
     command,
     drawn,
     given,
+    harmless,
     option,
     repeated,
     tell_failed,
@@ -270,7 +271,7 @@ def run_demo(args: argparse.Namespace) -> int:
 def _continued(run: Planned) -> None:
     """Text of a finished run of the demo."""
     text = "".join(continue_text(load_run(run.folder.path), DEMO_PROMPT, max_new_tokens=120, temperature=0.7, seed=0))
-    print(f"\n{run.label} continues '{DEMO_PROMPT}':\n  {text.strip()}\n", flush=True)
+    print(f"\n{run.label} continues '{DEMO_PROMPT}':\n  {harmless(text.strip())}\n", flush=True)
 
 
 STUDY_OPTIONS = (

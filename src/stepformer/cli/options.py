@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -130,6 +131,14 @@ def pairs(rows: Iterable[tuple[str, str]], overflow: Literal["fold", "ellipsis"]
     for row in rows:
         table.add_row(*row)
     return table
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # but tabs and ends of lines
+
+
+def harmless(text: str) -> str:
+    """Text that a model wrote: as it is, on a terminal with \\x1b in the place of what the terminal would obey."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text) if sys.stdout.isatty() else text
 
 
 def drawn(draw: Callable[[Any, Path], None], what: Any, path: Path) -> list[Path]:

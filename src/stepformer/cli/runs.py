@@ -9,7 +9,7 @@ import torch
 
 from stepformer.base.errors import InputError
 from stepformer.cli.hybrids import HYBRID, hybrid_of
-from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, option
+from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, harmless, option
 from stepformer.training import load_run
 from stepformer.training.run import LoadedRun
 from stepformer.training.text import continue_text, prompt_ids, readable
@@ -26,7 +26,7 @@ def run_generate(args: argparse.Namespace) -> int:
         asked = {name: value for name, value in named.items() if value is not None}
         ids, stop = prompt_ids(run, args.prompt), run.tokenizer.eot
         made = run.model.generate([ids], beams=args.beams, max_new_tokens=args.tokens, stop=stop, **asked)
-        print(args.prompt + readable(run, made.tokens[0]))
+        print(harmless(args.prompt + readable(run, made.tokens[0])))
         return 0
     if args.length_penalty is not None:
         raise InputError("--length-penalty belongs to a search: give --beams as well.")
@@ -36,7 +36,7 @@ def run_generate(args: argparse.Namespace) -> int:
             print(f"{'' if i == 0 else chr(10)}-- sample {i + 1}")
         drawing = given(args, "top_k", "top_p") | {"temperature": 0.8 if args.temperature is None else args.temperature}
         for piece in continue_text(run, args.prompt, max_new_tokens=args.tokens, seed=seed, **drawing):
-            sys.stdout.write(piece)
+            sys.stdout.write(harmless(piece))
             sys.stdout.flush()
         print()
     return 0
