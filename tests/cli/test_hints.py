@@ -21,7 +21,7 @@ from stepformer.cli.train import print_result
 from stepformer.data.corpus import Corpus
 from stepformer.measure import measured
 from stepformer.study import finetune_study
-from stepformer.training import checkpoints, resume, run, train
+from stepformer.training import checkpoints, resume, train
 from stepformer.training.config import DataConfig
 from stepformer.training.corpora import check_tokenizers, open_corpus
 from stepformer.training.finetuning import warm_start
@@ -56,10 +56,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_that_is_there(trained: Path) -> None:
     folder = RunFolder(trained)
-    assert commands(run._taken(folder, folder.config())) == []  # it is finished
+    assert commands(folder.taken(folder.config())) == []  # it is finished
     folder.result.rename(trained / "kept")
     try:
-        assert commands(run._taken(folder, folder.config())) == [["stepformer", "resume", str(trained)]]
+        assert commands(folder.taken(folder.config())) == [["stepformer", "resume", str(trained)]]
     finally:
         (trained / "kept").rename(folder.result)
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from stepformer.base.errors import ConfigError, independent, suggestion
+from stepformer.base.errors import ConfigError, InputError, T, independent, suggestion
 
 
 def setting(
@@ -100,6 +100,14 @@ def field_problems(settings: Any, but: Collection[str] = ()) -> dict[str, str]:
 def plain(value: Any) -> Any:
     """A number of numpy, or a tensor of one, as Python's own; anything else as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def checked(name: str, value: T, hint: Any) -> T:
+    """An argument as Python's own; refused if it is of another type."""
+    value = plain(value)
+    if problem := type_problem(name, value, hint):
+        raise InputError(problem)
+    return value
 
 
 def make_plain(settings: Any) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepformer.base.errors import InputError, given
-from stepformer.base.settings import plain, type_problem
+from stepformer.base.settings import checked
 from stepformer.decoding.cache import Cache
 from stepformer.extras import chosen
 from stepformer.model.block import Block
@@ -217,10 +217,8 @@ class Backbone(nn.Module):
             capacity: How many tokens of each, by default the context.
             dtype: Of what is stored; by default that of the weights, or of autocast.
         """
-        batch, capacity = plain(batch), self.config.context if capacity is None else plain(capacity)
-        for name, value in (("batch", batch), ("capacity", capacity)):
-            if problem := type_problem(name, value, int):
-                raise InputError(problem)
+        batch = checked("batch", batch, int)
+        capacity = self.config.context if capacity is None else checked("capacity", capacity, int)
         if not 1 <= capacity <= self.config.context:
             raise InputError(f"A cache holds 1 to {self.config.context} tokens, the model's context, not {capacity}.")
         weight = self.embed.tok_emb.weight

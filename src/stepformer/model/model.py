@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stepformer.base.errors import InputError, suggestion
-from stepformer.base.settings import plain, type_problem
+from stepformer.base.settings import checked
 from stepformer.decoding.beams import generate
 from stepformer.decoding.cache import Cache
 from stepformer.model import engines
@@ -247,8 +247,6 @@ class Model(Backbone):
         For tests and ablations: a sigmoid never reaches 0 or 1. Pins are not part of the state dict;
         `unpin_coefficients` returns to the learned values.
         """
-        if layer is not None and layer not in range(-len(self.blocks), len(self.blocks)):
-            raise InputError(f"Layers are numbered 0 to {len(self.blocks) - 1}, not {layer!r}.")
         blocks = list(self.blocks) if layer is None else [self.blocks[layer]]
         for word, value in values.items():
             if not sum(bank.pin(word, value) for block in blocks for bank in block.banks()):
@@ -285,12 +283,8 @@ class Model(Backbone):
             )
         if (layers is None) == (cutoff is None):
             raise InputError("Give either `layers` (a set of layer numbers) or `cutoff` (a layer number).")
-        cutoff = plain(cutoff)
-        if problem := type_problem("cutoff", cutoff, int | None):
-            raise InputError(problem)
-        if not isinstance(layers, Collection | None) or any(type_problem("", plain(i), int) for i in layers or ()):
-            raise InputError(f"layers = {layers!r} should be a set of layer numbers.")
-        momentum = frozenset(range(cutoff) if cutoff is not None else map(plain, layers or ()))
+        asked = checked("layers", layers, Collection) if cutoff is None else range(checked("cutoff", cutoff, int))
+        momentum = frozenset(checked("layers", i, int) for i in asked or ())
         if cutoff is not None and not 0 <= cutoff <= config.n_layer:
             raise InputError(f"cutoff = {cutoff} should lie between 0 and {config.n_layer}, the number of layers.")
         if any(not 0 <= i < config.n_layer for i in momentum):

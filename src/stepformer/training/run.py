@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError, command_line
+from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError
 from stepformer.base.files import write_text
 from stepformer.base.plugins import comes_from_plugin, lasting, load_plugin
 from stepformer.base.progress import counting
@@ -37,7 +36,7 @@ from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
 from stepformer.training.finetuning import same_start, warm_start
 from stepformer.training.loop import Trainer
 from stepformer.training.parallel import ALONE, World, choose_device, joined_world
-from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of, flat
+from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of
 from stepformer.training.speed import forecast
 from stepformer.training.stopping import Reason, Watch
 
@@ -83,7 +82,7 @@ def train(
         folder = RunFolder(Path(out or f"runs/{what}-{corpus.folder.name}-s{config.train.seed}"))
         with folder.locked() if world.is_main else contextlib.nullcontext():
             if world.on_main(lambda: folder.exists):
-                raise InputError(_taken(folder, config))
+                raise InputError(folder.taken(config))
             memory.refuse_hopeless(config, world, folder.path)
             with memory.explained(config, world, folder.path):
                 trainer = Trainer(config, corpus, folder, world, label, also, quiet=quiet)
@@ -261,21 +260,6 @@ def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
     finally:
         if world.ending is not None:
             world.ending.before = lambda reason: None
-
-
-def _taken(folder: RunFolder, config: RunConfig) -> str:
-    """What to do about a folder that has a run: continue it if it is this one, else take another."""
-    there = flat(folder.config().to_dict())
-    differ = [key for key, value in flat(config.to_dict()).items() if "." in key and there.get(key) != value]
-    names = (folder.path.with_name(f"{folder.path.name}-{number}") for number in itertools.count(2))
-    free = shlex.quote(str(next(name for name in names if not name.exists())))
-    other = f"choose another place, for instance {free} (--out on the command line)"
-    holds = f"'{folder.path}' already holds a run"
-    if differ:
-        return f"{holds} with another {', '.join(differ[:4])}: {other}."
-    if folder.result.is_file():
-        return f"{holds}, and it is finished: {other}."
-    return f"{holds}: continue it with `{command_line('resume', folder.path)}`, or {other}."
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,10 +10,12 @@ plugins/          copies of rules of your own, as they were, to be read
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
 import secrets
+import shlex
 import subprocess
 import sys
 import warnings
@@ -31,6 +33,7 @@ from stepformer.base.errors import (
     InputError,
     StepformerError,
     StepformerWarning,
+    command_line,
     neighbour,
 )
 from stepformer.base.version import __version__
@@ -111,6 +114,20 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         return RunConfig.from_dict(self.read()["config"])
+
+    def taken(self, config: RunConfig) -> str:
+        """What to do about a folder that has a run: continue it if it is this one, else take another."""
+        there = flat(self.config().to_dict())
+        differ = [key for key, value in flat(config.to_dict()).items() if "." in key and there.get(key) != value]
+        names = (self.path.with_name(f"{self.path.name}-{number}") for number in itertools.count(2))
+        free = shlex.quote(str(next(name for name in names if not name.exists())))
+        other = f"choose another place, for instance {free} (--out on the command line)"
+        holds = f"'{self.path}' already holds a run"
+        if differ:
+            return f"{holds} with another {', '.join(differ[:4])}: {other}."
+        if self.result.is_file():
+            return f"{holds}, and it is finished: {other}."
+        return f"{holds}: continue it with `{command_line('resume', self.path)}`, or {other}."
 
     def sources(self) -> list[tuple[str, Path]]:
         """The copies of its rules' code, by their place in the folder; what only links to another place is none."""
