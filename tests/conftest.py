@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `make test &`: co
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the list of trusted plug-ins is not the user's; processes under test have it too
-os.environ["STEPFORMER_TRUSTED"] = str(Path(tempfile.mkdtemp(prefix="stepformer-")) / "trusted.json")
+os.environ["STEPFORMER_TRUSTED"] = str(Path(OWN := tempfile.mkdtemp(prefix="stepformer-")) / "trusted.json")
 
 from stepformer.base.plugins import loading, trusting
 from stepformer.ops import kernels
@@ -36,6 +37,10 @@ pytest.register_assert_rewrite("reported", "row_cases", "served", "texts")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-combinations", action="store_true", help="audit every combination of components (hours)")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(OWN, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
