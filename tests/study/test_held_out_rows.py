@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from runs import make_corpus
+from stepformer.base.errors import InputError
 from stepformer.base.files import write_json
 from stepformer.cli import main
 from stepformer.data import open_source
@@ -20,7 +21,7 @@ from stepformer.data.prepare import prepare
 from stepformer.measure.evaluation import Reading, measure_texts, open_text, perplexity
 from stepformer.measure.measured import Journal
 from stepformer.study import load_records
-from stepformer.study.held_out import HeldOut
+from stepformer.study.held_out import HeldOut, evaluate_held_out
 from stepformer.study.records import by_label
 from stepformer.study.statistics import paired
 from stepformer.training import load_run
@@ -240,6 +241,20 @@ def test_text_that_the_runs_have_seen_is_refused(
     for text in (own, own / "1.txt"):
         assert main([*asked(tmp_path / "no", prepared), "--held-out", str(text)]) == 2
         assert f"--held-out {text} {seen}" in capsys.readouterr().err
+    # a run that began with the weights of one that was trained on it has seen it, too
+    first, then, small = str(tmp_path / "first"), str(tmp_path / "then"), [*SMALL, "--quiet"]
+    assert main(["train", "vanilla", f"corpus={prepared}", "--out", first, *small]) == 0
+    assert main(["train", "vanilla", f"corpus={corpus}", f"init={first}", "--out", then, *small]) == 0
+    capsys.readouterr()
+    for runs in (then, str(done / "vanilla-s42")), (str(done / "vanilla-s42"), then):
+        with pytest.raises(InputError, match=f"{own / '1.txt'} {seen}"):
+            evaluate_held_out(list(map(Path, runs)), [str(own / "1.txt")])
+    (tmp_path / "twin.toml").write_text('[model]\npreset = "vanilla"\n')
+    begun = ["compare", "vanilla", str(tmp_path / "twin.toml"), f"corpus={corpus}", f"init={first}", *small]
+    assert main([*begun, "--dry-run", "--out", str(tmp_path / "no"), "--held-out", str(own / "1.txt")]) == 2
+    assert seen in capsys.readouterr().err
+    assert main(["eval", then, "--on", str(own / "1.txt"), "--quiet"]) == 0
+    assert f"note: the run was trained or validated on {own / '1.txt'}\n" in capsys.readouterr().err
     (tmp_path / "1.txt").write_text("Another text under the same name. " * 10)
     dry = [*asked(tmp_path / "no", prepared), "--dry-run"]
     assert main([*dry, "--held-out", str(tmp_path / "1.txt")]) == 0

@@ -20,7 +20,7 @@ from stepformer.measure.evaluation import harness, open_text, perplexity
 from stepformer.measure.evaluation.tasks import data_folder, need
 from stepformer.measure.evaluation.texts import OUT_OF_DOMAIN, Text
 from stepformer.training import load_run
-from stepformer.training.corpora import part_of_corpus
+from stepformer.training.corpora import corpora_of, part_of_corpus
 from stepformer.training.evaluation import Evaluation
 from stepformer.training.run import LoadedRun, validation_loss
 
@@ -158,8 +158,11 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
         here = folder if folder and (args.data or (folder / where).is_dir()) else None  # else from the Hub
         return open_text(where, run.tokenizer, enough=enough, data=here, **words)
 
-    corpus = run.record.get("corpus") or {}
-    texts = [replace(opened(where, **named), seen=part_of_corpus(where, corpus)) for where in args.on or ()]
+    corpora = corpora_of(run.record)
+    texts = [
+        replace(opened(where, **named), seen=any(part_of_corpus(where, corpus) for corpus in corpora))
+        for where in args.on or ()
+    ]
     foreign = [opened(name) for name in OUT_OF_DOMAIN if args.ood]
     found: dict[str, Any] = {"texts": []}
     for text in (*texts, *foreign):

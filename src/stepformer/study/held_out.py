@@ -22,7 +22,7 @@ from stepformer.measure.evaluation.tasks import data_folder
 from stepformer.measure.evaluation.texts import token_hash
 from stepformer.study import statistics
 from stepformer.study.records import HeldOutRows, Matched, RunRecord, matched_words
-from stepformer.training.corpora import part_of_corpus
+from stepformer.training.corpora import corpora_of, part_of_corpus
 from stepformer.training.run import load_run
 from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import Stopped, Watch
@@ -84,15 +84,16 @@ class HeldOut:
 
 
 def open_held_out(
-    words: Sequence[str], tokenizer: Tokenizer, context: int, corpus: Mapping[str, Any] | None = None
+    words: Sequence[str], tokenizer: Tokenizer, context: int, records: Sequence[Mapping[str, Any]] = ()
 ) -> list[Text]:
     """The texts that words name, as `eval --on` takes them; refused is what cannot be read or told apart, or is a part
-    of the corpus that these facts of a run are of.
+    of a corpus of the runs that these are records of.
     """
     if words and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("--held-out is for one process: let torchrun train, then give the same command without it.")
+    corpora = {str(corpus.get("folder")): corpus for record in records for corpus in corpora_of(record)}
     for word in words:  # whose losses were looked at, or trained on
-        if part_of_corpus(word, corpus or {}):
+        if any(part_of_corpus(word, corpus) for corpus in corpora.values()):
             raise InputError(f"--held-out {word} is a part of the corpus that the runs train on or are validated on.")
     data = data_folder(None)
     here = {word: data if data and (data / word).is_dir() else None for word in words}  # else from the Hub
@@ -116,8 +117,8 @@ def evaluate_held_out(
             record, config = run.read(), run.config()
             tokenizer = run.read_tokenizer(record)
             if tokenizer.fingerprint not in texts:
-                about = record.get("corpus")
-                texts[tokenizer.fingerprint] = open_held_out(words, tokenizer, config.model.context, about)
+                records = [RunFolder(other).read() for other in folders]
+                texts[tokenizer.fingerprint] = open_held_out(words, tokenizer, config.model.context, records)
             named = {token_hash(text.tokens): text for text in texts[tokenizer.fingerprint]}
             kept = measured.load(folder, KIND)
             entries: list[dict[str, Any]] = kept["result"]["texts"] if kept else []

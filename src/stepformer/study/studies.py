@@ -201,7 +201,9 @@ def compared(
     refuse_broken(variants)
     if held_out:  # what cannot be read is said before anything is trained
         opened = open_corpus(variants[first].data, ALONE, quiet=quiet)
-        open_held_out(held_out, opened.tokenizer, variants[first].model.context, corpus_facts(opened))
+        records = [{"init": {"run": config.train.init}} for config in variants.values() if config.train.init]
+        records.append({"corpus": corpus_facts(opened)})
+        open_held_out(held_out, opened.tokenizer, variants[first].model.context, records)
     if out is None:
         corpus = Path(variants[first].data.corpus).name
         out = Path(f"runs/compare-{recipe or corpus}-{'-'.join(variants)[:60]}")

@@ -93,6 +93,15 @@ def part_of_corpus(word: str, corpus: Mapping[str, Any]) -> bool:
     return bool(sums) and any(sha256(part) in sums for part in parts)
 
 
+def corpora_of(record: Mapping[str, Any]) -> list[Record]:
+    """The corpora that a run with this record was trained or validated on, and before it the run that its weights are
+    from, if that is still there.
+    """
+    found = [record["corpus"], *record.get("also", {}).values()] if record.get("corpus") else []
+    before = RunFolder(Path(record["init"]["run"]).expanduser()) if record.get("init") else None
+    return [*found, *(corpora_of(before.read()) if before and before.exists else [])]
+
+
 def _not_prepared(config: DataConfig, source: Source, tokenizer: str, folder: Path) -> str:
     """What to do before a training: prepare the corpus, or name what was prepared of it with another tokenizer."""
     missing, length = f"The corpus '{config.corpus}' is not prepared", source.approximate_bytes
