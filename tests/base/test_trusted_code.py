@@ -7,8 +7,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from stepformer.base.plugins.sources import files_at, place_of
 from stepformer.cli import main
 from stepformer.rules import templates
 from stepformer.study.study import STEPFORMER, SlurmRun
-from stepformer.training import load_run, train
+from stepformer.training import evaluate_run, load_run, resume, train
 
 RULE = """
 import stepformer as sf
@@ -143,10 +144,19 @@ def test_naming_it_is_enough_also_from_another_place(stranger: Path, tmp_path: P
     assert load_run(stranger / "run").record["plugins"] == [str(moved)]
 
 
+@pytest.mark.parametrize("reads", [evaluate_run, resume])
+def test_whatever_opens_a_run_takes_its_plugins(stranger: Path, tmp_path: Path, reads: Callable[..., Any]) -> None:
+    moved = tmp_path / "own_rule.py"
+    shutil.move(stranger / "own_rule.py", moved)
+    with pytest.raises(InputError, match=r"There is no plug-in file '.*own_rule\.py': if it was moved, say where"):
+        reads(stranger / "run")
+    assert reads(stranger / "run", plugins=[str(moved)])
+
+
 def test_naming_it_is_enough_in_python_too(stranger: Path, tmp_path: Path) -> None:
     moved = tmp_path / "own_rule.py"
     shutil.move(stranger / "own_rule.py", moved)
-    with pytest.raises(InputError, match=r"with --plugin \(in Python: plugins=\[\.\.\.\] of load_run\)\."):
+    with pytest.raises(InputError, match=r"with --plugin \(in Python: plugins=\[\.\.\.\]\)\."):
         load_run(stranger / "run")
     with pytest.raises(InputError, match=r"There is no plug-in file 'own_rule\.py'"):
         load_run(stranger / "run", plugins="own_rule.py")  # of another folder; one file is a list of one

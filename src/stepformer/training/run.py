@@ -137,6 +137,7 @@ def resume(
     corpus: str | Path | None = None,
     also: str | None = None,
     restart: bool = False,
+    plugins: Sequence[str] = (),
     **changes: Any,
 ) -> dict[str, Any]:
     """Continue a run from its last checkpoint, on any number of ranks, and return its result.
@@ -149,9 +150,11 @@ def resume(
         corpus: Where the same corpus is now, if it was moved.
         also: The same for the other corpora that it is evaluated on.
         restart: If the newest checkpoint that was saved is gone, go on from an earlier one.
+        plugins: Files or modules with rules of your own that the run needs, at their present places; they are imported.
         changes: Keys of [train] that change the result by rounding at most, such as micro_batch, device or keep; the
             precision stays what it was.
     """
+    _load(plugins)
     folder = RunFolder(Path(path))
     record, config = folder.opened()
     refused = sorted(set(changes) - set(MAY_CHANGE))
@@ -308,8 +311,7 @@ def load_run(
         allow_nan: Load weights that are not finite numbers, too.
         plugins: Files or modules with rules of your own that the run needs, at their present places; they are imported.
     """
-    for where in lasting(plugins):
-        load_plugin(where)
+    _load(plugins)
     folder = RunFolder(Path(path))
     kept = Checkpoints(folder.checkpoints)
     for _ in range(ATTEMPTS):
@@ -323,6 +325,11 @@ def load_run(
         f"'{folder.path}' replaces its checkpoints faster than they can be read: try again, or train with a larger "
         "save_every or keep."
     )
+
+
+def _load(plugins: Sequence[str]) -> None:
+    for where in lasting(plugins):
+        load_plugin(where)
 
 
 def _loaded(folder: RunFolder, which: str, device: str, allow_nan: bool) -> LoadedRun:
@@ -364,6 +371,7 @@ def evaluate_run(
     micro_batch: int = 8,
     device: str = "auto",
     quiet: bool = True,
+    plugins: Sequence[str] = (),
 ) -> tuple[Evaluation, LoadedRun]:
     """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus.
 
@@ -375,11 +383,12 @@ def evaluate_run(
         micro_batch: Sequences at a time.
         device: "auto", "cpu", "cuda", ...
         quiet: Show no progress.
+        plugins: Files or modules with rules of your own that the run needs, at their present places; they are imported.
 
     Returns:
         The loss and what it was measured on, and the run as `load_run` gives it.
     """
-    run = load_run(path, which, device)
+    run = load_run(path, which, device, plugins=plugins)
     return validation_loss(run, corpus=corpus, tokens=tokens, micro_batch=micro_batch, quiet=quiet), run
 
 

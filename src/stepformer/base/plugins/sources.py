@@ -39,7 +39,7 @@ def place_of(where: str) -> Place:
         if not path.is_file():
             raise InputError(
                 f"There is no plug-in file '{where}': if it was moved, say where it is with --plugin "
-                "(in Python: plugins=[...] of load_run)."
+                "(in Python: plugins=[...])."
             )
         path = path.resolve()
         top, parts = path.parent, [path.stem]
