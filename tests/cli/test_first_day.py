@@ -290,8 +290,9 @@ def test_the_time_left_is_that_of_steps_after_the_first(
     ] + ["MFU 0 %"]
 
 
+@pytest.mark.parametrize("at", ["run.Trainer", "runs.load_tokenizer", "runs.environment"])
 def test_a_training_interrupted_before_it_is_a_run_leaves_no_folder(
-    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    at: str, trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -299,7 +300,7 @@ def test_a_training_interrupted_before_it_is_a_run_leaves_no_folder(
     out = trained.parent / "interrupted"
     words = ["train", "yurii", f"corpus={trained.parent / 'corpus'}", "steps=1", "--out", str(out)]
     with monkeypatch.context() as patch:
-        patch.setattr("stepformer.training.run.Trainer", interrupted)
+        patch.setattr(f"stepformer.training.{at}", interrupted)
         assert main(words) == 130
     assert not out.exists()
 

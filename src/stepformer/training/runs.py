@@ -79,8 +79,12 @@ class RunFolder:
         foreign = sorted(p.name for p in self.path.iterdir() if p.name not in _OWN) if self.path.is_dir() else []
         if foreign:
             raise InputError(f"'{self.path}' holds other files ('{foreign[0]}'): choose another --out.")
+        record: dict[str, Any] = {"format": documents.RUN.format, "stepformer": __version__, "config": config.to_dict()}
+        record |= {"id": new_id(), "tokenizer": load_tokenizer(tokenizer).describe(), **facts}
+        record |= {"plugins": plugins, "code": plugged.identity(plugins, config.model.components())}
+        where = trained or environment()  # takes long, as the tokenizer does: Ctrl-C meanwhile leaves nothing
         files.write_text(self.path / "config.toml", as_toml(config))
-        files.write_json(self.path / "environment.json", trained or environment())
+        files.write_json(self.path / "environment.json", where)
         self.tokenizer.mkdir(parents=True, exist_ok=True)
         for source in tokenizer.iterdir():
             with files.writing(self.tokenizer / source.name) as file:
@@ -89,9 +93,6 @@ class RunFolder:
             for name, source in sources.items():  # to be read; a run imports its plug-ins from where they are
                 copied = self.path / "plugins" / str(number) / f"{name}.txt"
                 files.write_text(copied, source.read_text(errors="replace"))
-        record: dict[str, Any] = {"format": documents.RUN.format, "stepformer": __version__, "config": config.to_dict()}
-        record |= {"id": new_id(), "tokenizer": load_tokenizer(self.tokenizer).describe(), **facts}
-        record |= {"plugins": plugins, "code": plugged.identity(plugins, config.model.components())}
         # who trains with it may open the run
         plugged.trust(file for plugin in plugins for file in plugged.files_at(plugged.place_of(plugin)))
         files.write_json(self.path / "run.json", record)
