@@ -503,7 +503,9 @@ def test_a_page_about_little_says_what_is_missing(browser: Browser, study: Path,
     for name in ("result.json", "metrics.jsonl", "environment.json"):
         (folder / name).unlink()
     page, problems = opened(browser, written_page(report_of(folder), tmp_path))
-    assert page.locator(".verdict").inner_text() == "No run is finished yet: there are curves, and nothing to compare."
+    assert (
+        page.locator(".verdict").inner_text() == "No run has finished a training here, so there is nothing to compare."
+    )
     notes = page.locator("section[aria-labelledby=notes]").inner_text()
     assert "yurii s42: Unfinished: step 0 of 12." in notes
     assert "There are no curves: There is no metrics file" in notes

@@ -97,7 +97,7 @@ def train(
             trainer.display.note(f"{trainer.display.title}  in {folder.path}")
             windows = check_blocks(trainer.val, config.model.context, len(trainer.val))
             if windows < FEW_WINDOWS:
-                said = f"the validation text has {windows} windows of {config.model.context} tokens"
+                said = f"the validation text has {windows} window{'s' * (windows > 1)} of {config.model.context} tokens"
                 trainer.display.note(f"{trainer.display.title}  {said}: losses on it are noisy")
             world.barrier()
             try:

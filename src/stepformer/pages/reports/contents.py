@@ -166,7 +166,7 @@ def _compared(runs: Sequence[RunData], baseline: str, confidence: float, facts: 
     """The paired comparison of the finished runs, or why there is none."""
     finished = [run.record for run in runs if run.record]
     if not finished:
-        return None, "No run is finished yet: there are curves, and nothing to compare."
+        return None, "No run has finished a training here, so there is nothing to compare."
     if not any(record.label == baseline for record in finished):
         return None, f"No run of the baseline {baseline} is finished: there are losses, and no paired differences."
     if absent := [run.name for run in runs if not run.record]:
