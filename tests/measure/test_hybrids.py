@@ -12,6 +12,7 @@ import torch
 
 from helpers import shake, tiny
 from runs import make_corpus, small_run
+from stepformer.base.errors import InputError
 from stepformer.cli import hybrids, main
 from stepformer.measure import measured
 from stepformer.measure.diagnostics import depth
@@ -197,3 +198,10 @@ def test_bad_words_are_sentences(
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("layer", [3, -1])
+def test_a_pin_in_a_layer_that_is_not_there_is_refused(layer: int) -> None:
+    model = tiny("yurii")
+    with pytest.raises(InputError, match="Layers are numbered 0 to 1"):
+        model.pin_coefficients(layer=layer, mu=0.5)

@@ -202,11 +202,11 @@ def test_a_dry_run_says_what_would_be_trained(corpus: Path, tmp_path: Path, caps
     assert re.search(r"Roughly [\d.]+ (s|min) for what is left, one run after the other, from one micro-batch", said)
     assert "All rows: muon, cosine: lr 0.02, " in said
     assert "vanilla-parameters-of-yurii: " in said
-    assert "This includes the search: each row is first trained at 3 points of lr, on 256 tokens each" in said
+    assert "This includes the search: each row is first trained at 3 points of lr, on about 256 tokens each" in said
     turns = ["--tune", "lr=0.5x,1x,2x", "--tune", "lr_norm=1x,2x", "--budget-tune", "256", "--by-turns"]
     assert main(["compare", "vanilla", "yurii", "--dry-run", "--out", str(out), *words(corpus), *turns]) == 0
     said_by_turns = " ".join(capsys.readouterr().out.split())
-    assert "each row is first trained by turns at up to 4 points of lr, lr_norm, on 256 tokens each" in said_by_turns
+    assert "each row is first trained by turns at up to 4 points of lr, lr_norm, on about 256 tokens" in said_by_turns
     assert main(["sweep", "yurii", "--grid", "lr=0.01,0.02", "--dry-run", "--out", str(out), *words(corpus)]) == 0
     assert "lr=0.01: muon, cosine: lr 0.01, " in " ".join(capsys.readouterr().out.split())
     assert not out.exists()

@@ -119,7 +119,7 @@ def run_compare(args: argparse.Namespace) -> int:
         search = search_left(resolved(study.variants)[0], searched, args.budget_tune, study.out, args.by_turns)
         points = f"{most_points(searched, args.by_turns)} points of {', '.join(searched)}"
         where = f"by turns at up to {points}" if args.by_turns else f"at {points}"
-        said = f"This includes the search: each row is first trained {where}, on {args.budget_tune} tokens each."
+        said = f"This includes the search: each row is first trained {where}, on about {args.budget_tune} tokens each."
         if search:  # otherwise its runs are there already
             study = replace(study, facts=replace(study.facts, remarks=(said, *study.facts.remarks)))
     return _study(args, study, watch, args.held_out, search)

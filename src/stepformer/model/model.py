@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
@@ -241,13 +241,20 @@ class Model(Backbone):
         after = [{"x": passage.after.x, **passage.after.streams} for passage in self.passages(tokens)]
         return [{name: float(t.double().square().mean().sqrt()) for name, t in streams.items()} for streams in after]
 
+    def _known_layers(self, asked: Iterable[int]) -> frozenset[int]:
+        numbers = frozenset(asked)
+        if any(not 0 <= i < self.config.n_layer for i in numbers):
+            raise InputError(f"Layers are numbered 0 to {self.config.n_layer - 1}; {sorted(numbers)} was asked for.")
+        return numbers
+
     def pin_coefficients(self, layer: int | None = None, **values: float | Tensor) -> None:
         """Replace mapped coefficient values, e.g. `pin_coefficients(mu=0.0)` or `(layer=3, nu_attn=0.5)`.
 
         For tests and ablations: a sigmoid never reaches 0 or 1. Pins are not part of the state dict;
         `unpin_coefficients` returns to the learned values.
         """
-        blocks = list(self.blocks) if layer is None else [self.blocks[layer]]
+        asked = range(len(self.blocks)) if layer is None else [checked("layer", layer, int)]
+        blocks = [self.blocks[i] for i in self._known_layers(asked)]
         for word, value in values.items():
             if not sum(bank.pin(word, value) for block in blocks for bank in block.banks()):
                 known = [name for bank in blocks[0].banks() for name in bank.names()]
@@ -284,11 +291,9 @@ class Model(Backbone):
         if (layers is None) == (cutoff is None):
             raise InputError("Give either `layers` (a set of layer numbers) or `cutoff` (a layer number).")
         asked = checked("layers", layers, Collection) if cutoff is None else range(checked("cutoff", cutoff, int))
-        momentum = frozenset(checked("layers", i, int) for i in asked or ())
         if cutoff is not None and not 0 <= cutoff <= config.n_layer:
             raise InputError(f"cutoff = {cutoff} should lie between 0 and {config.n_layer}, the number of layers.")
-        if any(not 0 <= i < config.n_layer for i in momentum):
-            raise InputError(f"Layers are numbered 0 to {config.n_layer - 1}; {sorted(momentum)} was asked for.")
+        momentum = self._known_layers(checked("layers", i, int) for i in asked or ())
         twin = copy.copy(self)  # shares modules and parameters; only the choice of layers is its own
         twin._modules = dict(self._modules)
         twin.plain_layers = frozenset(range(config.n_layer)) - momentum
