@@ -14,6 +14,7 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when those packages are imported
 
+import numpy as np
 import pytest
 
 from stepformer import StepformerError
@@ -25,7 +26,7 @@ from stepformer.data.pieces import divide, encode, segments_of
 from stepformer.data.readers import Document
 from stepformer.data.token_files import TokenFiles
 from stepformer.measure.evaluation.texts import first_file
-from stepformer.training.corpora import part_of_corpus
+from stepformer.training.corpora import part_of_corpus, shares_passages
 from texts import PACK, documents, stories, tree, write_rows
 
 prepare_module = importlib.import_module("stepformer.data.prepare")
@@ -98,6 +99,28 @@ def test_markdown_is_text_in_a_folder_and_nothing_beside_data(tmp_path: Path) ->
     assert open_source(f"hf:{tmp_path / 'in'}").description["files"] == []
     excerpt = write_rows(tmp_path / "in" / "wiki.txt", [{"text": "wiki"}])
     assert first_file(tmp_path, "in") == excerpt
+
+
+def test_training_text_is_known_in_other_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passages of it are looked for, also where they lie across two pieces of the search and two shards."""
+    words = [["river", "stone", "lamp", "field", "bread", "cloud"][n * n % 37 % 6] + str(n) for n in range(6000)]
+    documents = [" ".join(words[start : start + 60]) for start in range(0, 6000, 60)]
+    write_rows(tmp_path / "in" / "a.jsonl", [{"text": text} for text in documents[:80]])
+    corpus = prepare(open_source(str(tmp_path / "in")), "bytes", tmp_path / "corpus", workers=1, shard_tokens=900)
+    facts = {"folder": str(corpus.folder)}
+
+    def tokens(some: list[str]) -> np.ndarray:
+        return np.concatenate([[*text.encode(), 256] for text in some])
+
+    for searched in (1 << 24, 100):
+        monkeypatch.setattr("stepformer.data.corpus.SEARCHED", searched)
+        assert shares_passages(tokens(documents[20:40]), facts)
+        assert shares_passages(tokens(documents[65:85]), facts)
+        assert not shares_passages(tokens(documents[75:95]), facts)
+        assert not shares_passages(tokens(documents[80:]), facts)
+    assert not shares_passages(tokens(["short"]), facts)
+    assert not shares_passages(tokens(documents[:40]), {"folder": str(tmp_path / "gone")})
+    assert not shares_passages(tokens(documents[:40]), {})
 
 
 def test_several_sources_are_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

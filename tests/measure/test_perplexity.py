@@ -408,7 +408,8 @@ def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
         (tmp_path / name / "run.json").write_text("{}")
     assert main(["eval", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert f"is a study, not a run: name one of its runs, '{tmp_path / 'a-s1'}' or '{tmp_path / 'b-s1'}'." in said
+    named = " or ".join(f"'{tmp_path / name}'" for name in ("a-s1", "b-s1", "c-s1"))
+    assert f"is a study, not a run: name one of its runs, {named}." in said
 
 
 def test_folders_that_are_no_corpora(run: LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

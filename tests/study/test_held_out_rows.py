@@ -37,7 +37,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("texts")
     (folder / "letters.txt").write_text("The old lighthouse keeper wrote a letter every evening.\n" * 20)
     (folder / "tokens_val.bin").write_bytes(b"".join((n % 256).to_bytes(2, "little") for n in range(500)))
-    other = make_corpus(folder / "others", count=6).folder
+    other = make_corpus(folder / "others", count=6, dialect="space").folder
     return [str(folder / "letters.txt"), str(folder / "tokens_val.bin"), str(other)]
 
 

@@ -33,9 +33,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-def make_corpus(folder: Path, count: int = 40, tokenizer: str = "bytes", force: bool = False) -> Corpus:
+def make_corpus(folder: Path, count: int = 40, tokenizer: str = "bytes", force: bool = False, **asked: Any) -> Corpus:
     """A few tales as bytes; the split is by the tail of each story or by hash, whatever prepare chooses."""
-    return prepare(open_source("tales", count=count), tokenizer, folder, val_fraction=0.2, workers=1, force=force)
+    return prepare(
+        open_source("tales", count=count, **asked), tokenizer, folder, val_fraction=0.2, workers=1, force=force
+    )
 
 
 def small_run(data: Path, name: str = "yurii", **changes: Any) -> RunConfig:

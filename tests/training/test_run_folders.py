@@ -57,6 +57,29 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(whole: dict[st
         resume(tmp_path / "run", quiet=True)
 
 
+@pytest.mark.parametrize("lost", [("step",), ("best",), ("step", "best")])
+def test_a_finished_run_with_damaged_weights_says_how_to_have_them_again(
+    lost: tuple[str, ...], whole: dict[str, Any], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole["folder"], run)
+    for kind in lost:
+        newest = max((run / "checkpoints").glob(f"{kind}-*"))
+        (newest / "model.safetensors").write_bytes(b"short")
+    if "best" in lost:
+        with pytest.raises(sf.InputError, match=r"is damaged: .* bytes, not .*`--checkpoint last` takes the newest"):
+            load_run(run)
+    with pytest.warns(UserWarning, match=r"is damaged: .*The result stands; `stepformer resume .* --restart` makes it"):
+        assert resume(run, quiet=True) == whole | {"folder": str(run)}
+    with pytest.warns(UserWarning, match="is damaged: "):
+        again = resume(run, quiet=True, restart=True)
+    assert again["weights_sha256"] == whole["weights_sha256"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_run(run).step == again["best_step"]
+        assert load_run(run, "last").step == 12
+
+
 def test_a_checkpoint_without_manifest_does_not_count(whole: dict[str, Any], tmp_path: Path) -> None:
     shutil.copytree(whole["folder"], tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-00000012" / "manifest.json").unlink()

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stepformer.base.errors import InputError
+from stepformer.base.progress import say
 from stepformer.base.words import read_toml
 from stepformer.catalogue import OTHER_SECTIONS, presets, unlisted_templates
 from stepformer.cli.options import JSON, command, given, option
@@ -62,6 +63,8 @@ def run_audit(args: argparse.Namespace) -> int:
 
                 chosen = given(args, "steps", "seed")
                 results.append(audit(config, name, transcription=transcription, progress=show, **chosen))
+                outcome = "passes" if results[-1].passed else "fails"
+                say(f"{name} {outcome}  {len(results)}/{len(configs)}", quiet=sys.stderr.isatty())  # there is a bar
     except KeyboardInterrupt:
         interrupted = True
     finally:

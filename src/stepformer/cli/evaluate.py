@@ -20,7 +20,7 @@ from stepformer.measure.evaluation import harness, open_text, perplexity
 from stepformer.measure.evaluation.tasks import data_folder, need
 from stepformer.measure.evaluation.texts import OUT_OF_DOMAIN, Text
 from stepformer.training import load_run
-from stepformer.training.corpora import corpora_of, part_of_corpus
+from stepformer.training.corpora import corpora_of, part_of_corpus, shares_passages
 from stepformer.training.evaluation import Evaluation
 from stepformer.training.run import LoadedRun, validation_loss
 
@@ -159,10 +159,11 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
         return open_text(where, run.tokenizer, enough=enough, data=here, **words)
 
     corpora = corpora_of(run.record)
-    texts = [
-        replace(opened(where, **named), seen=any(part_of_corpus(where, corpus) for corpus in corpora))
-        for where in args.on or ()
-    ]
+    texts = []
+    for where in args.on or ():
+        text = opened(where, **named)
+        known = any(part_of_corpus(where, corpus) or shares_passages(text.tokens, corpus) for corpus in corpora)
+        texts.append(replace(text, seen=known))
     foreign = [opened(name) for name in OUT_OF_DOMAIN if args.ood]
     found: dict[str, Any] = {"texts": []}
     for text in (*texts, *foreign):

@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 SPLITS = ("train", "val")
 FEW_WINDOWS = 8  # of a context: the loss on a validation text of fewer is noisy
+SEARCHED = 1 << 24  # tokens at a time
 
 
 def few(tokens: float, vocab_size: int) -> bool:
@@ -110,6 +111,17 @@ class TokenSplit:
         for row, start in zip(result, starts.tolist(), strict=True):
             self._copy(start, row)
         return result
+
+    def holds(self, passage: NDArray[np.integer]) -> bool:
+        """Whether these tokens stand somewhere in it, one after the other."""
+        for start in range(0, len(self) - len(passage) + 1, SEARCHED):
+            piece = self.tokens(start, min(start + SEARCHED + len(passage) - 1, len(self)))
+            places = np.flatnonzero(piece[: len(piece) - len(passage) + 1] == passage[0])
+            for offset, token in enumerate(passage):
+                places = places[piece[places + offset] == token]
+            if len(places):
+                return True
+        return False
 
     def _copy(self, start: int, target: NDArray[Any]) -> None:
         """Fill `target` with the tokens from `start` on, shard by shard."""

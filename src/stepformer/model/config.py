@@ -334,10 +334,13 @@ def _value_problems(config: ModelConfig, wrong: set[str]) -> list[str]:
     if wrong & {"n_head", "d_model"}:
         return problems
     if config.d_model % config.n_head:
-        fewer = next(n for n in range(min(config.n_head, config.d_model), 0, -1) if config.d_model % n == 0)
+        # rotary positions turn pairs of coordinates: there a head's width is even
+        least = 2 if config.positions == "rotary" and config.d_model % 2 == 0 else 1
+        fewer = next(n for n in range(min(config.n_head, config.d_model), 0, -1) if config.d_model % (least * n) == 0)
+        width = config.n_head * least * max(1, round(config.d_model / (least * config.n_head)))
         problems.append(
             f"n_head = {config.n_head} does not divide d_model = {config.d_model}: every head needs the same width. "
-            f"n_head = {fewer} would, or d_model = {config.n_head * max(1, round(config.d_model / config.n_head))}."
+            f"n_head = {fewer} would, or d_model = {width}."
         )
     elif config.positions == "rotary" and config.head_dim % 2:
         problems.append(

@@ -33,6 +33,7 @@ OWN_BUDGETS = {  # of rows that may be of different lengths
     "same_batches": ALIKE["pairing"],
 }
 SAME_SIZE = 0.05  # as far apart as matched baselines may be
+FEW_STEPS = 50
 UNEVEN = 1.2  # the fastest seed of a row over the slowest, from where the machine had something else to do
 BETWEEN_SEEDS = (*LISTED, "train.init", "train.micro_batch", "train.device", "train.parallel", "train.graph")
 
@@ -134,6 +135,8 @@ def compare(
         remedy = "`--match parameters` adds a baseline of equal size"
         between.append(f"Parameters against those of {baseline}: {', '.join(unequal)}; {remedy}.")
     entropies = {record.unigram_entropy for record in records}
+    if (steps := max(record.steps for record in records)) < FEW_STEPS:
+        between.append(f"{steps} steps are few: what helps at the start need not help later.")
     if untrained := [row.label for row in rows if row.loss.mean > (row.records[0].unigram_entropy or math.inf)]:
         between.append(f"Above the unigram entropy, which counting tokens reaches: {', '.join(untrained)}.")
     if any(record.settings.get("machine.sharing") for record in records):

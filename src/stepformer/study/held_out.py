@@ -22,7 +22,7 @@ from stepformer.measure.evaluation.tasks import data_folder
 from stepformer.measure.evaluation.texts import token_hash
 from stepformer.study import statistics
 from stepformer.study.records import HeldOutRows, Matched, RunRecord, matched_words
-from stepformer.training.corpora import corpora_of, part_of_corpus
+from stepformer.training.corpora import corpora_of, part_of_corpus, shares_passages
 from stepformer.training.run import load_run
 from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import Stopped, Watch
@@ -92,12 +92,15 @@ def open_held_out(
     if words and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("--held-out is for one process: let torchrun train, then give the same command without it.")
     corpora = {str(corpus.get("folder")): corpus for record in records for corpus in corpora_of(record)}
-    for word in words:  # whose losses were looked at, or trained on
-        if any(part_of_corpus(word, corpus) for corpus in corpora.values()):
+    data, texts = data_folder(None), []
+    for word in dict.fromkeys(words):
+        known = any(part_of_corpus(word, corpus) for corpus in corpora.values())
+        if not known:
+            here = data if data and (data / word).is_dir() else None  # else from the Hub
+            texts.append(open_text(word, tokenizer, data=here))
+            known = any(shares_passages(texts[-1].tokens, corpus) for corpus in corpora.values())
+        if known:  # whose losses were looked at, or trained on
             raise InputError(f"--held-out {word} is a part of the corpus that the runs train on or are validated on.")
-    data = data_folder(None)
-    here = {word: data if data and (data / word).is_dir() else None for word in words}  # else from the Hub
-    texts = [open_text(word, tokenizer, data=here[word]) for word in dict.fromkeys(words)]
     for number, text in enumerate(texts):
         Reading().windows(text, context)  # what is too short is said at once
         if text.name in [other.name for other in texts[:number]]:

@@ -187,6 +187,26 @@ class Checkpoints:
             raise InputError(" ".join(problems))
         return None
 
+    def faults(self) -> list[str]:
+        """What is wrong with the newest ones, which are read first."""
+        newest = [names[-1] for names in map(self.names, ("step", "best")) if names]
+        return [fault for name in newest if (fault := self._fault(name))]
+
+    def whole_best(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The best evaluation so far, unless its weights are there and damaged: then the best from here on counts."""
+        name = "" if best is None else step_name(best["step"], "best")
+        if name not in self.names("best") or not (fault := self._fault(name)):
+            return best
+        warnings.warn(f"{fault} The best evaluation from here on takes its place.", StepformerWarning, stacklevel=2)
+        return None
+
+    def _fault(self, name: str) -> str:
+        try:
+            self.verified(name)
+        except (InputError, OSError) as error:
+            return str(error)
+        return ""
+
     def check(self, config: ModelConfig) -> None:
         """Refuse a run none of whose checkpoints is its own and of its model; their content is not read yet."""
         problems = []

@@ -267,6 +267,10 @@ class RunConfig:
         affordable = self.train.steps * self.step_tokens / (2 * eval_tokens)
         return self.train.eval_every or max(1, self.train.steps // max(4, min(10, int(affordable))))
 
+    def evaluations(self, eval_tokens: int) -> int:
+        """How many a whole run has: at the start, on the way and at the end, there on training tokens too."""
+        return 3 + (self.train.steps - 1) // self.eval_every(eval_tokens) if eval_tokens else 0
+
     @property
     def max_loss(self) -> float:
         """The loss above which a run has diverged: ln V is what knowing nothing costs. Scion's own start is above."""

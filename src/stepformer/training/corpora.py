@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from stepformer.base.errors import InputError, command_line
@@ -19,6 +21,7 @@ from stepformer.training.config import DataConfig, RunConfig
 from stepformer.training.parallel import World
 from stepformer.training.runs import Record, RunFolder
 
+PASSAGES, PASSAGE = 16, 32  # that are looked for in a corpus, and tokens of one
 SMALL = 2 << 30  # bytes up to which every checksum is compared at the start of a run
 GPT2_IDS, BYTES_PER_TOKEN = 50_257, 4  # about, in English
 
@@ -93,6 +96,20 @@ def part_of_corpus(word: str, corpus: Mapping[str, Any]) -> bool:
     return bool(sums) and any(sha256(part) in sums for part in parts)
 
 
+def shares_passages(tokens: NDArray[np.integer], corpus: Mapping[str, Any]) -> bool:
+    """Whether most of some passages of a text stand in a run's corpus too, in whatever files it came; a large one is
+    not searched, and one that is gone has none."""
+    if not (Path(corpus.get("folder", "")) / MANIFEST).is_file():
+        return False
+    there = Corpus(corpus["folder"])
+    if _size(there) > SMALL or len(tokens) < PASSAGE:
+        return False
+    starts = np.unique(np.linspace(0, len(tokens) - PASSAGE, PASSAGES).astype(np.int64))
+    splits = [there.split(name) for name in there.manifest["splits"]]
+    found = sum(any(split.holds(tokens[start : start + PASSAGE]) for split in splits) for start in starts)
+    return 2 * found > len(starts)
+
+
 def corpora_of(record: Mapping[str, Any]) -> list[Record]:
     """The corpora that a run with this record was trained or validated on, and before it the run that its weights are
     from, if that is still there.
@@ -155,11 +172,14 @@ def checked(corpus: Corpus, tokenizer: str | None = None) -> Corpus:
     if asked.partition(":")[0] != name.partition(":")[0] or (asked.startswith("bpe") and asked != name):
         made = f"the corpus '{corpus.folder}' was prepared with '{name}'"
         raise InputError(f"[data] tokenizer = '{tokenizer}', but {made}.")
-    size = sum(shard["bytes"] for split in corpus.manifest["splits"].values() for shard in split["shards"])
-    if size <= SMALL and (there := _stamps(corpus.folder)) not in _VERIFIED:
+    if _size(corpus) <= SMALL and (there := _stamps(corpus.folder)) not in _VERIFIED:
         corpus.verify()
         _VERIFIED.add(there)
     return corpus
+
+
+def _size(corpus: Corpus) -> int:
+    return sum(shard["bytes"] for split in corpus.manifest["splits"].values() for shard in split["shards"])
 
 
 _VERIFIED: set[tuple[tuple[str, int, int, int], ...]] = set()  # a study opens its corpus for every run

@@ -112,7 +112,8 @@ class Trainer:
             path, state = found
             self.begin_with(path)
             stored.load(path, "optimizer", self.optimizers.tensors(create=True))
-            self.step, self.clock, self.best = state["step"], Clock.of(state), state["best"]
+            self.step, self.clock = state["step"], Clock.of(state)
+            self.best = self.world.on_main(partial(self.checkpoints.whole_best, state["best"]))
             self.logged = state.get("logged", 0) if self.step else 0
         if self.world.is_main:
             self.checkpoints.remove_after(self.step if found else -1)

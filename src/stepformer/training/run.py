@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stepformer.base.errors import ConfigError, DivergedError, InputError, StepformerError
+from stepformer.base.errors import (
+    ConfigError,
+    DivergedError,
+    InputError,
+    StepformerError,
+    StepformerWarning,
+    command_line,
+)
 from stepformer.base.files import write_text
 from stepformer.base.plugins import comes_from_plugin, lasting, load_plugin
 from stepformer.base.progress import counting
@@ -37,7 +45,7 @@ from stepformer.training.finetuning import same_start, warm_start
 from stepformer.training.loop import Trainer
 from stepformer.training.parallel import ALONE, World, choose_device, joined_world
 from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of
-from stepformer.training.speed import forecast
+from stepformer.training.speed import FORWARD, forecast
 from stepformer.training.stopping import Reason, Watch
 
 
@@ -95,10 +103,8 @@ def train(
                 folder.create(config, facts, corpus.folder / "tokenizer", lasting(plugins))
             trainer.display.note(f"{trainer.display.title}  {_cost(trainer)}")
             trainer.display.note(f"{trainer.display.title}  in {folder.path}")
-            windows = check_blocks(trainer.val, config.model.context, len(trainer.val))
-            if windows < FEW_WINDOWS:
-                said = f"the validation text has {windows} window{'s' * (windows > 1)} of {config.model.context} tokens"
-                trainer.display.note(f"{trainer.display.title}  {said}: losses on it are noisy")
+            for remark in _about_evaluations(trainer):
+                trainer.display.note(f"{trainer.display.title}  {remark}")
             world.barrier()
             try:
                 return _fit(trainer, watch or Watch(max_seconds))
@@ -123,6 +129,23 @@ def _cost(trainer: Trainer) -> str:
     # of smaller steps other things than operations take the time
     time = f", about {duration(expected.run)} if it reaches 30 % of this device's peak" * (expected.step >= LONG_STEP)
     return f"{size}: {trainer.num_parameters:,} parameters; {amount}{time}"
+
+
+ENOUGH = 16_384  # tokens of an evaluation that show how a small run goes
+
+
+def _about_evaluations(trainer: Trainer) -> Iterator[str]:
+    """What there is to say of losses that will be noisy, or slow to have."""
+    config = trainer.config
+    windows = check_blocks(trainer.val, config.model.context, len(trainer.val))
+    if windows < FEW_WINDOWS:
+        said = f"the validation text has {windows} window{'s' * (windows > 1)} of {config.model.context} tokens"
+        yield f"{said}: losses on it are noisy"
+    trained = config.train.steps * config.step_tokens
+    read = trainer.eval_tokens * config.evaluations(trainer.eval_tokens)
+    if trainer.eval_tokens > ENOUGH and read > FORWARD * trained:
+        said = f"evaluations read {read:,} tokens, which takes longer than training on {trained:,}"
+        yield f"{said}: eval_tokens={ENOUGH} is faster, and noisier"
 
 
 PIECES = ("micro_batch", "device", "parallel", "compile")  # what changes the result by rounding, and the time
@@ -177,6 +200,9 @@ def resume(
         )
     result = folder.read_result(record, config)
     if result is not None and not restart:  # nothing to do, and nothing to write again
+        for fault in folder.kept(record, config).faults():
+            again = f"`{command_line('resume', folder.path, '--restart')}` makes it again from the newest whole one"
+            warnings.warn(f"{fault} The result stands; {again}.", StepformerWarning, stacklevel=2)
         return {**result, "folder": str(folder.path)}
     told, kept = config, {"precision": record.get("precision", config.train.precision)}
     config = RunConfig.from_dict({**config.to_dict(), "train": {**config.train.to_dict(), **kept, **changes}})

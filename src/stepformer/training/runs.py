@@ -103,7 +103,7 @@ class RunFolder:
             near = neighbour(self.path, "run.json") or neighbour(Path("runs") / self.path.name, "run.json")
             raise InputError(f"There is no run folder '{self.path}'.{near}")
         runs = sorted(str(found.parent) for found in self.path.glob("*/run.json"))
-        named = " or ".join(f"'{run}'" for run in runs[:2])
+        named = " or ".join([f"'{run}'" for run in runs[:3]] + ["another one"] * (len(runs) > 3))
         if not self.exists and (self.path / "study.json").is_file():
             advice = f"name one of its runs, {named}" if runs else "it has no runs yet"
             raise InputError(f"'{self.path}' is a study, not a run: {advice}.")
@@ -267,7 +267,14 @@ def checkpoint_of(folder: RunFolder, which: str, opened: tuple[Record, RunConfig
         instead = f"and the one there is of step {there}" if there >= 0 else "and it is gone"
         what = f"The {which} checkpoint of '{folder.path}' was that of step {wanted}"
         raise InputError(f"{what}, {instead}: put it back.")
-    found = kept.latest(kind)
+    try:
+        found = kept.latest(kind)
+    except InputError as error:
+        if kind == "step" or not kept.names("step"):
+            raise
+        raise InputError(
+            f"{error} `--checkpoint last` takes the newest whole one of those that training saved."
+        ) from None
     if found is None and which == "best" and kept.names("step"):
         said = f"'{folder.path}' has no best checkpoint yet: its last one is used."
         warnings.warn(said, StepformerWarning, stacklevel=3)

@@ -17,6 +17,7 @@ from stepformer.training.evaluation import autocasting
 from stepformer.training.parallel import World
 
 # Dense bf16 products a second, from the makers' data sheets (without sparsity).
+FORWARD = 3  # forward passes that take as long as one forward and backward pass
 PEAKS = {
     "B200": 2.25e15,
     "H200": 989e12,
@@ -103,11 +104,8 @@ def forecast(
         once, update = _MEASURED[alike]
         batch, how = once * accumulation, "from one micro-batch and an update, not compiled"
     step = batch * passes + update
-    # a forward pass is a third of a forward and backward pass; evaluated at the start, on the way and at the end, there
-    # on training tokens too
-    evaluations = 3 + (train.steps - 1) // config.eval_every(eval_tokens) if eval_tokens else 0
-    evaluation = batch / 3 * eval_tokens / config.step_tokens
-    return Forecast(step, step * train.steps + evaluation * evaluations, how)
+    evaluation = batch / FORWARD * eval_tokens / config.step_tokens
+    return Forecast(step, step * train.steps + evaluation * config.evaluations(eval_tokens), how)
 
 
 def _measured(config: RunConfig, micro: int, device: torch.device) -> tuple[float, float]:

@@ -46,6 +46,7 @@ CELLS: dict[str, Callable[[Record, Record], str]] = {
 }
 SPARE = ("compile s", "product %", "opt ms", "ms [q1, q3]", "opt %", "MFU %", "batch")  # what a narrow terminal misses
 BUSY = 1.15
+UNEVEN = 1.2  # how far a quotient of speeds may lie from one of steps taken in turn
 
 
 def made(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, notes: Sequence[str] = ()) -> Table:
@@ -96,6 +97,10 @@ def legend(process: Process, table: Table) -> str:
         text += ". GiB are estimated from the tensors that a step keeps"
     if any("beside" in record for record in results):
         text += ". Ratios are of steps taken in turn"
+        base = results[0]["tokens_per_second"]
+        quotients = [record["tokens_per_second"] / base / ratio(record, results[0]) for record in results]
+        if max(*quotients, 1.0) > UNEVEN * min(*quotients, 1.0):
+            text += "; the machine was not equally fast for all rows, so compare the ratios and not the speeds"
     q1, q3 = (results[0]["forward_backward"][key] if results else 0 for key in ("q1_ms", "q3_ms"))
     if q3 > BUSY * q1:
         text += f". The middle half of vanilla's steps took {q1:.1f} to {q3:.1f} ms: the machine was busy with "
