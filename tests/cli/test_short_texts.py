@@ -42,8 +42,17 @@ def test_prepare_says_that_nothing_has_changed(tmp_path: Path, capsys: pytest.Ca
     assert "unchanged" not in capsys.readouterr().out
     prepared(tmp_path, STORY * 20, "--tokenizer", "bytes")
     assert capsys.readouterr().out.startswith("unchanged: this corpus was prepared before, of the same source")
+    shard = next(tmp_path.rglob("train-00000.bin"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(AssertionError):
+        prepared(tmp_path, STORY * 20, "--tokenizer", "bytes")
+    said = capsys.readouterr()
+    assert "unchanged" not in said.out
+    assert "checksum is not the one in the manifest. Prepare the corpus again with --force: the same source" in said.err
     prepared(tmp_path, STORY * 20, "--tokenizer", "bytes", "--force")
     assert "unchanged" not in capsys.readouterr().out
+    assert shard.read_bytes() == whole
 
 
 SMALL = ["n_layer=1", "n_head=2", "d_model=16", "context=64", "batch=4", "device=cpu"]

@@ -12,7 +12,7 @@ from typing import Any
 from stepformer.base.errors import InputError
 from stepformer.cli.hybrids import HYBRID, Row, as_table, hybrids, over_hybrids
 from stepformer.cli.hybrids import KIND as TABLE
-from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, RUN, check, command, given, group, option
+from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, check, command, given, group, option
 from stepformer.cli.show import console
 from stepformer.data.sources import DATASETS
 from stepformer.measure import measured
@@ -27,6 +27,10 @@ from stepformer.training.run import LoadedRun, validation_loss
 
 def run_eval(args: argparse.Namespace) -> int:
     check(args, "micro_batch")
+    if args.folder is None and len(args.on or ()) > 1 and Path(args.on[-1], "run.json").is_file():
+        args.folder = args.on.pop()  # `eval --on TEXT RUN`
+    if args.folder is None:
+        raise InputError("Which run? Name its folder: `stepformer eval RUN --on TEXT`.")
     check_words(args)
     run = load_run(args.folder, args.checkpoint, args.device)
     if args.tasks:
@@ -206,7 +210,7 @@ def downstream(args: argparse.Namespace, run: LoadedRun) -> dict[str, Any]:
 
 add_eval = command(
     run_eval,
-    RUN,
+    option("folder RUN", "run folder", nargs="?"),
     option("--corpus DIR", "validation loss on another prepared corpus, same tokenizer"),
     option("--tokens N", "score at most N tokens (default: as in training; texts: all)", type=int),
     group(

@@ -146,11 +146,18 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         settings = [] if words is None else [_as_setting(word, given, args.parser) for word in unknown]
         setting = next(filter(None, settings), "")
         word = unknown[0].partition("=")[0]
-        guess = setting or suggestion(word, [option for option in known if option.startswith(word)] or known, 0.75)
+        near = suggestion(word, [option for option in known if option.startswith(word)] or known, 0.75)
+        guess = setting or near or ELSEWHERE.get((asked, word if word.startswith("-") else ""), "")
         top.error(f"unrecognized arguments: {' '.join(unknown)}.{guess}")
     if words is not None:
         words += extra
     return args
+
+
+ELSEWHERE = {
+    ("eval", ""): " Texts are named with --on.",
+    ("generate", "--prompt"): " The prompt comes after RUN, without an option.",
+}
 
 
 def _as_setting(word: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> str:

@@ -24,6 +24,7 @@ from stepformer.data.prepare import prepare
 from stepformer.data.readers import DOCUMENT_RULES
 from stepformer.data.sources import TALES_COUNT
 from stepformer.present.tables import of_texts
+from stepformer.training.corpora import checked
 
 
 def run_prepare(args: argparse.Namespace) -> int:
@@ -37,6 +38,8 @@ def run_prepare(args: argparse.Namespace) -> int:
             corpus = prepare(source, tokenizer, out, progress=report, **given(args, "val_fraction", "workers", "force"))
         if args.verify:
             corpus.verify()
+        elif reused:
+            checked(corpus)
     except KeyboardInterrupt:
         print("stepformer: interrupted; the same command continues where it stopped.", file=sys.stderr)
         return 130

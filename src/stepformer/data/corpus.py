@@ -226,7 +226,7 @@ class Corpus:
 
 
 LEFT = (".parts", "train-*.bin", "val-*.bin")  # what an interrupted preparation leaves
-AGAIN = " Prepare the corpus again with --force."
+AGAIN = " Prepare the corpus again with --force: the same source gives the same tokens, and runs can go on with them."
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Momentum Streams' protocol, whose numbers are the defaults at the size of its mo
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,10 +127,12 @@ def warm_start(init: str, config: RunConfig, tokenizer: Mapping[str, Any], world
     if source.model.hash != config.model.hash:
         ours, theirs = config.model.to_dict(), source.model.to_dict()
         differ = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+        words = shlex.join(f"{key}={theirs[key]}" for key in differ if theirs.get(key) is not None)
         raise InputError(
             f"init = '{folder.path}' has the weights of another architecture: its {differ[0]} is "
             f"{theirs.get(differ[0], 'unset')}, this run's {ours.get(differ[0], 'unset')}"
             + (f" (also different: {', '.join(differ[1:4])})." if differ[1:] else ".")
+            + (f" It was made with: {words}." if words else "")
         )
 
     def best() -> tuple[Path, dict[str, Any]]:

@@ -182,9 +182,11 @@ def resume(
     record, config = folder.opened()
     refused = sorted(set(changes) - set(MAY_CHANGE))
     if refused:
+        other = "train a new one, or branch off it (`stepformer extend --help`)"
+        if config.optim.schedule == "cosine":  # which has fallen
+            other = f"begin a new run with its weights, `train ... {shlex.quote(f'init={folder.path}')}`"
         raise ConfigError(
-            f"A run cannot change '{key}' when it is resumed: train a new one, or branch off it "
-            "(`stepformer extend --help`). It may change "
+            f"A run cannot change '{key}' when it is resumed: {other}. It may change "
             f"{', '.join(MAY_CHANGE)}, and corpus and also, the places of the same ones."
             for key in refused
         )
