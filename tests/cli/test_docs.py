@@ -151,9 +151,9 @@ def test_write_your_own_attention_page(tmp_path: Path, steps: int) -> None:
         assert len(block.strip().splitlines()) <= 36
         (tmp_path / name).write_text(block)
     commands = [line for block in blocks(page, "bash") for line in block.splitlines()]
-    assert len(commands) == 4
+    assert len(commands) == 5
     assert commands[-1].startswith("stepformer flow order ")  # ten seconds, and test_flows.py runs it
-    for command in commands[: 4 if steps > 30 else 3]:
+    for command in commands[: 5 if steps > 30 else 4]:
         printed = run(command.replace(" audit ", f" audit --steps {steps} "), tmp_path)
         assert "1 of 1 pass" in printed if " audit " in command else "kick-drift" in printed
 

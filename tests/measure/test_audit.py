@@ -36,7 +36,7 @@ def test_short_audit(name: str) -> None:
     details = {check.obligation: check.detail for check in result.checks}
     assert "tr " in details[6]
     if name == "tmm-zero":
-        assert details[5] == "zero: 0.mu_attn, 0.beta_attn"
+        assert details[5] == "gradient 0: 0.mu_attn, 0.beta_attn"
     if name == "symplectic-euler":
         assert details[5] == "5 unused"
 
@@ -62,9 +62,14 @@ def test_a_statistic_of_the_whole_sequence_fails() -> None:
 
 def one_off(template: type[sf.Template], **registration: Any) -> Audit:
     """Audit a template under a name of its own."""
+    config = registered(template, **registration)
+    return audit(config, config.template, steps=30)
+
+
+def registered(template: type[sf.Template], **registration: Any) -> sf.ModelConfig:
     name = f"broken-{template.__name__.lower()}"
     sf.register_template(name, **{"equation": "broken on purpose", **registration})(template)
-    return audit(sf.model_config(name), name, steps=30)
+    return sf.model_config(name)
 
 
 def fault_in_building(template: type[sf.Template]) -> str:
@@ -342,3 +347,22 @@ def test_audit_of_a_name_prints_its_checks() -> None:
     assert found.name == "vanilla"
     assert lines[0] == "audit of vanilla"
     assert [line.split()[:2] for line in lines[1:]] == [["ok", title] for title in OBLIGATIONS.values()]
+
+
+def test_a_first_look_is_taken_at_rules_of_others_alone() -> None:
+    class Future(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return s.replace(u=scale * g.mean(1, keepdim=True).expand_as(g))
+
+    class Past(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return s.replace(u=scale * g.cumsum(1))
+
+    class Plain(GradientDescent):
+        pass
+
+    looks = [audit_module.first_look(registered(rule)) for rule in (Future, Past, Plain)]
+    assert looks[0].startswith("it would not pass its audit, since 2 causal: tokens from 1 on change the logits before")
+    assert "since 3 decoding: " in looks[1]
+    assert looks[2] == ""
+    assert audit_module.first_look(sf.model_config("yurii")) == ""

@@ -26,7 +26,7 @@ from stepformer.measure.diagnostics.curvature import (
     text,
 )
 from stepformer.training import load_run, train
-from stepformer.training.run import LoadedRun, corpus_of
+from stepformer.training.loading import LoadedRun, corpus_of
 
 # runs
 

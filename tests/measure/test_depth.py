@@ -25,7 +25,7 @@ from stepformer.measure.diagnostics.depth import DepthSettings, inside
 from stepformer.measure.flows.systems import LinearFlow, SoftmaxFlow
 from stepformer.oracles import fresh_call
 from stepformer.training import load_run, train
-from stepformer.training.run import LoadedRun, corpus_of
+from stepformer.training.loading import LoadedRun, corpus_of
 
 COUNTS = torch.arange(1, 9, dtype=torch.float64)  # visible tokens
 TIGHT = 1e-11  # fp64, one formula summed in two orders

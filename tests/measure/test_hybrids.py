@@ -21,7 +21,7 @@ from stepformer.measure.evaluation.perplexity import Reading, measure_texts
 from stepformer.measure.evaluation.texts import Text, as_text
 from stepformer.pages.reports.collect import read_run
 from stepformer.training import evaluate_run, load_run, train
-from stepformer.training.run import LoadedRun, validation_loss
+from stepformer.training.loading import LoadedRun, validation_loss
 from stepformer.training.text import continue_text
 
 EXACT = 1e-11  # two fp64 evaluations of one function in different shapes

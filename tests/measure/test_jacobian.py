@@ -28,7 +28,7 @@ from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
 from stepformer.oracles import fresh_call
 from stepformer.rules import State
 from stepformer.training import load_run, train
-from stepformer.training.run import LoadedRun, corpus_of
+from stepformer.training.loading import LoadedRun, corpus_of
 
 PLACES = [(layer, kind) for layer in (0, 1) for kind in KINDS]
 

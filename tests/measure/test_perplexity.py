@@ -36,7 +36,7 @@ from stepformer.measure.evaluation.texts import (
 )
 from stepformer.model import Model
 from stepformer.training import evaluate_run, load_run, train
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 EXACT = 1e-11  # two fp64 evaluations of one function in different shapes
 CONTEXT = 16

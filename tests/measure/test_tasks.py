@@ -23,7 +23,7 @@ from stepformer.measure.evaluation.harness import notes, read_metrics, settled, 
 from stepformer.measure.evaluation.scoring import Scorer
 from stepformer.measure.evaluation.tasks import open_task
 from stepformer.training import load_run, train
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 pytest.importorskip("lm_eval", reason="needs the extra eval")
 

@@ -180,7 +180,7 @@ PLUGINS: dict[str, tuple[str, int, list[tuple[str, dict[str, Any]]]]] = {
         [("yurii", {"attention": "sigmoid"}), ("adam", {"attention": "sigmoid", "value_residual": "free"})],
     ),
     "kick-drift": (
-        "write-your-own-attention", 1,
+        "write-your-own-attention", 2,
         [("symp-plain-euler", {"template": "kick-drift"}), ("linear-symp-ab2", {"template": "kick-drift"})],
     ),
     "echo": (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -32,6 +33,27 @@ def kicks() -> dict[str, tuple[Callable[..., Any], str]]:
 
     def comparing(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
         return c.beta * s.v + (g if bool((c.beta > 0.1).all()) else -g)
+
+    def where(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
+        return c.beta * s.v + torch.where(g > 0, g, 0.1 * g)
+
+    def equal(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
+        return c.beta * s.v + g + (g == g) * g  # false of symbols, which are compared as objects
+
+    def where_equal(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
+        return c.beta * s.v + torch.where(s.v == s.v, g, 0.1 * g)
+
+    def length(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
+        return c.beta * s.v + g / g.shape[1]
+
+    def sharp(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
+        return c.beta * s.v + F.softplus(g, beta=2.0)
+
+    def in_place(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
+        return c.beta * s.v + F.relu(g + 0.0, inplace=True)
+
+    def no_eps(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
+        return c.beta * s.v + F.rms_norm(g, g.shape[-1:])
 
     def choosing(self: Any, s: State, c: Any, g: Tensor) -> Tensor:
         return torch.where(torch.sign(g).bool(), s.v, g)
@@ -75,7 +97,14 @@ def kicks() -> dict[str, tuple[Callable[..., Any], str]]:
     return {
         "indexing": (indexing, "it indexes a tensor"),
         "deciding": (deciding, "it decides by the value of a tensor"),
-        "comparing": (comparing, "cannot be followed on symbols"),
+        "comparing": (comparing, "it compares values of a tensor"),
+        "where": (where, "it compares values of a tensor"),
+        "equal": (equal, "it computes with a truth value"),
+        "where equal": (where_equal, "cannot be followed on symbols (TypeError: where() received"),
+        "tokens": (length, "it asks how many tokens there are"),
+        "another softplus": (sharp, "it calls softplus with a beta"),
+        "in place": (in_place, "it changes a tensor in place"),
+        "rms_norm without eps": (no_eps, "depends on the dtype: rms_norm takes one, eps=1e-6"),
         "choosing": (choosing, "it uses Tensor.bool"),
         "cumulative": (cumulative, "it calls torch's cumsum"),
         "method": (method, "it uses Tensor.flip"),
@@ -111,6 +140,31 @@ def test_what_cannot_be_followed_runs_as_it_is_written(why: str, monkeypatch: py
     if why != "counting":
         with kernels.off():
             assert (logits - model(tokens(1, 4, 17)).logits).norm() <= FP32 * logits.norm()
+
+
+FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda g: F.layer_norm(g, g.shape[-1:]),
+    "layer_norm with an eps": lambda g: F.layer_norm(g, (g.shape[-1],), eps=1e-3),
+    "rms_norm": lambda g: F.rms_norm(g, (g.shape[-1],), eps=1e-6),
+    "relu": lambda g: F.relu(g),
+    "softplus": lambda g: F.softplus(g),
+    "width": lambda g: g / g.shape[-1] ** 0.5 + g.shape[2] * 0.01 * g,
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_the_usual_spellings_are_followed(name: str) -> None:
+    class Mine(Nesterov):
+        def kick(self, s: State, c: Any, g: Tensor, scale: float = 1.0) -> State:
+            return s.replace(v=c.beta * s.v + FOLLOWED[name](g))
+
+    model = shake(tiny("yurii", dtype=SINGLE, **SIZE), scale=0.1)
+    for block in model.blocks:
+        block.template.__class__ = Mine
+    assert fused.structural(model) is None
+    logits = model(tokens(1, 4, 17)).logits
+    with kernels.off():
+        assert (logits - model(tokens(1, 4, 17)).logits).norm() <= FP32 * logits.norm()
 
 
 def test_what_symbols_refuse() -> None:

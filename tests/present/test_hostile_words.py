@@ -25,7 +25,7 @@ from stepformer.pages.reports.contents import Report
 from stepformer.pages.reports.page import page_html
 from stepformer.pages.reports.paper import latex_tables, markdown_report
 from stepformer.present.tables import Cell, Column, Table, latex_text, listed, markdown_text
-from stepformer.training.run import LoadedRun, load_run
+from stepformer.training.loading import LoadedRun, load_run
 
 CARD = "stepformer.exchange.huggingface.card"
 HARMLESS = "words"

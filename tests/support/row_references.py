@@ -22,7 +22,8 @@ from stepformer.model.engines.planning import Plan
 from stepformer.ops import numbers, row_passes
 from stepformer.ops.linear import rounded_weights
 from stepformer.ops.row_programs import LETTERS, Program, aligned
-from stepformer.ops.symbols import Symbol, topological
+from stepformer.ops.symbol_graphs import topological
+from stepformer.ops.symbols import Symbol
 
 TERMS = 24  # of the series of phi below 1: the next one is at most 1 / 24! = 2e-24
 

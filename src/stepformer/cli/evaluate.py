@@ -22,7 +22,7 @@ from stepformer.measure.evaluation.texts import OUT_OF_DOMAIN, Text
 from stepformer.training import load_run
 from stepformer.training.corpora import corpora_of, part_of_corpus, shares_passages
 from stepformer.training.evaluation import Evaluation
-from stepformer.training.run import LoadedRun, validation_loss
+from stepformer.training.loading import LoadedRun, validation_loss
 
 
 def run_eval(args: argparse.Namespace) -> int:

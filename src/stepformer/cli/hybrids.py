@@ -12,7 +12,7 @@ from stepformer.cli.options import group, option
 from stepformer.measure import measured
 from stepformer.measure.evaluation.scoring import about_run
 from stepformer.present.tables import Table, of_texts
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 KIND = "hybrid"
 ASKED = ("corpus", "tokens", "on", "stride", "ood", "random", "field", "document", "split", "tasks", "shots", "limit")

@@ -189,10 +189,9 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         args = _parsed(argv)
         if args.plugin:
-            from stepformer.base.plugins import load_plugin
+            from stepformer.base.plugins import load_plugins
 
-            for where in args.plugin:
-                load_plugin(where)
+            load_plugins(args.plugin)
         status: int = args.run(args)
         sys.stdout.flush()
         return status

@@ -11,7 +11,7 @@ from stepformer.base.errors import InputError
 from stepformer.cli.hybrids import HYBRID, hybrid_of
 from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, harmless, option
 from stepformer.training import load_run
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 from stepformer.training.text import continue_text, prompt_ids, readable
 
 

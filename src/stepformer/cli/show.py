@@ -30,6 +30,7 @@ from stepformer.rules import Coefficient, splittings, templates
 from stepformer.rules.hamiltonian import HamiltonianStep
 from stepformer.training.config import DataConfig, OptimConfig, RunConfig, TrainConfig, run_config
 from stepformer.training.memory import estimate_memory
+from stepformer.training.runs import RunFolder
 
 COUNTS = ("total", "non-positional", "non-embedding")
 
@@ -192,6 +193,9 @@ def run_show(args: argparse.Namespace) -> int:
     if others := [word for word in args.overrides if catalogue.is_preset(word)]:
         raise InputError(f"`show` shows one architecture, and '{others[0]}' is another: ask for each on its own.")
     if (file := Path(args.name, "config.toml")).is_file():  # a run
+        folder = RunFolder(Path(args.name))
+        if folder.exists and folder.read().get("plugins"):
+            folder.opened()  # imports them
         args.name = str(file)
     config = resolve(args.name, args.overrides, args.size)
     tell_idle(config, args.overrides)

@@ -51,7 +51,9 @@ def named_roles(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Role]]:
         for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
             role = roles.get(name.rpartition(".")[2])
             if role is None:
+                own = name.rpartition(".")[2]
                 raise StepformerError(
-                    f"Parameter '{name}' has no role: call stepformer.model.roles.declare in {type(module).__name__}."
+                    f"Parameter '{name}' has no role: say what it is for in the class {type(module).__name__}, "
+                    f"parameter_roles = {{'{own}': 'coefficient'}}, which is one of {', '.join(Role)}."
                 )
             yield name, parameter, role

@@ -19,7 +19,8 @@ from stepformer.ops.operators import differentiable, operator
 from stepformer.ops.row_printing import load_kernel
 from stepformer.ops.row_programs import aligned, pulls
 from stepformer.ops.scalar_functions import printed
-from stepformer.ops.symbols import Symbol, add, leaf, topological
+from stepformer.ops.symbol_graphs import topological
+from stepformer.ops.symbols import Symbol, add, leaf
 
 
 class Numbers(NamedTuple):

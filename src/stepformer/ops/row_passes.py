@@ -42,7 +42,7 @@ from stepformer.ops.row_programs import (
     differentiate,
     through,
 )
-from stepformer.ops.symbols import topological
+from stepformer.ops.symbol_graphs import topological
 
 KINDS = ("row", "stat")  # of outputs
 

@@ -22,7 +22,8 @@ import triton.language as tl
 from stepformer.ops import common
 from stepformer.ops.row_programs import Gradients, is_statistic
 from stepformer.ops.scalar_functions import NAMES, printed
-from stepformer.ops.symbols import Symbol, is_const, make, topological
+from stepformer.ops.symbol_graphs import topological
+from stepformer.ops.symbols import Symbol, is_const, make
 
 COMMON = (
     common.four_row_sums, common.load_columns, common.load_gain, common.load_stored, common.numbers, common.over_row,

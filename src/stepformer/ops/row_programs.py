@@ -20,6 +20,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from stepformer.ops.symbol_graphs import rebuild, topological
 from stepformer.ops.symbols import (
     Symbol,
     UntraceableError,
@@ -30,10 +31,8 @@ from stepformer.ops.symbols import (
     leaf,
     make,
     mul,
-    rebuild,
     rec,
     row_sum,
-    topological,
 )
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})

@@ -24,7 +24,7 @@ import contextlib
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -82,6 +82,11 @@ class Symbol:
             raise UntraceableError(f"it takes the power {power!r}")
         return rec(self) if power == -1 else mul(self, self ** (power - 1)) if power > 1 else self
 
+    def _compared(self, other: Any) -> Symbol:
+        raise UntraceableError("it compares values of a tensor")
+
+    __lt__ = __le__ = __gt__ = __ge__ = _compared
+
     def __bool__(self) -> bool:
         raise UntraceableError("it decides by the value of a tensor")
 
@@ -93,6 +98,8 @@ class Symbol:
             raise AttributeError(name)
         if name == "dtype":
             return None  # whatever a stream is carried in
+        if name == "shape" and self.kind == "row":
+            return RowShape()
         method = METHODS.get(name)
         if method is None:
             raise UntraceableError(f"it uses Tensor.{name}")
@@ -144,6 +151,8 @@ def lift(value: Any) -> Symbol:
     """A Python number as a symbol."""
     if isinstance(value, Symbol):
         return value
+    if isinstance(value, bool):  # also what == makes of a symbol
+        raise UntraceableError("it computes with a truth value")
     if isinstance(value, int | float):
         return make("const", attr=float(value), kind="num")
     raise UntraceableError(f"it mixes in a {type(value).__name__} that is neither a stream nor a coefficient")
@@ -242,6 +251,16 @@ def inverse_width() -> Symbol:
     return make("inv_d", attr="1/d", kind="num")
 
 
+class RowShape:
+    """The shape of a row: its last entry is known, the others belong to all tokens together."""
+
+    def __getitem__(self, place: Any) -> Any:
+        if place not in (-1, 2, slice(-1, None)):
+            raise UntraceableError("it asks how many tokens there are")
+        width = rec(inverse_width())
+        return (width,) if isinstance(place, slice) else width
+
+
 def row_sum(a: Any) -> Symbol:
     """Over a token's row, one number per token."""
     if lift(a).kind != "row":
@@ -262,41 +281,6 @@ def standardise(p: Any, eps: Any, *, centred: bool) -> Symbol:
     mean = (make("mean", y, kind="stat"),) if centred else ()
     r = make("rdev", y, eps, *mean, attr=centred, kind="stat")
     return mul(sign, make("hat", y, r, *mean, kind="row"))
-
-
-def topological(roots: Iterable[Symbol], stop: Callable[[Symbol], bool] = lambda n: False) -> list[Symbol]:
-    """Arguments before what uses them; nothing behind a symbol at which to stop."""
-    order: dict[Symbol, None] = {}
-    for root in roots:
-        waiting = [(root, False)]
-        while waiting:
-            n, done = waiting.pop()
-            if n in order:
-                continue
-            if done or stop(n) or not n.args:
-                order[n] = None
-            else:
-                waiting.append((n, True))
-                waiting += [(a, False) for a in reversed(n.args)]
-    return list(order)
-
-
-AGAIN: dict[str, Callable[..., Symbol]] = {"add": add, "mul": mul, "rec": rec}
-
-
-def rebuild(n: Symbol, known: dict[Symbol, Symbol], stop: Callable[[Symbol], bool] = lambda n: False) -> Symbol:
-    """`n` with some symbols exchanged (`known`, which grows); simplifications apply anew."""
-    for m in topological([n], lambda m: m in known or stop(m)):
-        if m in known:
-            continue
-        if not m.args or stop(m):
-            known[m] = m
-        elif m.op == "hat" and not stop(m.args[1]):
-            known[m] = standardise(known[m.args[0]], known[m.args[1].args[1]], centred=m.args[1].attr)
-        else:
-            args = [known[a] for a in m.args]
-            known[m] = AGAIN[m.op](*args) if m.op in AGAIN else make(m.op, *args, attr=m.attr, kind=m.kind)
-    return known[n]
 
 
 # functions that a pass cannot do: they are called around it
@@ -343,7 +327,7 @@ def _over_rows(a: Any, dim: Any = None, keepdim: bool = False, **other: Any) -> 
 
 def _norm(a: Any, weight: Any = None, bias: Any = None, eps: float | None = 1e-5, *, centred: bool) -> Symbol:
     if eps is None:
-        raise UntraceableError("it normalises with an eps that depends on the dtype")
+        raise UntraceableError("it normalises with an eps that depends on the dtype: rms_norm takes one, eps=1e-6")
     found = standardise(a, eps, centred=centred)
     found = found if weight is None else mul(weight, found)
     return found if bias is None else add(found, bias)
@@ -359,9 +343,21 @@ def _is_inf(a: Any) -> Symbol:
 
 
 def _where(condition: Any, a: Any, b: Any) -> Symbol:
-    if not is_const(lift(condition)):
+    if isinstance(condition, bool) or not is_const(lift(condition)):
         raise UntraceableError("it chooses by the value of a tensor")
     return lift(a) if lift(condition).attr else lift(b)
+
+
+def _relu(a: Any, inplace: bool = False) -> Symbol:
+    if inplace:
+        raise UntraceableError("it changes a tensor in place")
+    return function("relu", a)
+
+
+def _softplus(a: Any, beta: float = 1, threshold: float = 20) -> Symbol:
+    if (beta, threshold) != (1, 20):
+        raise UntraceableError("it calls softplus with a beta or threshold of its own")
+    return function("softplus", a)
 
 
 def _detach(a: Any) -> Symbol:
@@ -381,6 +377,8 @@ _OVER, _NEGATIVE = lambda a, b: mul(a, rec(b)), lambda a: mul(-1.0, a)
 
 METHODS: dict[str, Callable[..., Any]] = {
     **{name: (lambda a, name=name: function(name, a)) for name in FUNCTIONS},
+    "relu": _relu,
+    "softplus": _softplus,
     **dict.fromkeys(("add", "__add__", "__radd__"), _ADD),
     **dict.fromkeys(("sub", "subtract", "__sub__"), _LESS),
     **dict.fromkeys(("rsub", "__rsub__"), lambda a, b: _LESS(b, a)),

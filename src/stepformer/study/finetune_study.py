@@ -28,8 +28,8 @@ from stepformer.study.study import Planned, plan_runs
 from stepformer.training.config import DataConfig, RunConfig
 from stepformer.training.corpora import check_tokenizers, open_corpus
 from stepformer.training.finetuning import FinetuneConfig, finetune_config
+from stepformer.training.loading import trained_on
 from stepformer.training.parallel import ALONE
-from stepformer.training.run import trained_on
 from stepformer.training.runs import RunFolder, checkpoint_of
 
 

@@ -23,7 +23,7 @@ from stepformer.measure.evaluation.texts import token_hash
 from stepformer.study import statistics
 from stepformer.study.records import HeldOutRows, Matched, RunRecord, matched_words
 from stepformer.training.corpora import corpora_of, part_of_corpus, shares_passages
-from stepformer.training.run import load_run
+from stepformer.training.loading import load_run
 from stepformer.training.runs import RunFolder
 from stepformer.training.stopping import Stopped, Watch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 
 import torch
 
-from stepformer.base.errors import ConfigError, InputError, StepformerError, UnknownNameError
-from stepformer.base.plugins import comes_from_plugin, explained, is_ours, load_plugin
+from stepformer.base.errors import ConfigError, InputError, StepformerError, StepformerWarning, UnknownNameError
+from stepformer.base.plugins import comes_from_plugin, explained, is_ours, load_plugins
 from stepformer.base.progress import say
 from stepformer.base.words import parse_overrides
 from stepformer.catalogue.recipes import read_recipe
-from stepformer.measure.diagnostics.audit import small_copy
+from stepformer.measure.diagnostics.audit import first_look, small_copy
 from stepformer.model import Model
 from stepformer.model.config import ModelConfig
 from stepformer.study.comparison import Comparison, Facts
@@ -29,8 +30,7 @@ from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, re
 from stepformer.training import RunConfig, run_config
 from stepformer.training.config import place
 from stepformer.training.corpora import corpus_facts, open_corpus
-from stepformer.training.parallel import choose_device
-from stepformer.training.run import ALONE
+from stepformer.training.parallel import ALONE, choose_device
 from stepformer.training.stopping import Watch
 
 Named = str | Path | RunConfig | ModelConfig  # a row: preset, recipe or TOML file by name, or a config
@@ -137,8 +137,7 @@ def sweep(
         quiet: Print nothing.
         settings: For all points.
     """
-    for plugin in plugins:
-        load_plugin(plugin)
+    load_plugins(plugins)
     words = [f"{key}={_word(value)}" for key, value in settings.items()]
     grid_words = [f"{key}={','.join(map(_word, values))}" for key, values in axes.items()]
     study = swept(str(name), words, grid_words, Path(out), seeds_of(seeds), allow)
@@ -184,8 +183,7 @@ def compared(
     `dry` the search is left out.
     """
     refuse_seed(*settings)
-    for plugin in plugins:
-        load_plugin(plugin)
+    load_plugins(plugins)
     searched = search_of(tune, budget_tune, seeds, by_turns)
     if budget is not None and {"steps", "train.steps"} & {*_keys(words, settings)}:
         raise InputError("Give --budget or steps, not both.")
@@ -243,6 +241,8 @@ def refuse_broken(variants: Mapping[str, RunConfig]) -> None:
                 if not comes_from_plugin(error):
                     raise
                 raise InputError(f"In the row {label}: {explained(error)}") from error
+            if fault := first_look(config.model):
+                warnings.warn(f"The row {label}: {fault}.", StepformerWarning, stacklevel=2)
 
 
 def _rows(rows: Iterable[Named | Mapping[str, Named]], budget: int | str | None, *common: Any) -> dict[str, RunConfig]:

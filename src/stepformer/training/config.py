@@ -256,6 +256,10 @@ class RunConfig:
     def autocast_on(self, device: torch.device) -> torch.dtype | None:
         return torch.bfloat16 if self.precision_on(device) == "bf16" else None
 
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """Of the weights; bf16 is of what is computed with them."""
+        return torch.float64 if self.precision_on(device) == "fp64" else torch.float32
+
     @property
     def stream_dtype(self) -> torch.dtype | None:
         """What x and the velocities are carried in under autocast; auto is left to the model (`carried_in`)."""

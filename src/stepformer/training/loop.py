@@ -74,8 +74,7 @@ class Trainer:
         self.eval_every = config.eval_every(self.eval_tokens)
         evaluation.check_blocks(self.val, config.model.context, min(train.first, default=train.eval_tokens))
 
-        dtype = torch.float64 if self.precision == "fp64" else torch.float32
-        self.model = Model(config.model, seed=train.seed, device=device, dtype=dtype)
+        self.model = Model(config.model, seed=train.seed, device=device, dtype=config.dtype_on(device))
         self.model.stream_dtype = config.stream_dtype
         if config.optim.own_init:
             scion_init(self.model, config.optim)

@@ -1,16 +1,13 @@
-"""Start, continue, measure and read runs: what the command line and a notebook both call."""
+"""Start and continue runs: what the command line and a notebook both call."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from stepformer.base.errors import (
     ConfigError,
@@ -21,29 +18,26 @@ from stepformer.base.errors import (
     command_line,
 )
 from stepformer.base.files import write_text
-from stepformer.base.plugins import comes_from_plugin, lasting, load_plugin
-from stepformer.base.progress import counting
+from stepformer.base.plugins import comes_from_plugin, lasting, load_plugins
 from stepformer.base.units import duration
 from stepformer.catalogue import SIZES
-from stepformer.data.corpus import FEW_WINDOWS, Corpus
-from stepformer.data.tokenizers import Tokenizer
-from stepformer.model import Model
+from stepformer.data.corpus import FEW_WINDOWS
 from stepformer.training import checkpoints as stored
 from stepformer.training import memory
 from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.config import RunConfig
 from stepformer.training.corpora import (
-    checked,
     corpus_facts,
     open_also,
     open_corpus,
     same_also,
     same_corpus,
 )
-from stepformer.training.evaluation import Evaluation, check_blocks, evaluate
+from stepformer.training.evaluation import check_blocks
 from stepformer.training.finetuning import same_start, warm_start
+from stepformer.training.loading import trained_on
 from stepformer.training.loop import Trainer
-from stepformer.training.parallel import ALONE, World, choose_device, joined_world
+from stepformer.training.parallel import World, choose_device, joined_world
 from stepformer.training.runs import DIVERGED, MAY_CHANGE, RunFolder, checkpoint_of
 from stepformer.training.speed import FORWARD, forecast
 from stepformer.training.stopping import Reason, Watch
@@ -177,7 +171,7 @@ def resume(
         changes: Keys of [train] that change the result by rounding at most, such as micro_batch, device or keep; the
             precision stays what it was.
     """
-    _load(plugins)
+    load_plugins(plugins)
     folder = RunFolder(Path(path))
     record, config = folder.opened()
     refused = sorted(set(changes) - set(MAY_CHANGE))
@@ -291,157 +285,3 @@ def _fit(trainer: Trainer, watch: Watch) -> dict[str, Any]:
     finally:
         if world.ending is not None:
             world.ending.before = lambda reason: None
-
-
-@dataclass(frozen=True, repr=False)
-class LoadedRun:
-    """A trained model with what it needs to read and write text."""
-
-    model: Model
-    tokenizer: Tokenizer
-    config: RunConfig
-    record: dict[str, Any]
-    step: int
-    folder: RunFolder
-
-    def __repr__(self) -> str:  # a prompt shows it as a part of `evaluate_run`; the fields fill pages
-        return f"LoadedRun('{self.folder.path}', step={self.step}, {self.model.num_parameters():,} parameters)"
-
-    @property
-    def known_step(self) -> int | None:
-        """`step`, or None if these are imported weights whose source did not say it."""
-        imported = self.record.get("imported")
-        return self.step if not imported or imported.get("step") else None
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed.tok_emb.weight.device
-
-    def hybrid(self, *, layers: Collection[int] | None = None, cutoff: int | None = None) -> LoadedRun:
-        """The same run with momentum in some layers only (`Model.hybrid`)."""
-        return replace(self, model=self.model.hybrid(layers=layers, cutoff=cutoff))
-
-
-ATTEMPTS = 20  # at reading a checkpoint before the next one takes its place
-
-
-def load_run(
-    path: str | Path, which: str = "best", device: str = "auto", *, allow_nan: bool = False, plugins: Sequence[str] = ()
-) -> LoadedRun:
-    """The model of a run with its tokenizer and config.
-
-    A training may take a checkpoint away while it is read: then the one that it has now is read.
-
-    Args:
-        path: The run's folder.
-        which: "best" for the weights of the lowest validation loss, "last" for the newest.
-        device: "auto", "cpu", "cuda", ...
-        allow_nan: Load weights that are not finite numbers, too.
-        plugins: Files or modules with rules of your own that the run needs, at their present places; they are imported.
-    """
-    _load(plugins)
-    folder = RunFolder(Path(path))
-    kept = Checkpoints(folder.checkpoints)
-    for _ in range(ATTEMPTS):
-        before = kept.names("step", "best")
-        try:
-            return _loaded(folder, which, device, allow_nan)
-        except BaseException as error:  # those of torch.distributed.checkpoint are no Exceptions
-            if isinstance(error, KeyboardInterrupt | SystemExit) or kept.names("step", "best") == before:
-                raise
-    raise StepformerError(
-        f"'{folder.path}' replaces its checkpoints faster than they can be read: try again, or train with a larger "
-        "save_every or keep."
-    )
-
-
-def _load(plugins: Sequence[str]) -> None:
-    for where in lasting(plugins):
-        load_plugin(where)
-
-
-def _loaded(folder: RunFolder, which: str, device: str, allow_nan: bool) -> LoadedRun:
-    record, config = folder.opened()
-    on = choose_device(device)
-    checkpoint, state = checkpoint_of(folder, which, (record, config))
-    stored.check_fits(checkpoint, config.model)
-    tokenizer = folder.read_tokenizer(record)
-    dtype = torch.float64 if config.precision_on(on) == "fp64" else torch.float32
-    model = Model(config.model, seed=0, device=on, dtype=dtype)
-    model.stream_dtype = config.stream_dtype
-    stored.load(checkpoint, "model", dict(model.named_parameters()))
-    if not allow_nan:
-        stored.refuse_nan(model.named_parameters(), f"The checkpoint '{checkpoint}'")
-    return LoadedRun(model.eval(), tokenizer, config, record, int(state["step"]), folder)
-
-
-def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:
-    """The corpus of a run, where its record says it is."""
-    if not record.get("corpus"):
-        how = "name a prepared one with corpus=DIR (`stepformer eval`: --corpus DIR)"
-        raise InputError(f"'{folder.path}' came without a corpus: {how}.")
-    return same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), ALONE, None)
-
-
-def corpus_of(run: LoadedRun, given: str | Path | None = None) -> Corpus:
-    """The corpus that a run was trained on, or another prepared one that its tokenizer can read."""
-    opened = checked(Corpus(given)) if given else trained_on(run.folder, run.record)
-    opened.check_tokenizer(run.tokenizer)
-    return opened
-
-
-def evaluate_run(
-    path: str | Path,
-    *,
-    which: str = "best",
-    corpus: str | Path | None = None,
-    tokens: int | None = None,
-    micro_batch: int = 8,
-    device: str = "auto",
-    quiet: bool = True,
-    plugins: Sequence[str] = (),
-) -> tuple[Evaluation, LoadedRun]:
-    """The loss of a run's checkpoint on its own validation split, or on that of another prepared corpus.
-
-    Args:
-        path: The run's folder.
-        which: "best" or "last".
-        corpus: The folder of another prepared corpus, which the run's tokenizer can read.
-        tokens: How many tokens, from the first on; by default as many as in training.
-        micro_batch: Sequences at a time.
-        device: "auto", "cpu", "cuda", ...
-        quiet: Show no progress.
-        plugins: Files or modules with rules of your own that the run needs, at their present places; they are imported.
-
-    Returns:
-        The loss and what it was measured on, and the run as `load_run` gives it.
-    """
-    run = load_run(path, which, device, plugins=plugins)
-    return validation_loss(run, corpus=corpus, tokens=tokens, micro_batch=micro_batch, quiet=quiet), run
-
-
-def validation_loss(
-    run: LoadedRun,
-    *,
-    corpus: str | Path | None = None,
-    tokens: int | None = None,
-    micro_batch: int = 8,
-    quiet: bool = True,
-) -> Evaluation:
-    """The same for a run that is loaded, a hybrid say."""
-    split, context = corpus_of(run, corpus).split("val"), run.config.model.context
-    split = split if corpus else split.half(run.config.train.eval_half)
-    first = () if corpus or tokens else run.config.train.first
-    tokens = run.config.train.eval_tokens if tokens is None else tokens
-    with counting("validation loss", check_blocks(split, context, tokens), quiet=quiet) as count:
-        return evaluate(
-            run.model,
-            split,
-            context=context,
-            tokens=tokens,
-            micro_batch=micro_batch,
-            world=World(0, 1, run.device),
-            first=first,
-            autocast=run.config.autocast_on(run.device),
-            progress=count,
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stepformer.decoding.sampling import Generation, stream
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 
 def prompt_ids(run: LoadedRun, prompt: str) -> list[int]:

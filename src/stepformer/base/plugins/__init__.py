@@ -12,6 +12,7 @@ from stepformer.base.plugins.loading import (
     import_file,
     lasting,
     load_plugin,
+    load_plugins,
     load_recorded,
     loaded,
     refuse_changed,
@@ -20,5 +21,5 @@ from stepformer.base.plugins.sources import files_at, files_of, package_digest, 
 from stepformer.base.plugins.trusting import UntrustedError, trust, trusted
 
 __all__ = ["UntrustedError", "digest", "files_at", "files_of", "identity", "import_file", "lasting", "load_plugin"]
-__all__ += ["load_recorded", "loaded", "package_digest", "place_of", "refuse_changed", "remember", "sources_of"]
-__all__ += ["comes_from_plugin", "explained", "is_ours", "trust", "trusted"]
+__all__ += ["comes_from_plugin", "explained", "is_ours", "load_plugins", "load_recorded", "loaded", "package_digest"]
+__all__ += ["place_of", "refuse_changed", "remember", "sources_of", "trust", "trusted"]

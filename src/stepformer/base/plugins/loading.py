@@ -30,6 +30,12 @@ def load_plugin(where: str) -> ModuleType:
     return _load(where, place)
 
 
+def load_plugins(plugins: Iterable[str]) -> None:
+    """Import all that a call was given."""
+    for where in lasting(plugins):
+        load_plugin(where)
+
+
 def _load(where: str, place: Place) -> ModuleType:
     if where.endswith(".py"):
         module = import_file(Path(where))

@@ -27,8 +27,8 @@ from stepformer.model.config import ModelConfig
 from stepformer.oracles import attentions, mlps
 from stepformer.present.tables import Cell, markdown_block, markdown_cell, markdown_code, markdown_text, on_one_line
 from stepformer.rules import splittings, templates
+from stepformer.training.loading import LoadedRun
 from stepformer.training.metrics import read_metrics
-from stepformer.training.run import LoadedRun
 
 
 def validation(run: LoadedRun) -> dict[str, Any]:

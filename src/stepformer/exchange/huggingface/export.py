@@ -27,7 +27,7 @@ from stepformer.exchange.importing.layouts import gpt2_sources
 from stepformer.exchange.importing.reading import RECORD
 from stepformer.model import Model
 from stepformer.training.checkpoints import weights_sha256
-from stepformer.training.run import LoadedRun, load_run
+from stepformer.training.loading import LoadedRun, load_run
 
 # Names that an export may have; a folder with anything else in it, a repository's .git say, is not replaced.
 OWN = re.compile(

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from stepformer.base.errors import ConfigError, InputError, StepformerError, given
-from stepformer.base.plugins import explained, import_file
+from stepformer.base.plugins import explained, import_file, is_ours
 from stepformer.base.version import PACKAGE
 from stepformer.catalogue import model_config, preset_of
 from stepformer.model import Model
@@ -49,6 +49,7 @@ TRANSCRIPTION_TOLERANCE = 1e-9
 # The catalogue's allowance for the noise of a mean over 100 steps.
 BELOW_CHANCE = 0.02
 
+AGAIN = "for the same reason"
 OBLIGATIONS = {1: "builds", 2: "causal", 3: "decoding", 4: "chance", 5: "gradients", 6: "equations"}
 
 Transcription = Callable[[Model, Tensor], Tensor | None]
@@ -116,9 +117,24 @@ def audit(
         except Exception as error:  # a user's rule may fail in any way; the audit reports it and goes on
             passed, detail = False, explained(error)
         if not passed and any(detail == check.detail for check in checks):
-            detail = "for the same reason"
+            detail = AGAIN
         checks.append(Check(obligation, passed, detail))
     return Audit(name or config.template, tuple(checks), len(audited.losses))
+
+
+def first_look(config: ModelConfig) -> str:
+    """What the checks that take no training find wrong with rules that are not the package's, for who trains with them
+    and has not asked for an audit; empty if nothing."""
+    if all(map(is_ours, config.components().values())):
+        return ""
+    audited = _Audited(small_copy(config), config.template, 0, 0, None)
+    for obligation in (1, 2, 3):
+        try:
+            getattr(audited, OBLIGATIONS[obligation])()
+        except Exception as error:  # a user's rule may fail in any way
+            found = f"{obligation} {OBLIGATIONS[obligation]}: {explained(error)}".rstrip(".")
+            return f"it would not pass its audit, since {found} (`stepformer audit` says more)"
+    return ""
 
 
 def small_copy(config: ModelConfig) -> ModelConfig:
@@ -312,7 +328,7 @@ class _Audited:
         _owed(not starved, f"the gradient is zero everywhere for {some}")
         unused = len(model.unused_parameters())
         notes = [f"{unused} unused"] if unused else []
-        notes += [f"zero: {', '.join(zeros)}"] if zeros else []
+        notes += [f"gradient 0: {', '.join(zeros)}"] if zeros else []
         return "; ".join(notes) or "all"
 
     def equations(self) -> str:

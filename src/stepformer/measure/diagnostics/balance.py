@@ -46,7 +46,7 @@ from stepformer.present.style import COLOURS, clean, new_figure, save_figure, ti
 from stepformer.present.tables import of_texts
 from stepformer.rules import State, Substep
 from stepformer.rules.adaptive import EPS, RMSProp
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 TITLES = {
     "oracle": "oracle: D from the mean square of the answers over all tokens",

@@ -14,7 +14,7 @@ from stepformer.base.errors import InputError
 from stepformer.data.corpus import TokenSplit
 from stepformer.measure import measured
 from stepformer.model import Model
-from stepformer.training.run import LoadedRun, corpus_of
+from stepformer.training.loading import LoadedRun, corpus_of
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

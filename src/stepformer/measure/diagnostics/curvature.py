@@ -34,7 +34,7 @@ from stepformer.measure.diagnostics.hessian import Batch, HessianOperator, batch
 from stepformer.measure.diagnostics.lanczos import Eigenpair, dot, lanczos, power
 from stepformer.present.style import COLOURS, GREY, new_figure, save_figure, titled
 from stepformer.present.tables import of_texts
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 __all__ = [
     "SETTINGS",

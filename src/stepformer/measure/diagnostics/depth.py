@@ -37,7 +37,7 @@ from stepformer.model import Model, Passage
 from stepformer.present.style import COLOURS, DASHES, as_written, clean, new_figure, save_figure, titled
 from stepformer.present.tables import of_texts
 from stepformer.rules import State
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 __all__ = ["SETTINGS", "DepthSettings", "inside", "measure", "plot", "text"]
 

@@ -38,7 +38,7 @@ from stepformer.measure.diagnostics.sketching import Spectrum, spectrum
 from stepformer.model import Model
 from stepformer.present.style import COLOURS, GREY, clean, new_figure, save_figure, titled
 from stepformer.present.tables import of_texts
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 __all__ = [
     "SETTINGS",

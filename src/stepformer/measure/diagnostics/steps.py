@@ -34,7 +34,8 @@ from stepformer.model import Model
 from stepformer.optim.trust import change, moved, observe, tangent
 from stepformer.present.style import COLOURS, GREY, clean, new_figure, save_figure, titled
 from stepformer.present.tables import of_texts
-from stepformer.training.run import LoadedRun, at_last_checkpoint, corpus_of
+from stepformer.training.loading import LoadedRun, corpus_of
+from stepformer.training.run import at_last_checkpoint
 
 MOST_HEADS = 4  # in one table; a wider one would be cut at the edge of the terminal
 

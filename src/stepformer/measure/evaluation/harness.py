@@ -21,7 +21,7 @@ from stepformer.measure.evaluation.adapter import adapter
 from stepformer.measure.evaluation.scoring import about_run, scorer_of
 from stepformer.measure.evaluation.tasks import FOUR_CHOICES, LOCAL, OpenedTask, need, open_task
 from stepformer.present.tables import Table, of_texts
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 KIND = "tasks"
 # The papers' seeds, which are the harness's defaults: of Python's random, of numpy, torch and the few-shot sampler.

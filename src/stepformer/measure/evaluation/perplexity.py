@@ -25,7 +25,7 @@ from stepformer.measure import measured
 from stepformer.measure.evaluation.scoring import Part, Scorer, about_run, scorer_of
 from stepformer.measure.evaluation.texts import Text, count_bytes, token_hash
 from stepformer.present.tables import Table, of_texts
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 KIND = "perplexity"
 PIECE_WINDOWS = 32  # windows between two lines of the journal

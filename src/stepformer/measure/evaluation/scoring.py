@@ -16,7 +16,7 @@ from stepformer.measure import measured
 from stepformer.model import Model, check_ids
 from stepformer.training.checkpoints import weights_sha256
 from stepformer.training.evaluation import autocasting
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 
 HEAD_TOKENS = 1024  # tokens whose logits exist at the same time: 200 MB at 50,304 ids
 

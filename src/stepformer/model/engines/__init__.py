@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from types import ModuleType
 
+from stepformer.base.plugins import is_ours
 from stepformer.decoding.sampling import Sampling, Steps
 from stepformer.model.backbone import Backbone
 from stepformer.model.engines import fused, oracles, rows, steps  # noqa: F401
@@ -37,6 +38,9 @@ def describe(model: Backbone) -> dict[str, str]:
     """Which engines train and decode an architecture on a GPU, and why not the fused ones."""
     why = fused.structural(model)
     trained = "fused: one pass between two oracle calls" if why is None else f"as written, since {why}"
+    parts = {"attention": model.blocks[0].attn, "MLP": model.blocks[0].mlp}
+    if own := [word for word, part in parts.items() if why is None and not is_ours(type(part))]:
+        trained += f"; your {' and '.join(own)} as written"
     slow, unfused = steps.structural(model), rows.structural(model)
     if slow is not None:
         decoded = f"as written, since {slow}"

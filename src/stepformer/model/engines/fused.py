@@ -111,7 +111,8 @@ def plan_for(model: Backbone) -> Plan | str:
         if not _has_plug_ins(model):
             raise  # ours can be followed: the fault is in the tracer
         # a rule may do anything with what it takes for tensors; as it is written it says better what is wrong
-        return f"its rule cannot be followed on symbols ({type(error).__name__}: {error})"
+        said = (str(error).splitlines() or [""])[0]
+        return f"its rule cannot be followed on symbols ({type(error).__name__}: {said})"
 
 
 def _has_plug_ins(model: Backbone) -> bool:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from stepformer.model.engines.tracing import Event, Mixture, Trace
 from stepformer.ops.row_programs import Extract, Program, extract, lending
-from stepformer.ops.symbols import Symbol, factored, leaf, topological
+from stepformer.ops.symbol_graphs import topological
+from stepformer.ops.symbols import Symbol, factored, leaf
 
 if TYPE_CHECKING:
     from stepformer.ops.numbers import Numbers

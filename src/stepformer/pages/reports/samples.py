@@ -20,7 +20,7 @@ from stepformer.measure.measured import Journal
 from stepformer.pages.reports.collect import RunData
 from stepformer.training import load_run
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.run import LoadedRun
+from stepformer.training.loading import LoadedRun
 from stepformer.training.text import readable
 
 PROMPTS = 3

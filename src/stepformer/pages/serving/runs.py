@@ -19,7 +19,7 @@ from stepformer.decoding.sampling import Generation, stream
 from stepformer.pages.serving.inspect import Reading, prediction_view, predictions, read, token_view
 from stepformer.pages.serving.watching import Tail, progress
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.run import LoadedRun, corpus_of, load_run
+from stepformer.training.loading import LoadedRun, corpus_of, load_run
 from stepformer.training.runs import RunFolder
 from stepformer.training.text import prompt_ids, readable
 
