@@ -49,11 +49,11 @@ def named_roles(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Role]]:
     for prefix, module in model.named_modules():
         roles = _roles_of(module)
         for name, parameter in module.named_parameters(prefix=prefix, recurse=False):
-            role = roles.get(name.rpartition(".")[2])
+            own = name.rpartition(".")[2]
+            role = roles.get(own)
             if role is None:
-                own = name.rpartition(".")[2]
                 raise StepformerError(
                     f"Parameter '{name}' has no role: say what it is for in the class {type(module).__name__}, "
-                    f"parameter_roles = {{'{own}': 'coefficient'}}, which is one of {', '.join(Role)}."
+                    f"parameter_roles = {{'{own}': 'coefficient'}}, say; roles: {', '.join(Role)}."
                 )
             yield name, parameter, role
