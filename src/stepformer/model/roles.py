@@ -53,7 +53,7 @@ def named_roles(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Role]]:
             role = roles.get(own)
             if role is None:
                 raise StepformerError(
-                    f"Parameter '{name}' has no role: say what it is for in the class {type(module).__name__}, "
-                    f"parameter_roles = {{'{own}': 'coefficient'}}, say; roles: {', '.join(Role)}."
+                    f"Parameter '{name}' has no role: say what it is for in the class {type(module).__name__} by "
+                    f"parameter_roles = {{'{own}': 'coefficient'}}, for example. Roles: {', '.join(Role)}."
                 )
             yield name, parameter, role

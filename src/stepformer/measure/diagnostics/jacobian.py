@@ -277,7 +277,7 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     panels = figure.subplots(2, columns, squeeze=False)
     for above, below, kind in zip(*panels, kinds, strict=False):
         found = {row["layer"]: row[kind] for row in result["layers"] if row[kind] is not None}
-        _draw_spectra(above, [of["singular_values"] for of in found.values()])
+        _draw_spectra(above, {layer: of["singular_values"] for layer, of in found.items()})
         titled(above, TITLES[kind], "index", "singular value")
         _draw_gains(below, found)
         for axes in (above, below):
@@ -286,16 +286,20 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     save_figure(figure, path, measured_on(result))
 
 
-def _draw_spectra(axes: Any, spectra: Sequence[list[float]]) -> None:
+NAMED = 5  # layers whose lines all have their number in the legend
+
+
+def _draw_spectra(axes: Any, spectra: dict[int, list[float]]) -> None:
     """From light blue at the first layer to black at the last."""
     last = len(spectra) - 1
     blue = [int(COLOURS[6][i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    for place, values in enumerate(spectra):
+    for place, (layer, values) in enumerate(spectra.items()):
         colour = [part * (1 - place / max(1, last)) for part in blue]
-        label = {0: "first layer", last: "last layer"}.get(place) if last else None
+        named = place in (0, last) or len(spectra) <= NAMED
+        label = f"layer {layer}" if named else "those between" if place == (last + 1) // 2 else None
         axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.6, label=label)
-    if last:
-        axes.legend(frameon=False, fontsize=8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def _draw_gains(axes: Any, found: dict[int, dict[str, Any]]) -> None:
