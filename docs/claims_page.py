@@ -31,6 +31,7 @@ How a verdict follows from the numbers:
   **confirmed** if all of it lies where the claim has it, **refuted** if none of it does, **open** otherwise.
 - One seed has no interval: open. So is a difference of losses under 0.003 with fewer than four seeds.
 - Of several scales the largest, by parameters times training tokens, decides; the others are shown below it.
+  Beside a claim with several parts stands the one that decides; where all are confirmed, that of the smallest scale.
 - A claim is refuted if one of its parts is, confirmed if all are, open otherwise; **out of reach** if it needs what we
   do not have.
 - Where a claim gives a size ("about half"), the interval has to lie within a quarter of it; one that excludes that

@@ -36,6 +36,24 @@ def test_a_model_is_saved_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (again.known_step, again.model.embed.tok_emb.weight.dtype) == (None, torch.float32)
 
 
+def test_what_nobody_recorded_is_not_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model of another loop has no optimizer, seed or length here, whatever their defaults are."""
+    out = sf.save_run(tiny("yurii", vocab_size=257), tmp_path / "mine", "bytes", step=99)
+    assert (out / "config.toml").read_text().count("[") == 1
+    assert main(["show", str(out)]) == 0
+    assert "not recorded: these are weights alone" in capsys.readouterr().out
+    assert main(["show", str(out), "--cite"]) == 0
+    assert "muon" not in capsys.readouterr().out
+    assert main(["report", str(out), "--out", str(tmp_path / "page"), "--no-samples"]) == 0
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert "yurii: Weights alone, after step 99: how they were trained is not recorded." in page
+    assert not any(word in page for word in ("Unfinished", "1,000 steps", "Optimizer: ", "Seeds: ", "optim.lr"))
+    titles, cells = ((tmp_path / "page" / "runs.csv").read_text().splitlines())[:2]
+    row = dict(zip(titles.split(","), cells.split(","), strict=True))
+    count = str(sf.load_run(out).model.num_parameters())
+    assert (row["seed"], row["state"], row["steps"], row["parameters"]) == ("", "weights alone", "99", count)
+
+
 def test_what_cannot_be_saved_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(sentence: str, model: Any, tokenizer: Any = "bytes", out: str = "run", **more: Any) -> None:
         with pytest.raises(sf.InputError, match=sentence) as found:

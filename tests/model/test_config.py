@@ -14,6 +14,7 @@ import torch
 
 import stepformer as sf
 from helpers import TINY
+from stepformer.base.errors import InputError
 from stepformer.base.words import parse_override
 from stepformer.catalogue import SIZES
 from stepformer.cli import main
@@ -74,6 +75,20 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert all(map(torch.equal, first.parameters(), second.parameters()))
     with pytest.raises(sf.ConfigError, match=r"^n_layer = 2\.0 should be of type int\.$"):
         sf.model_config("yurii", n_layer=np.float64(2))
+
+
+def test_what_build_is_not_made_for(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"takes a name, a TOML file or a ModelConfig, not NoneType\.$"):
+        sf.build(None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"ModelConfig\.from_dict makes one of a dict"):
+        sf.build({"template": "gd"})  # type: ignore[arg-type]
+    with pytest.raises(sf.ConfigError, match=r"Unknown size '\['tiny'\]'"):
+        sf.build("vanilla", size=["tiny"])  # type: ignore[arg-type]
+    (tmp_path / "run.json").touch()
+    with pytest.raises(InputError, match="is a run, not the name of an architecture: `load_run` opens it"):
+        sf.build(tmp_path)
+    with pytest.raises(InputError, match="'vanilla' is no file but the name of an architecture: `model_config` takes"):
+        sf.load_config("vanilla")
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

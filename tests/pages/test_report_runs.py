@@ -24,6 +24,7 @@ from stepformer.pages.reports.page import page_html
 from stepformer.pages.reports.paper import write_paper
 from stepformer.pages.reports.samples import Drawing, Samples, default_prompts
 from stepformer.study import RunRecord, compare, load_records
+from stepformer.study.held_out import HeldOut
 
 # Curves
 
@@ -288,6 +289,25 @@ def test_the_verdict_claims_nothing_from_one_seed_or_small_differences() -> None
     tiny = {1: 1.9990, 2: 2.0991}
     assert verdict_of(base={1: 2.0, 2: 2.1}, a=tiny) == "a differs by too little to be claimed yet."
     assert verdict_of(base={1: 2.0}, a={2: 1.5}) == "a has no seed in common with base."
+
+
+def test_the_verdict_says_what_is_the_other_way_round_on_held_out_text() -> None:
+    base = {1: 2.0, 2: 2.1, 3: 2.2}
+    lower, far = ({s: v - d - 0.001 * s for s, v in base.items()} for d in (0.1, 0.2))
+    runs = [record(label, s, v) for label, by in (("base", base), ("a", lower), ("b", far)) for s, v in by.items()]
+
+    def told(**by_label: float) -> str:
+        text = HeldOut("other.txt")
+        for run in runs:
+            nats = 3.0 + by_label.get(run.label, 0.0) + 0.001 * run.seed * (run.label == "a")
+            text.found[run.folder] = {"nats": nats, "tokens": 20_000, "hash": "h", "precision": "fp32"}
+        return verdict(compare(runs, "base", held_out=[text]))
+
+    assert "other way" not in told(a=-0.1, b=-0.2)
+    # 0.502 +- 4.3027 * 0.001 / sqrt(3)
+    assert told(a=0.5, b=-0.2).endswith(
+        "On the held-out other.txt it is the other way round: a +0.5020 [+0.4995, +0.5045]."
+    )
 
 
 def test_the_verdict_names_what_else_differs() -> None:

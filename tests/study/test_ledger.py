@@ -119,6 +119,10 @@ def test_parts_and_scales_together() -> None:
             work = [found.source.work for found in part.evidence]
             assert work == sorted(work, reverse=True)
             assert all(found.source.work == work[0] for found in part.decisive)
+        if claim.verdict == "confirmed":  # in all its parts, so that of the smallest scale is what it holds at
+            assert claim.deciding
+            least = min(part.evidence[0].source.work for part in claim.counted)
+            assert claim.deciding.evidence[0].source.work == least
 
 
 def test_terms_of_a_test() -> None:

@@ -68,6 +68,14 @@ def test_files_of_rows_are_named(settings: dict[str, Any], tmp_path: Path, capsy
     assert main([*command, *words(settings)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "wide.toml says d_model = 32: 16, given for all rows, replaces it." in said
+    file.write_text('[model]\npreset = "vanilla"\nd_model = 32\nn_layer = 3\n')
+    assert main([*command, *words({**settings, "size": "tiny"})]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("wide.toml says d_model") == 1
+    assert main([*command, f"corpus={settings['corpus']}", "size=tiny", "d_model=64"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "wide.toml says n_layer = 3: size=tiny, given for all rows, replaces it." in said
+    assert said.count("wide.toml says d_model") == 1
     file.write_text('[model]\npreset = "hb"\n')
     assert main([*command, f"corpus={settings['corpus']}"]) == 2
     assert "A name alone is of size tiny, a file that says no size is small" in capsys.readouterr().err
@@ -218,6 +226,10 @@ def test_the_verdict_names_the_match(settings: dict[str, Any], tmp_path: Path) -
     fewer = sf.compare("vanilla", "ortho", out=tmp_path, seeds=2, **given)
     left_out = "not in this table since the command does not name it: vanilla-parameters-of-yurii, yurii."
     assert any(note.endswith(left_out) for note in fewer.notes)
+    assert not any("Finished here too" in note for note in fewer.notes)
+    fewer = sf.compare("vanilla", "ortho", out=tmp_path, seeds=[43], **given)
+    left_out = "Finished here too, and not in this table since the command does not name it: seed 42."
+    assert left_out in fewer.notes
 
 
 def test_a_study_is_of_one_code_and_precision(settings: dict[str, Any], tmp_path: Path) -> None:

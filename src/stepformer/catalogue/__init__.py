@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepformer.base.errors import ConfigError, StepformerError, UnknownNameError, independent, suggestion
+from stepformer.base.errors import ConfigError, InputError, StepformerError, UnknownNameError, independent, suggestion
 from stepformer.base.plugins import is_ours, loaded
 from stepformer.base.words import parse_overrides, read_toml
 from stepformer.catalogue.recipes import load_recipe
@@ -182,7 +182,7 @@ def closest_preset(config: ModelConfig) -> tuple[Preset | None, dict[str, Any]]:
 
 def size_settings(name: str) -> dict[str, Any]:
     """Config keys of a named size."""
-    if name not in SIZES:
+    if str(name) not in SIZES:
         raise UnknownNameError(f"Unknown size '{name}'.{suggestion(name, SIZES)} Known: {', '.join(SIZES)}.")
     return SIZES[name]
 
@@ -237,6 +237,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> ModelConfig:
         path: The file.
         overrides: Words that win over the file, such as `["n_layer=2", "size=tiny"]`.
     """
+    if is_preset(str(path)) and not Path(path).exists():
+        raise InputError(f"'{path}' is no file but the name of an architecture: `model_config` takes it.")
     document = read_toml(path)
     problems = [
         f"'{key}' in {path} stands outside a section: put it under [model]."
@@ -294,10 +296,15 @@ def build(
     """
     from stepformer.model import Model
 
+    if not isinstance(what, str | Path | ModelConfig):
+        made = " (ModelConfig.from_dict makes one of a dict)" if isinstance(what, dict) else ""
+        raise InputError(f"`build` takes a name, a TOML file or a ModelConfig{made}, not {type(what).__name__}.")
     if isinstance(what, ModelConfig):
         config = what.replace(**{**(size_settings(size) if size else {}), **overrides})
     elif str(what).endswith(".toml"):
         config = load_config(what, [f"size={size}"] if size else []).replace(**overrides)
+    elif Path(what, "run.json").is_file():
+        raise InputError(f"'{what}' is a run, not the name of an architecture: `load_run` opens it.")
     else:
         config = model_config(str(what), size=size or "small", **overrides)
     return Model(config, seed=seed, device=device, dtype=dtype)

@@ -192,15 +192,19 @@ def _number(start: float | tuple[float, ...]) -> str:
 def run_show(args: argparse.Namespace) -> int:
     if others := [word for word in args.overrides if catalogue.is_preset(word)]:
         raise InputError(f"`show` shows one architecture, and '{others[0]}' is another: ask for each on its own.")
+    untrained = False
     if (file := Path(args.name, "config.toml")).is_file():  # a run
         folder = RunFolder(Path(args.name))
-        if folder.exists and folder.read().get("plugins"):
+        record = folder.read() if folder.exists else {}
+        if record.get("plugins"):
             folder.opened()  # imports them
-        args.name = str(file)
+        args.name, untrained = str(file), bool(record.get("imported"))
     config = resolve(args.name, args.overrides, args.size)
     tell_idle(config, args.overrides)
     facts = describe(config)
-    if args.name.endswith(".toml"):
+    if untrained:
+        facts |= {"training": "not recorded: these are weights alone", "cite": catalogue.citations(config, "")}
+    elif args.name.endswith(".toml"):
         facts |= _trained_by(config, args.name, _sized(args.overrides, args.size))
     if args.cite:
         print(bibtex(facts["cite"]))

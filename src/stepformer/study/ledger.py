@@ -264,8 +264,12 @@ class Claim:
 
     @property
     def deciding(self) -> Part | None:
-        """The first part that has the verdict of the claim, one with evidence if there is one."""
+        """The first part that has the verdict of the claim, one with evidence if there is one. Where all have it, that
+        of the smallest scale: the claim holds no further.
+        """
         mine = [part for part in self.counted if part.verdict == self.verdict]
+        if self.verdict == CONFIRMED:
+            return min(mine, key=lambda part: part.decisive[0].source.work)
         return next((part for part in mine if part.evidence), next(iter(mine), None))
 
 

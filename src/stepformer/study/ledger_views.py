@@ -15,7 +15,8 @@ from stepformer.study.ledger import CONFIRMED, OPEN, REFUTED, VERDICTS, Claim, E
 HUES = {CONFIRMED: "green", REFUTED: "red"}  # in a terminal
 COLOURS = {CONFIRMED: style.COLOURS[3], REFUTED: style.COLOURS[2], OPEN: style.GREY}
 NOTES = (
-    "A verdict holds at the scale beside it, the largest that was tried, and not at the document's. "
+    "A verdict holds at the scale beside it, the largest that was tried, and not at the document's; of a claim "
+    "with several parts that are all confirmed it is the scale of the part with the smallest. "
     "`stepformer claims N` shows everything of one claim.",
     "Every interval has 95 % on its own; over all of them some miss.",
 )

@@ -16,6 +16,7 @@ from stepformer.base.errors import ConfigError, InputError, StepformerError, Ste
 from stepformer.base.plugins import comes_from_plugin, explained, is_ours, load_plugins
 from stepformer.base.progress import say
 from stepformer.base.words import parse_overrides
+from stepformer.catalogue import SIZES
 from stepformer.catalogue.recipes import read_recipe
 from stepformer.measure.diagnostics.audit import first_look, small_copy
 from stepformer.model import Model
@@ -26,6 +27,7 @@ from stepformer.study.differences import fair, what_was_read
 from stepformer.study.fairness import search_of, with_matches, with_tuning
 from stepformer.study.held_out import evaluate_held_out, open_held_out
 from stepformer.study.records import load_records
+from stepformer.study.statistics import seed_words
 from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, refuse_seed, rounded, seeds_of, steps_for
 from stepformer.training import RunConfig, run_config
 from stepformer.training.config import place
@@ -212,6 +214,10 @@ def compared(
             f"Trained here too, and not in this table since the command does not name it: {', '.join(sorted(others))}."
         )
         facts = dataclasses.replace(facts, remarks=(*facts.remarks, said))
+    trained = (run.parent.name.rpartition("-s") for run in out.glob("*-s*/result.json"))
+    if left := sorted({int(seed) for label, _, seed in trained if label in variants and seed.isdigit()} - {*seeds}):
+        said = f"Finished here too, and not in this table since the command does not name it: {seed_words(left)}."
+        facts = dataclasses.replace(facts, remarks=(*facts.remarks, said))
     how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
     facts = with_tuning(variants, {} if dry else searched, budget_tune, out, facts, rounds=by_turns, **how)
     return Study(out, variants, facts, seeds)
@@ -316,12 +322,17 @@ def _replaced(
         if isinstance(row, RunConfig | ModelConfig) or not str(row).endswith(".toml"):
             continue
         document = read_recipe(Path(row)).document
-        for (section, key), value in ((place(word), value) for word, value in common):
-            own = document.get(section, {}).get(key, value)
-            if own != value:
-                found.append(
-                    f"{Path(row).name} says {key} = {_word(own)}: {_word(value)}, given for all rows, replaces it."
-                )
+        places = {place(word): value for word, value in common}
+        for (section, key), value in places.items():
+            given = f"{_word(value)}, given for all rows,"
+            replaced = {key: value}
+            if key == "size" and value in SIZES:
+                given = f"size={value}, given for all rows,"
+                replaced |= {name: new for name, new in SIZES[value].items() if ("model", name) not in places}
+            for name, new in replaced.items():
+                own = document.get(section, {}).get(name, new)
+                if own != new:
+                    found.append(f"{Path(row).name} says {name} = {_word(own)}: {given} replaces it.")
     return found
 
 

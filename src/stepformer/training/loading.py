@@ -103,7 +103,7 @@ def _loaded(folder: RunFolder, which: str, device: str, allow_nan: bool) -> Load
 def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:
     """The corpus of a run, where its record says it is."""
     if not record.get("corpus"):
-        how = "name a prepared one with corpus=DIR (`stepformer eval`: --corpus DIR)"
+        how = "`stepformer eval --corpus DIR` takes a prepared one, everything else corpus=DIR"
         raise InputError(f"'{folder.path}' came without a corpus: {how}.")
     return same_corpus(record["corpus"], folder, RunConfig.from_dict(record["config"]), ALONE, None)
 

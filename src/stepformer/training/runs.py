@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from stepformer.ops import kernels
 from stepformer.ops.dtypes import matmul_precision
 from stepformer.optim.config import without_foreign
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.config import RunConfig
+from stepformer.training.config import SECTIONS, RunConfig
 from stepformer.training.metrics import last_saved
 
 Record = dict[str, Any]
@@ -83,7 +83,8 @@ class RunFolder:
         record |= {"id": new_id(), "tokenizer": load_tokenizer(tokenizer).describe(), **facts}
         record |= {"plugins": plugins, "code": plugged.identity(plugins, config.model.components())}
         where = trained or environment()  # takes long, as the tokenizer does: Ctrl-C meanwhile leaves nothing
-        files.write_text(self.path / "config.toml", as_toml(config))
+        sections = ("model",) if "imported" in facts else ALL  # what nobody chose is not told
+        files.write_text(self.path / "config.toml", as_toml(config, sections))
         files.write_json(self.path / "environment.json", where)
         self.tokenizer.mkdir(parents=True, exist_ok=True)
         for source in tokenizer.iterdir():
@@ -369,7 +370,10 @@ def git_revision() -> dict[str, Any] | None:
     return None if revision is None else {"revision": revision, "changed": bool(changes)}
 
 
-def as_toml(config: RunConfig) -> str:
+ALL = ("model", *SECTIONS)
+
+
+def as_toml(config: RunConfig, sections: Sequence[str] = ALL) -> str:
     """A config as TOML that `stepformer train FILE` reads; keys that are unset are left out."""
 
     def value(v: Any) -> str:
@@ -377,7 +381,7 @@ def as_toml(config: RunConfig) -> str:
 
     # where it comes from, so that published figures stay beside it
     text = [f"[recipe]\nname = {value(config.recipe)}\n"] if config.recipe else []
-    for section in ("model", "data", "optim", "train"):
+    for section in sections:
         values = config.to_dict()[section]
         values = without_foreign(values) if section == "optim" else values
         text.append(f"[{section}]\n" + "".join(f"{k} = {value(v)}\n" for k, v in values.items() if v is not None))

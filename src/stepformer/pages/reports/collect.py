@@ -23,6 +23,7 @@ from stepformer.base import documents
 from stepformer.base.errors import ChangedRuleError, InputError, StepformerError
 from stepformer.data.tokenizers import valid
 from stepformer.measure import measured
+from stepformer.model import Model
 from stepformer.pages.reports.values import grouped, inside, record, records, values
 from stepformer.study import Facts, RunRecord
 from stepformer.study.records import folders_of
@@ -79,14 +80,22 @@ class RunData:
     history: dict[str, History] = field(default_factory=dict)  # of coefficients and norms, at evaluations
 
     @property
+    def imported(self) -> dict[str, Any]:
+        """What is known of weights that came without their training; empty for a run that was trained here."""
+        return record(self.facts, "imported")
+
+    @property
     def name(self) -> str:
-        return f"{self.label} s{self.seed}"
+        return self.label if self.imported else f"{self.label} s{self.seed}"
 
     @property
     def known(self) -> RunRecord | SimpleNamespace:
         """Its record, or what the curves of an unfinished run say under the same names; None where they are empty."""
         if self.record:
             return self.record
+        if self.imported:
+            sized = Model(self.config.model, device="meta").num_parameters() if self.config else None
+            return SimpleNamespace(steps=self.imported.get("step"), train_seconds=None, parameters=sized)
         curves = [curve for curve in (self.training, self.evaluation) if len(curve)]
         best = min(zip(self.evaluation.loss, self.evaluation.step, strict=True), default=(None, None))
         return SimpleNamespace(
@@ -113,6 +122,7 @@ class RunData:
     def settings(self) -> dict[str, Any]:
         """The config with one key for each setting, `optim.lr` say; a model's defaults are not among them."""
         sections = record(self.facts, "config")
+        sections = {"model": record(sections, "model")} if self.imported else sections
         return {f"{name}.{key}": value for name in sections for key, value in record(sections, name).items()}
 
     @property
@@ -216,7 +226,7 @@ def read_run(path: Path, points: int = MOST_POINTS) -> RunData:
     facts = folder.read()
     notes: list[str] = []
     config = _config(folder, notes)
-    training, evaluation, history = read_curves(folder.metrics, notes)
+    training, evaluation, history = read_curves(folder.metrics, [] if facts.get("imported") else notes)
     finished, state = _record(folder, facts, training, evaluation)
     seed = finished.seed if finished else inside(facts, "config", "train", "seed")
     label = valid(finished.label if finished else str(facts.get("label") or path.name))
@@ -266,6 +276,9 @@ def _record(folder: RunFolder, facts: dict[str, Any], *curves: Curve) -> tuple[R
             return RunRecord.load(folder.path), ""
         except InputError as error:
             return None, str(error)
+    if imported := record(facts, "imported"):
+        known = f", after step {imported['step']:,}" if imported.get("step") else ""
+        return None, f"Weights alone{known}: how they were trained is not recorded."
     done = max((curve.step[-1] for curve in curves if len(curve)), default=0)
     planned = inside(facts, "config", "train", "steps")
     of = f" of {planned:,}" if isinstance(planned, int) else ""

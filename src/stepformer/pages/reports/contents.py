@@ -19,7 +19,7 @@ from stepformer.pages.reports.values import grouped, inside, real, records
 from stepformer.present.tables import NAMED, Table, listed, signed
 from stepformer.study import Comparison, Facts, Row, compare
 from stepformer.study.held_out import kept_held_out
-from stepformer.study.records import not_in_the_table
+from stepformer.study.records import HeldOutRows, not_in_the_table
 from stepformer.study.statistics import PairedDifference
 from stepformer.study.tables import percent
 from stepformer.training.runs import as_toml
@@ -209,6 +209,10 @@ def verdict(comparison: Comparison) -> str:
         names = listed([row.label for row in undecided])
         sentences.append(f"For {names} no difference to {base} is shown ({_reached(undecided)}).")
     say([row for row in others if row.provisional], "differs", "differ", "by too little to be claimed yet")
+    for text in comparison.held_out:
+        turned = [f"{row.label} {text.differences[row.label]}" for row in (*better, *worse) if _turned(row, text)]
+        if turned:
+            sentences.append(f"On the held-out {text.name} it is the other way round: {', '.join(turned)}.")
     single = sorted((row for row in firm if _known(row).low is None), key=lambda row: _known(row).mean)
     if single:
         ends = ", ".join(f"{row.label} {signed(_known(row).mean)}" for row in single[:NAMED])
@@ -256,6 +260,12 @@ def _known(row: Row) -> PairedDifference:
     return row.difference
 
 
+def _turned(row: Row, text: HeldOutRows) -> bool:
+    """Whether a difference that is shown has the other sign on another text, and is shown there, too."""
+    found = text.differences.get(row.label)
+    return found is not None and {found.verdict, _known(row).verdict} == {"better", "worse"}
+
+
 def _interval(row: Row, comparison: Comparison) -> str:
     found, level = _known(row), percent(comparison.confidence)
     mean, low, high = (signed(value or 0.0) for value in (found.mean, found.low, found.high))
@@ -283,7 +293,7 @@ def titled(labels: Sequence[str], runs: Sequence[RunData]) -> str:
 def _again(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
     """For each label, how its first run is trained again."""
     found = []
-    for run in first_of_each(runs):
+    for run in first_of_each([run for run in runs if not run.imported]):
         words = ["stepformer", "train", str(run.folder / "config.toml"), "--out", f"{run.folder}-again"]
         for plugin in run.facts.get("plugins") or []:
             words += ["--plugin", str(plugin)]

@@ -18,16 +18,17 @@ def method(runs: Sequence[RunData]) -> list[str]:
     Rates and decays in which runs differ are named as such: the rest of the optimizer's sentence is that of all.
     """
     configs = [run.config for run in runs if run.config]
+    trained = [run for run in runs if not run.imported]
 
     def same(says: Callable[[RunConfig], str]) -> list[str]:
-        return one_of({says(config) for config in configs})
+        return one_of({says(run.config) for run in trained if run.config})
 
     def one_of(said: Set[str], where: str = "settings that differ") -> list[str]:
         apart = f"{next(iter(said), '').partition(':')[0]}: not the same in all rows ({where})."
         return [*said] if len(said) == 1 else [apart] if said else []
 
     found = [_model(configs), *one_of({_data(run) for run in runs} - {""}), *same(_training)]
-    found += [*one_of({_machine(run) for run in runs} - {""}, "environment"), _seeds(runs)]
+    found += [*one_of({_machine(run) for run in trained} - {""}, "environment"), _seeds(trained)]
     rates = [key for key in OptimConfig.field_names() if key.startswith(("lr", "wd_"))]
     own = [key for key in rates if len({getattr(config.optim, key) for config in configs}) > 1]
     found += same(lambda config: _optimizer(config, own))
@@ -76,7 +77,7 @@ def _seeds(runs: Sequence[RunData]) -> str:
     said = {label: seed_words(sorted({*seeds})).partition(" ")[2] for label, seeds in by_row.items()}
     if len({*said.values()}) > 1:
         return f"Seeds: {'; '.join(f'{label} {seeds}' for label, seeds in said.items())}."
-    return f"Seeds: {next(iter(said.values()))}{' in every row' * (len(said) > 1)}."
+    return "" if not said else f"Seeds: {next(iter(said.values()))}{' in every row' * (len(said) > 1)}."
 
 
 def _optimizer(config: RunConfig, own: Sequence[str]) -> str:

@@ -82,6 +82,8 @@ def runs_table(runs: Sequence[RunData]) -> Table:
     """Every run by itself: what was measured, where it lies."""
 
     def state(run: RunData) -> Cell:
+        if run.imported:
+            return text("weights alone")
         known = run.state.split(":")[0].lower() if run.state.startswith(("Unfinished", "Failed")) else "damaged"
         return text("finished" if run.record else known, marked=run.record is None)
 
@@ -92,7 +94,7 @@ def runs_table(runs: Sequence[RunData]) -> Table:
     settings = "hash of all settings that decide the result"
     fields: list[Field] = [
         words("run", lambda run: run.label),
-        numbers("seed", "seed", "d"),
+        (Column("seed", True), lambda run: Cell(NOTHING) if run.imported else number(run.seed, "d")),
         (Column("state"), state),
         numbers("final loss", "known.val_loss", hint="of a run that is not finished: its latest evaluation"),
         numbers("best loss", "known.best_val_loss"),
