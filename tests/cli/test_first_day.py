@@ -19,7 +19,7 @@ from stepformer.cli.prepare import print_corpus
 from stepformer.cli.show import console
 from stepformer.data import open_source
 from stepformer.measure.diagnostics.audit import GEOMETRY
-from stepformer.study.comparison import grid_points
+from stepformer.study.grids import grid_points
 from stepformer.training import checkpoints, metrics, train
 from stepformer.training.config import DataConfig
 from stepformer.training.corpora import open_corpus

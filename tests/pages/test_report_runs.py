@@ -178,6 +178,12 @@ def test_wrong_input_is_answered_with_one_sentence(
     assert len(said.splitlines()) == 1
 
 
+def test_a_folder_of_a_table_alone_is_refused_with_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "comparison.csv").touch()
+    with pytest.raises(InputError, match="It holds a table of runs that lie elsewhere: name those"):
+        gather([tmp_path])
+
+
 def test_a_folder_of_runs_is_refused_with_a_hint(study: Path, tmp_path: Path) -> None:
     copied(study, tmp_path)
     with pytest.raises(InputError, match=r"It holds runs: name them, e\.g\. '.*yurii-s42'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -18,9 +19,10 @@ from stepformer.base.files import write_json
 from stepformer.cli import main
 from stepformer.model import Model
 from stepformer.study import Comparison, Facts, load_records
-from stepformer.study.comparison import at_the_edge, grid_points
 from stepformer.study.comparison import compare as compare_records
 from stepformer.study.fairness import matched, search_left, search_of, with_matches, with_tuning
+from stepformer.study.grids import at_the_edge, grid_points
+from stepformer.study.plots import draw_comparison
 from stepformer.study.study import Planned
 from stepformer.training import RunConfig, run_config
 from stepformer.training.loop import Trainer
@@ -493,6 +495,13 @@ def test_a_sweep_names_its_best_point(settings: dict[str, Any], tmp_path: Path) 
     mean = sum(a - b for a, b in zip(losses["lr=0.02"], losses[second], strict=True)) / 2
     assert f"to the next best, {second}, {mean:+.4f} [" in best
     assert any("edge of the grid in lr" in note for note in rest)
+    figure = draw_comparison(table)
+    swept = figure.axes[2]  # a line of means over the values in order, and under it the seeds
+    assert (swept.get_xlabel(), swept.get_xscale()) == ("lr", "log")
+    drawn = max(swept.lines, key=lambda line: len(line.get_xdata()))
+    assert [*drawn.get_xdata()] == [1e-6, 1e-5, 0.02]
+    assert [*drawn.get_ydata()] == [sum(losses[f"lr={value}"]) / 2 for value in ("1e-06", "1e-05", "0.02")]
+    assert len(swept.lines) == 1 + 3
     axes = {"lr": ("1", "0.02", "1e-3"), "optim.name": ("muon", "adamw"), "train.batch": ("4", "8"), "beta1": ("0.9",)}
     points = grid_points(axes)
     assert at_the_edge(axes, points["lr=0.02_name=muon_batch=8_beta1=0.9"]) == ["train.batch"]
@@ -503,6 +512,8 @@ def test_losses_on_different_tokens_have_no_best_point(settings: dict[str, Any],
     given = {key: value for key, value in settings.items() if key != "eval_tokens"}
     table = sf.sweep("vanilla", {"eval_tokens": (128, 256)}, out=tmp_path, **given)
     assert not any("Best of" in note for note in table.notes)
+    words_have_no_order = dataclasses.replace(table, axes={"norm": ("layernorm", "rmsnorm")})
+    assert len(draw_comparison(words_have_no_order).axes) == len(draw_comparison(table).axes) - 1
 
 
 def test_unset_rates_are_those_of_the_first_point(settings: dict[str, Any], tmp_path: Path) -> None:

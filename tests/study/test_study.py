@@ -255,6 +255,8 @@ def test_amounts_and_seeds() -> None:
     for text in ("", "x", "0"):
         with pytest.raises(sf.InputError, match="are no seeds"):
             seeds_of(text)
+    with pytest.raises(sf.InputError, match="The seed 42 stands twice in '42,7,42'"):
+        seeds_of("42,7,42")
 
 
 def test_bad_grids_report_every_point() -> None:

@@ -282,7 +282,7 @@ add_list = command(
 
 add_show = command(
     run_show,
-    option("name NAME", "preset, template or config.toml"),
+    option("name NAME", "preset, template, config.toml or the folder of a run"),
     option("overrides key=value", "config keys and options to change", nargs="*"),
     option("--size", "named size (default: small)", choices=list(catalogue.SIZES)),
     option("--batch N", "estimate the memory of training on N sequences (bf16)", type=int),

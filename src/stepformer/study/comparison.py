@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +13,7 @@ from stepformer.base.files import write_text
 from stepformer.present.tables import Table, markdown_text
 from stepformer.study import statistics
 from stepformer.study.differences import LISTED, MATCHED, Difference, differences
+from stepformer.study.grids import best_point
 from stepformer.study.held_out import HeldOut
 from stepformer.study.plots import draw_comparison, plot_comparison
 from stepformer.study.records import Compared, Facts, Row, RunRecord, by_label, check_alike, matched_words, values
@@ -33,6 +32,8 @@ OWN_BUDGETS = {  # of rows that may be of different lengths
     "same_batches": ALIKE["pairing"],
 }
 SAME_SIZE = 0.05  # as far apart as matched baselines may be
+REMEDY = "; `--match parameters` adds a baseline of equal size"
+ROUGH = "seconds and speeds are rough."
 FEW_STEPS = 50
 UNEVEN = 1.2  # the fastest seed of a row over the slowest, from where the machine had something else to do
 BETWEEN_SEEDS = (*LISTED, "train.init", "train.micro_batch", "train.device", "train.parallel", "train.graph")
@@ -132,18 +133,17 @@ def compare(
         between += [f"The seeds of {label} differ in {one}." for one in apart if one.key.startswith(LISTED)]
     sizes = {row.label: row.parameters / rows[0].parameters - 1 for row in rows if not (facts.axes or facts.matches)}
     if unequal := [f"{label} {size:+.0%}" for label, size in sizes.items() if abs(size) > SAME_SIZE]:
-        remedy = "`--match parameters` adds a baseline of equal size"
-        between.append(f"Parameters against those of {baseline}: {', '.join(unequal)}; {remedy}.")
+        between.append(f"Parameters against those of {baseline}: {', '.join(unequal)}{REMEDY}.")
     entropies = {record.unigram_entropy for record in records}
     if (steps := max(record.steps for record in records)) < FEW_STEPS:
         between.append(f"{steps} steps are few: what helps at the start need not help later.")
     if untrained := [row.label for row in rows if row.loss.mean > (row.records[0].unigram_entropy or math.inf)]:
         between.append(f"Above the unigram entropy, which counting tokens reaches: {', '.join(untrained)}.")
     if any(record.settings.get("machine.sharing") for record in records):
-        between.append("Some runs shared their device with others of the study: seconds and speeds are rough.")
+        between.append(f"Some runs shared their device with others of the study: {ROUGH}")
     elif uneven := {row.label: ratio for row in rows if (ratio := speeds_apart(row)) > UNEVEN}:
         said = ", ".join(f"{label} {ratio:.1f} x" for label, ratio in uneven.items())
-        between.append(f"Seeds of one row ran at unequal speeds, {said}: seconds and speeds are rough.")
+        between.append(f"Seeds of one row ran at unequal speeds, {said}: {ROUGH}")
     chosen = best_point(rows, facts.axes, confidence if pairs else None)
     remarks = [*filter(None, [facts.search]), *facts.remarks, *chosen, *between]
     failed = {other for label, (_, other) in matches.items() if label in found} - {*found}
@@ -160,6 +160,7 @@ def compare(
         unigram_entropy=entropies.pop() if len(entropies) == 1 else None,
         differences=tuple(_all_differences(found, facts)),
         held_out=tuple(text.rows(found, baseline, confidence, matches) for text in held_out),
+        axes=facts.axes,
     )
 
 
@@ -188,47 +189,6 @@ def _check_one_row(runs: Sequence[RunRecord]) -> None:
             fresh = apart.key == "train.init" and not all(apart.values.values())
             if fresh or not apart.key.startswith(BETWEEN_SEEDS):
                 raise InputError(f"{both} are not one row: they differ in {apart}.")
-
-
-def best_point(rows: Sequence[Row], axes: Mapping[str, Sequence[str]], confidence: float | None) -> list[str]:
-    """Of a sweep: the point of lowest loss, how sure that is, and whether it lies at the edge of the grid."""
-    texts = {(record.val_hash, record.val_tokens) for row in rows for record in row.records}
-    if not axes or len(rows) < 2 or len(texts) > 1:  # losses on different texts have no best one
-        return []
-    best, second = sorted(rows, key=lambda row: row.loss.mean)[:2]
-    said = f"Best of {len(rows)} points: {best.label}, {best.loss.mean:.4f}"
-    next_best, lowest = ({record.seed: record.val_loss for record in row.records} for row in (second, best))
-    if confidence is not None and next_best.keys() & lowest.keys():
-        difference = statistics.paired(next_best, lowest, confidence)
-        said += f"; to the next best, {second.label}, {difference}"
-        if difference.low is not None:
-            said += f" ({difference.verdict}{', not to be claimed from so few pairs' * difference.provisional})"
-    points = grid_points(axes)
-    points |= {label.replace("=", "-"): point for label, point in points.items()}  # as sweeps of 0.6.0 call them
-    edge = ", ".join(at_the_edge(axes, points.get(best.label, {})))
-    warning = f"{best.label} lies at the edge of the grid in {edge}: a better value may lie beyond."
-    return [f"{said}.", *([warning] if edge else [])]
-
-
-def all_points(axes: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-
-
-def grid_points(axes: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
-    """Every point of a grid under its label."""
-    points = all_points(axes)
-    return {"_".join(f"{k.rpartition('.')[2]}={v}" for k, v in p.items()).replace("/", "-"): p for p in points}
-
-
-def at_the_edge(axes: Mapping[str, Sequence[str]], point: Mapping[str, str]) -> list[str]:
-    """The keys whose value at a point is the smallest or largest of its axis; words have no order."""
-    found = []
-    for key, value in point.items():
-        with contextlib.suppress(ValueError):
-            numbers = {text: float(text.removesuffix("x")) for text in axes[key]}
-            ends = {min(numbers.values()), max(numbers.values())}
-            found += [key] if len(ends) > 1 and numbers[value] in ends else []
-    return found
 
 
 def _all_differences(of: Mapping[str, Mapping[int, RunRecord]], facts: Facts) -> list[Difference]:

@@ -28,8 +28,8 @@ from stepformer.model import Model
 from stepformer.optim import OptimConfig
 from stepformer.oracles import mlps
 from stepformer.present.tables import listed
-from stepformer.study.comparison import all_points, at_the_edge, grid_points
 from stepformer.study.differences import differences, recorded
+from stepformer.study.grids import all_points, at_the_edge, grid_points
 from stepformer.study.records import Facts, RunRecord
 from stepformer.study.study import Planned, carry_out, plan_runs, steps_for
 from stepformer.training import RunConfig

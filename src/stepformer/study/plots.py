@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from stepformer.present import style
 from stepformer.present.tables import signed
 from stepformer.study.forgetting import Direction, ForgettingRow
+from stepformer.study.grids import numbers_of, point_of
 from stepformer.study.records import Compared, Row
 from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words, summarise, t_quantile
 from stepformer.study.tables import MARK, evaluated_on, percent
 
 INSIDE = 6  # names that a legend may have inside the picture; more go below it
+WIDE = 4  # the largest value of a setting over the smallest from which they are drawn by their logarithms
 NAME_WIDTH = 26  # characters; longer labels go on on the next line
 
 
@@ -26,12 +28,15 @@ def plot_comparison(comparison: Compared, path: str | Path) -> None:
 
 def draw_comparison(comparison: Compared) -> Any:
     """The same as a matplotlib figure."""
-    others = any(row.difference is not None for row in comparison.rows)
-    figure = style.new_figure((11 if others else 6.5, _height(comparison)))
-    left, *right = figure.subplots(1, 1 + others, width_ratios=(1.25, 1)[: 1 + others], squeeze=False)[0]
-    for axes in right:
-        _draw_differences(axes, comparison)
-    _draw_curves(left, comparison)
+    panels: dict[Callable[[Any, Compared], None], float] = {_draw_curves: 6.5}
+    if any(row.difference is not None for row in comparison.rows):
+        panels[_draw_differences] = 4.5
+    if _swept(comparison):
+        panels[_draw_sweep] = 4.5
+    figure = style.new_figure((sum(panels.values()), _height(comparison)))
+    places = figure.subplots(1, len(panels), width_ratios=[*panels.values()], squeeze=False)[0]
+    for draw, axes in reversed([*zip(panels, places, strict=True)]):
+        draw(axes, comparison)
     figure.supxlabel(_footer(comparison), fontsize=8, color=style.GREY, parse_math=False)
     return figure
 
@@ -115,6 +120,38 @@ def _show_end(axes: Any, comparison: Compared) -> tuple[float, bool]:
     axes.set_ylim(bottom, top)
     height = (entropy - bottom) / (top - bottom) if entropy is not None and drawn else 0.0
     return (height - 0.01 if height > 0.6 else 1.0), cut
+
+
+def _swept(comparison: Compared) -> str:
+    """The first setting of a sweep whose values are numbers; empty if there is none."""
+    return next((key for key, values in comparison.axes.items() if len(numbers_of(values)) > 1), "")
+
+
+def _draw_sweep(axes: Any, comparison: Compared) -> None:
+    """Final losses against a setting, a line for each choice of the others."""
+    key = _swept(comparison)
+    numbers = numbers_of(comparison.axes[key])
+    lines: dict[str, list[tuple[float, Row]]] = {}
+    for row in comparison.rows:
+        point = point_of(row.label, comparison.axes)
+        others = ", ".join(f"{name} = {value}" for name, value in point.items() if name != key)
+        if point:
+            lines.setdefault(others, []).append((numbers[point[key]], row))
+    for index, (name, points) in enumerate(lines.items()):
+        look = style.looks(index)
+        points.sort(key=lambda pair: pair[0])
+        for value, row in points:
+            losses = [record.val_loss for record in row.records]
+            axes.plot([value] * len(losses), losses, ".", markersize=5, alpha=0.5, color=look["color"])
+        values, means = [value for value, _ in points], [row.loss.mean for _, row in points]
+        axes.plot(values, means, marker="o", markersize=5, linewidth=1.8, label=name or None, **look)
+    if min(numbers.values()) > 0 and max(numbers.values()) >= WIDE * min(numbers.values()):
+        axes.set_xscale("log")
+        axes.set_xticks(list(numbers.values()), list(numbers), minor=False)
+        axes.minorticks_off()
+    if len(lines) > 1:
+        style.as_written(axes.legend(frameon=False, fontsize=9).get_texts())
+    _describe(axes, "Final loss, mean and seeds", key, "nats per token", size=11)
 
 
 def _draw_differences(axes: Any, comparison: Compared) -> None:

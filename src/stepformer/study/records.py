@@ -314,6 +314,7 @@ class Compared:
     differences: tuple[Difference, ...] = ()  # settings in which the rows differ
     remarks: tuple[str, ...] = ()  # what was done so that they compare
     held_out: tuple[HeldOutRows, ...] = ()  # losses on texts that nothing was chosen by
+    axes: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of a sweep: what its rows are a grid of
 
     @property
     def paired(self) -> bool:

@@ -28,8 +28,9 @@ from stepformer.base.plugins import is_ours, package_digest
 from stepformer.base.progress import counting, say
 from stepformer.base.version import __version__
 from stepformer.base.words import parse_override, refuse_parted
-from stepformer.study.comparison import Facts, grid_points
+from stepformer.study.comparison import Facts
 from stepformer.study.differences import differences, flat, last, recorded
+from stepformer.study.grids import grid_points
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
 from stepformer.training.corpora import corpus_facts, open_corpus
 from stepformer.training.parallel import ALONE, choose_device
@@ -375,12 +376,15 @@ def seeds_of(given: str | int | Sequence[int]) -> list[int]:
     if not isinstance(given, str | int):
         return list(given)
     text = str(given)
+    numbers = list[int]()
     with contextlib.suppress(ValueError):
         numbers = [int(part) for part in text.split(",") if part.strip()]
-        if "," in text and numbers and min(numbers) >= 0:
-            return list(dict.fromkeys(numbers))
-        if len(numbers) == 1 and 1 <= numbers[0] <= 1000:
-            return list(range(42, 42 + numbers[0]))
+    if twice := [seed for seed in numbers if numbers.count(seed) > 1]:
+        raise InputError(f"The seed {twice[0]} stands twice in '{text}': a run of it is made once.")
+    if "," in text and numbers and min(numbers) >= 0:
+        return numbers
+    if "," not in text and numbers and 1 <= numbers[0] <= 1000:
+        return list(range(42, 42 + numbers[0]))
     raise InputError(f"'{text}' are no seeds: write how many (3) or which (7,8,11).")
 
 

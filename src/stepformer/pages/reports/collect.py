@@ -208,6 +208,8 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
         return [*within, *runs]
     holds = ("runs", runs) if runs else ("studies", studies)
     hint = f" It holds {holds[0]}: name them, e.g. '{holds[1][0]}'." if holds[1] else ""
+    if not hint and (path / "comparison.csv").is_file():
+        hint = " It holds a table of runs that lie elsewhere: name those."
     raise InputError(f"'{path}' is neither a run (no run.json) nor a study (no {STUDY}).{hint}")
 
 

@@ -43,6 +43,7 @@ from stepformer.present.style import (
 )
 from stepformer.present.tables import Table, markdown_block, markdown_text
 from stepformer.study import Comparison, plot_differences
+from stepformer.study.comparison import REMEDY, ROUGH
 from stepformer.study.statistics import seed_words
 from stepformer.study.tables import MARK, differences_of, losses_of
 
@@ -94,6 +95,7 @@ def latex_tables(report: Report, comparison: Comparison) -> Iterator[str]:
         held_out = f"{table.caption} Loss in nats per token; {seed_words(comparison.seeds)}."
         said = [about, losses if number == 1 else held_out, *([differences] if comparison.paired else [])]
         notes = [note.removeprefix(f"{MARK.strip()} ") for note in table.notes if note not in (losses, differences)]
+        notes = [note.replace(REMEDY, "") for note in notes if not note.endswith(ROUGH)]  # the table has no times
         yield replace(table, caption=" ".join(said), notes=notes).latex(f"tab:comparison-{number}")
 
 
