@@ -224,6 +224,7 @@ def test_a_rule_without_a_file(start: str, corpus: Path, tmp_path: Path) -> None
     assert {*code_of(tmp_path / "run")} == {"template 'fileless'"}
 
 
+@pytest.mark.slow
 def test_the_source_that_a_run_keeps_can_be_used(corpus: Path, tmp_path: Path) -> None:
     """A copy under another name is the same rule; a run of an imported rule says where its source lies."""
 

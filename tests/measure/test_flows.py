@@ -160,6 +160,7 @@ def test_every_integrator_has_its_order(tmp_path: Path) -> None:
     assert_drawn("order", orders, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_reference_solution_is_exact_enough() -> None:
     """Smallest error measured against it: about 2e-6 for AB2 at h = 1/320."""
     g = generator(0)
@@ -344,6 +345,7 @@ def test_the_depth_from_which_on_momentum_pays(monkeypatch: pytest.MonkeyPatch) 
     assert next(row["threshold"] for row in result.rows if row["condition"] == 100) == 21  # more than twelve layers
 
 
+@pytest.mark.slow
 def test_the_best_filters(tmp_path: Path) -> None:
     """Classes contain each other, Chebyshev bounds all, and no coefficients of a dense grid are better."""
     result = depths.best(0, 8, silent)

@@ -199,7 +199,7 @@ ORACLES: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [pytest.param(*oracle, marks=[] if i in (0, 2) else [pytest.mark.slow]) for i, oracle in enumerate(ORACLES)],
+    [pytest.param(*oracle, marks=[] if i == 2 else [pytest.mark.slow]) for i, oracle in enumerate(ORACLES)],
     ids=str,
 )
 def test_fields_equal_the_twin(kind: Any, options: dict[str, Any], interpreted: None, poisoned: None) -> None:

@@ -235,7 +235,7 @@ FIELDS: list[tuple[Any, dict[str, Any]]] = [
 
 
 WAYS = [
-    pytest.param(*fields, way, marks=[] if not fields[1] and way in ("together", "replaced") else [pytest.mark.slow])
+    pytest.param(*fields, way, marks=[] if not fields[1] and way == "together" else [pytest.mark.slow])
     for fields in FIELDS
     for way in ("together", "hooked", "steered", "replaced", "later")
     if fields[0] is LinearHamiltonian or way == "together"  # the other's code does not know any of them

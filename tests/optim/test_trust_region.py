@@ -375,7 +375,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "norm"),
     [
         ("vanilla", "frobenius"),
-        ("kl", "spectral"),
+        pytest.param("kl", "spectral", marks=pytest.mark.slow),
         pytest.param("vanilla", "spectral", marks=pytest.mark.slow),
         pytest.param("kl", "frobenius", marks=pytest.mark.slow),
     ],

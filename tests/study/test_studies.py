@@ -296,6 +296,7 @@ def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> N
     assert Facts.of_study({"facts": older}) == facts
 
 
+@pytest.mark.slow
 def test_by_turns_each_axis_is_tried_at_the_best_so_far(settings: dict[str, Any], tmp_path: Path) -> None:
     axes = {"lr": (0.5, 1.0, 2.0), "lr_norm": (0.3, 1.0, 3.0), "wd_embedding": (0.0, 0.3)}
     tune = ["lr=0.5x,1x,2x", "lr_norm=0.3x,1x,3x", "wd_embedding=0,0.3"]
