@@ -228,9 +228,9 @@ def test_the_verdict_names_the_match(settings: dict[str, Any], tmp_path: Path) -
     fewer = sf.compare("vanilla", "ortho", out=tmp_path, seeds=2, **given)
     left_out = "not in this table since the command does not name it: vanilla-parameters-of-yurii, yurii."
     assert any(note.endswith(left_out) for note in fewer.notes)
-    assert not any("Finished here too" in note for note in fewer.notes)
+    assert not any("seed 4" in note and "here too" in note for note in fewer.notes)
     fewer = sf.compare("vanilla", "ortho", out=tmp_path, seeds=[43], **given)
-    left_out = "Finished here too, and not in this table since the command does not name it: seed 42."
+    left_out = "Trained here too, and not in this table since the command does not name it: seed 42."
     assert left_out in fewer.notes
 
 

@@ -26,9 +26,14 @@ ARCHITECTURES: list[dict[str, Any]] = [
 ]
 
 
+def varied(**overrides: Any) -> sf.Model:
+    """A model whose greedy text varies: large weights, so that position and token both matter."""
+    return shake(tiny(**{"name": "yurii", "seed": fixed(0), **overrides}), scale=1.0, seed=fixed(3))
+
+
 def lively(**overrides: Any) -> sf.Model:
     """A model whose text depends on every token before, and in doubt, so that beams overtake each other."""
-    model = shake(tiny(**{"name": "yurii", "context": 16, "seed": fixed(0), **overrides}), scale=1.0, seed=fixed(3))
+    model = varied(**{"context": 16, **overrides})
     with torch.no_grad():
         model.embed.tok_emb.weight *= 0.3
     return model

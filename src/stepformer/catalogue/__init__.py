@@ -184,7 +184,7 @@ def size_settings(name: str) -> dict[str, Any]:
     """Config keys of a named size."""
     if str(name) not in SIZES:
         raise UnknownNameError(f"Unknown size '{name}'.{suggestion(name, SIZES)} Known: {', '.join(SIZES)}.")
-    return SIZES[name]
+    return SIZES[str(name)]
 
 
 def model_config(name: str, /, *, size: str = "small", **overrides: Any) -> ModelConfig:

@@ -209,18 +209,19 @@ def compared(
         out = Path(f"runs/compare-{recipe or corpus}-{'-'.join(variants)[:60]}")
     facts = Facts(baseline=first, allowed=tuple(allow), remarks=tuple(_replaced(rows, words, settings)))
     facts = with_matches(variants, match, out, facts)
-    if others := {run.parent.name.rpartition("-s")[0] for run in out.glob("*-s*/result.json")} - {*variants}:
-        said = (
-            f"Trained here too, and not in this table since the command does not name it: {', '.join(sorted(others))}."
-        )
-        facts = dataclasses.replace(facts, remarks=(*facts.remarks, said))
-    trained = (run.parent.name.rpartition("-s") for run in out.glob("*-s*/result.json"))
-    if left := sorted({int(seed) for label, _, seed in trained if label in variants and seed.isdigit()} - {*seeds}):
-        said = f"Finished here too, and not in this table since the command does not name it: {seed_words(left)}."
-        facts = dataclasses.replace(facts, remarks=(*facts.remarks, said))
+    facts = dataclasses.replace(facts, remarks=(*facts.remarks, *_left_out(out, variants, seeds)))
     how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
     facts = with_tuning(variants, {} if dry else searched, budget_tune, out, facts, rounds=by_turns, **how)
     return Study(out, variants, facts, seeds)
+
+
+def _left_out(out: Path, variants: Mapping[str, RunConfig], seeds: Sequence[int]) -> list[str]:
+    """What is finished in the folder and not in the table: whole rows, and seeds of rows."""
+    there = [run.parent.name.rpartition("-s") for run in out.glob("*-s*/result.json")]
+    rows = sorted({label for label, _, _ in there} - {*variants})
+    more = sorted({int(seed) for label, _, seed in there if label in variants and seed.isdigit()} - {*seeds})
+    left = [*([", ".join(rows)] if rows else []), *([seed_words(more)] if more else [])]
+    return [f"Trained here too, and not in this table since the command does not name it: {words}." for words in left]
 
 
 def swept(
@@ -235,9 +236,9 @@ def swept(
 
 def refuse_broken(variants: Mapping[str, RunConfig]) -> None:
     """A sentence if a rule of one's own cannot take a step, before the rows beside it are trained."""
-    for label, config in variants.items():
-        if all(map(is_ours, config.model.components().values())):
-            continue
+    own = {k: v for k, v in variants.items() if not all(map(is_ours, v.model.components().values()))}
+    # one row of each architecture: points of a sweep may differ in their rates alone
+    for label, config in {config.model.hash: (label, config) for label, config in reversed(own.items())}.values():
         with contextlib.suppress(ConfigError):  # at this size alone
             model = Model(small_copy(config.model), seed=0, device=(device := choose_device(config.train.device)))
             try:
