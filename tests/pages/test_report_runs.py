@@ -153,6 +153,21 @@ def test_planned_runs_that_were_not_begun_are_named(study: Path, tmp_path: Path)
     assert report.comparison.rows[2].seeds == (42,)
 
 
+def test_runs_that_a_plan_does_not_have_are_named(study: Path, tmp_path: Path) -> None:
+    """Another comparison into the same folder plans other rows, and those of the first lie there still."""
+    moved = Path(shutil.copytree(study, tmp_path / "study"))
+    plan = json.loads((moved / "study.json").read_text())
+    every = plan["runs"]
+    del plan["checksum"]
+    plan["runs"] = [run for run in every if run["label"] != "tmm"]
+    (moved / "study.json").write_text(json.dumps(plan))
+    assert f"In '{moved}' and not planned there, so left out: tmm-s42, tmm-s43." in report_of(moved).notes
+    plan["runs"] = [{**run, "label": "hb"} for run in every]
+    (moved / "study.json").write_text(json.dumps(plan))
+    with pytest.raises(InputError, match=r"study.json' plans has begun. Runs of another plan lie in .*tmm-s42'\.$"):
+        report_of(moved)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -187,6 +187,7 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
     found.forgetting += [(path, documents.read(file, documents.FORGETTING)) for file in forgetting]
     if RunFolder(path).exists:
         return [path]
+    runs = sorted(folder for folder in path.iterdir() if RunFolder(folder).exists)
     if study.is_file():
         plan = documents.read(study, documents.STUDY)
         found.studies.append(Facts.of_study(plan))
@@ -195,9 +196,16 @@ def _folders(path: Path, found: Gathered) -> list[Path]:
         begun = [folder for folder in planned if RunFolder(folder).exists]
         if missing := ", ".join(folder.name for folder in planned if folder not in begun):
             found.notes.append(f"Planned in '{path}' and not begun: {missing}.")
+        if others := [folder for folder in runs if folder not in begun]:
+            if not begun:
+                raise InputError(
+                    f"No run that '{study}' plans has begun. Runs of another plan lie in '{path}': "
+                    f"name them, e.g. '{others[0]}'."
+                )
+            unplanned = ", ".join(folder.name for folder in others)
+            found.notes.append(f"In '{path}' and not planned there, so left out: {unplanned}.")
         return begun
     studies = sorted(part for part in path.iterdir() if (part / STUDY).is_file())
-    runs = sorted(folder for folder in path.iterdir() if RunFolder(folder).exists)
     if forgetting:  # of fine-tuning in both directions: studies beside each other
         parts = [part for part in studies if (part / FORGETTING).is_file()]
         within = [folder for part in parts for folder in _folders(part, Gathered(notes=found.notes))]
