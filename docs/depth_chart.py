@@ -40,22 +40,26 @@ def apart(one: Box, other: Box) -> bool:
 
 def label_places(bars: Mapping[str, Box], taken: Sequence[Box]) -> dict[str, tuple[float, float, str]]:
     """Beside, above or below each point (x, its bar's top, y, its bottom): where a name meets no bar and no other name,
-    and if it can be none of the lines that are taken."""
-    boxes, found = [(x - 7, top, x + 7, bottom) for x, top, _, bottom in bars.values()], {}
-    for name, (x, top, y, bottom) in bars.items():
+    and if it can be none of the lines that are taken. A name that is in the way of a later one is moved once more."""
+    walls = [(x - 11, top, x + 11, bottom) for x, top, _, bottom in bars.values()]
+    found: dict[str, tuple[float, float, str]] = {}
+    boxes: dict[str, Box] = {}
+    for name in 4 * [*bars]:
+        x, top, y, bottom = bars[name]
         wide = 8.2 * len(name)
+        others = walls + [box for other, box in boxes.items() if other != name]
         tried = []
         for side, base, anchor in (
-            *((x + 10, y + 5, "start"), (x - 10, y + 5, "end"), (x, top - 7, "middle"), (x, bottom + 17, "middle")),
-            *((x - 10, y - 13, "end"), (x - 10, y + 23, "end"), (x + 10, y - 13, "start"), (x + 10, y + 23, "start")),
+            *((x + 12, y + 5, "start"), (x - 12, y + 5, "end"), (x, top - 7, "middle"), (x, bottom + 17, "middle")),
+            *((x - 12, y - 13, "end"), (x - 12, y + 23, "end"), (x + 12, y - 13, "start"), (x + 12, y + 23, "start")),
+            *((x + 11, top - 7, "end"), (x + 11, bottom + 17, "end"), (x - 11, top - 7, "start")),
         ):
             left = side - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
             box = (left, base - 12, left + wide, base + 4)
-            met = 5 * sum(not apart(box, other) for other in boxes) + sum(not apart(box, other) for other in taken)
+            met = 5 * sum(not apart(box, other) for other in others) + sum(not apart(box, other) for other in taken)
             met += 99 * (left < LEFT or left + wide > RIGHT)
             tried.append((met, len(tried), (side, base, anchor), box))
-        _, _, found[name], box = min(tried)
-        boxes.append(box)
+        _, _, found[name], boxes[name] = min(tried)
     return found
 
 
