@@ -21,7 +21,8 @@ INTRODUCTION = """# What is true: claims of the five documents
 Made by `python docs/claims_page.py` from `src/stepformer/catalogue/claims.toml` and the raw files that it names;
 `stepformer claims` prints the same. Of {total} claims: {counts}.
 
-**A verdict holds at the scale beside it.** The published runs have 5 to 15 billion tokens, the largest of ours
+**A verdict holds at the scale beside it.** Published models had 5 to 15 billion tokens (SympFormer's 0.1 to 0.7),
+the largest of ours
 {largest}. "Refuted" says that the claim does not hold there, not that a table was wrong.
 
 How a verdict follows from the numbers:

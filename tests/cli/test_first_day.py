@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,10 @@ def test_a_short_text_is_offered_a_small_vocabulary(
     with pytest.raises(InputError, match=r"run `stepformer prepare 'my notes\.txt' --tokenizer gpt2` first"):
         open_corpus(DataConfig(corpus="my notes.txt", tokenizer="gpt2"), alone)
     Path("my notes.txt").write_text("Something else. " * 99)  # what was prepared is of the old text
-    with pytest.raises(InputError, match="is not prepared, and it is short"):
+    with pytest.raises(InputError, match=r"before its files changed it was, with bpe:1024, bpe:300: run `") as found:
+        open_corpus(DataConfig(corpus="my notes.txt"), alone)
+    assert main(shlex.split(str(found.value).split("`")[1])[1:]) == 0  # what it says to run makes it that of today
+    with pytest.raises(InputError, match=r"but it is with bpe:1024: say corpus=data/my-notes-bpe-1024\."):
         open_corpus(DataConfig(corpus="my notes.txt"), alone)
     small = ["n_layer=1", "n_head=1", "d_model=8", "context=16", "batch=1"]
     assert main(["train", "vanilla", "corpus=my notes.txt", *small, "--dry-run"]) == 0
@@ -416,6 +420,7 @@ def test_what_export_prints_can_be_run(trained: Path, tmp_path: Path) -> None:
         ("help", "there is no command 'help'. `stepformer --help` lists them all."),
         ("train", "the following arguments are required: PRESET|RECIPE|FILE.toml"),
         ("train yurii steps = 10", "A setting has no blanks around '=': write steps=10."),
+        ("train yurii data/my-texts", "is not of the form key=value. A corpus is named corpus=data/my-texts."),
         ("train yurii steps 10", "A setting is one word: write steps=10."),
         ("train yurii qk_norm true lr=0.1", "A setting is one word: write qk_norm=true."),
         ("compare vanilla yurii optim.lr 0.1 steps 10", "A setting is one word: write optim.lr=0.1 steps=10."),
@@ -429,7 +434,14 @@ def test_what_export_prints_can_be_run(trained: Path, tmp_path: Path) -> None:
         ("compare vanilla yurii --set batch=4", "Settings are written key=value, without dashes: batch=4."),
         ("prepare my-texts --tokenizer bpe1024", "Did you mean 'bpe:1024'?"),
         ("prepare my-text", "Did you mean 'my-texts'?"),
-        ("prepare data/x.txt", "nor hf:OWNER/NAME."),
+        ("prepare data/x.txt", "nor hf:OWNER/NAME. `stepformer prepare` makes such a folder of your text."),
+        ("prepare tests-of-mine", "nor hf:OWNER/NAME."),
+        ("train size=tiny", "the name of an architecture comes first, e.g. vanilla size=tiny."),
+        ("list nestrov", "No preset matches 'nestrov'. Did you mean 'nesterov'? `stepformer list` shows all of them."),
+        (
+            "generate RUN One morning",
+            "unrecognized arguments: morning. A prompt of several words is written in quotes.",
+        ),
         ("train yurii corpus=data/my-texts", "Did you mean 'data/my-texts-bpe-1024'?"),
         ("prepare notes --tokenizer bytes", "It has 2 .rst: if that is text, join it, `cat notes/*.rst > notes.txt`."),
         ("prepare latin.txt --tokenizer bytes", "is converted by `iconv -f LATIN1 -t UTF-8 latin.txt > NEW.txt`."),

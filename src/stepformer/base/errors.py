@@ -90,7 +90,7 @@ def neighbour(path: Path, holds: str = "") -> str:
     """The same question about what stands beside a path that is not there; with `holds` only folders with that file."""
     beside = {p.name.partition(".")[0].lower(): p for p in path.parent.glob("[!.]*") if os.path.exists(p / holds)}
     name = path.name.partition(".")[0].lower()
-    near = difflib.get_close_matches(name, beside, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, beside, n=1, cutoff=0.8)
     near += [other for other in sorted(beside) if other.startswith(f"{name}-")]
     return f" Did you mean '{beside[near[0]]}'?" if near else ""
 

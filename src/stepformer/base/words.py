@@ -65,7 +65,8 @@ def parse_override(word: str) -> tuple[str, Any]:
     """`key=value`, the value as TOML, .5 or True; a bare word is a string (`template=nesterov`)."""
     key, equals, text = word.partition("=")
     if not equals or not key:
-        raise InputError(f"'{word}' is not of the form key=value.")
+        path = f" A corpus is named corpus={word}." if "/" in word else ""
+        raise InputError(f"'{word}' is not of the form key=value.{path}")
     if text in ("True", "False"):
         return key, text == "True"
     number = re.sub(r"^([-+]?)\.(?=\d)", r"\g<1>0.", text)  # TOML has no .5

@@ -17,7 +17,7 @@ from stepformer.catalogue.recipes import load_recipe
 from stepformer.catalogue.references import TRAINING
 from stepformer.extras import chosen, extras
 from stepformer.model.config import NOT_THE_FUNCTION, REGISTRIES, ModelConfig, declared_options
-from stepformer.oracles import attentions
+from stepformer.oracles import attentions, mlps
 from stepformer.rules import splittings, templates
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def layer_equation(config: ModelConfig) -> str:
     beside += ["QK-norm"] * bool(config.options.get("qk_norm"))
     beside += [part.name.replace("-", " ") for part in chosen(config)]
     layer += f";  {', '.join(beside)}" * bool(beside)
+    layer += f";  M: {mlps[config.mlp].equation}" * (config.mlp != "gelu")
     if config.attention == "softmax":
         return layer
     given = [f"{k} = {v}" for k, v in config.options.items() if declared_options(config)[k][0] == "attention"]
@@ -140,13 +141,20 @@ def preset(name: str) -> Preset:
     for kind, registry in REGISTRIES.items():
         if name in registry:
             raise UnknownNameError(f"'{name}' is no whole architecture: write `PRESET {kind}={name}`.")
-    known = [*_ALIASES, *(e.name for e in templates)]
+    if "=" in name:
+        raise UnknownNameError(f"'{name}' is a setting: the name of an architecture comes first, e.g. vanilla {name}.")
     own = [entry.name for entry in templates if not is_ours(entry.component)]
     yours = f" Of your own there are the templates {', '.join(own)}." if own else ""
     yours = yours or (" The plug-ins that were loaded register no template." if loaded() else "")
+    near = suggestion(name, known_names())
     raise UnknownNameError(
-        f"Unknown preset '{name}'.{suggestion(name, known)} `stepformer list` shows all of them. {templates.own}{yours}"
+        f"Unknown preset '{name}'.{near} `stepformer list` shows all of them. {templates.own}{yours}"
     )
+
+
+def known_names() -> list[str]:
+    """Every word that `preset` takes."""
+    return [*_ALIASES, *(entry.name for entry in templates)]
 
 
 def unlisted_templates() -> list[str]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from stepformer import catalogue
-from stepformer.base.errors import InputError
+from stepformer.base.errors import InputError, suggestion
 from stepformer.base.plugins import is_ours
 from stepformer.base.words import merge
 from stepformer.catalogue.references import bibtex
@@ -77,7 +77,8 @@ def run_list(args: argparse.Namespace) -> int:
         print(json.dumps([_row(row) for row in rows], indent=2))
         return 0
     if not rows:
-        raise InputError(f"No preset matches '{args.pattern}'. `stepformer list` shows all of them.")
+        near = suggestion(args.pattern, catalogue.known_names())
+        raise InputError(f"No preset matches '{args.pattern}'.{near} `stepformer list` shows all of them.")
     out = console()
     names = [", ".join((row.name, *row.aliases)) for row in rows]
     width = max(map(len, names))

@@ -112,7 +112,7 @@ def print_result(result: dict[str, Any], whole: float = 0.0) -> None:
             ("training loss", f"{result['train_loss']:.4f} on {result['train_tokens']:,} fixed training tokens")
         )
     if result["unigram_entropy"]:
-        rows.append(("unigram entropy", f"{result['unigram_entropy']:.4f} (what counting single tokens would reach)"))
+        rows.append(("unigram entropy", f"{result['unigram_entropy']:.4f} (the loss of token frequencies alone)"))
     long = whole > 1.2 * result["train_seconds"] + 2
     rows += [
         ("trained on", f"{result['tokens']:,} tokens in {took}, {result['tokens_per_second']:,.0f} tokens/s"),

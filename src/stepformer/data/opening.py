@@ -104,9 +104,10 @@ def _path(spec: str) -> Path:
     path, words = Path(spec).expanduser(), ("tales", *DATASETS)
     if not path.exists():
         option = f" An option is written --{spec.replace('=', ' ')}." if "=" in spec else ""
+        made = " `stepformer prepare` makes such a folder of your text." if path.parent.name == "data" else ""
         raise InputError(
             f"There is no source '{spec}': it is neither a file or folder nor one of {', '.join(words)}, "
-            f"nor hf:OWNER/NAME.{option or suggestion(spec, words) or neighbour(path)}"
+            f"nor hf:OWNER/NAME.{option or suggestion(spec, words) or neighbour(path) or made}"
         )
     return path
 

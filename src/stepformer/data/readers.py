@@ -142,8 +142,9 @@ def reading(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         how = shlex.join(["iconv", "-f", "UTF-16" if wide else "LATIN1", "-t", "UTF-8", str(path)])
-        advice = f"; another encoding is converted by `{how} > NEW.txt`" if wide or b"\0" not in error.object else ""
-        raise InputError(f"'{path}' is not UTF-8 text ({error.reason}){advice}.") from None
+        text = wide or b"\0" not in error.object
+        advice = f"another encoding is converted by `{how} > NEW.txt`" if text else "leave out what is no text"
+        raise InputError(f"'{path}' is not UTF-8 text ({error.reason}); {advice}.") from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
         # gzip's and pyarrow's have no error number where the content is at fault
         if isinstance(error, OSError) and error.errno is not None:

@@ -342,7 +342,8 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
             "`stepformer compare --runs` compares runs."
         )
     if unknown:
-        unknown += f" No recipe has that name either.{suggestion(name, recipe_names())}"
+        if "=" not in name:
+            unknown += f" No recipe has that name either.{suggestion(name, recipe_names())}"
         raise ConfigError([unknown, *problems]) if problems else UnknownNameError(unknown)
     if problems:
         raise ConfigError(problems)

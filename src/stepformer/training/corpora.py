@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,13 +124,17 @@ def _not_prepared(config: DataConfig, source: Source, tokenizer: str, folder: Pa
     """What to do before a training: prepare the corpus, or name what was prepared of it with another tokenizer."""
     missing, length = f"The corpus '{config.corpus}' is not prepared", source.approximate_bytes
     if config.tokenizer is None:
-        for other in (path.parent for path in sorted(folder.parent.glob(f"*/{MANIFEST}"))):
-            alike = other.name.startswith(folder.name.removesuffix(tokenizer))
-            made = Corpus(other) if alike else None
-            same = made and not other_files(made.manifest.get("source", {}), source.description)
-            if made and same and made.name == source.name:
-                name, word = made.manifest["tokenizer"]["name"], shlex.quote(f"corpus={other}")
-                return f"{missing} with the tokenizer {tokenizer}, but it is with {name}: say {word}."
+        alike = sorted(folder.parent.glob(f"{glob.escape(folder.name.removesuffix(tokenizer))}*/{MANIFEST}"))
+        prepared = [corpus for corpus in (Corpus(path.parent) for path in alike) if corpus.name == source.name]
+        for current in (True, False):
+            found = [c for c in prepared if current != other_files(c.manifest.get("source", {}), source.description)]
+            names = ", ".join(corpus.manifest["tokenizer"]["name"] for corpus in found)
+            words = " or ".join(shlex.quote(f"corpus={corpus.folder}") for corpus in found)
+            if found and current:
+                return f"{missing} with the tokenizer {tokenizer}, but it is with {names}: say {words}."
+            if found:
+                again = command_line("prepare", config.corpus, "--tokenizer", names.split(", ")[0], "--force")
+                return f"{missing}; before its files changed it was, with {names}: run `{again}`, or say {words}."
         if length is not None and few(length / BYTES_PER_TOKEN, GPT2_IDS):
             how = command_line("prepare", config.corpus, "--tokenizer", "bpe:1024")
             then = shlex.quote(f"corpus={corpus_folder(source.name, 'bpe:1024')}")
