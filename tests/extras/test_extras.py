@@ -203,7 +203,9 @@ def test_values_of_the_first_layer_reach_the_others() -> None:
 
 
 def test_the_first_lambda_is_declared_unused_unless_it_acts() -> None:
-    assert tiny("vanilla", value_residual="free").unused_parameters() == ["blocks.0.extras.lambda_v"]
+    model = tiny("vanilla", value_residual="free")
+    assert model.unused_parameters() == ["blocks.0.extras.lambda_v"]
+    assert ["lambda_v" in values for values in model.coefficients()] == [False, True]
     assert tiny("verlet-ama", value_residual="free").unused_parameters() == []  # its second call blends with the first
 
 
@@ -303,8 +305,8 @@ def test_bad_settings(settings: dict[str, Any], sentence: str) -> None:
 
 def test_coefficients_of_heads_are_named_and_pinned() -> None:
     model = tiny("kl-carried", target="head", ratio=0.2)
-    values = model.coefficients()[0]
-    assert values == pytest.approx(
+    assert model.coefficients()[0] == pytest.approx({"r[0]": 0.2, "r[1]": 0.2, "r[2]": 0.2})  # nothing to keep yet
+    assert model.coefficients()[1] == pytest.approx(
         {"r[0]": 0.2, "r[1]": 0.2, "r[2]": 0.2, "keep[0]": 0.5, "keep[1]": 0.5, "keep[2]": 0.5}
     )
     model.pin_coefficients(layer=1, r=0.4)

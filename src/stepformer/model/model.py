@@ -222,10 +222,14 @@ class Model(Backbone):
     def coefficients(self) -> list[dict[str, float]]:
         """Current values of the learned coefficients, one dictionary per layer; `r[3]` is that of head 3.
 
-        Of a model that is spread over ranks, all of them must ask together.
+        One that a layer has and never reads is not among them. Of a model that is spread over ranks, all must ask
+        together.
         """
-        banks = [block.banks() for block in self.blocks]
-        return [{key: value for bank in own for key, value in bank.named_values().items()} for own in banks]
+        layers = []
+        for block in self.blocks:
+            idle = {name.rpartition(".")[2] for name in block.unused}
+            layers.append({key: value for bank in block.banks() for key, value in bank.named_values(idle).items()})
+        return layers
 
     def gains(self) -> list[dict[str, float]]:
         """Root mean square of every norm's gain, one dictionary per layer; of a spread model all ranks ask."""

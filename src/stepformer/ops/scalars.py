@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Self
 
 import torch
@@ -46,11 +46,13 @@ class LearnedScalars(nn.Module):
         mapped: Tensor = self.specs[key].value(getattr(self, key))
         return mapped
 
-    def named_values(self) -> dict[str, float]:
+    def named_values(self, without: Container[str] = ()) -> dict[str, float]:
         """The value of each scalar, `r[3]` of head 3, of a longer vector its root mean square; where they are spread
         over ranks, all of these ask together."""
         values: dict[str, float] = {}
         for key, spec in self.specs.items():
+            if key in without:
+                continue
             if spec.size > LISTED:
                 values[f"rms({key})"] = float(whole(self.value(key).detach()).double().square().mean().sqrt())
                 continue

@@ -112,11 +112,15 @@ def coefficient_charts(runs: Sequence[RunData]) -> Charts:
     found: list[tuple[str, Line]] = []
     heads: dict[str, int] = {}
     for run in runs:
-        layers = [item for coefficients in coefficients_of(run) for item in by_head(coefficients).items()]
+        layers = [
+            (name, (float(layer), members))
+            for layer, coefficients in enumerate(coefficients_of(run))
+            for name, members in by_head(coefficients).items()
+        ]
         for name, by_layer in grouped(layers).items():
-            heads[name] = max(heads.get(name, 1), *map(len, by_layer))
-            y = [math.fsum(members) / len(members) for members in by_layer]
-            found.append((name, Line(run.label, run.seed, list(map(float, range(len(y)))), y)))
+            heads[name] = max(heads.get(name, 1), *(len(members) for _, members in by_layer))
+            y = [math.fsum(members) / len(members) for _, members in by_layer]
+            found.append((name, Line(run.label, run.seed, [layer for layer, _ in by_layer], y)))
     charts = [
         Chart(f"{name}, mean of {heads[name]}" if heads[name] > 1 else name, "layer", "", with_means(lines))
         for name, lines in sorted(grouped(found).items())
