@@ -130,23 +130,22 @@ from stepformer.data import open_source
 
 module = importlib.import_module("stepformer.data.prepare")
 module.PIECE_CHARACTERS = 3000
-if __name__ == "__main__":
-    rename = files.rename
+rename = files.rename
 
-    def stop(a, b):
-        rename(a, b)
-        if b.name == "000001-000000.part":
-            print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+def stop(a, b):
+    rename(a, b)
+    if b.name == "000001-000000.part":
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    files.rename = stop
-    module.prepare(open_source(sys.argv[1]), "bpe:300", Path(sys.argv[2]), workers=2)
+files.rename = stop
+module.prepare(open_source(sys.argv[1]), "bpe:300", Path(sys.argv[2]), workers=2)
 """
 
 
 @pytest.mark.slow
 def test_two_workers_killed_and_finished_by_one(source: Any, tmp_path: Path) -> None:
-    """Also: the workers of a killed process go away by themselves."""
+    """Also: the workers of a killed process go away by themselves, and do not run a script that has no guard."""
     whole = prepare(source, "bpe:300", tmp_path / "whole", workers=1).folder
     script = tmp_path / "script.py"
     script.write_text(ORPHANS)

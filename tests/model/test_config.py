@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +90,28 @@ def test_what_build_is_not_made_for(tmp_path: Path) -> None:
         sf.build(tmp_path)
     with pytest.raises(InputError, match="'vanilla' is no file but the name of an architecture: `model_config` takes"):
         sf.load_config("vanilla")
+
+
+def model() -> sf.Model:
+    return sf.build("vanilla", **TINY)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: sf.train("yurii"), r"`train` takes what `run_config` gives, not str: train\(run_config"),
+        (lambda: sf.run_config(sf.model_config("yurii")), "not ModelConfig; `stepformer.compare` takes a ModelConfig"),
+        (lambda: sf.run_config("yurii", {"steps": 3}), r"or keywords: give \*\*\{'steps': 3\}"),
+        (lambda: sf.compare(["vanilla", "yurii"], out="x"), r"one by one: compare\(\*\['vanilla', 'yurii'\], "),
+        (lambda: sf.load_run(None), "`load_run` takes a run's folder, not NoneType"),
+        (lambda: sf.save_run(model(), model(), "bytes"), r"not Model: save_run\(model, out, tokenizer\)"),
+        (lambda: model()(torch.zeros(1, 2, dtype=torch.long), cache=True), r"what new_cache\(\) made, not bool"),
+        (lambda: model().new_cache(0), "A cache holds 1 row or more, not 0"),
+    ],
+)
+def test_something_else_in_its_place(call: Any, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        call()
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

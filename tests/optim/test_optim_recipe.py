@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from draws import seeded
 from helpers import tiny
-from stepformer.base.errors import ConfigError
+from stepformer.base.errors import ConfigError, InputError
 from stepformer.model.roles import Role, declare
 from stepformer.optim import OptimConfig, Optimizers, Schedule, global_norm, scion_init
 from stepformer.training.config import RunConfig, run_config
@@ -232,6 +232,27 @@ def test_default_decays_follow_the_recipe() -> None:
     assert [recipe.rate(r) for r in ("matrix", "embedding", "norm", "coefficient")] == [0.02, 6e-4, 6e-4, 3e-3]
     assert (recipe.beta1, recipe.beta2, recipe.eps, recipe.clip, recipe.floor) == (0.9, 0.95, 1e-8, 1.0, 0.1)
     assert OptimConfig(name="adamw").rate("coefficient") == 3e-3
+
+
+def test_a_loop_that_leaves_out_what_a_step_needs_is_told() -> None:
+    model = tiny()
+    opt = Optimizers(model, OptimConfig(sam="decay", schedule="wsd", decay_start=1), 4)
+    x, y = batch_of(0)
+    model(x, y).loss.backward()
+    opt.clip()
+    opt.step(0)
+    with pytest.raises(InputError, match=r"Step 1 is sharpness-aware .* `before = optimizers\.perturb\(\)`"):
+        opt.step(1)
+    with pytest.raises(InputError, match=r"optim\.sam = 'decay' needs the number of the step: call step\(t\)\."):
+        opt.step()
+    opt.restore(opt.perturb())
+    opt.step(1)
+    with pytest.raises(InputError, match="Step 2 is sharpness-aware"):  # each one needs its own
+        opt.step(2)
+    with pytest.raises(InputError, match=r"step\('2'\): give the number"):
+        Optimizers(model, OptimConfig(), 4).step("2")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"the limit is the setting optim\.clip"):
+        opt.clip(1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw", "scion", "polargrad"])

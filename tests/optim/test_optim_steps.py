@@ -194,7 +194,7 @@ def test_rates_of_a_scheduler_of_torch() -> None:
             part.step()
     assert all(map(torch.equal, *(model.parameters() for model in models)))
     for wrong in (-1, 0.5, "0"):
-        with pytest.raises(sf.InputError, match=rf"^step\({wrong}\): give the number of the step"):
+        with pytest.raises(sf.InputError, match=rf"^step\({wrong!r}\): give the number of the step"):
             ours.step(wrong)  # type: ignore[arg-type]
 
 

@@ -273,7 +273,7 @@ def test_bad_grids_report_every_point() -> None:
         (["compare", "vanilla"], "Name at least two architectures"),
         (["compare", "vanilla", "yuri"], "Did you mean 'yurii'?"),
         (["compare", "vanilla", "yurii", "--baseline", "tmm"], "The baseline 'tmm' is not among vanilla, yurii"),
-        (["compare", "vanilla", "yurii", "--budget", "1M", "steps=5"], "Give --budget or steps, not both"),
+        (["compare", "vanilla", "yurii", "--budget", "1M", "steps=5"], "Give a budget or steps, not both"),
         (["compare", "vanilla", "vanilla"], "stands twice"),
         (["compare", "vanilla", "yurii", "seed=7"], "Give the seeds with --seeds"),
         (["compare", "vanilla", "yurii", "--budget", "1"], "is less than half a step of 4,096 tokens"),

@@ -87,6 +87,8 @@ def parse_overrides(words: Iterable[str], problems: list[str] | None = None) -> 
     """All words; those that are not of the form key=value go to `problems`, or are refused together."""
     if isinstance(words, str):
         raise InputError(f"Settings are a list of words: give [{words!r}] instead of {words!r}.")
+    if isinstance(words, Mapping):
+        raise InputError(f"Settings are a list of words, or keywords: give **{dict(words)!r}.")
     words, found, bad = list(words), [], []
     refuse_parted(words)
     if "=" in words[1:-1]:

@@ -23,7 +23,7 @@ from stepformer.cli.options import JSON, command, group, option, pairs, tell_idl
 from stepformer.extras import chosen
 from stepformer.measure.diagnostics.audit import small_copy
 from stepformer.model import Model, engines
-from stepformer.model.config import ModelConfig, declared_options
+from stepformer.model.config import ModelConfig, declared_options, selected
 from stepformer.oracles import attentions, mlps
 from stepformer.present.tables import of_texts
 from stepformer.rules import Coefficient, splittings, templates
@@ -66,6 +66,7 @@ def title_of(config: ModelConfig) -> str:
         k: v for k, v in config.to_dict().items() if k not in ("template", "splitting", *catalogue.SIZES["small"])
     }
     plain = (("attention", "softmax"), ("mlp", "gelu"))
+    settings = {key: json.dumps(v) if isinstance(v, tuple) else v for key, v in settings.items()}
     extra = "".join(f", {key}={value}" for key, value in settings.items() if (key, value) not in plain)
     return f"{config.template} x {config.splitting}{extra}"
 
@@ -217,6 +218,8 @@ def run_show(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     print_facts(console(), config, facts)
+    if not all(is_ours(part) for _, _, part in selected(config)):
+        print("Its own parts are shown as they say of themselves; `stepformer audit` checks them (docs/audit.md).")
     if args.batch is not None:
         print(f"memory at batch {args.batch}, eager step under bf16 autocast with AdamW: {estimate}")
     return 0

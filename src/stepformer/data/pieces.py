@@ -9,7 +9,9 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
+import types
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -178,10 +180,14 @@ def start_workers(number: int, tokenizer: Path) -> ProcessPoolExecutor:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     safe = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"  # `python -c`, as workers start, would import from the current folder
+    # Workers begin with the program that started them, which may be a script without `if __name__ == "__main__"` and
+    # would run once more in each. They need nothing of it.
+    program, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
         for _ in range(number):  # each starts one worker
             pool.submit(int)
     finally:
+        sys.modules["__main__"] = program
         os.environ.pop("PYTHONSAFEPATH") if safe is None else os.environ.update(PYTHONSAFEPATH=safe)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pool

@@ -218,6 +218,8 @@ class Backbone(nn.Module):
             dtype: Of what is stored; by default that of the weights, or of autocast.
         """
         batch = checked("batch", batch, int)
+        if batch < 1:
+            raise InputError(f"A cache holds 1 row or more, not {batch}.")
         capacity = self.config.context if capacity is None else checked("capacity", capacity, int)
         if not 1 <= capacity <= self.config.context:
             raise InputError(f"A cache holds 1 to {self.config.context} tokens, the model's context, not {capacity}.")

@@ -98,6 +98,8 @@ class Model(Backbone):
         check_inputs(tokens, targets, lengths, vocab_size=self.config.vocab_size, context=longest)
         if targets is not None and last_only:
             raise InputError("`last_only` gives the logits of one token a row; it cannot be combined with targets.")
+        if not isinstance(cache, Cache | None):
+            raise InputError(f"`cache` is what new_cache() made, not {type(cache).__name__}.")
         if cache is not None and [len(layer) for layer in cache.slots] != self.attention_calls():
             raise InputError("This cache was made for another architecture: make it with this model's new_cache().")
         if loss_only and targets is None:

@@ -63,6 +63,7 @@ class Optimizers:
                 adaptive.append(group)
         self.parts: list[torch.optim.Optimizer] = []
         self.graphs = CudaGraphs()  # in one memory pool for all parts
+        self._perturbed = False  # since the last step: of a sharpness-aware one
         self._number = torch.zeros(())  # where captured work reads or writes a norm
         same: dict[str, Any] = {
             "nuclear": config.name == "polargrad",
@@ -97,14 +98,21 @@ class Optimizers:
         """
         if t is not None:
             self._set_rates(t)
-        elif self.trust is not None:
-            raise InputError("optim.name = 'trust' needs the number of the step: call step(t).")
+        elif self.trust is not None or self.config.sam != "off":
+            what = f"name = '{self.config.name}'" if self.trust else f"sam = '{self.config.sam}'"
+            raise InputError(f"optim.{what} needs the number of the step: call step(t).")
+        if t is not None and self.schedule.perturbs(t) and not self._perturbed:
+            raise InputError(
+                f"Step {t} is sharpness-aware (optim.sam): after backward() call `before = optimizers.perturb()`, "
+                "zero_grad(), backward() once more on the same batch and `optimizers.restore(before)`."
+            )
+        self._perturbed = False
         for part in self.parts:
             part.step()
 
     def _set_rates(self, t: int) -> None:
         if not isinstance(t, Integral) or t < 0:
-            raise InputError(f"step({t}): give the number of the step; the first one is step(0).")
+            raise InputError(f"step({t!r}): give the number of the step; the first one is step(0).")
         factor, momentum = self.schedule.factor(t), self.schedule.momentum(t)
         for group in self.groups():
             group["lr"] = group["peak"] * factor
@@ -158,6 +166,8 @@ class Optimizers:
     def clip(self, norm: Tensor | None = None) -> Tensor:
         """Scale the gradients down to the global norm `clip`; returns the norm before, over what takes part."""
         norm = self.norm() if norm is None else norm
+        if not isinstance(norm, Tensor):
+            raise InputError("`clip` takes what `norm` gave, or nothing; the limit is the setting optim.clip.")
         gradients = [p.grad for p in self.clipped if p.grad is not None]
         limit = self.config.clip
         if limit and gradients and capturable(gradients[0]):
@@ -193,6 +203,7 @@ class Optimizers:
         """Put the parameters back, to the bit: adding and subtracting would not."""
         for p, value in zip(self.parameters, before, strict=True):
             p.copy_(value)
+        self._perturbed = True
 
     def tensors(self, *, create: bool = False) -> dict[str, Tensor]:
         """The optimizer's memory as flat names (`PARAMETER.KEY`) and tensors, for checkpoints.

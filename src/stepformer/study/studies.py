@@ -188,7 +188,7 @@ def compared(
     load_plugins(plugins)
     searched = search_of(tune, budget_tune, seeds, by_turns)
     if budget is not None and {"steps", "train.steps"} & {*_keys(words, settings)}:
-        raise InputError("Give --budget or steps, not both.")
+        raise InputError("Give a budget or steps, not both.")
     rows = list(rows)
     variants = _rows(rows, budget, recipe, words, settings)
     first = baseline or next(iter(variants))
@@ -286,6 +286,8 @@ def _word(value: Any) -> str:
 
 
 def _label(row: Named) -> str:
+    if isinstance(row, list | tuple):
+        raise InputError(f"Rows are given one by one: compare(*{list(row)!r}, ...).")
     if isinstance(row, RunConfig | ModelConfig):
         return ""
     return Path(row).stem if str(row).endswith(".toml") else str(row)

@@ -310,6 +310,9 @@ def run_config(what: str | Path, overrides: Iterable[str] = (), **more: Any) -> 
     """
     from stepformer.catalogue.recipes import load_recipe, read_recipe, recipe_names
 
+    if not isinstance(what, str | Path):
+        how = "; `stepformer.compare` takes a ModelConfig" * isinstance(what, ModelConfig)
+        raise InputError(f"`run_config` takes a name or a TOML file, not {type(what).__name__}{how}.")
     name = str(what)
     problems: list[str] = []
     unknown = ""

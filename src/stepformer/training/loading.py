@@ -70,6 +70,8 @@ def load_run(
         allow_nan: Load weights that are not finite numbers, too.
         plugins: Files or modules with rules of your own that the run needs, at their present places; they are imported.
     """
+    if not isinstance(path, str | Path):
+        raise InputError(f"`load_run` takes a run's folder, not {type(path).__name__}.")
     load_plugins(plugins)
     folder = RunFolder(Path(path))
     kept = Checkpoints(folder.checkpoints)

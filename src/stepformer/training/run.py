@@ -74,6 +74,8 @@ def train(
         >>> import stepformer as sf
         >>> result = sf.train(sf.run_config("yurii", steps=500), "runs/yurii")  # doctest: +SKIP
     """
+    if not isinstance(config, RunConfig):
+        raise InputError(f"`train` takes what `run_config` gives, not {type(config).__name__}: train(run_config(...)).")
     with joined_world(config.train.device, config.train.collective_timeout) as world:
         corpus = open_corpus(config.data, world, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)

@@ -245,6 +245,6 @@ def refuse_changed(
             if before != after:
                 raise ChangedRuleError(
                     f"{what} was made with another {name}: SHA-256 of {file} was {before}, now {after}. A changed rule "
-                    "is another rule: give it a name of its own. What it was lies in the run's folder 'plugins': copy "
-                    "its .py.txt to .py and name that with --plugin."
+                    "is another rule: give it a name of its own, and new runs beside it another folder. What it was "
+                    "lies in the run's folder 'plugins': copy its .py.txt to .py and name that with --plugin."
                 )

@@ -117,9 +117,13 @@ def save_run(
         >>> model = sf.build("yurii", size="tiny", vocab_size=257)
         >>> folder = sf.save_run(model, "runs/mine", "bytes", step=1000)  # doctest: +SKIP
     """
-    out = Path(out)
     if not isinstance(model, Model):
         raise InputError(f"`save_run` takes the model itself, not {type(model).__name__}.")
+    if not isinstance(out, str | Path):
+        raise InputError(
+            f"`out` should be the run's folder, not {type(out).__name__}: save_run(model, out, tokenizer)."
+        )
+    out = Path(out)
     if not isinstance(tokenizer, str | Path | Tokenizer):
         known = "'gpt2', 'bytes', a folder or a tokenizer of stepformer"
         raise InputError(f"`tokenizer` should be {known}, not {type(tokenizer).__name__}.")
