@@ -172,24 +172,6 @@ def test_write_your_own_extra_page(tmp_path: Path, steps: int) -> None:
     assert "1 of 1 pass" in run(audit.replace(" audit ", f" audit --steps {steps} "), tmp_path)
 
 
-def test_the_table_of_geometries_is_the_one_measured() -> None:
-    page = (ROOT / "docs/attention.md").read_text()
-    with (ROOT / "docs/raw/2026-11-geometries.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {sf.preset(row["architecture"]).name for row in rows} >= {
-        name for name in sf.presets() if sf.preset(name).config.attention != "softmax"
-    }
-    for row in rows:
-        interval = ""
-        if row["difference"]:
-            difference, low, high = (float(row[k]) for k in ("difference", "difference_low", "difference_high"))
-            interval = f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]"
-        numbers = (
-            f"{float(row['loss']):.3f} | {interval} | {float(row['speed_ratio']):.2f} | {int(row['parameters']):,}"
-        )
-        assert f"| {row['architecture']} | {numbers} |" in page
-
-
 def test_the_audit_that_the_readme_links_covers_every_preset() -> None:
     text = (ROOT / "docs/raw/2026-11-audit.txt").read_text()
     rows = {line.split()[0] for line in text.splitlines() if line.strip()}
@@ -241,25 +223,65 @@ def test_the_catalogue_numbers(page: str) -> None:
     assert f" {sum(len(recipe.runs) for recipe in recipes)} runs" in text
 
 
+def interval(row: dict[str, str], prefix: str = "", digits: int = 3) -> str:
+    """A difference as the pages print it, from a row of a comparison.csv."""
+    mean, low, high = (f"{float(row[f'{prefix}difference{part}']):+.{digits}f}" for part in ("", "_low", "_high"))
+    return f"{mean} [{low}, {high}]"
+
+
+def rows_of(raw: str) -> dict[str, dict[str, str]]:
+    with (ROOT / "docs/raw" / raw).open() as file:
+        return {row["architecture"]: row for row in csv.DictReader(file)}
+
+
+def test_the_table_of_geometries_is_the_one_measured() -> None:
+    page = (ROOT / "docs/attention.md").read_text()
+    rows = rows_of("2026-11-geometries.csv")
+    assert {sf.preset(name).name for name in rows} >= {
+        name for name in sf.presets() if sf.preset(name).config.attention != "softmax"
+    }
+    for name, row in rows.items():
+        difference = interval(row) if row["difference"] else ""
+        numbers = f"{float(row['loss']):.3f} | {difference} | {float(row['speed_ratio']):.2f}"
+        assert f"| {name} | {numbers} | {int(row['parameters']):,} |" in page
+
+
 def test_the_evidence_in_the_readme_is_that_of_its_raw_files() -> None:
     text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    with (ROOT / "docs/raw/2026-11-rivals/25M.csv").open() as file:
-        rows = {row["architecture"]: row for row in csv.DictReader(file)}
-    for name, verb in (
-        ("yurii", "by {} [{}, {}] with 8 layers"),
-        ("attnres", "attention residuals win by {} [{}, {}]"),
-    ):
-        numbers = [abs(float(rows[name][f"difference{part}"])) for part in ("", "_low", "_high")]
-        assert verb.format(*(f"{number:.3f}" for number in (numbers[0], *sorted(numbers[1:])))) in text
+    short, long = rows_of("2026-11-rivals/25M.csv"), rows_of("2026-11-recipe/proof-rows-to-vanilla.csv")["yurii"]
+    attnres = [f"{abs(float(short['attnres'][f'difference{part}'])):.3f}" for part in ("", "_high", "_low")]
+    assert "win by {} [{}, {}] on English text at 25M tokens".format(*attnres) in text
     claims = ledger()
     assert f"Of {len(claims)} claims" in text
     assert counted(claims) in text
     (measured,) = (e for part in claims[0].parts for e in part.evidence if e.source.name == "mix-33M")
-    difference, low, high = (f"{abs(float(word)):.3f}" for word in re.findall(r"[+-]\d\.\d+", str(measured)))
-    assert f"by {difference} [{low}, {high}] with 6 layers of width 384" in text
+    differences = [float(word) for word in re.findall(r"[+-]\d\.\d+", str(measured))]
+    for row in (
+        f"8 of 512 | 25M | 3 | {interval(short['yurii'])} |",
+        "6 of 384 | 33M | 3 | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*differences),
+        f"8 of 512 | 50M | 3 | {interval(long)} |",
+        f"OpenWebText | 8 of 512 | 50M | 3 | {interval(long, 'held_out_owt10k_val_')} |",
+    ):
+        assert row in text
     shown = next(block for block in blocks(ROOT / "README.md", "console") if "--match parameters" in block)
     raw = (ROOT / "docs/raw/2026-11-tales-matched/terminal.txt").read_text()
     assert all(line in raw for line in shown.splitlines() if line != "...")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/what-to-use.md"])
+def test_the_table_of_the_proof_is_that_of_its_raw_file(page: str) -> None:
+    rows = rows_of("2026-11-recipe/proof-rows-to-modern.csv")
+    table = (ROOT / page).read_text().partition("| | parameters | Wikipedia |")[2].partition("\n\n")[0]
+    lines = table.replace("**", "").splitlines()[2:]
+    assert len(lines) == {"README.md": 4, "docs/what-to-use.md": len(rows)}[page]
+    for line in lines:
+        label, *shown = (cell.strip() for cell in line.strip("|").split("|"))
+        row = rows["deeper" if label.endswith("one layer more") else label.split("`")[1]]
+        expected = [f"{int(row['parameters']) / 1e6:.1f}M"]
+        for text in ("held_out_wiki_val_", "held_out_owt10k_val_"):
+            difference = interval(row, text) if row["architecture"] != row["baseline"] else ""
+            expected += [f"{float(row[f'{text}loss']):.3f}", difference]
+        assert shown == expected
 
 
 def test_keys_named_in_the_pages_exist() -> None:
