@@ -6,6 +6,7 @@ registries and folders are its own; that the installed program starts at all is 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -19,7 +20,10 @@ import torch.multiprocessing as mp
 
 _processes = multiprocessing.get_context("forkserver")
 # torch's first optimizer imports dynamo, which takes as long as torch itself
-_commands = [f"stepformer.cli.{name}" for name in ("main", "audit", "compare", "evaluate", "report", "runs", "train")]
+_commands = [
+    f"stepformer.cli.{name}"
+    for name in ("main", "audit", "compare", "evaluate", "report", "runs", "serve", "show", "train")
+]
 _processes.set_forkserver_preload([*_commands, "rich.progress", "torch._dynamo", "torch.distributed.fsdp"])
 
 
@@ -93,6 +97,7 @@ def two_ranks(worker: Any, arguments: tuple[Any, ...], folder: Path) -> None:
 
 
 def _enter(cwd: str, env: dict[str, str], files: list[str]) -> None:
+    gc.freeze()  # what was imported before stays: collections need not look at it
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

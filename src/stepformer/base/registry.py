@@ -274,5 +274,6 @@ def option_problems(
         else:
             known = [*settings, *declared]
             hint = translated(key, known) or suggestion(key, [*known, "preset", "size"])
-            problems[key] = f"Unknown key '{key}'." + (hint or f" Known keys: {', '.join(known)}.")
+            everything = f" Known keys: {', '.join(known)}; those of a training: `stepformer train --help`."
+            problems[key] = f"Unknown key '{key}'." + (hint or everything)
     return problems

@@ -113,10 +113,13 @@ def located(name: str, beside: Path | None) -> Path | None:
 
 def installed(path: Path) -> bool:
     """Whether a file belongs to Python, to an installed package or to this one."""
-    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    if {"site-packages", "dist-packages"} & {*path.parts}:
-        return True
-    return any(path.is_relative_to(Path(place).resolve()) for place in (*places, str(PACKAGE)))
+    return bool({"site-packages", "dist-packages"} & {*path.parts}) or any(map(path.is_relative_to, _places()))
+
+
+@functools.cache
+def _places() -> list[Path]:
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return [Path(folder).resolve() for folder in (*folders, str(PACKAGE))]
 
 
 def imports(path: Path, called: str) -> Iterator[str]:
