@@ -256,11 +256,13 @@ def test_the_evidence_in_the_readme_is_that_of_its_raw_files() -> None:
     assert counted(claims) in text
     (measured,) = (e for part in claims[0].parts for e in part.evidence if e.source.name == "mix-33M")
     differences = [float(word) for word in re.findall(r"[+-]\d\.\d+", str(measured))]
+    for row in (short["yurii"], short["vanilla"], long):
+        assert round(int(row["parameters"]) / 1e6) == {"yurii": 77, "vanilla": 51}[row["architecture"]]
     for row in (
-        f"8 of 512 | 25M | 3 | {interval(short['yurii'])} |",
-        "6 of 384 | 33M | 3 | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*differences),
-        f"8 of 512 | 50M | 3 | {interval(long)} |",
-        f"OpenWebText | 8 of 512 | 50M | 3 | {interval(long, 'held_out_owt10k_val_')} |",
+        f"8 of 512 | 77M, GPT 51M | 25M | 3 | {interval(short['yurii'])} |",
+        "6 of 384 | 50M, GPT 30M | 33M | 3 | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*differences),
+        f"8 of 512 | 77M, GPT 51M | 50M | 3 | {interval(long)} |",
+        f"OpenWebText | 8 of 512 | 77M, GPT 51M | 50M | 3 | {interval(long, 'held_out_owt10k_val_')} |",
     ):
         assert row in text
     shown = next(block for block in blocks(ROOT / "README.md", "console") if "--match parameters" in block)

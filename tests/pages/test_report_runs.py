@@ -324,7 +324,8 @@ def test_the_verdict_says_what_is_the_other_way_round_on_held_out_text() -> None
             text.found[run.folder] = {"nats": nats, "tokens": 20_000, "hash": "h", "precision": "fp32"}
         return verdict(compare(runs, "base", held_out=[text]))
 
-    assert "other way" not in told(a=-0.1, b=-0.2)
+    assert "held-out" not in told(a=-0.1, b=-0.2)
+    assert told(a=-0.002, b=-0.2).endswith("On the held-out other.txt no difference is shown for a.")
     # 0.502 +- 4.3027 * 0.001 / sqrt(3)
     assert told(a=0.5, b=-0.2).endswith(
         "On the held-out other.txt it is the other way round: a +0.5020 [+0.4995, +0.5045]."

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from stepformer.data import open_source
 from stepformer.data.prepare import prepare
 from stepformer.measure.evaluation import Reading, measure_texts, open_text, perplexity
 from stepformer.measure.measured import Journal
-from stepformer.study import load_records
+from stepformer.study import Facts, compare, load_records
 from stepformer.study.held_out import HeldOut, evaluate_held_out
 from stepformer.study.records import by_label
 from stepformer.study.statistics import paired
@@ -147,6 +148,33 @@ def test_runs_that_cannot_be_compared_are_refused_before_they_are_evaluated(
     runs = ["--runs", str(done / "vanilla-s42"), other]
     assert main(["compare", *runs, "--held-out", texts[0], "--out", str(tmp_path / "o"), "--quiet"]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_text_that_runs_were_evaluated_on_stays_in_their_table(done: Path, corpus: Path, tmp_path: Path) -> None:
+    """To leave it out would be a choice; what is new beside them was not evaluated, and that is said."""
+    new = str(tmp_path / "hb-s42")
+    assert main(["train", "hb", f"corpus={corpus}", *SMALL, "--out", new, "--label", "hb", "--quiet"]) == 0
+    assert main(["compare", "--runs", str(done), new, "--out", str(tmp_path / "o"), "--quiet"]) == 0
+    said = (tmp_path / "o" / "comparison.md").read_text()
+    held_out = [part.split("Held-out text")[0] for part in said.split("Held-out text letters: ")[1:]]
+    assert len(held_out) == 1
+    assert "Not evaluated on it: hb-s42;" in held_out[0]
+    assert said.count("Not evaluated on it") == said.count("Held-out text") == 3
+    (row,) = [line for line in held_out[0].splitlines() if line.startswith("| yurii")]
+    assert row.split("|")[3] in (done / "comparison.md").read_text().split("Held-out text letters: ")[1]
+
+
+def test_sizes_are_told_where_no_equal_baseline_was_compared(done: Path) -> None:
+    """A study's matched baselines are those of its own baseline."""
+    records = load_records(done / f"{label}-s{seed}" for label in LABELS for seed in (42, 43))
+    facts = Facts(baseline="vanilla", matches={"yurii": ("parameters", "vanilla-parameters-of-yurii")})
+    for baseline, other in (("yurii", "vanilla -"), ("vanilla", "yurii +")):  # whose wider baseline is not there
+        said = compare(records, baseline, facts=facts).remarks
+        assert any(remark.startswith(f"Parameters against those of {baseline}: {other}") for remark in said)
+    wider = [replace(record, label=facts.matches["yurii"][1]) for record in records if record.label == "yurii"]
+    assert not any(
+        "Parameters against" in remark for remark in compare([*records, *wider], "vanilla", facts=facts).remarks
+    )
 
 
 def test_what_was_tuned_for_other_rows_is_not_told(done: Path, tmp_path: Path) -> None:

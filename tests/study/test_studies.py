@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -279,8 +280,9 @@ def test_every_row_is_tuned_alike(settings: dict[str, Any], tmp_path: Path) -> N
             assert record.val_hash != load_records([tmp_path / "tuning" / f"{name}-{point}-s1000"])[0].val_hash
         assert any(note.startswith(f"{name}: tuned to lr ") and "best of 4 points" in note for note in table.notes)
     assert any("at the edge of the grid" in note for note in table.notes)  # of two values one is always
+    assert not any("The search trained on" in note for note in table.notes)  # half of a run is not short
     split = table.rows[0].records[0].settings["data.corpus"].split()[1]
-    assert f"64 tokens of the second half of split {split[:12]}" in str(table)
+    assert re.search(rf"64 tokens of the second half \([0-9a-f]{{12}}\) of split {split[:12]}", str(table))
     assert any(
         note.startswith("Search: lr = 0.5x, 2x; lr_norm = 0.5x, 2x (") and "every point, 256 training tokens" in note
         for note in table.notes

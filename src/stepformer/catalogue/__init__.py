@@ -176,15 +176,21 @@ def preset_of(config: ModelConfig) -> Preset | None:
 
 
 def closest_preset(config: ModelConfig) -> tuple[Preset | None, dict[str, Any]]:
-    """The preset with the same components from which a config differs least, and the settings that differ."""
-    mine = _at_small(config).to_dict()
-    found: list[tuple[Preset | None, dict[str, Any]]] = []
+    """The preset with the same components from which a config differs least, and the settings that differ; if all that
+    have its other components have another MLP, one of those.
+    """
+    mine, kinds = _at_small(config).to_dict(), REGISTRIES.keys() - {"mlp"}
     bare = [preset(name) for name in unlisted_templates() if name == config.template]
-    for row in (*_PRESETS.values(), *bare):
-        if all(getattr(row.config, kind) == getattr(config, kind) for kind in REGISTRIES):
-            base = row.config.to_dict()
-            changed = {key for key in {*mine, *base} - NOT_THE_FUNCTION if mine.get(key) != base.get(key)}
-            found.append((row, {key: config.get(key) for key in changed}))
+    rows = [
+        row
+        for row in (*_PRESETS.values(), *bare)
+        if all(getattr(row.config, kind) == getattr(config, kind) for kind in kinds)
+    ]
+    found: list[tuple[Preset | None, dict[str, Any]]] = []
+    for row in [row for row in rows if row.config.mlp == config.mlp] or rows:
+        base = row.config.to_dict()
+        changed = {key for key in {*mine, *base} - NOT_THE_FUNCTION if mine.get(key) != base.get(key)}
+        found.append((row, {key: config.get(key) for key in changed}))
     return min(found, key=lambda pair: len(pair[1]), default=(None, {}))
 
 

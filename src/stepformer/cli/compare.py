@@ -252,9 +252,12 @@ def run_demo(args: argparse.Namespace) -> int:
     runs = plan(out, {name: run_config(name, [*DEMO, *args.overrides]) for name in names}, [42])
     tokens = runs[0].config.train.steps * runs[0].config.step_tokens
     left = [run.config for run in runs if not run.finished]
-    took = sum(forecast(config, choose_device(config.train.device)).run for config in left)
-    said = f"training {listed(names)} on {tokens:,} tokens of tales each, about {duration(took)} on this machine"
-    print(f"{said}; Ctrl-C saves, the same command continues", flush=True)
+    if left:
+        took = sum(forecast(config, choose_device(config.train.device)).run for config in left)
+        said = f"training {listed(names)} on {tokens:,} tokens of tales each, about {duration(took)} on this machine"
+        print(f"{said}; Ctrl-C saves, the same command continues", flush=True)
+    else:
+        print(f"{listed(names)} are trained already: runs in {out}", flush=True)
     for run in runs:
         if run.finished:
             _continued(run)

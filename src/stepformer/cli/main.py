@@ -157,6 +157,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 ELSEWHERE = {
     ("eval", ""): " Texts are named with --on.",
     ("generate", ""): " A prompt of several words is written in quotes.",
+    ("generate", "--max-new-tokens"): " Did you mean --tokens?",
     ("generate", "--prompt"): " The prompt comes after RUN, without an option.",
 }
 

@@ -131,7 +131,10 @@ def compare(
         # what is not the same for all seeds of a row and may change their losses or times
         apart = differences({f"seed {seed}": runs[seed].settings for seed in sorted(runs)}, one_row=True)
         between += [f"The seeds of {label} differ in {one}." for one in apart if one.key.startswith(LISTED)]
-    sizes = {row.label: row.parameters / rows[0].parameters - 1 for row in rows if not (facts.axes or facts.matches)}
+    told = {other for row in rows if row.matched for other in (row.label, row.matched[1])}
+    sizes = {
+        row.label: row.parameters / rows[0].parameters - 1 for row in rows if not facts.axes and row.label not in told
+    }
     if unequal := [f"{label} {size:+.0%}" for label, size in sizes.items() if abs(size) > SAME_SIZE]:
         between.append(f"Parameters against those of {baseline}: {', '.join(unequal)}{REMEDY}.")
     entropies = {record.unigram_entropy for record in records}

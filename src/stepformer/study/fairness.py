@@ -258,6 +258,10 @@ def with_tuning(
         f"{FIRST_SEED}, judged on the first half of the validation split. The rows are trained anew and judged on the "
         "second."
     )
+    longest = max(config.train.steps * config.step_tokens for config in variants.values())
+    if tokens < longest / 2:
+        part = f"{tokens / longest:.0%} of the tokens of a run"
+        said.append(f"The search trained on {part}: what is best for so short a training need not be for all of it.")
     counts = {label: len(points) for label, points in tried.items()}
     if len({*counts.values()}) > 1:
         numbers = ", ".join(f"{label} {count}" for label, count in counts.items())

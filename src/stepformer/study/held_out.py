@@ -20,6 +20,7 @@ from stepformer.measure.evaluation import Reading, Text, open_text, perplexity
 from stepformer.measure.evaluation.scoring import about_run, scorer_of
 from stepformer.measure.evaluation.tasks import data_folder
 from stepformer.measure.evaluation.texts import token_hash
+from stepformer.present.tables import listed
 from stepformer.study import statistics
 from stepformer.study.records import HeldOutRows, Matched, RunRecord, matched_words
 from stepformer.training.corpora import corpora_of, part_of_corpus, shares_passages
@@ -79,7 +80,10 @@ class HeldOut:
         if differences and tokens < FEW_TOKENS:
             alone = "the intervals are over seeds alone, and another such text may order the rows otherwise"
             few = [f"{tokens:,} tokens are few (under {FEW_TOKENS:,}): {alone}."]
-        notes = (*self.notes, *mixed, *few, *said, *several)
+        names = [run.folder.name for some in runs.values() for run in some.values() if run.folder not in self.found]
+        left = [name for name in names if not any(note.startswith(f"{name} is not") for note in self.notes)]
+        unread = [f"Not evaluated on it: {listed(left)}; --held-out with this text does that."] if left else []
+        notes = (*self.notes, *unread, *mixed, *few, *said, *several)
         return HeldOutRows(self.name, tokens, first["hash"], losses, differences, matched, notes)
 
 
@@ -111,18 +115,23 @@ def open_held_out(
 def evaluate_held_out(
     folders: Sequence[Path], words: Sequence[str], *, quiet: bool = False, watch: Watch | None = None
 ) -> list[HeldOut]:
-    """What finished runs make of texts: as it was found before, or found now and kept."""
+    """What finished runs make of texts: as it was found before, or found now and kept.
+
+    Texts that they were evaluated on before come after those that words name: to leave one out would be a choice.
+    """
     texts: dict[str, list[Text]] = {}  # by tokenizer
     found: dict[str, HeldOut] = {}
+    before: dict[Path, list[dict[str, Any]]] = {}
     with watch or Watch() as watch:
-        for number, folder in enumerate(folders if words else ()):
-            run = RunFolder(folder)
-            record, config = run.read(), run.config()
-            tokenizer = run.read_tokenizer(record)
-            if tokenizer.fingerprint not in texts:
-                records = [RunFolder(other).read() for other in folders]
-                texts[tokenizer.fingerprint] = open_held_out(words, tokenizer, config.model.context, records)
-            named = {token_hash(text.tokens): text for text in texts[tokenizer.fingerprint]}
+        for number, folder in enumerate(folders):
+            run, named = RunFolder(folder), dict[str, Text]()
+            config = run.config()
+            if words:
+                tokenizer = run.read_tokenizer(run.read())
+                if tokenizer.fingerprint not in texts:
+                    records = [RunFolder(other).read() for other in folders]
+                    texts[tokenizer.fingerprint] = open_held_out(words, tokenizer, config.model.context, records)
+                named = {token_hash(text.tokens): text for text in texts[tokenizer.fingerprint]}
             kept = measured.load(folder, KIND)
             entries: list[dict[str, Any]] = kept["result"]["texts"] if kept else []
             missing = {key: text for key, text in named.items() if key not in [entry["text"] for entry in entries]}
@@ -138,13 +147,16 @@ def evaluate_held_out(
             for entry in entries:
                 if entry["text"] in named:
                     _of(found, named[entry["text"]]).found[folder] = entry
-    return list(found.values())
+            before[folder] = [entry for entry in entries if entry["text"] not in named]
+    return [*found.values(), *kept_held_out(before, [*found])]
 
 
-def kept_held_out(kept: Mapping[Path, Sequence[dict[str, Any]]]) -> list[HeldOut]:
-    """What is in held-out.json of runs, by their folders; texts of one name that differ have their hash in it."""
+def kept_held_out(kept: Mapping[Path, Sequence[dict[str, Any]]], taken: Sequence[str] = ()) -> list[HeldOut]:
+    """What is in held-out.json of runs, by their folders; texts of one name that differ, from each other or from one
+    whose name is taken, have their hash in it.
+    """
     texts = dict.fromkeys((entry["name"], entry["hash"]) for entries in kept.values() for entry in entries)
-    names = [name for name, _ in texts]
+    names = [*taken, *(name for name, _ in texts)]
     found = []
     for name, key in texts:
         text = HeldOut(f"{name} {key}" if names.count(name) > 1 else name)

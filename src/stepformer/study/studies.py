@@ -28,7 +28,18 @@ from stepformer.study.fairness import search_of, with_matches, with_tuning
 from stepformer.study.held_out import evaluate_held_out, open_held_out
 from stepformer.study.records import load_records
 from stepformer.study.statistics import seed_words
-from stepformer.study.study import Planned, carry_out, grid, grid_axes, plan, refuse_seed, rounded, seeds_of, steps_for
+from stepformer.study.study import (
+    OWN_FILE,
+    Planned,
+    carry_out,
+    grid,
+    grid_axes,
+    plan,
+    refuse_seed,
+    rounded,
+    seeds_of,
+    steps_for,
+)
 from stepformer.training import RunConfig, run_config
 from stepformer.training.config import place
 from stepformer.training.corpora import corpus_facts, open_corpus
@@ -263,7 +274,7 @@ def _rows(rows: Iterable[Named | Mapping[str, Named]], budget: int | str | None,
             config = _row(what, *common, **length)
         label = label or config.title
         if label in found:
-            raise InputError(f"The name '{label}' stands twice: rename one of the rows (a file's name is its row's).")
+            raise InputError(f"The name '{label}' stands twice: {OWN_FILE}")
         found[label] = config
     if len(found) < 2:
         raise InputError("Name at least two architectures to compare, e.g. `stepformer compare vanilla yurii`.")

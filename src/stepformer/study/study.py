@@ -388,9 +388,14 @@ def seeds_of(given: str | int | Sequence[int]) -> list[int]:
     raise InputError(f"'{text}' are no seeds: write how many (3) or which (7,8,11).")
 
 
+OWN_FILE = "a row with settings of its own is a TOML file, named as NAME.toml, and the file's name is the row's."
+
+
 def words_of(items: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names and key=value words, told apart."""
     refuse_parted(items)
+    if whole := next((item for item in items if " " in item.partition("=")[0]), None):
+        raise InputError(f"'{whole}' is no setting: {OWN_FILE}")
     words = [item for item in items if "=" in item]
     refuse_seed(*(parse_override(word)[0] for word in words))
     return [item for item in items if "=" not in item], words

@@ -124,8 +124,8 @@ def evaluated_on(comparison: Compared) -> str:
     half, split = settings.get("train.eval_half", "all"), comparison.val_hash
     if half == "all":
         return f"on {comparison.val_tokens:,} tokens of split {split[:12]}"
-    whole = str(settings.get("data.corpus", split)).split()[-1]  # a half has a hash of its own, which no file has
-    return f"on {comparison.val_tokens:,} tokens of the {half} half of split {whole[:12]}"
+    whole = str(settings.get("data.corpus", split)).split()[-1]  # no file has the hash of a half
+    return f"on {comparison.val_tokens:,} tokens of the {half} half ({split[:12]}) of split {whole[:12]}"
 
 
 def losses_of(comparison: Compared) -> str:

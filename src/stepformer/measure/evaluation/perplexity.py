@@ -66,7 +66,7 @@ class Reading:
             raise InputError(
                 f"The text '{text.name}' has {len(text):,} tokens"
                 + ("" if self.tokens is None else f" and {self.tokens:,} were asked for")
-                + f": too few for one block of {context}; a sliding window (--stride) scores shorter texts."
+                + f": too few for one block of {context}; `eval --stride` scores shorter texts, by a sliding window."
             )
         if self.random:
             count = RANDOM_WINDOWS if self.tokens is None else max(1, self.tokens // context)

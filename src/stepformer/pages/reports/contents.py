@@ -213,6 +213,8 @@ def verdict(comparison: Comparison) -> str:
         turned = [f"{row.label} {text.differences[row.label]}" for row in (*better, *worse) if _turned(row, text)]
         if turned:
             sentences.append(f"On the held-out {text.name} it is the other way round: {', '.join(turned)}.")
+        if unsure := [row.label for row in (*better, *worse) if _unsure(row, text)]:
+            sentences.append(f"On the held-out {text.name} no difference is shown for {listed(unsure)}.")
     single = sorted((row for row in firm if _known(row).low is None), key=lambda row: _known(row).mean)
     if single:
         ends = ", ".join(f"{row.label} {signed(_known(row).mean)}" for row in single[:NAMED])
@@ -264,6 +266,12 @@ def _turned(row: Row, text: HeldOutRows) -> bool:
     """Whether a difference that is shown has the other sign on another text, and is shown there, too."""
     found = text.differences.get(row.label)
     return found is not None and {found.verdict, _known(row).verdict} == {"better", "worse"}
+
+
+def _unsure(row: Row, text: HeldOutRows) -> bool:
+    """Whether a difference that is shown is not shown on another text."""
+    found = text.differences.get(row.label)
+    return found is not None and found.verdict == "no difference shown"
 
 
 def _interval(row: Row, comparison: Comparison) -> str:
