@@ -124,10 +124,11 @@ def evaluate_held_out(
     before: dict[Path, list[dict[str, Any]]] = {}
     with watch or Watch() as watch:
         for number, folder in enumerate(folders):
-            run, named = RunFolder(folder), dict[str, Text]()
-            config = run.config()
-            if words:
-                tokenizer = run.read_tokenizer(run.read())
+            named, device = dict[str, Text](), ""
+            if words:  # else no rule of one's own needs to be imported
+                run = RunFolder(folder)
+                config, tokenizer = run.config(), run.read_tokenizer(run.read())
+                device = config.train.device
                 if tokenizer.fingerprint not in texts:
                     records = [RunFolder(other).read() for other in folders]
                     texts[tokenizer.fingerprint] = open_held_out(words, tokenizer, config.model.context, records)
@@ -137,7 +138,7 @@ def evaluate_held_out(
             missing = {key: text for key, text in named.items() if key not in [entry["text"] for entry in entries]}
             try:
                 if missing:
-                    entries = [*entries, *_evaluated(folder, config.train.device, missing, entries, quiet, watch)]
+                    entries = [*entries, *_evaluated(folder, device, missing, entries, quiet, watch)]
             except Stopped as stopped:
                 stopped.add_note(f"{number} of {len(folders)} runs are evaluated on the held-out texts")
                 raise
