@@ -132,6 +132,12 @@ def test_one_process_has_one_rule_of_a_name(corpus: Path, tmp_path: Path) -> Non
                 sf.train(config, tmp_path / str(number), quiet=True)
 
 
+def test_a_dot_in_the_name_of_a_file_is_told(tmp_path: Path) -> None:
+    path = rule(tmp_path / "own.v2.py", "with-a-dot")
+    with pytest.raises(InputError, match=r"'own\.v2\.py' has a dot in its name, .* call it own_v2\.py\."):
+        load_plugin(str(path))
+
+
 WAYS = (
     "from HELPER import K",
     "import importlib\nK = importlib.import_module('HELPER').K",

@@ -129,6 +129,8 @@ def test_bad_input_is_one_sentence_and_status_2() -> None:
         (("show", "yurii", "splitting=imex", "k=0"), "below its minimum 1"),
         (("show", "missing.toml"), "no config file"),
         (("show", "yurii", "--plugin", "missing.py"), "no plug-in file"),
+        (("claims", "foo"), "numbered from 1 to 26"),
+        (("audit", "qhm.py"), "the name that it registers, and --plugin qhm.py"),
         (("show", "yurii", "n_head"), "key=value"),
     ):
         done = forked.stepformer(*words)

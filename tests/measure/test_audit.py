@@ -86,6 +86,40 @@ def test_a_statistic_of_the_batch_fails() -> None:
     assert "a row's logits depend on the other rows of its batch" in failures(one_off(Batched))[2]
 
 
+def test_noise_is_no_statistic_of_the_batch() -> None:
+    class Noisy(GradientDescent):
+        def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:
+            return super().kick(s, c, g + 1e-6 * torch.randn_like(g), scale)
+
+    found = failures(one_off(Noisy))[2]
+    assert "the same tokens again give logits that differ by" in found
+    assert "noise, or something kept from an earlier call" in found
+
+
+@pytest.mark.parametrize("method", ["enter", "leave"])
+@pytest.mark.usefixtures("registries")
+def test_an_extra_that_changes_or_assigns_fails(method: str) -> None:
+    class Extra(sf.Extra):
+        assigns = False
+
+        def changed(self, s: sf.State, c: sf.Values) -> sf.State:
+            if self.assigns:
+                s.x = 0.9 * s.x
+            else:
+                s.x.mul_(0.9)
+            return s
+
+    for assigns, said in (
+        (False, "the extra 'odd-0' changes x in place"),
+        (True, f"{method}() assigns to x of the state"),
+    ):
+        name, parts = f"odd-{assigns:d}", {method: Extra.changed, "assigns": assigns}
+        sf.register_extra(name, equation="x' = 0.9 x")(type(f"Odd{assigns:d}", (Extra,), parts))
+        with mock.patch.object(audit_module, "OBLIGATIONS", {1: "builds"}):
+            found = audit(sf.model_config("vanilla", extras=[name]), "vanilla-odd", steps=30)
+        assert said in failures(found)[1]
+
+
 def test_a_detached_gradient_fails() -> None:
     class Detached(Nesterov):
         def kick(self, s: sf.State, c: sf.Values, g: Tensor, scale: float = 1.0) -> sf.State:

@@ -110,6 +110,30 @@ def test_a_rule_that_cannot_take_a_step_is_told_before_the_baseline_is_trained(
     said = capsys.readouterr().err
     assert "In the row broken: AttributeError in broken.py, line 10: This turn has no coefficient 'stap'." in said
     assert not (tmp_path / "s").exists()
+    # an error that only the backward pass finds, where no line of the rule is seen
+    again = tmp_path / "inplace.py"
+    again.write_text(BROKEN.replace("broken", "inplace").replace("c.stap * g", "c.step * g.exp().mul_(g)"))
+    assert (
+        main(["compare", "vanilla", "inplace", "--plugin", str(again), "--out", str(tmp_path / "s"), *words(settings)])
+        == 2
+    )
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("stepformer:")]
+    assert line.startswith("stepformer: In the row inplace: Something changes a tensor in place (mul_, +=)")
+
+
+def test_that_a_rule_would_not_pass_its_audit_stays_below_the_table(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin = tmp_path / "peeks.py"
+    plugin.write_text(
+        BROKEN.replace("broken", "peeks").replace("c.stap * g", "c.step * g.mean(1, keepdim=True).expand_as(g)")
+    )
+    command = ["compare", "vanilla", "peeks", "--plugin", str(plugin), "--out", str(tmp_path / "s"), "--quiet"]
+    assert main([*command, *words(settings)]) == 0
+    said = (tmp_path / "s" / "comparison.md").read_text()
+    assert "peeks: it would not pass its audit, since 2 causal: tokens from 1 on change the logits" in said
+    assert main(["compare", "--runs", str(tmp_path / "s"), "--out", str(tmp_path / "o"), "--quiet"]) == 0
+    assert "peeks: it would not pass its audit" in (tmp_path / "o" / "comparison.md").read_text()
 
 
 # As much of something.

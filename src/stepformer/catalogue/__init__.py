@@ -143,6 +143,8 @@ def preset(name: str) -> Preset:
             raise UnknownNameError(f"'{name}' is no whole architecture: write `PRESET {kind}={name}`.")
     if "=" in name:
         raise UnknownNameError(f"'{name}' is a setting: the name of an architecture comes first, e.g. vanilla {name}.")
+    if name.endswith(".py"):
+        raise UnknownNameError(f"'{name}' is a file: write the name that it registers, and --plugin {name}.")
     own = [entry.name for entry in templates if not is_ours(entry.component)]
     yours = f" Of your own there are the templates {', '.join(own)}." if own else ""
     yours = yours or (" The plug-ins that were loaded register no template." if loaded() else "")

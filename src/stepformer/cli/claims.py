@@ -20,10 +20,10 @@ def run_claims(args: argparse.Namespace) -> int:
     if args.check:
         return _check()
     claims = ledger()
-    numbers = {claim.number: claim for claim in claims}
-    if unknown := [str(number) for number in args.numbers if number not in numbers]:
-        raise InputError(f"There is no claim {', '.join(unknown)}: they are numbered from 1 to {max(numbers)}.")
-    chosen = [numbers[number] for number in args.numbers] or claims
+    numbers = {str(claim.number): claim for claim in claims}
+    if unknown := [word for word in args.numbers if word not in numbers]:
+        raise InputError(f"There is no claim {', '.join(unknown)}: they are numbered from 1 to {len(numbers)}.")
+    chosen = [numbers[word] for word in args.numbers] or claims
     if args.plot:
         print(f"written: {', '.join(map(str, drawn(plot_ledger, chosen, Path(args.plot))))}")
     elif args.json:
@@ -78,7 +78,7 @@ def _show(claim: Claim) -> None:
 
 add_claims = command(
     run_claims,
-    option("numbers N", "claims to show with all their evidence", nargs="*", type=int),
+    option("numbers N", "claims to show with all their evidence", nargs="*"),
     group(
         "",
         JSON,

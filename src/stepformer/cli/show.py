@@ -219,7 +219,8 @@ def run_show(args: argparse.Namespace) -> int:
         return 0
     print_facts(console(), config, facts)
     if not all(is_ours(part) for _, _, part in selected(config)):
-        print("Its own parts are shown as they say of themselves; `stepformer audit` checks them (docs/audit.md).")
+        checked = "`stepformer audit` checks causality, decoding and gradients, not that the code is the equation"
+        print(f"Parts of your own are shown as they say of themselves: {checked} (docs/audit.md).")
     if args.batch is not None:
         print(f"memory at batch {args.batch}, eager step under bf16 autocast with AdamW: {estimate}")
     return 0

@@ -30,7 +30,7 @@ class State:
     def __getattr__(self, name: str) -> Tensor:
         # the first guard keeps copy and pickle from recursing
         if name in ("streams", "memory") or name not in self.streams:
-            raise AttributeError(f"this state has no stream '{name}': declare it in `streams`")
+            raise AttributeError(f"this state has no stream '{name}': declare it in `streams`, or it starts 'later'")
         return self.streams[name]
 
     def replace(self, **changes: Tensor) -> State:

@@ -209,7 +209,7 @@ def compared(
         say(sentence, quiet=quiet or not sentence)
     variants, data = resolved(variants, quiet=quiet)
     variants = fair(variants, first, allow, searched, data)
-    refuse_broken(variants)
+    faults = refuse_broken(variants)
     if held_out:  # what cannot be read is said before anything is trained
         opened = open_corpus(variants[first].data, ALONE, quiet=quiet)
         records = [{"init": {"run": config.train.init}} for config in variants.values() if config.train.init]
@@ -218,7 +218,7 @@ def compared(
     if out is None:
         corpus = Path(variants[first].data.corpus).name
         out = Path(f"runs/compare-{recipe or corpus}-{'-'.join(variants)[:60]}")
-    facts = Facts(baseline=first, allowed=tuple(allow), remarks=tuple(_replaced(rows, words, settings)))
+    facts = Facts(baseline=first, allowed=tuple(allow), remarks=(*faults, *_replaced(rows, words, settings)))
     facts = with_matches(variants, match, out, facts)
     facts = dataclasses.replace(facts, remarks=(*facts.remarks, *_left_out(out, variants, seeds)))
     how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
@@ -241,12 +241,16 @@ def swept(
     """A grid up to its runs; its first point is the baseline."""
     found = grid_axes(axes)
     variants = grid(name, words, found)
-    refuse_broken(variants)
-    return Study(out, variants, Facts(baseline=next(iter(variants)), axes=found, allowed=tuple(allow)), seeds)
+    faults = refuse_broken(variants)
+    facts = Facts(baseline=next(iter(variants)), axes=found, allowed=tuple(allow), remarks=tuple(faults))
+    return Study(out, variants, facts, seeds)
 
 
-def refuse_broken(variants: Mapping[str, RunConfig]) -> None:
-    """A sentence if a rule of one's own cannot take a step, before the rows beside it are trained."""
+def refuse_broken(variants: Mapping[str, RunConfig]) -> list[str]:
+    """A sentence if a rule of one's own cannot take a step, before the rows beside it are trained; what else is wrong
+    with such rules is told, here and below the table.
+    """
+    found = []
     own = {k: v for k, v in variants.items() if not all(map(is_ours, v.model.components().values()))}
     # one row of each architecture: points of a sweep may differ in their rates alone
     for label, config in {config.model.hash: (label, config) for label, config in reversed(own.items())}.values():
@@ -261,6 +265,8 @@ def refuse_broken(variants: Mapping[str, RunConfig]) -> None:
                 raise InputError(f"In the row {label}: {explained(error)}") from error
             if fault := first_look(config.model):
                 warnings.warn(f"The row {label}: {fault}.", StepformerWarning, stacklevel=2)
+                found.append(f"{label}: {fault}.")
+    return found
 
 
 def _rows(rows: Iterable[Named | Mapping[str, Named]], budget: int | str | None, *common: Any) -> dict[str, RunConfig]:

@@ -209,10 +209,15 @@ def import_file(path: Path) -> ModuleType:
         raise InputError(f"The file '{path.name}' failed to load: {explained(error).rstrip('.')}.") from error
 
 
+IN_PLACE = "modified by an inplace operation"  # how torch says it
+
+
 def explained(error: Exception) -> str:
     """An exception in a sentence, with the place it came from unless it already is a sentence for users."""
     if isinstance(error, StepformerError):
         return str(error)
+    if IN_PLACE in str(error):  # raised in the backward pass, where no line of the rule is seen
+        return "Something changes a tensor in place (mul_, +=) that the backward pass needs: it must make a new tensor."
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if "torch" not in Path(f.filename).parts and not f.filename.startswith(str(PACKAGE))]
     place = (outside or frames)[-1]  # the rule's own line rather than the library's
@@ -222,6 +227,8 @@ def explained(error: Exception) -> str:
 def comes_from_plugin(error: Exception) -> bool:
     """Whether a file of a plug-in was at work when it was raised, or gave what it should not."""
     known = {str(path) for files in _IMPORTED.values() for path in files}
+    if known and IN_PLACE in str(error):
+        return True
     return isinstance(error, ComponentError) or any(
         frame.filename in known for frame in traceback.extract_tb(error.__traceback__)
     )

@@ -42,6 +42,11 @@ def place_of(where: str) -> Place:
                 "(in Python: plugins=[...])."
             )
         path = path.resolve()
+        if "." in path.stem:
+            renamed = f"{path.stem.replace('.', '_')}.py"
+            raise InputError(
+                f"'{path.name}' has a dot in its name, which Python reads as a package: call it {renamed}."
+            )
         top, parts = path.parent, [path.stem]
         while (top / "__init__.py").is_file():
             parts.insert(0, top.name)

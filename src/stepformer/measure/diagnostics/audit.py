@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ TRANSCRIPTION_TOLERANCE = 1e-9
 BELOW_CHANCE = 0.02
 
 AGAIN = "for the same reason"
+NOISE = "noise, or something kept from an earlier call"
 OBLIGATIONS = {1: "builds", 2: "causal", 3: "decoding", 4: "chance", 5: "gradients", 6: "equations"}
 
 Transcription = Callable[[Model, Tensor], Tensor | None]
@@ -178,11 +179,17 @@ def _owed(kept: bool, otherwise: str) -> None:
         raise StepformerError(otherwise)
 
 
-def _refuse_assigned(s: State, held: dict[str, Any], method: str) -> None:
-    """A sentence if a rule has given the state that it was handed something else to hold."""
+@contextlib.contextmanager
+def _kept(s: State, who: str, method: str, **beside: Tensor) -> Iterator[None]:
+    """A sentence if a method changes a tensor of the state that it is handed, or gives it something else to hold."""
+    held = {**s.streams, **vars(s)}
+    before = {key: (t, t._version) for key, t in {"x": s.x, **s.streams, **s.memory, **beside}.items()}
+    yield
     now = {**s.streams, **vars(s)}
-    changed = ", ".join(key for key in {**held, **now} if held.get(key) is not now.get(key))
-    _owed(not changed, f"{method}() assigns to {changed} of the state that it is given; it must return a new one")
+    assigned = ", ".join(key for key in {**held, **now} if held.get(key) is not now.get(key))
+    _owed(not assigned, f"{method}() assigns to {assigned} of the state that it is given; it must return a new one")
+    changed = ", ".join(key for key, (t, version) in before.items() if t._version != version)
+    _owed(not changed, f"the {who} changes {changed} in place; it must return new tensors")
 
 
 @dataclass(frozen=True)
@@ -216,23 +223,24 @@ class _Audited:
             if turn == "out" or (block.template.integrates and turn == "attn"):
                 continue  # a read-out has no answer, and the integrator takes this turn as a whole
             g = torch.randn(s.x.shape, generator=torch.Generator().manual_seed(self.seed), dtype=s.x.dtype)
-            before = {key: (t, t._version) for key, t in {"x": s.x, **s.streams, "g": g}.items()}
-            rule, held = block.template, {**s.streams, **vars(s)}
-            kicked = given(rule.kick(s, values, g, 1.0), rule, "kick", State)
-            _refuse_assigned(s, held, "kick")
+            rule = block.template
+            with _kept(s, "rule", "kick", g=g):
+                kicked = given(rule.kick(s, values, g, 1.0), rule, "kick", State)
             _owed(kicked.x is s.x, f"kick() moves x (turn '{turn}'); only drift() may")
             norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else torch.nn.Identity()
             kicked = rule.normalise(kicked, norm)
-            held = {**kicked.streams, **vars(kicked)}
-            given(rule.drift(kicked, values, 1.0), rule, "drift", State)
-            _refuse_assigned(kicked, held, "drift")
-            changed = ", ".join(key for key, (t, version) in before.items() if t._version != version)
-            _owed(not changed, f"the rule changes {changed} in place; it must return new tensors")
+            with _kept(kicked, "rule", "drift"):
+                given(rule.drift(kicked, values, 1.0), rule, "drift", State)
+        for part in block.parts:
+            for method in ("enter", "leave"):
+                handed = State(s.x, dict(s.streams), dict(s.memory))
+                with _kept(handed, f"extra '{part.name}'", method):
+                    given(getattr(part, method)(handed, block.extras.values()["block"]), part, method, State)
         later = {name for name, stream in block.template.streams.items() if stream.start == "later"}
-        handed = block(s, call).streams
-        odd = ", ".join(sorted((set(handed) ^ set(s.streams)) - later))
+        streams = block(s, call).streams
+        odd = ", ".join(sorted((set(streams) ^ set(s.streams)) - later))
         _owed(not odd, f"a layer should hand on the streams {sorted(s.streams)}; it adds or loses: {odd}")
-        for key, stream in handed.items():
+        for key, stream in streams.items():
             due, shape = tuple(s.streams.get(key, s.x).shape), tuple(stream.shape)
             _owed(shape == due, f"a layer should hand on stream '{key}' with shape {due}; it has {shape}")
         counts = [model.num_parameters(convention) for convention in ("total", "non-positional", "non-embedding")]
@@ -248,6 +256,8 @@ class _Audited:
         model = shaken(self.config, self.seed)
         logits = model(tokens).logits
         _owed(bool(logits.isfinite().all()), "the logits are not finite")
+        again = _difference(model(tokens).logits, logits)
+        _owed(again <= CACHE_TOLERANCE, f"the same tokens again give logits that differ by {again:.1e}: {NOISE}")
         alone = _difference(model(tokens[1:2]).logits, logits[1:2])  # first: later tokens of other rows count as well
         _owed(alone <= CACHE_TOLERANCE, f"a row's logits depend on the other rows of its batch, by {alone:.1e}")
         # All cuts in one pass. The unchanged rows stand at the same places of as large a batch, where kernels sum in
