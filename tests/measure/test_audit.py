@@ -15,7 +15,8 @@ import leaky  # noqa: F401  (registers the leaking templates)
 import stepformer as sf
 from stepformer.cli import main
 from stepformer.measure.diagnostics import audit as audit_module
-from stepformer.measure.diagnostics.audit import OBLIGATIONS, Audit, audit, load_transcription
+from stepformer.measure.diagnostics.audit import OBLIGATIONS, Audit, audit
+from stepformer.measure.diagnostics.second_versions import load_transcription
 from stepformer.rules.first_order import GradientDescent, Nesterov
 from transcriptions.adapter import transcribe
 

@@ -19,6 +19,9 @@ from stepformer.base.errors import InputError
 from stepformer.base.words import parse_override
 from stepformer.catalogue import SIZES
 from stepformer.cli import main
+from stepformer.data import Batches, open_source
+from stepformer.data.prepare import prepare
+from stepformer.optim import OptimConfig, Optimizers
 from stepformer.rules import templates
 from stepformer.training import RunConfig
 from stepformer.training.runs import as_toml
@@ -92,6 +95,16 @@ def test_what_build_is_not_made_for(tmp_path: Path) -> None:
         sf.load_config("vanilla")
 
 
+class Row:
+    """A split of a hundred tokens."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def gather(self, starts: Any, length: int) -> Any:
+        return starts[:, None] + np.arange(length)
+
+
 def model() -> sf.Model:
     return sf.build("vanilla", **TINY)
 
@@ -103,7 +116,15 @@ def model() -> sf.Model:
         (lambda: sf.run_config(sf.model_config("yurii")), "not ModelConfig; `stepformer.compare` takes a ModelConfig"),
         (lambda: sf.run_config("yurii", {"steps": 3}), r"or keywords: give \*\*\{'steps': 3\}"),
         (lambda: sf.compare(["vanilla", "yurii"], out="x"), r"one by one: compare\(\*\['vanilla', 'yurii'\], "),
-        (lambda: sf.load_run(None), "`load_run` takes a run's folder, not NoneType"),
+        (lambda: sf.load_run(None), "takes a run's folder, not NoneType: of a loaded run, run.folder.path"),
+        (lambda: sf.audit(model()), r"not Model: of a model, model\.config"),
+        (lambda: Optimizers(model(), OptimConfig(), "10"), "steps = '10' should be of type int"),
+        (lambda: Optimizers(model(), OptimConfig(), 0), "steps = 0 should be at least 1"),
+        (lambda: prepare("notes.txt", "bytes", "x"), "`prepare` takes what `open_source` gives, not str"),
+        (lambda: open_source(["a.txt", "b.txt"]), r"one by one: open_source\(\*\['a\.txt', 'b\.txt'\]\)"),
+        (lambda: Batches(object(), 4, 1, 0), r"of a split, corpus\.split\('train'\), not of a object"),
+        (lambda: Batches(Row(), 4, 0, 0), "at least 1 sequence, not batch = 0"),
+        (lambda: Batches(Row(), 4, 1, 0).batch(-1), "There is no step -1: the first one is 0"),
         (lambda: sf.save_run(model(), model(), "bytes"), r"not Model: save_run\(model, out, tokenizer\)"),
         (lambda: model()(torch.zeros(1, 2, dtype=torch.long), cache=True), r"what new_cache\(\) made, not bool"),
         (lambda: model().new_cache(0), "A cache holds 1 row or more, not 0"),

@@ -19,7 +19,8 @@ from stepformer.base.words import read_toml
 from stepformer.catalogue import OTHER_SECTIONS, presets, unlisted_templates
 from stepformer.cli.options import JSON, command, given, option
 from stepformer.cli.show import console, resolve, title_of
-from stepformer.measure.diagnostics.audit import AGAIN, GEOMETRY, IGNORED, OBLIGATIONS, Audit, audit, load_transcription
+from stepformer.measure.diagnostics.audit import AGAIN, GEOMETRY, IGNORED, OBLIGATIONS, Audit, audit
+from stepformer.measure.diagnostics.second_versions import load_transcription
 from stepformer.model.config import ModelConfig
 from stepformer.present.tables import Table, columns, text
 from stepformer.training.config import place

@@ -35,9 +35,20 @@ class Tokens(Protocol):
 
 
 class Batches:
-    """`batch(step)`: inputs and targets (B, T) of a step."""
+    """`batch(step)`: inputs and targets (B, T) of a step, from 0 on, as training has them.
+
+    Args:
+        tokens: A split of a corpus, `corpus.split("train")`.
+        context: T, tokens of a sequence.
+        batch: B, sequences of a step.
+        seed: Decides where sequences begin and in which order they come.
+    """
 
     def __init__(self, tokens: Tokens, context: int, batch: int, seed: int) -> None:
+        if not hasattr(tokens, "gather"):
+            raise InputError(f"Batches are of a split, corpus.split('train'), not of a {type(tokens).__name__}.")
+        if batch < 1:
+            raise InputError(f"A step needs at least 1 sequence, not batch = {batch}.")
         self.tokens, self.context, self.size, self.seed = tokens, context, batch, seed
         # the same number of blocks for every offset below the context, and one more token for the last target
         self.blocks = (len(tokens) - context) // context
@@ -49,6 +60,8 @@ class Batches:
 
     def starts(self, step: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
         """Where the sequences `begin` to `end` of a step begin in the split."""
+        if step < 0:
+            raise InputError(f"There is no step {step}: the first one is 0.")
         end = self.size if end is None else end
         numbers = np.arange(step * self.size + begin, step * self.size + end, dtype=np.int64)
         epochs, positions = np.divmod(numbers, self.blocks)

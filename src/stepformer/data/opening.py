@@ -28,9 +28,11 @@ def open_source(
 ) -> Source:
     """The source behind a word: `tales`, a short name, `hf:OWNER/NAME[:CONFIG]`, `hf:FOLDER`, or a path.
 
-    Several files and folders of text are one source, as if one folder had them all. Of a dataset: `local` is a
-    folder with its files, laid out as on the Hub, `split` the only split that is read.
+    Several files and folders of text, one argument each, are one source, as if one folder had them all. Of a dataset:
+    `local` is a folder with its files, laid out as on the Hub, `split` the only split that is read.
     """
+    if isinstance(spec, list | tuple):
+        raise InputError(f"Files and folders are given one by one: open_source(*{list(spec)!r}).")
     options: dict[str, Any] = {"dialect": dialect, "count": count, "seed": seed, "field": field, "val_field": val_field}
     options |= {"document": document, "local": local, "revision": revision, "split": split, "limit": limit}
     if more:

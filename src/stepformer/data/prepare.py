@@ -57,8 +57,18 @@ def prepare(
 ) -> Corpus:
     """Prepare a corpus in `out`, or continue there, or return it at once if it is finished.
 
-    `force` replaces a finished corpus; the old one is kept until the new one has been tokenised.
+    Args:
+        source: What `open_source` gives.
+        tokenizer_spec: "bytes", "bpe:4096", "gpt2", "gpt2:FOLDER" with its files, or the folder of a corpus or a run.
+        out: The folder of the corpus.
+        val_fraction: The part of the documents that is validation text, where the source does not say which is.
+        workers: Processes; by default as many as there are cores, one for a small source.
+        shard_tokens: Tokens in a file.
+        progress: Called with what has been done.
+        force: Replace a finished corpus; the old one is kept until the new one has been tokenised.
     """
+    if not isinstance(source, Source):
+        raise InputError(f"`prepare` takes what `open_source` gives, not {type(source).__name__}.")
     if tokenizer_kind(tokenizer_spec)[0] == "bpe" and isinstance(source, TokenFiles):
         raise InputError(
             f"'{source.name}' has tokens and no text to train '{tokenizer_spec}' on: name the tokenizer that made "

@@ -173,7 +173,7 @@ class Model(Backbone):
 
     @torch.no_grad()
     def passages(self, tokens: Tensor, *, rows: bool = False) -> Iterator[Passage]:
-        """Send tokens (B, T) through the layers, as written, and look at each; `rows` as in `observe`."""
+        """Look at tokens (B, T) before and after each layer, as written, without gradients; `rows` as in `observe`."""
         check_inputs(tokens, None, None, vocab_size=self.config.vocab_size, context=self.config.context)
         call = self.call_of(tokens.long())
         s = self.start(tokens.long(), call.positions)
@@ -213,7 +213,7 @@ class Model(Backbone):
         return [f"blocks.{i}.{name}" for i, block in enumerate(self.blocks) for name in sorted(block.unused)]
 
     def num_parameters(self, convention: Literal["total", "non-positional", "non-embedding"] = "total") -> int:
-        """Parameter count: all; without position tables; or without any token or position table."""
+        """Parameters: all ("total"), without position tables ("non-positional"), or without token tables, too."""
         tables = {"total": (), "non-positional": ("pos_emb",), "non-embedding": ("pos_emb", "tok_emb")}
         if convention not in tables:
             raise InputError(
@@ -228,9 +228,10 @@ class Model(Backbone):
         together.
         """
         layers = []
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
             idle = {name.rpartition(".")[2] for name in block.unused}
-            layers.append({key: value for bank in block.banks() for key, value in bank.named_values(idle).items()})
+            banks = [bank for bank in block.banks() if bank is not block.coefficients or i not in self.plain_layers]
+            layers.append({key: value for bank in banks for key, value in bank.named_values(idle).items()})
         return layers
 
     def gains(self) -> list[dict[str, float]]:
@@ -254,10 +255,10 @@ class Model(Backbone):
         return numbers
 
     def pin_coefficients(self, layer: int | None = None, **values: float | Tensor) -> None:
-        """Replace mapped coefficient values, e.g. `pin_coefficients(mu=0.0)` or `(layer=3, nu_attn=0.5)`.
+        """Fix coefficients at other values than the learned ones: `pin_coefficients(mu=0.0)`, `(layer=3, nu_attn=0.5)`.
 
-        For tests and ablations: a sigmoid never reaches 0 or 1. Pins are not part of the state dict;
-        `unpin_coefficients` returns to the learned values.
+        For tests and ablations, also at values that learning never reaches, such as mu = 0 or 2. Pins are not part of
+        the state dict; `unpin_coefficients` returns to the learned values.
         """
         asked = range(len(self.blocks)) if layer is None else [checked("layer", layer, int)]
         blocks = [self.blocks[i] for i in self._known_layers(asked)]

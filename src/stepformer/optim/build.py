@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepformer.base.errors import InputError
+from stepformer.base.settings import checked
 from stepformer.model.roles import Role, named_roles
 from stepformer.ops.graphs import CudaGraphs, capturable
 from stepformer.ops.sharding import whole
@@ -36,6 +37,8 @@ class Optimizers:
             raise InputError(
                 f"`Optimizers` takes an OptimConfig, not {type(config).__name__}: of a run's config it is config.optim."
             )
+        if checked("steps", steps, int) < 1:
+            raise InputError(f"steps = {steps} should be at least 1, the length of the schedule.")
         self.config = config
         self.schedule = Schedule(config, steps)
         named = [(n, p, r) for n, p, r in named_roles(model) if p.requires_grad]

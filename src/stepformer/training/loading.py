@@ -71,7 +71,7 @@ def load_run(
         plugins: Files or modules with rules of your own that the run needs, at their present places; they are imported.
     """
     if not isinstance(path, str | Path):
-        raise InputError(f"`load_run` takes a run's folder, not {type(path).__name__}.")
+        raise InputError(f"This takes a run's folder, not {type(path).__name__}: of a loaded run, run.folder.path.")
     load_plugins(plugins)
     folder = RunFolder(Path(path))
     kept = Checkpoints(folder.checkpoints)

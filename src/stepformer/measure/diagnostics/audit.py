@@ -21,16 +21,15 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from stepformer.base.errors import ConfigError, InputError, StepformerError, given
-from stepformer.base.plugins import explained, import_file, is_ours
-from stepformer.base.version import PACKAGE
+from stepformer.base.plugins import explained, is_ours
 from stepformer.catalogue import model_config, preset_of
+from stepformer.measure.diagnostics.second_versions import Transcription
 from stepformer.model import Model
 from stepformer.model.config import ModelConfig
 from stepformer.model.roles import Role
@@ -52,9 +51,6 @@ BELOW_CHANCE = 0.02
 AGAIN = "for the same reason"
 NOISE = "noise, or something kept from an earlier call"
 OBLIGATIONS = {1: "builds", 2: "causal", 3: "decoding", 4: "chance", 5: "gradients", 6: "equations"}
-
-Transcription = Callable[[Model, Tensor], Tensor | None]
-"""Logits of a model's architecture computed independently from its parameters, or None if it is not transcribed."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ def audit(
         name: What it is called in the answer.
         steps: Training steps on random tokens, of the check that it does not read ahead.
         seed: Of weights and tokens.
-        transcription: Its equations written again, to compare with (docs/audit.md).
+        transcription: Its equations written again, to compare with (docs/audit.md); the command takes a checkout's.
         progress: Called with the name of each check.
 
     Examples:
@@ -109,6 +105,10 @@ def audit(
     """
     if isinstance(config, str):
         name, config = name or config, model_config(config)
+    if not isinstance(config, ModelConfig):
+        raise InputError(
+            f"`audit` takes a name or a ModelConfig, not {type(config).__name__}: of a model, model.config."
+        )
     audited = _Audited(small_copy(config), name, steps, seed, transcription)
     checks: list[Check] = []
     for obligation, title in OBLIGATIONS.items():
@@ -355,7 +355,7 @@ class _Audited:
         model, inputs, targets = shaken(self.config, self.seed), self.tokens[:, :-1], self.tokens[:, 1:]
         independent = self.transcription(model, inputs) if self.transcription else None
         if independent is None:
-            return f"fd {worst:.0e}{where}, not transcribed"
+            return f"fd {worst:.0e}{where}, {'not transcribed' if self.transcription else 'no transcription'}"
         ours, largest = _gradients(model, self.tokens)
         errors = [_difference(independent, model(inputs).logits) / independent.abs().max().item()]
         other = torch.nn.functional.cross_entropy(independent.flatten(0, 1), targets.flatten())
@@ -402,17 +402,3 @@ def _gradients(model: Model, tokens: Tensor) -> tuple[dict[str, Tensor], float]:
     _backward(model, tokens)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return gradients, max(g.norm().item() for g in gradients.values())
-
-
-def load_transcription(path: str | Path | None = None) -> Transcription | None:
-    """The `transcribe` function of a Python file; by default of the checkout this package runs from, if any."""
-    source = PACKAGE.resolve().parents[1] / "tests" / "transcriptions" / "adapter.py"
-    if path is None and not source.is_file():
-        return None
-    file = source if path is None else Path(path)
-    if not file.is_file():
-        raise InputError(f"There is no transcription file '{file}'.")
-    module = import_file(file)
-    if not hasattr(module, "transcribe"):
-        raise InputError(f"'{file}' defines no function transcribe(model, tokens).")
-    return module.transcribe

@@ -369,7 +369,8 @@ def _environment(run: RunData) -> tuple[str, ...]:
         revision += " with changes"
     python, torch = (inside(found, "versions", name) for name in ("python", "torch"))
     facts = (run.facts.get("stepformer"), revision, python, torch, machine(run), found.get("threads"))
-    return tuple(str(fact or "") for fact in (*facts, run.facts.get("precision"), found.get("platform")))
+    precision = None if run.imported else run.facts.get("precision")  # of weights alone nobody knows it
+    return tuple(str(fact or "") for fact in (*facts, precision, found.get("platform")))
 
 
 def machine(run: RunData) -> str:
