@@ -180,6 +180,8 @@ def test_pins_follow_the_model() -> None:
     assert model(tokens()).logits.dtype == torch.float32
     model.unpin_coefficients()
     assert model.coefficients()[0]["mu_attn"] == 0.5
+    with_momentum, plain = model.hybrid(cutoff=1).coefficients()
+    assert (with_momentum, plain) == (model.coefficients()[0], {})  # a plain layer reads none of the rule's
 
 
 @pytest.mark.parametrize("name", ["vanilla", "yurii", "adamw", "muon", "shampoo"])
