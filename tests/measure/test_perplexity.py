@@ -21,6 +21,7 @@ from real_data import REAL
 from runs import make_corpus, small_run
 from stepformer.base.errors import InputError
 from stepformer.cli import evaluate, main
+from stepformer.data.corpus import is_left
 from stepformer.data.tokenizers import ByteTokenizer, train_bpe
 from stepformer.measure import measured
 from stepformer.measure.evaluation.perplexity import Reading, measure_texts, sliding_windows, total_nats
@@ -419,6 +420,13 @@ def test_folders_that_are_no_corpora(run: LoadedRun, tmp_path: Path, capsys: pyt
     (tmp_path / "train-00000.bin").write_bytes(b"\0\0")
     assert main(["eval", str(run.folder.path), "--corpus", str(tmp_path)]) == 2
     assert "was not finished" in capsys.readouterr().err
+    assert not is_left(tmp_path)  # for a training these are tokens that somebody brought
+    (tmp_path / "tokenizer").mkdir()
+    assert main(["train", "glide", f"corpus={tmp_path}", "--out", str(tmp_path / "run")]) == 2
+    assert "was not finished (no manifest.json); run stepformer prepare again." in capsys.readouterr().err
+    (tmp_path / "tokenizer").rmdir()
+    (tmp_path / ".parts").mkdir()
+    assert is_left(tmp_path)
 
 
 def test_an_unfinished_run_is_called_one(run: LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -430,6 +438,8 @@ def test_an_unfinished_run_is_called_one(run: LoadedRun, tmp_path: Path, capsys:
     try:
         assert main(words) == 0
         assert capsys.readouterr().out.startswith(f"yurii after step 12 of {run.config.train.steps}, unfinished: loss ")
+        early = evaluate.standing(replace(run, step=6))
+        assert early.endswith("unfinished, its best weights (--checkpoint last: after step 12)")
         assert main([*words, "--on", str(tmp_path / "book.txt")]) == 0
         assert f"yurii after step 12 of {run.config.train.steps}, unfinished\n" in capsys.readouterr().out
     finally:

@@ -470,4 +470,9 @@ def test_what_cannot_go_on_is_told(corpus: Path, tmp_path: Path) -> None:
         extend(tmp_path / "cosine", tmp_path / "longer", batch=3)
     with pytest.raises(InputError, match="no checkpoint of step 5: it has"):
         extend(tmp_path / "cosine", tmp_path / "longer", at=5, steps=9)
+    record = told(tmp_path / "cosine", "run.json")
+    record["corpus"]["splits"]["train"]["hash"] = "0" * 16
+    write_json(tmp_path / "cosine" / "run.json", {key: value for key, value in record.items() if key != "checksum"})
+    with pytest.raises(InputError, match=r"The run '.*cosine' was trained on other data: the train split of"):
+        extend(tmp_path / "cosine", tmp_path / "longer", at=3, steps=6)
     assert not (tmp_path / "longer").exists()

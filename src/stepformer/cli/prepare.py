@@ -89,7 +89,7 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     out.print(f"[bold]{corpus.name}[/bold] with tokenizer {tokenizer['name']} ({tokenizer['vocab_size']:,} ids)")
     out.print(of_texts(("split", "documents", "tokens", "tokens per byte", "unigram entropy", "hash"), rows))
     rule = corpus.manifest["split_rule"]
-    meaning = rule["meaning"].replace("val_fraction", str(rule["val_fraction"]))
+    meaning = rule["meaning"].replace("val_fraction", f"{100 * rule['val_fraction']:g} %")
     out.print(f"split: {meaning}", soft_wrap=True, markup=False)
     made = corpus.manifest["source"].get("kind") == "tokens"  # by another program, whose tokenizer it is
     if not corpus.manifest["splits"]["val"]["tokens"]:

@@ -38,6 +38,9 @@ from stepformer.training.stopping import seconds
 
 def run_train(args: argparse.Namespace) -> int:
     more = [word for word in args.overrides if "=" not in word and presets(word)]
+    if more and "=" in args.name:
+        ordered = command_line("train", more[0], args.name)
+        raise InputError(f"'{args.name}' is a setting: the architecture comes first, `{ordered}`.")
     if more:
         several = command_line("compare", args.name, *more)
         raise InputError(f"`stepformer train` trains one architecture; `{several}` trains several side by side.")

@@ -181,6 +181,8 @@ class Corpus:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the shards were written with."""
+        if not (self.folder / TOKENIZER).is_dir():
+            raise InputError(f"The tokenizer of the corpus '{self.folder}' is gone.{AGAIN}")
         tokenizer = load_tokenizer(self.folder / TOKENIZER)
         self.check_tokenizer(tokenizer)
         return tokenizer
@@ -226,6 +228,13 @@ class Corpus:
 
 
 LEFT = (".parts", "train-*.bin", "val-*.bin")  # what an interrupted preparation leaves
+
+
+def is_left(folder: Path) -> bool:
+    """Whether there is an unfinished corpus, and no text or tokens of somebody else."""
+    return (folder / LEFT[0]).is_dir() or ((folder / TOKENIZER).is_dir() and any(folder.glob(LEFT[1])))
+
+
 AGAIN = " Prepare the corpus again with --force: the same source gives the same tokens, and runs can go on with them."
 
 

@@ -143,7 +143,11 @@ def reading(path: Path) -> Iterator[None]:
         wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         how = shlex.join(["iconv", "-f", "UTF-16" if wide else "LATIN1", "-t", "UTF-8", str(path)])
         text = wide or b"\0" not in error.object
-        advice = f"another encoding is converted by `{how} > NEW.txt`" if text else "leave out what is no text"
+        advice = (
+            f"another encoding is converted by `{how} > NEW.txt`, which then takes its place"
+            if text
+            else "leave out what is no text"
+        )
         raise InputError(f"'{path}' is not UTF-8 text ({error.reason}); {advice}.") from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
         # gzip's and pyarrow's have no error number where the content is at fault

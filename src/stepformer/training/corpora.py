@@ -14,7 +14,7 @@ from rich.console import Console
 
 from stepformer.base.errors import InputError, command_line
 from stepformer.base.files import sha256
-from stepformer.data.corpus import MANIFEST, Corpus, corpora_folder, corpus_folder, few, read_manifest
+from stepformer.data.corpus import MANIFEST, Corpus, corpora_folder, corpus_folder, few, is_left, read_manifest
 from stepformer.data.readers import MARKDOWN
 from stepformer.data.sources import DATASETS, Source, usable_files
 from stepformer.data.tokenizers import load_tokenizer, tokenizer_kind
@@ -45,6 +45,8 @@ def open_corpus(config: DataConfig, world: World, *, quiet: bool = False) -> Cor
     given = Path(config.corpus).expanduser()
     if (given / MANIFEST).is_file():
         return checked(Corpus(given), config.tokenizer)
+    if is_left(given):
+        read_manifest(given)  # says what to do
     meant = corpora_folder() / given
     if not (given.exists() or is_tales or config.corpus in DATASETS) and (meant / MANIFEST).is_file():
         word = shlex.quote(f"corpus={meant}")
@@ -207,7 +209,8 @@ def same_corpus(facts: Record, folder: RunFolder, config: RunConfig, world: Worl
     if not where.is_dir() and moved is None and config.data.corpus == "tales":
         where = open_corpus(config.data, world, quiet=True).folder  # made again
     if not where.is_dir():
-        raise InputError(f"The corpus of '{folder.path}' is not in '{where}': say where it is with corpus=DIR.")
+        here = "say where it is with corpus=DIR (for `eval`: --corpus DIR)"
+        raise InputError(f"The corpus of '{folder.path}' is not in '{where}': {here}.")
     return _same(where, facts, f"The run '{folder.path}' was trained on other data")
 
 

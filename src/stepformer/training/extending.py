@@ -18,8 +18,9 @@ from stepformer.base.errors import ConfigError, InputError
 from stepformer.optim import Schedule
 from stepformer.training.checkpoints import MANIFEST, Checkpoints, step_name
 from stepformer.training.config import RunConfig
+from stepformer.training.corpora import same_corpus
 from stepformer.training.metrics import copy_until
-from stepformer.training.parallel import joined_world
+from stepformer.training.parallel import ALONE, joined_world
 from stepformer.training.run import resume
 from stepformer.training.runs import MAY_CHANGE, RunFolder, new_id
 
@@ -53,6 +54,7 @@ def extend(
     facts |= {"label": label or target.path.name, "parent": parent, "id": new_id()}
     with joined_world(new.train.device, new.train.collective_timeout) as world:
         if world.is_main:
+            same_corpus(record["corpus"], folder, old, ALONE, None)  # other data is told before a folder is made
             _begin(folder, target, record, old, new, facts)
         world.barrier()
         return resume(target.path, quiet=quiet)
