@@ -444,8 +444,14 @@ def test_what_export_prints_can_be_run(trained: Path, tmp_path: Path) -> None:
         ),
         ("train yurii corpus=data/my-texts", "Did you mean 'data/my-texts-bpe-1024'?"),
         ("prepare notes --tokenizer bytes", "It has 2 .rst: if that is text, join it, `cat notes/*.rst > notes.txt`."),
-        ("prepare latin.txt --tokenizer bytes", "is converted by `iconv -f LATIN1 -t UTF-8 latin.txt > NEW.txt`, which then takes its place."),
-        ("prepare wide.txt --tokenizer bytes", "is converted by `iconv -f UTF-16 -t UTF-8 wide.txt > NEW.txt`, which then takes its place."),
+        (
+            "prepare latin.txt --tokenizer bytes",
+            "is converted by `iconv -f LATIN1 -t UTF-8 latin.txt > NEW.txt`, which then takes its place.",
+        ),
+        (
+            "prepare wide.txt --tokenizer bytes",
+            "is converted by `iconv -f UTF-16 -t UTF-8 wide.txt > NEW.txt`, which then takes its place.",
+        ),
         ("prepare rows.jsonl --tokenizer bytes", "it has content. --field NAME says which one holds the text."),
         ("generate yurii One", "There is no run folder 'yurii'. Did you mean 'runs/yurii-s1'?"),
         ("generate runs One", "it has no run.json. Did you mean 'runs/yurii-s1'?"),
