@@ -17,7 +17,7 @@ import stepformer as sf
 from helpers import TINY
 from stepformer.base.errors import InputError
 from stepformer.base.words import parse_override
-from stepformer.catalogue import SIZES
+from stepformer.catalogue import SIZES, closest_preset
 from stepformer.cli import main
 from stepformer.data import Batches, open_source
 from stepformer.data.prepare import prepare
@@ -122,7 +122,8 @@ def model() -> sf.Model:
         (lambda: Optimizers(model(), OptimConfig(), 0), "steps = 0 should be at least 1"),
         (lambda: prepare("notes.txt", "bytes", "x"), "`prepare` takes what `open_source` gives, not str"),
         (lambda: open_source(["a.txt", "b.txt"]), r"one by one: open_source\(\*\['a\.txt', 'b\.txt'\]\)"),
-        (lambda: Batches(object(), 4, 1, 0), r"of a split, corpus\.split\('train'\), not of a object"),
+        (lambda: Batches(object(), 4, 1, 0), r"such as corpus\.split\('train'\), not something of type object"),
+        (lambda: Batches(torch.arange(100), 4, 1, 0), "not something of type Tensor"),
         (lambda: Batches(Row(), 4, 0, 0), "at least 1 sequence, not batch = 0"),
         (lambda: Batches(Row(), 4, 1, 0).batch(-1), "There is no step -1: the first one is 0"),
         (lambda: sf.save_run(model(), model(), "bytes"), r"not Model: save_run\(model, out, tokenizer\)"),
@@ -512,3 +513,11 @@ def test_a_setting_that_changes_nothing_is_told(
     assert main(["show", name, setting, "--size", "tiny"]) == 0
     said = capsys.readouterr().err
     assert said == (f"note: {setting.replace('=', ' = ')} changes nothing: {reason}.\n" if reason else "")
+
+
+def test_another_mlp_stands_in_a_runs_name_and_makes_no_row_of_a_paper() -> None:
+    for name, mlp in (("modern", "relu2"), ("glide", "gelu"), ("yurii", "swiglu")):
+        config = sf.model_config(name, mlp=mlp)
+        assert RunConfig(config).title == f"{name}-mlp={mlp}"
+        row, _ = closest_preset(config)
+        assert row is None or row.config.mlp == mlp

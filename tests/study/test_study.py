@@ -274,7 +274,12 @@ def test_bad_grids_report_every_point() -> None:
         (["compare", "vanilla", "yuri"], "Did you mean 'yurii'?"),
         (["compare", "vanilla", "yurii", "--baseline", "tmm"], "The baseline 'tmm' is not among vanilla, yurii"),
         (["compare", "vanilla", "yurii", "--budget", "1M", "steps=5"], "Give a budget or steps, not both"),
-        (["compare", "vanilla", "vanilla"], "stands twice"),
+        (["compare", "vanilla", "vanilla"], "stands twice: a row with settings of its own is a TOML file"),
+        (
+            ["compare", "vanilla", "modern mlp=relu2"],
+            "'modern mlp=relu2' is no setting: a row with settings of its own",
+        ),
+        (["compare", "vanilla", "my rows/none.toml"], "There is no"),
         (["compare", "vanilla", "yurii", "seed=7"], "Give the seeds with --seeds"),
         (["compare", "vanilla", "yurii", "--budget", "1"], "is less than half a step of 4,096 tokens"),
         (["sweep", "vanilla", "--grid", "seed=1,2"], "Give the seeds with --seeds"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,23 +177,19 @@ def preset_of(config: ModelConfig) -> Preset | None:
     return next((row for row in _PRESETS.values() if row.config.hash == at_small.hash), None)
 
 
-def closest_preset(config: ModelConfig) -> tuple[Preset | None, dict[str, Any]]:
-    """The preset with the same components from which a config differs least, and the settings that differ; if all that
-    have its other components have another MLP, one of those.
+def closest_preset(config: ModelConfig, apart: Collection[str] = ()) -> tuple[Preset | None, dict[str, Any]]:
+    """The preset with the same components from which a config differs least, and the settings that differ; components
+    of the kinds `apart` may be others.
     """
-    mine, kinds = _at_small(config).to_dict(), REGISTRIES.keys() - {"mlp"}
-    bare = [preset(name) for name in unlisted_templates() if name == config.template]
-    rows = [
-        row
-        for row in (*_PRESETS.values(), *bare)
-        if all(getattr(row.config, kind) == getattr(config, kind) for kind in kinds)
-    ]
+    mine, kinds = _at_small(config).to_dict(), REGISTRIES.keys() - {*apart}
     found: list[tuple[Preset | None, dict[str, Any]]] = []
-    for row in [row for row in rows if row.config.mlp == config.mlp] or rows:
-        base = row.config.to_dict()
-        changed = {key for key in {*mine, *base} - NOT_THE_FUNCTION if mine.get(key) != base.get(key)}
-        found.append((row, {key: config.get(key) for key in changed}))
-    return min(found, key=lambda pair: len(pair[1]), default=(None, {}))
+    bare = [preset(name) for name in unlisted_templates() if name == config.template]
+    for row in (*_PRESETS.values(), *bare):
+        if all(getattr(row.config, kind) == getattr(config, kind) for kind in kinds):
+            base = row.config.to_dict()
+            changed = {key for key in {*mine, *base} - NOT_THE_FUNCTION if mine.get(key) != base.get(key)}
+            found.append((row, {key: config.get(key) for key in changed}))
+    return min(found, key=lambda pair: (len(pair[1]), len({*apart} & {*pair[1]})), default=(None, {}))
 
 
 def size_settings(name: str) -> dict[str, Any]:

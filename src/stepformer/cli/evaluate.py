@@ -20,7 +20,6 @@ from stepformer.measure.evaluation import harness, open_text, perplexity
 from stepformer.measure.evaluation.tasks import data_folder, need
 from stepformer.measure.evaluation.texts import OUT_OF_DOMAIN, Text
 from stepformer.training import load_run
-from stepformer.training.checkpoints import Checkpoints
 from stepformer.training.corpora import corpora_of, part_of_corpus, shares_passages
 from stepformer.training.evaluation import Evaluation
 from stepformer.training.loading import LoadedRun, validation_loss
@@ -145,8 +144,7 @@ def _is_early(run: LoadedRun) -> bool:
 def standing(run: LoadedRun) -> str:
     """Which weights were measured; those of a run that is not finished are said to be."""
     early = "its best weights (--checkpoint last: those of the end)" if _is_early(run) else ""
-    newest = max(Checkpoints(run.folder.checkpoints).steps(), default=run.step)
-    later = f", its best weights (--checkpoint last: after step {newest:,})" * (newest > run.step)
+    later = f", its best weights (--checkpoint last: after step {run.newest:,})" * (run.newest > run.step)
     state = f"unfinished{later}" if is_unfinished(run) else early
     steps = f" of {run.config.train.steps:,}, {state}" * bool(state)
     variant = measured.called(run.model)

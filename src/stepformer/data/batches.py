@@ -45,8 +45,9 @@ class Batches:
     """
 
     def __init__(self, tokens: Tokens, context: int, batch: int, seed: int) -> None:
-        if not hasattr(tokens, "gather"):
-            raise InputError(f"Batches are of a split, corpus.split('train'), not of a {type(tokens).__name__}.")
+        if isinstance(tokens, torch.Tensor) or not hasattr(tokens, "gather"):
+            kind = type(tokens).__name__
+            raise InputError(f"`Batches` takes a split such as corpus.split('train'), not something of type {kind}.")
         if batch < 1:
             raise InputError(f"A step needs at least 1 sequence, not batch = {batch}.")
         self.tokens, self.context, self.size, self.seed = tokens, context, batch, seed

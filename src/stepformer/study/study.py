@@ -394,7 +394,7 @@ OWN_FILE = "a row with settings of its own is a TOML file, named as NAME.toml, a
 def words_of(items: Sequence[str]) -> tuple[list[str], list[str]]:
     """Names and key=value words, told apart."""
     refuse_parted(items)
-    if whole := next((item for item in items if " " in item.partition("=")[0]), None):
+    if whole := next((item for item in items if "=" in item and " " in item.partition("=")[0]), None):
         raise InputError(f"'{whole}' is no setting: {OWN_FILE}")
     words = [item for item in items if "=" in item]
     refuse_seed(*(parse_override(word)[0] for word in words))

@@ -121,6 +121,8 @@ class TrainConfig(Settings):
 SECTIONS: dict[str, type[Settings]] = {"data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 
 
+NAMED_APART = ("mlp",)  # a kind of component that a run's name says like any setting: modern-mlp=swiglu
+
 # What a run's hash is of. These keys have always been in it, whatever their value; a younger one is in it when it is
 # not at its default, so that the hashes of older runs stay. The others do not decide the result.
 OLDEST: dict[str, Sequence[str]] = {
@@ -222,7 +224,7 @@ class RunConfig:
     @property
     def title(self) -> str:
         """A short name for tables and folders: the closest preset and what differs from it."""
-        row, differing = closest_preset(self.model)
+        row, differing = closest_preset(self.model, NAMED_APART)
         if row is None:
             words = [self.model.template, self.model.splitting, self.model.attention]
             plain = ("lie-trotter", "softmax")
@@ -234,7 +236,7 @@ class RunConfig:
     @property
     def base(self) -> str:
         """The shortest name of the closest preset, or of the template when no preset has these components."""
-        row, _ = closest_preset(self.model)
+        row, _ = closest_preset(self.model, NAMED_APART)
         return self.model.template if row is None else min((row.name, *row.aliases), key=len)
 
     @property

@@ -54,7 +54,8 @@ def extend(
     facts |= {"label": label or target.path.name, "parent": parent, "id": new_id()}
     with joined_world(new.train.device, new.train.collective_timeout) as world:
         if world.is_main:
-            same_corpus(record["corpus"], folder, old, ALONE, None)  # other data is told before a folder is made
+            if Path(record["corpus"]["folder"]).is_dir():  # else `resume` says where it is now
+                same_corpus(record["corpus"], folder, old, ALONE, None)  # other data is told before a folder is made
             _begin(folder, target, record, old, new, facts)
         world.barrier()
         return resume(target.path, quiet=quiet)

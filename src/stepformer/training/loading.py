@@ -34,6 +34,8 @@ class LoadedRun:
     record: dict[str, Any]
     step: int
     folder: RunFolder
+    newest: int = 0
+    """The last step that had a checkpoint when this one was read."""
 
     def __repr__(self) -> str:  # a prompt shows it as a part of `evaluate_run`; the fields fill pages
         return f"LoadedRun('{self.folder.path}', step={self.step}, {self.model.num_parameters():,} parameters)"
@@ -99,7 +101,8 @@ def _loaded(folder: RunFolder, which: str, device: str, allow_nan: bool) -> Load
     stored.load(checkpoint, "model", dict(model.named_parameters()))
     if not allow_nan:
         stored.refuse_nan(model.named_parameters(), f"The checkpoint '{checkpoint}'")
-    return LoadedRun(model.eval(), tokenizer, config, record, int(state["step"]), folder)
+    newest = max(Checkpoints(folder.checkpoints).steps(), default=0)
+    return LoadedRun(model.eval(), tokenizer, config, record, int(state["step"]), folder, newest)
 
 
 def trained_on(folder: RunFolder, record: dict[str, Any]) -> Corpus:
