@@ -331,6 +331,14 @@ def test_runs_that_differ_in_their_rates_are_measured_once(trained: Path, monkey
     assert measured == ["newton-schulz", "svd"]
 
 
+@pytest.mark.parametrize("sam", ["always", "decay"])
+def test_sharpness_aware_steps_are_measured_as_they_are(trained: Path, sam: str) -> None:
+    from stepformer.training import speed
+
+    config = small_run(trained.parent / "corpus", sam=sam)
+    assert speed.forecast(config, checkpoints.torch.device("cpu"), eval_tokens=512).run > 0
+
+
 def test_the_audit_names_what_it_ignores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "gd", "--steps", "30", "n_layer=7", "size=medium", "lr=3", "norm=rmsnorm"]) == 0
     out, err = capsys.readouterr()

@@ -128,6 +128,8 @@ def _measured(config: RunConfig, micro: int, device: torch.device) -> tuple[floa
         assert loss is not None
         loss.backward()
         between = now()
+        if optimizers.schedule.perturbs(t):
+            optimizers.restore(optimizers.perturb())
         optimizers.step(t)
         once, update = min(once, between - begin), min(update, now() - between)
     return once, update
