@@ -331,11 +331,10 @@ def test_runs_that_differ_in_their_rates_are_measured_once(trained: Path, monkey
     assert measured == ["newton-schulz", "svd"]
 
 
-@pytest.mark.parametrize("sam", ["always", "decay"])
-def test_sharpness_aware_steps_are_measured_as_they_are(trained: Path, sam: str) -> None:
+def test_sharpness_aware_steps_are_measured_as_they_are(trained: Path) -> None:
     from stepformer.training import speed
 
-    config = small_run(trained.parent / "corpus", sam=sam)
+    config = small_run(trained.parent / "corpus", sam="always")
     assert speed.forecast(config, checkpoints.torch.device("cpu"), eval_tokens=512).run > 0
 
 
