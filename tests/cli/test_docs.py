@@ -286,6 +286,45 @@ def test_the_table_of_the_proof_is_that_of_its_raw_file(page: str) -> None:
         assert shown == expected
 
 
+def proof(table: str, row: str, text: str = "held_out_wiki_val_") -> tuple[str, str]:
+    """A difference of the proof with its interval, as the pages write it: what `glide` has less, and the size alone."""
+    found = rows_of(f"2026-11-recipe/proof-{table}.csv")[row]
+    sizes = [abs(float(found[f"{text}difference{part}"])) for part in ("", "_low", "_high")]
+    mean, low, high = sizes[0], *sorted(sizes[1:])
+    return f"-{mean:.3f} [-{high:.3f}, -{low:.3f}]", f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def test_what_the_pages_say_of_the_recipe_is_in_its_raw_files() -> None:
+    page, readme = (re.sub(r"\s+", " ", (ROOT / name).read_text()) for name in ("docs/what-to-use.md", "README.md"))
+    first = page.partition("## In short")[0].replace(" nats [", " [")
+    for label, *source in (
+        ("| `vanilla` | 8 of 512 | 4 |", "four-seeds-to-glide", "vanilla"),
+        ("| `modern` | 8 of 512 | 4 |", "four-seeds-to-glide", "modern"),
+        ("| `vanilla` | 12 of 768 | 3 |", "small-to-glide", "vanilla"),
+        ("| `modern` | 12 of 768 | 3 |", "small-to-glide", "modern"),
+        ("| `vanilla`, which has 1.35 times the seconds | 8 of 512 | 3 |", "seconds-to-vanilla", "glide"),
+    ):
+        assert f"{label} {proof(*source)[0]} | {proof(*source, 'held_out_owt10k_val_')[0]} |" in page
+    assert proof("seconds-to-vanilla", "glide")[1] in readme
+    assert proof("small-to-glide", "modern")[1] in readme
+    for source in (("four-seeds-to-glide", "vanilla"), ("four-seeds-to-vanilla", "modern")):
+        assert proof(*source)[1] in first
+    assert proof("four-seeds-to-glide", "modern")[1] in first
+    for source in (("small-to-glide", "vanilla"), *((f"rows-to-{of}", "normed-relu2") for of in ("glide", "modern"))):
+        assert proof(*source)[1] in first
+        assert proof(*source)[1] in readme
+    rows = rows_of("2026-11-recipe/proof-seconds-to-vanilla.csv")
+    short, long = (sum(map(float, rows[name]["seconds_by_seed"].split())) for name in ("glide", "vanilla"))
+    assert f"takes {100 * short / long:.1f} % of the GPU seconds" in readme
+    assert f"which has {long / short:.2f} times the seconds" in page
+    speeds = (ROOT / "docs/raw/2026-11-recipe/speeds-glide.txt").read_text()
+    wide = re.search(r"^glide +[\d,.]+ +(\S+)", speeds, re.M)
+    long_context = re.search(r"\| glide .* (\S+) \|$", speeds, re.M)
+    assert wide
+    assert long_context
+    assert f"| **`glide`**; at context 512 | {long_context[1]}; {wide[1]} |" in page
+
+
 def test_keys_named_in_the_pages_exist() -> None:
     """A renamed key must not live on in the pages."""
     pages = "\n".join(
