@@ -112,7 +112,8 @@ def model() -> sf.Model:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: sf.train("yurii"), r"`train` takes what `run_config` gives, not str: train\(run_config"),
+        (lambda: sf.train(model()), "`train` takes a name or what `run_config` gives, not Model"),
+        (lambda: sf.train(sf.run_config("yurii"), steps=3), "a config, which settles steps: give them to `run_config`"),
         (lambda: sf.run_config(sf.model_config("yurii")), "not ModelConfig; `stepformer.compare` takes a ModelConfig"),
         (lambda: sf.run_config("yurii", {"steps": 3}), r"or keywords: give \*\*\{'steps': 3\}"),
         (lambda: sf.compare(["vanilla", "yurii"], out="x"), r"one by one: compare\(\*\['vanilla', 'yurii'\], "),

@@ -205,6 +205,10 @@ def test_what_may_not_change_in_a_resumed_run(corpus: Path, tmp_path: Path) -> N
     go(corpus, tmp_path / "run", steps=2)
     with pytest.raises(sf.ConfigError, match="A run cannot change 'batch' when it is resumed"):
         resume(tmp_path / "run", batch=4)
+    with pytest.raises(
+        sf.ConfigError, match=r"'steps' .* with its weights, .* \(one with schedule=wsd can be made longer\)"
+    ):
+        resume(tmp_path / "run", steps=4)
     with pytest.raises(sf.InputError, match="There is no run folder"):
         resume(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()

@@ -14,7 +14,7 @@ import torch
 
 import forked
 import stepformer as sf
-from runs import go, losses, small_run, stop_after, tensors
+from runs import SMALL, go, losses, small_run, stop_after, tensors
 from stepformer.data.corpus import Corpus
 from stepformer.optim import Optimizers
 from stepformer.study import RunRecord
@@ -125,6 +125,14 @@ def test_one_step_is_what_the_parts_say(corpus: Path, tmp_path: Path, sam: str) 
     np.testing.assert_allclose(losses(tmp_path / "run"), seen, atol=1e-12)
     trained = tensors(tmp_path / "run")
     assert max(float((trained[n] - p.detach()).abs().max()) for n, p in model.named_parameters()) < 1e-12
+
+
+def test_a_name_with_settings_is_trained_as_its_config_is(corpus: Path, tmp_path: Path) -> None:
+    results = [
+        go(corpus, tmp_path / "config", steps=2),
+        sf.train("yurii", tmp_path / "name", quiet=True, corpus=str(corpus), **{**SMALL, "steps": 2}),
+    ]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
 
 
 def test_two_architectures_see_the_same_batches(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from stepformer.data.corpus import FEW_WINDOWS
 from stepformer.training import checkpoints as stored
 from stepformer.training import memory
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.config import RunConfig
+from stepformer.training.config import RunConfig, run_config
 from stepformer.training.corpora import (
     corpus_facts,
     open_also,
@@ -44,7 +44,7 @@ from stepformer.training.stopping import Reason, Watch
 
 
 def train(
-    config: RunConfig,
+    config: RunConfig | str | Path,
     out: str | Path | None = None,
     *,
     max_seconds: float | None = None,
@@ -52,17 +52,19 @@ def train(
     label: str = "",
     plugins: Sequence[str] = (),
     watch: Watch | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train a new run and return its result. Under torchrun every rank calls it.
 
     Args:
-        config: What `run_config` gives.
+        config: What `run_config` gives, or the name or file that it would be given.
         out: The run's folder, which must not hold a run yet; by default runs/NAME-CORPUS-sSEED.
         max_seconds: Stop after so long, as a signal would.
         quiet: Print nothing.
         label: What a comparison calls it.
-        plugins: The files or modules with rules of your own, for the record.
+        plugins: The files or modules with rules of your own, which are also recorded.
         watch: What looks out for signals and the time limit, where several runs share one.
+        settings: With a name or file: what `run_config` takes, such as `steps=500` or `size="small"`.
 
     Returns:
         What the run's result.json holds: `steps`, `val_loss`, `best_val_loss`, ...
@@ -72,10 +74,15 @@ def train(
 
     Examples:
         >>> import stepformer as sf
-        >>> result = sf.train(sf.run_config("yurii", steps=500), "runs/yurii")  # doctest: +SKIP
+        >>> result = sf.train("yurii", "runs/yurii", steps=500)  # doctest: +SKIP
     """
-    if not isinstance(config, RunConfig):
-        raise InputError(f"`train` takes what `run_config` gives, not {type(config).__name__}: train(run_config(...)).")
+    if isinstance(config, str | Path):
+        load_plugins(plugins)
+        config = run_config(config, **settings)
+    elif not isinstance(config, RunConfig):
+        raise InputError(f"`train` takes a name or what `run_config` gives, not {type(config).__name__}.")
+    elif settings:
+        raise InputError(f"`train` was given a config, which settles {', '.join(settings)}: give them to `run_config`.")
     with joined_world(config.train.device, config.train.collective_timeout) as world:
         corpus = open_corpus(config.data, world, quiet=quiet)
         config = config.for_vocabulary(corpus.vocab_size)
@@ -180,7 +187,10 @@ def resume(
     if refused:
         other = "train a new one, or branch off it (`stepformer extend --help`)"
         if config.optim.schedule == "cosine":  # which has fallen
-            other = f"begin a new run with its weights, `train ... {shlex.quote(f'init={folder.path}')}`"
+            other = (
+                f"begin a new run with its weights, `train ... {shlex.quote(f'init={folder.path}')}` (one with "
+                "schedule=wsd can be made longer)"
+            )
         raise ConfigError(
             f"A run cannot change '{key}' when it is resumed: {other}. It may change "
             f"{', '.join(MAY_CHANGE)}, and corpus and also, the places of the same ones."
