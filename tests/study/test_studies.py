@@ -134,6 +134,12 @@ def test_that_a_rule_would_not_pass_its_audit_stays_below_the_table(
     assert "peeks: it would not pass its audit, since 2 causal: tokens from 1 on change the logits" in said
     assert main(["compare", "--runs", str(tmp_path / "s"), "--out", str(tmp_path / "o"), "--quiet"]) == 0
     assert "peeks: it would not pass its audit" in (tmp_path / "o" / "comparison.md").read_text()
+    for more in (["eval"], ["generate", "--tokens", "2"]):
+        for row, noted in (("peeks", True), ("vanilla", False)):
+            capsys.readouterr()
+            folder = str(next((tmp_path / "s").glob(f"{row}-s*/run.json")).parent)
+            assert main([*more[:1], folder, *more[1:], "--plugin", str(plugin)]) == 0
+            assert (f"note: {folder}: it would not pass its audit" in capsys.readouterr().err) == noted
 
 
 # As much of something.

@@ -12,7 +12,7 @@ from typing import Any
 from stepformer.base.errors import InputError
 from stepformer.cli.hybrids import HYBRID, Row, as_table, hybrids, over_hybrids
 from stepformer.cli.hybrids import KIND as TABLE
-from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, check, command, given, group, option
+from stepformer.cli.options import CHECKPOINT, DEVICE, JSON, QUIET, check, command, given, group, option, tell_faults
 from stepformer.cli.show import console
 from stepformer.data.sources import DATASETS
 from stepformer.measure import measured
@@ -33,6 +33,7 @@ def run_eval(args: argparse.Namespace) -> int:
         raise InputError("Which run? Name its folder: `stepformer eval RUN --on TEXT`.")
     check_words(args)
     run = load_run(args.folder, args.checkpoint, args.device)
+    tell_faults(args.folder, run.model.config)
     if args.tasks:
         need("lm_eval.evaluator")  # before a long text is measured
     chosen = hybrids(args, run)

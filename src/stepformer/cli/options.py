@@ -159,6 +159,14 @@ def tell_idle(model: ModelConfig, overrides: Iterable[str]) -> None:
             print(f"note: {key} = {value} changes nothing: {reason}.", file=sys.stderr)
 
 
+def tell_faults(name: str, model: ModelConfig) -> None:
+    """A sentence about a rule that is not the package's and would not pass its audit."""
+    from stepformer.measure.diagnostics.audit import first_look
+
+    if first_rank() and (fault := first_look(model)):
+        print(f"note: {name}: {fault}", file=sys.stderr)
+
+
 def tell_failed(failed: dict[str, str]) -> bool:
     """A sentence for each run that failed; whether any did."""
     for name, problem in failed.items() if first_rank() else ():

@@ -9,7 +9,7 @@ import torch
 
 from stepformer.base.errors import InputError
 from stepformer.cli.hybrids import HYBRID, hybrid_of
-from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, harmless, option
+from stepformer.cli.options import CHECKPOINT, DEVICE, RUN, check, command, given, harmless, option, tell_faults
 from stepformer.training import load_run
 from stepformer.training.loading import LoadedRun
 from stepformer.training.text import continue_text, prompt_ids, readable
@@ -17,6 +17,7 @@ from stepformer.training.text import continue_text, prompt_ids, readable
 
 def run_generate(args: argparse.Namespace) -> int:
     run = hybrid_of(args, load_run(args.folder, args.checkpoint, args.device))
+    tell_faults(args.folder, run.model.config)
     set_precision(run, args.precision)
     check(args, "samples")
     if args.beams is not None:

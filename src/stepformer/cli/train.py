@@ -19,10 +19,19 @@ from stepformer.base.words import parse_overrides
 from stepformer.catalogue import presets
 from stepformer.catalogue.recipes import Recipe, load_recipe, recipe_names
 from stepformer.cli.main import first_rank
-from stepformer.cli.options import MAX_TIME, NO_DISPLAY, SETTINGS, command, fields_help, option, pairs, tell_idle
+from stepformer.cli.options import (
+    MAX_TIME,
+    NO_DISPLAY,
+    SETTINGS,
+    command,
+    fields_help,
+    option,
+    pairs,
+    tell_faults,
+    tell_idle,
+)
 from stepformer.cli.show import console
 from stepformer.data.batches import Batches
-from stepformer.measure.diagnostics.audit import first_look
 from stepformer.model import Model
 from stepformer.present.tables import Table, of_texts
 from stepformer.training import RunConfig, Stopped, resume, run_config, train
@@ -48,8 +57,7 @@ def run_train(args: argparse.Namespace) -> int:
     tell_idle(config.model, [*args.overrides, *args.more])
     if args.dry_run:
         return dry_run(config)
-    if first_rank() and (fault := first_look(config.model)):
-        print(f"note: {args.name}: {fault}", file=sys.stderr)
+    tell_faults(args.name, config.model)
     limit = None if args.max_time is None else seconds(args.max_time)
     return _supervised(
         lambda: train(config, args.out, max_seconds=limit, quiet=args.quiet, label=args.label, plugins=args.plugin)
