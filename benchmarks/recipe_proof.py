@@ -190,7 +190,7 @@ def main() -> None:
                 print(table)
                 table.write(args.out / "tables" / f"{args.study}-to-{baseline}")
     except Stopped as stopped:
-        raise SystemExit(f"{stopped} The same command goes on.") from None
+        raise SystemExit(f"{stopped}; the same command goes on.") from None
     except StepformerError as error:
         raise SystemExit(str(error)) from None
 

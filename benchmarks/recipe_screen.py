@@ -123,7 +123,7 @@ def main() -> None:
     try:
         found = sf.compare(configs, **how, max_seconds=args.max_seconds)
     except Stopped as stopped:
-        raise SystemExit(f"{stopped} The same command goes on.") from None
+        raise SystemExit(f"{stopped}; the same command goes on.") from None
     print(found)
     found.write(args.out)
     if rules:

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import re
 import struct
 import sys
 import zlib
@@ -19,7 +20,8 @@ from rich.console import Console
 
 from stepformer.base.errors import InputError, StepformerError, UnknownNameError
 from stepformer.base.files import write_json
-from stepformer.present.style import new_figure, save_figure
+from stepformer.present.style import new_figure, save_figure, say_below
+from stepformer.present.tables import MINUS
 from stepformer.study import (
     Comparison,
     Facts,
@@ -471,6 +473,22 @@ def test_plot(tmp_path: Path) -> None:
     assert 500 < height < 1500
     assert ("matplotlib.pyplot" in sys.modules) == pyplot_before
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["plot.png"]
+
+
+def test_what_is_said_below_a_picture_fits_under_it() -> None:
+    for inches in (4.0, 6.5, 11.0):
+        figure = new_figure((inches, 3.0))
+        words = "evaluated on 92,160 tokens of the second half (f20c031d7e8d) of split 0e9f8cbc95ad; seeds 50, 51, 52"
+        say_below(figure, f"{words}; unigram entropy 7.114\nthe rows also differ in {words}")
+        box = next(text for text in figure.texts if "second half" in text.get_text()).get_window_extent()
+        assert 0.6 * inches * figure.dpi < box.width < inches * figure.dpi
+
+
+def test_a_picture_names_intervals_that_its_dots_hide(tmp_path: Path) -> None:
+    (beside,) = draw_comparison(three(tmp_path)).axes[1].child_axes
+    names = [label.get_text().replace(MINUS, "-") for label in beside.get_yticklabels()]
+    number = r"[+-]0\.\d{4}"
+    assert [bool(re.match(rf"{number} \[{number}, {number}\]\n", name)) for name in names] == [True, True]
 
 
 def test_a_picture_says_what_it_leaves_out(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 import stepformer as sf
 from real_data import GPT2, TINYSTORIES, needs_gpt2, needs_tinystories
 from stepformer.cli import main
+from stepformer.study import study
 from stepformer.study.study import amount, grid, grid_axes, seeds_of
 from stepformer.training.loop import Trainer
 from stepformer.training.stopping import Watch
@@ -96,6 +97,35 @@ def test_a_failing_run_does_not_stop_the_others(
     assert f"{absent}: yurii-s42." in (tmp_path / "s" / "comparison.md").read_text()
     assert main(["report", str(tmp_path / "s"), "--out", str(tmp_path / "r"), "--no-samples", "--quiet"]) == 0
     assert f"\n{absent}: yurii s42.\\par\n" in (tmp_path / "r" / "comparison.tex").read_text()
+
+
+def test_a_run_that_another_process_finishes_is_in_the_table_and_no_failure(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def elsewhere(*given: Any, label: str, **how: Any) -> None:
+        sf.train(*given, label=label, **how)
+        if label == "yurii":
+            raise sf.StepformerError("Another process is training in it.")
+
+    monkeypatch.setattr(study, "train", elsewhere)
+    command = ["compare", "vanilla", "yurii", "--budget", "256", "--out", str(tmp_path / "s"), "--quiet"]
+    assert main([*command, *words(corpus)]) == 0
+    assert "failed" not in capsys.readouterr().err
+    assert "Not in the table" not in (tmp_path / "s" / "comparison.md").read_text()
+
+
+def test_tables_of_different_runs_have_folders_of_their_own(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main(["compare", "vanilla", "yurii", "--seeds", "2", "--out", "s", "--quiet", *words(corpus), "steps=2"]) == 0
+    )
+    for seeds in (["42", "43"], ["42"], ["43", "42"]):
+        chosen = [f"s/{name}-s{seed}" for name in ("vanilla", "yurii") for seed in seeds]
+        assert main(["compare", "--runs", *chosen, "--quiet"]) == 0
+    made = sorted(path.parent.name for path in Path("runs").glob("*/comparison.csv"))
+    assert [name[:-7] for name in made] == ["compare-vanilla-yurii"] * 2
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from stepformer.base import documents
+from stepformer.base import documents, files
 from stepformer.base.errors import InputError, command_line
 from stepformer.base.units import duration
 from stepformer.catalogue.recipes import load_recipe
@@ -36,7 +36,7 @@ from stepformer.study import Comparison, Facts, compare, load_records, plot_comp
 from stepformer.study.differences import refuse_unmeant
 from stepformer.study.fairness import AMOUNTS, most_points, search_left, search_of
 from stepformer.study.held_out import HeldOut, evaluate_held_out
-from stepformer.study.records import folders_of, not_in_the_table
+from stepformer.study.records import RunRecord, folders_of, not_in_the_table
 from stepformer.study.statistics import seed_words
 from stepformer.study.studies import Study, compared, resolved, swept
 from stepformer.study.study import Planned, carry_out, plan, seeds_of, submit, words_of
@@ -89,7 +89,7 @@ def run_compare(args: argparse.Namespace) -> int:
         left = [difference for difference in found.differences if not difference.permitted(granted)]
         refuse_unmeant(left, {record.label: record.settings for record in records}, args.allow)
         texts = evaluate_held_out(list(map(Path, args.runs)), args.held_out, quiet=args.quiet, watch=_watch(args))
-        _present(compare(*how, texts) if texts else found, Path(args.out or "runs/compare"))
+        _present(compare(*how, texts) if texts else found, Path(args.out or _place_of(records)))
         return 0
     if args.recipe and not names:
         names = list(load_recipe(args.recipe).runs)
@@ -123,6 +123,13 @@ def run_compare(args: argparse.Namespace) -> int:
         if search:  # otherwise its runs are there already
             study = replace(study, facts=replace(study.facts, remarks=(said, *study.facts.remarks)))
     return _study(args, study, watch, args.held_out, search)
+
+
+def _place_of(records: Sequence[RunRecord]) -> str:
+    """A folder for the table of these runs and no others."""
+    which = files.checksum_of({"runs": sorted(record.weights_sha256 for record in records)})
+    rows = "-".join(dict.fromkeys(record.label for record in records))
+    return f"runs/compare-{rows[:60]}-{which[:6]}"
 
 
 def _runs_of(folder: Path) -> list[Path]:

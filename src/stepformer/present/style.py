@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,19 @@ def save_figure(figure: Any, paths: Paths, below: str = "") -> None:
     if wrong := [path for path, kind in zip(several, kinds, strict=True) if kind not in PICTURES]:
         raise InputError(f"'{wrong[0]}': pictures are written as {', '.join(PICTURES)}.")
     if below:
-        figure.supxlabel(below, fontsize=8, color=GREY, parse_math=False)
+        say_below(figure, below)
     for path, kind in zip(several, kinds, strict=True):
         # letters as TrueType: journals refuse the Type 3 of matplotlib's default
         with writing(path) as file, rc_context({"pdf.fonttype": 42}):
             figure.savefig(file, format=kind, dpi=150, metadata=UNDATED.get(kind))
         figure.set_layout_engine(None)  # everything has its place now: another file is drawn once
+
+
+def say_below(figure: Any, words: str) -> None:
+    """Small grey letters under a picture, in lines that are not wider than it: 16 of them to an inch."""
+    width = int(16 * figure.get_size_inches()[0])
+    lines = [textwrap.fill(line, width) for line in words.splitlines()]
+    figure.supxlabel("\n".join(lines), fontsize=8, color=GREY, parse_math=False)
 
 
 def looks(index: int) -> dict[str, Any]:

@@ -13,7 +13,14 @@ from stepformer.present.tables import signed
 from stepformer.study.forgetting import Direction, ForgettingRow
 from stepformer.study.grids import numbers_of, point_of
 from stepformer.study.records import Compared, Row
-from stepformer.study.statistics import PAIRS_FOR_SMALL, SMALL_DIFFERENCE, seed_words, summarise, t_quantile
+from stepformer.study.statistics import (
+    PAIRS_FOR_SMALL,
+    SMALL_DIFFERENCE,
+    PairedDifference,
+    seed_words,
+    summarise,
+    t_quantile,
+)
 from stepformer.study.tables import MARK, evaluated_on, percent
 
 INSIDE = 6  # names that a legend may have inside the picture; more go below it
@@ -37,7 +44,7 @@ def draw_comparison(comparison: Compared) -> Any:
     places = figure.subplots(1, len(panels), width_ratios=[*panels.values()], squeeze=False)[0]
     for draw, axes in reversed([*zip(panels, places, strict=True)]):
         draw(axes, comparison)
-    figure.supxlabel(_footer(comparison), fontsize=8, color=style.GREY, parse_math=False)
+    style.say_below(figure, _footer(comparison))
     return figure
 
 
@@ -61,7 +68,7 @@ def _footer(comparison: Compared) -> str:
         footer += f"; unigram entropy {comparison.unigram_entropy:.3f}"
     apart = ", ".join(found.key for found in comparison.differences if not found.meant)
     if apart:
-        footer += "\n" + textwrap.fill(f"the rows also differ in {apart}", 140)
+        footer += f"\nthe rows also differ in {apart}"
     if any(row.provisional for row in comparison.rows):
         footer += f"\n*  under {SMALL_DIFFERENCE} with fewer than {PAIRS_FOR_SMALL} paired seeds: not to be claimed"
     return footer
@@ -167,7 +174,7 @@ def _draw_differences(axes: Any, comparison: Compared) -> None:
     style.name_rows(axes, _names(row for _, row, _ in rows))
     values = axes.secondary_yaxis("right")
     verdicts = [textwrap.fill(row.verdict + MARK * row.provisional, NAME_WIDTH) for _, row, _ in rows]
-    words = [f"{signed(d.mean)}\n{verdict}" for (_, _, d), verdict in zip(rows, verdicts, strict=True)]
+    words = [f"{_number(d)}\n{verdict}" for (_, _, d), verdict in zip(rows, verdicts, strict=True)]
     values.set_yticks(range(len(rows)), words, fontsize=8.5)
     values.tick_params(length=0)
     values.spines["right"].set_visible(False)
@@ -179,6 +186,13 @@ def _draw_differences(axes: Any, comparison: Compared) -> None:
     title = f"Paired difference to {name}{confidence}"
     _describe(axes, title, "difference in final loss (left of zero is better)", size=11)
     axes.spines["left"].set_visible(False)
+
+
+def _number(difference: PairedDifference) -> str:
+    """The mean, and the interval, which may be narrower than its dot."""
+    if difference.low is None or difference.high is None:
+        return signed(difference.mean)
+    return f"{signed(difference.mean)} [{signed(difference.low)}, {signed(difference.high)}]"
 
 
 def plot_forgetting(directions: Sequence[Direction], path: str | Path) -> None:

@@ -173,7 +173,8 @@ def carry_out(
     except Stopped as stopped:
         stopped.add_note(f"{sum(run.finished for run in runs)} of {len(runs)} {called} are finished, the rest is saved")
         raise
-    return [run.folder.path for run in runs if run.finished], failed
+    finished = {run.name: run.folder.path for run in runs if run.finished}  # perhaps by another process meanwhile
+    return [*finished.values()], {name: why for name, why in failed.items() if name not in finished}
 
 
 def _here(
