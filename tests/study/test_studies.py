@@ -435,6 +435,14 @@ def test_a_dry_run_counts_the_search_and_refuses_what_the_run_would(
     assert main([*dry, "steps=7", "--tune", "lr=0.5x,1x", "--budget-tune", "256"]) == 2
     assert "was trained with other settings, train.steps" in capsys.readouterr().err
     assert (tmp_path / "s" / "study.json").read_bytes() == before
+    monkeypatch.undo()
+    search = ["compare", "vanilla", "yurii", "--out", str(tmp_path / "t"), *words(settings), "--budget-tune", "256"]
+    assert main([*search, "--quiet", "--tune", "lr=0.5x,1x"]) == 0
+    capsys.readouterr()
+    assert main([*search, "--dry-run", "--tune", "lr=0.5x,1x"]) == 0  # the search is over
+    said = " ".join(capsys.readouterr().out.split())
+    assert "best of 2 points" in said
+    assert "before the search" not in said
 
 
 def test_a_budget_that_is_no_whole_number_of_steps_is_told(

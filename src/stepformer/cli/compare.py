@@ -114,14 +114,14 @@ def run_compare(args: argparse.Namespace) -> int:
         **given(args, "budget", "baseline", "recipe", "allow", "match", "held_out", "jobs", "quiet"),
         **given(args, "tune", "budget_tune", "by_turns"),
     )
-    search = None
+    search: list[RunConfig] | None = None
     if args.dry_run and args.tune:
-        search = search_left(resolved(study.variants)[0], searched, args.budget_tune, study.out, args.by_turns)
+        search = search_left(resolved(study.variants)[0], searched, args.budget_tune, study.out, args.by_turns) or None
+    if search:  # otherwise it is over and has chosen the rates
         points = f"{most_points(searched, args.by_turns)} points of {', '.join(searched)}"
         where = f"by turns at up to {points}" if args.by_turns else f"at {points}"
         said = f"This includes the search: each row is first trained {where}, on about {args.budget_tune} tokens each."
-        if search:  # otherwise its runs are there already
-            study = replace(study, facts=replace(study.facts, remarks=(said, *study.facts.remarks)))
+        study = replace(study, facts=replace(study.facts, remarks=(said, *study.facts.remarks)))
     return _study(args, study, watch, args.held_out, search)
 
 

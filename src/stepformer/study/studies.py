@@ -24,7 +24,7 @@ from stepformer.model.config import ModelConfig
 from stepformer.study.comparison import Comparison, Facts
 from stepformer.study.comparison import compare as compare_records
 from stepformer.study.differences import fair, what_was_read
-from stepformer.study.fairness import search_of, with_matches, with_tuning
+from stepformer.study.fairness import search_left, search_of, with_matches, with_tuning
 from stepformer.study.held_out import evaluate_held_out, open_held_out
 from stepformer.study.records import load_records
 from stepformer.study.statistics import seed_words
@@ -222,7 +222,9 @@ def compared(
     facts = with_matches(variants, match, out, facts)
     facts = dataclasses.replace(facts, remarks=(*facts.remarks, *_left_out(out, variants, seeds)))
     how |= {"allow": allow, "plugins": plugins, "quiet": quiet}
-    facts = with_tuning(variants, {} if dry else searched, budget_tune, out, facts, rounds=by_turns, **how)
+    if dry and searched and search_left(variants, searched, budget_tune, out, by_turns):
+        searched = {}  # one that is over has chosen the rates
+    facts = with_tuning(variants, searched, budget_tune, out, facts, rounds=by_turns, **how)
     return Study(out, variants, facts, seeds)
 
 
