@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -127,7 +128,30 @@ def test_a_detached_gradient_fails() -> None:
             return super().kick(s, c, g.detach(), scale)
 
     broken = failures(one_off(Detached))
-    assert "receives no gradient" in broken[5]
+    assert re.search(r"^blocks\S+ receives no gradient \(nor do blocks\S+, (blocks\S+, ){3}\.\.\.\) and", broken[5])
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_drift_that_the_splitting_never_calls_fails_unless_it_follows_the_velocity() -> None:
+    class Own(Nesterov):
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            return s.replace(x=s.x + 2.0 * s.v)
+
+    class Other(Nesterov):
+        def drift(self, s: sf.State, c: sf.Values, scale: float = 1.0) -> sf.State:
+            return s.replace(x=0.5 * s.x + s.v)
+
+    for rule, splitting, fault in (
+        (Own, "symplectic-euler", ""),
+        (Other, "imex", ""),
+        (
+            Other,
+            "symplectic-euler",
+            "1 builds: splitting 'symplectic-euler' lets x follow v and never calls drift",
+        ),
+    ):
+        found = audit_module.first_look(registered(rule).replace(splitting=splitting))
+        assert found == "" if not fault else fault in found
 
 
 def test_a_wrong_backward_fails() -> None:
@@ -396,7 +420,9 @@ def test_a_first_look_is_taken_at_rules_of_others_alone() -> None:
     class Plain(GradientDescent):
         pass
 
-    looks = [audit_module.first_look(registered(rule)) for rule in (Future, Past, Plain)]
+    configs = [registered(rule) for rule in (Future, Past, Plain)]
+    assert audit_module.first_look(configs[2].replace(splitting="parallel", qk_norm=True)) == ""  # another architecture
+    looks = [audit_module.first_look(config) for config in configs]
     assert looks[0].startswith("it would not pass its audit, since 2 causal: tokens from 1 on change the logits before")
     assert "since 3 decoding: " in looks[1]
     assert looks[2] == ""

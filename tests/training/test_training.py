@@ -15,6 +15,7 @@ import torch
 import forked
 import stepformer as sf
 from runs import SMALL, go, losses, small_run, stop_after, tensors
+from stepformer.cli import main
 from stepformer.data.corpus import Corpus
 from stepformer.optim import Optimizers
 from stepformer.study import RunRecord
@@ -293,6 +294,20 @@ def test_a_compiled_run_is_close_to_the_eager_one(corpus: Path, tmp_path: Path) 
     eager = go(corpus, tmp_path / "eager", precision="fp32")
     compiled = go(corpus, tmp_path / "compiled", precision="fp32", compile=True)
     assert abs(eager["val_loss"] - compiled["val_loss"]) < 1e-4
+
+
+def test_what_continues_a_run_with_a_moved_rule_names_its_place(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, plugin = tmp_path / "run", tmp_path / "my rule.py"
+    plugin.write_text("")
+    stop_after(monkeypatch, 2)
+    with pytest.raises(Stopped):
+        go(corpus, run, steps=6)
+    monkeypatch.undo()
+    stop_after(monkeypatch, 1)
+    assert main(["resume", str(run), "--quiet", "--plugin", str(plugin)]) == 128 + signal.SIGTERM
+    assert f"Continue with:\n  stepformer resume {run} --plugin '{plugin}'\n" in capsys.readouterr().err
 
 
 def test_a_rule_of_ones_own_is_resumed_from_anywhere(

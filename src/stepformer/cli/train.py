@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -69,7 +70,8 @@ def run_resume(args: argparse.Namespace) -> int:
     limit = None if args.max_time is None else seconds(args.max_time)
     finished = os.path.isfile(RunFolder(Path(args.name)).result) and not args.restart
     status = _supervised(
-        lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes)
+        lambda: resume(args.name, max_seconds=limit, quiet=args.quiet, restart=args.restart, **changes),
+        "".join(f" --plugin {shlex.quote(place)}" for place in args.plugin),  # the run remembers its first place
     )
     if finished and not args.quiet and first_rank():
         schedule = RunFolder(Path(args.name)).config().optim.schedule
@@ -87,14 +89,14 @@ def run_extend(args: argparse.Namespace) -> int:
     return _supervised(lambda: extend(args.name, args.out, at=args.at, label=args.label, quiet=args.quiet, **changes))
 
 
-def _supervised(work: Callable[[], dict[str, Any]]) -> int:
-    """Run it, print the result, or how to go on after a stop."""
+def _supervised(work: Callable[[], dict[str, Any]], more: str = "") -> int:
+    """Run it, print the result, or how to go on after a stop, with these words `more`."""
     begun = time.monotonic()
     try:
         result = work()
     except Stopped as stopped:
         if first_rank():
-            print(f"stepformer: {stopped}; saved. Continue with:\n  {stopped.command}", file=sys.stderr)
+            print(f"stepformer: {stopped}; saved. Continue with:\n  {stopped.command}{more}", file=sys.stderr)
         return stopped.status
     print_result(result, time.monotonic() - begun)
     return 0

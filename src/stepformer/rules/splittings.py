@@ -90,6 +90,7 @@ class Splitting(Component):
     oracles: Mapping[str, tuple[str, ...]] = {"attn": ("attn",), "mlp": ("mlp",)}
     shares: frozenset[str] = frozenset()
     coefficients: Mapping[str, Coefficient] = {}
+    own_drift = False  # whether x follows the velocity by a coefficient of its own, and drift() is not asked
     needs_velocity = False  # whether it has a meaning only for a template with a stream v
     answers = ""  # what g is in each turn, for people
 
@@ -279,6 +280,7 @@ class SymplecticEuler(Splitting):
     coefficients = {"delta": positive(1.0, "drift")}
     options = {"final_drift": flag(False, help="in the last block, let x follow the velocity after the MLP kick")}
     needs_velocity = True
+    own_drift = True
     final_drift: bool
 
     def in_turns(self, rule: str) -> str:

@@ -50,6 +50,7 @@ BELOW_CHANCE = 0.02
 
 AGAIN = "for the same reason"
 NOISE = "noise, or something kept from an earlier call"
+OTHER_DRIFT = "splitting '{}' lets x follow v and never calls drift(), which in this rule does something else"
 OBLIGATIONS = {1: "builds", 2: "causal", 3: "decoding", 4: "chance", 5: "gradients", 6: "equations"}
 
 
@@ -128,7 +129,7 @@ def first_look(config: ModelConfig) -> str:
     and has not asked for an audit; empty if nothing."""
     if all(map(is_ours, config.components().values())):
         return ""
-    audited = _Audited(small_copy(config), config.template, 0, 0, None)
+    audited = _Audited(small_copy(config), "", 0, 0, None)
     for obligation in (1, 2, 3):
         try:
             getattr(audited, OBLIGATIONS[obligation])()
@@ -230,7 +231,9 @@ class _Audited:
             norm = block.aux_norms[block.norm_keys[turn]] if turn in block.norm_keys else torch.nn.Identity()
             kicked = rule.normalise(kicked, norm)
             with _kept(kicked, "rule", "drift"):
-                given(rule.drift(kicked, values, 1.0), rule, "drift", State)
+                moved = given(rule.drift(kicked, values, 1.0), rule, "drift", State)
+            if splittings[config.splitting].component.own_drift:
+                _owed(_is_multiple(moved.x - kicked.x, kicked.v), OTHER_DRIFT.format(config.splitting))
         for part in block.parts:
             for method in ("enter", "leave"):
                 handed = State(s.x, dict(s.streams), dict(s.memory))
@@ -320,15 +323,19 @@ class _Audited:
     def gradients(self) -> str:
         model = Model(self.config, seed=self.seed)
         _backward(model, self.tokens)
-        zeros = []
+        zeros, without = [], list[str]()
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
-                raise StepformerError(f"{name} receives no gradient and is not declared unused (docs/audit.md)")
+                without.append(name)
+                continue
             _owed(bool(parameter.grad.isfinite().all()), f"the gradient of {name} is not finite")
             if not bool(parameter.grad.any()):
                 zeros.append(name.replace("blocks.", "").replace("coefficients.", ""))
+        if without:
+            also = f" (nor do {', '.join(without[1:5])}{', ...' * (len(without) > 5)})" if without[1:] else ""
+            raise StepformerError(f"{without[0]} receives no gradient{also} and is not declared unused (docs/audit.md)")
         moved = shaken(_with(self.config, "all_active"), self.seed)
         _backward(moved, self.tokens)
         starved = [n for n, p in moved.named_parameters() if p.grad is not None and not bool(p.grad.any())]
@@ -389,6 +396,13 @@ class _Audited:
                 measured = (values[0] - values[1]) / (2 * step)
                 errors.append(_difference(measured, (gradient * direction).sum()) / largest)
         return _largest(errors)
+
+
+def _is_multiple(move: Tensor, velocity: Tensor) -> bool:
+    """Up to rounding in fp64."""
+    move, velocity = move.flatten(), velocity.flatten()
+    rest = move - (move @ velocity) / (velocity @ velocity) * velocity
+    return bool(rest.norm() <= 1e-9 * move.norm())
 
 
 def _with(config: ModelConfig, which: Literal["exact_gradient", "all_active"]) -> ModelConfig:
