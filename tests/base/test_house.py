@@ -69,9 +69,10 @@ def test_the_largest_file_and_the_mathematics() -> None:
     reference and the types of a call, 44 for faults of a class and names that hide each other, 17 for streams that
     start from tables, 51 for normalised answers, 14 for settings that change
     nothing and for what extras remember, 3 for numbers of numpy and what is no dtype, 9 for layers that are not there
-    and for advice on roles and heads, 9 for coefficients that a layer never reads and for caches that are none.
+    and for advice on roles and heads, 9 for coefficients that a layer never reads and for caches that are none, 4
+    for splittings with a drift of their own and for architectures that are no table.
     """
     lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert max(lines.values()) <= 420, max(lines, key=lambda path: lines[path])
     above = [path for path in lines if path.relative_to(PACKAGE).parts[0] in ("rules", "oracles", "extras", "model")]
-    assert sum(lines[path] for path in above if "engines" not in path.parts) <= 4580
+    assert sum(lines[path] for path in above if "engines" not in path.parts) <= 4584

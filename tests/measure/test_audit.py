@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -33,7 +34,7 @@ QUICK = ("vanilla", "symplectic-euler", "adamw", "linear-yurii", "symp-ab2")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in sf.presets()])
 def test_short_audit(name: str) -> None:
     """All six obligations; three training steps only show that it trains, test_full_audit takes all of them."""
-    result = audit(sf.preset(name).config, name, steps=3, transcription=transcribe)
+    result = inspect.unwrap(audit)(sf.preset(name).config, name, steps=3, transcription=transcribe)
     assert failures(result) == {}
     details = {check.obligation: check.detail for check in result.checks}
     assert "tr " in details[6]

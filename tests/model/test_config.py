@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 import stepformer as sf
 from helpers import TINY
+from stepformer.base.arguments import checks
 from stepformer.base.errors import InputError
 from stepformer.base.words import parse_override
 from stepformer.catalogue import SIZES, closest_preset
@@ -109,11 +110,56 @@ def model() -> sf.Model:
     return sf.build("vanilla", **TINY)
 
 
+def test_arguments_of_public_functions_are_what_their_annotations_say() -> None:
+    @checks(number=1)
+    def called(number: int, names: Sequence[str] = (), *rest: int, seeds: int | Sequence[int] = 1, **more: str) -> Any:
+        return number, names, rest, seeds, more
+
+    assert called(np.int64(2), "a", "b", seeds=range(2), x=3) == (2, ["a"], ("b",), [0, 1], {"x": 3})  # type: ignore[arg-type]
+    assert called(2, [Path("a")]) == (2, [Path("a")], (), 1, {})  # type: ignore[list-item]
+    for wrong, sentence in (
+        ({"number": 0}, "number = 0 should be at least 1"),
+        ({"number": True}, "number = True should be of type int"),
+        ({"number": 1, "names": 3}, r"names = 3 should be a list, such as names=\[3\]"),
+        ({"number": 1, "names": ["a", 3]}, r"names\[1\] = 3 should be of type str or Path"),
+        ({"number": 1, "seeds": "3"}, "seeds = '3' should be a list"),
+        ({"number": 1, "seeds": True}, "seeds = True should be a list"),
+    ):
+        with pytest.raises(sf.InputError, match=sentence):
+            called(**wrong)
+    with pytest.raises(TypeError, match=r"called\(\) missing 1 required positional argument: 'number'"):
+        called()  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
         (lambda: sf.train(model()), "`train` takes a name or what `run_config` gives, not Model"),
         (lambda: sf.train(sf.run_config("yurii"), steps=3), "a config, which settles steps: give them to `run_config`"),
+        (lambda: sf.train("yurii", "x", label=3), r"label = 3 should be of type str\."),
+        (lambda: sf.train("yurii", "x", max_seconds="1m"), "max_seconds = '1m' should be of type float or nothing"),
+        (lambda: sf.compare("vanilla", "yurii", out="x", seeds=[1, 1]), "The seed 1 stands twice in '1,1'"),
+        (lambda: sf.compare("vanilla", "yurii", out="x", seeds=1.5), "seeds = 1.5 should be a list, such as"),
+        (lambda: sf.compare("vanilla", "yurii", out="x", jobs=0), "jobs = 0 should be at least 1"),
+        (
+            lambda: sf.compare("vanilla", "yurii", out="x", confidence="0.9"),
+            "confidence = '0.9' should be of type float",
+        ),
+        (lambda: sf.sweep("yurii", {"lr": "1,2"}, out="x"), r"values of 'lr' should be a list, such as \['1,2'\]"),
+        (lambda: sf.sweep("yurii", {"lr": 0.1}, out="x"), r"values of 'lr' should be a list, such as \[0\.1\]"),
+        (lambda: sf.sweep("yurii", ["lr=0.1"], out="x"), "takes a table of lists"),
+        (lambda: sf.ModelConfig.from_dict([1]), r"is a table of keys, not \[1\]"),
+        (lambda: sf.audit("yurii", steps=5), "steps = 5 should be at least 30"),
+        (
+            lambda: sf.evaluate_run("x", corpus=Row()),
+            "corpus = .*Row object.* should be of type str or Path or nothing",
+        ),
+        (lambda: sf.evaluate_run("x", micro_batch=0), "micro_batch = 0 should be at least 1"),
+        (lambda: Batches(Row(), 0, 1, 0), "context = 0 should be at least 1"),
+        (lambda: Batches(Row(), 4, 2.5, 0), r"batch = 2\.5 should be of type int"),
+        (lambda: Batches(Row(), 4, 1, None), "seed = None should be of type int"),
+        (lambda: Batches(Row(), 4, 1, 0).batch(0.5), r"step = 0\.5 should be of type int"),
+        (lambda: model().generate([[1]], max_new_tokens="3"), "max_new_tokens = '3' should be an integer"),
         (lambda: sf.run_config(sf.model_config("yurii")), "not ModelConfig; `stepformer.compare` takes a ModelConfig"),
         (lambda: sf.run_config("yurii", {"steps": 3}), r"or keywords: give \*\*\{'steps': 3\}"),
         (lambda: sf.compare(["vanilla", "yurii"], out="x"), r"one by one: compare\(\*\['vanilla', 'yurii'\], "),

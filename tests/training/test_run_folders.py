@@ -209,6 +209,8 @@ def test_what_may_not_change_in_a_resumed_run(corpus: Path, tmp_path: Path) -> N
         sf.ConfigError, match=r"'steps' .* with its weights, .* \(one with schedule=wsd can be made longer\)"
     ):
         resume(tmp_path / "run", steps=4)
+    with pytest.raises(sf.ConfigError, match=r"^Unknown key 'micro_bach'\. Did you mean 'micro_batch'\? It may change"):
+        resume(tmp_path / "run", micro_bach=1)
     with pytest.raises(sf.InputError, match="There is no run folder"):
         resume(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stepformer.base.arguments import checks
 from stepformer.base.errors import InputError
 
 ROUNDS = 6
@@ -44,6 +45,7 @@ class Batches:
         seed: Decides where sequences begin and in which order they come.
     """
 
+    @checks(context=1)
     def __init__(self, tokens: Tokens, context: int, batch: int, seed: int) -> None:
         if isinstance(tokens, torch.Tensor) or not hasattr(tokens, "gather"):
             kind = type(tokens).__name__
@@ -78,6 +80,7 @@ class Batches:
         window = torch.from_numpy(self.tokens.gather(self.starts(step, begin, end), self.context + 1))
         return window[:, :-1], window[:, 1:]
 
+    @checks()
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a whole step, int64 (B, T)."""
         return self.rows(step, 0, self.size)

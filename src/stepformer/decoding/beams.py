@@ -49,7 +49,7 @@ def beam_search(
     rows = sampling.as_rows(prompts)
     sampling.check_settings(model, rows, max_new_tokens, on_context_end, sampling.Sampling())
     if not isinstance(beams, int) or not 1 <= beams <= MOST:
-        raise InputError(f"beams = {beams} should be an integer, at least 1 and at most {MOST:,}.")
+        raise InputError(f"beams = {beams!r} should be an integer, at least 1 and at most {MOST:,}.")
     if not (is_number(length_penalty) and abs(length_penalty) <= 10):
         raise InputError(f"length_penalty = {length_penalty!r} should lie between -10 and 10.")
     if on_context_end == "slide":

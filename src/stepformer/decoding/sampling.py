@@ -266,11 +266,11 @@ def check_settings(
     context = model.config.context
     check_ids(torch.tensor([t for row in rows for t in row]), model.config.vocab_size)
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise InputError(f"max_new_tokens = {max_new_tokens} should be an integer, at least 1.")
+        raise InputError(f"max_new_tokens = {max_new_tokens!r} should be an integer, at least 1.")
     if not (is_number(temperature) and 0 <= temperature < math.inf):
         raise InputError(f"temperature = {temperature!r} should be 0 (greedy) or above.")
     if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise InputError(f"top_k = {top_k} should be an integer, at least 1.")
+        raise InputError(f"top_k = {top_k!r} should be an integer, at least 1.")
     if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):
         raise InputError(f"top_p = {top_p!r} should lie in (0, 1].")
     if on_context_end not in ("stop", "slide"):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from stepformer.base.errors import ConfigError, UnknownNameError, independent
+from stepformer.base.errors import ConfigError, InputError, UnknownNameError, independent
 from stepformer.base.options import Option
 from stepformer.base.registry import Component, Registry, Selection, clashes, option_problems
 from stepformer.base.settings import field_problems, make_plain, setting
@@ -99,6 +99,8 @@ class ModelConfig(Selection):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """From flat keys, component options among them; unknown keys are errors with a suggestion."""
+        if not isinstance(values, Mapping):
+            raise InputError(f"An architecture is a table of keys, not {values!r}.")
         given = values.get("options", {})
         problems: tuple[str, ...] = ()
         if not isinstance(given, Mapping):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from stepformer.base.arguments import checks
 from stepformer.base.errors import ConfigError, InputError, StepformerError, StepformerWarning, UnknownNameError
 from stepformer.base.plugins import comes_from_plugin, explained, is_ours, load_plugins
 from stepformer.base.progress import say
@@ -49,6 +50,7 @@ from stepformer.training.stopping import Watch
 Named = str | Path | RunConfig | ModelConfig  # a row: preset, recipe or TOML file by name, or a config
 
 
+@checks(jobs=1)
 def compare(
     *rows: Named | Mapping[str, Named],
     out: str | Path,
@@ -119,6 +121,7 @@ def compare(
     return _carried_out(study, confidence, texts, **how)
 
 
+@checks(jobs=1)
 def sweep(
     name: str | Path,
     axes: Mapping[str, Iterable[Any]],
@@ -152,9 +155,19 @@ def sweep(
     """
     load_plugins(plugins)
     words = [f"{key}={_word(value)}" for key, value in settings.items()]
-    grid_words = [f"{key}={','.join(map(_word, values))}" for key, values in axes.items()]
+    grid_words = [f"{key}={','.join(map(_word, values))}" for key, values in _axes(axes).items()]
     study = swept(str(name), words, grid_words, Path(out), seeds_of(seeds), allow)
     return _carried_out(study, confidence, jobs=jobs, plugins=plugins, quiet=quiet, watch=Watch(max_seconds))
+
+
+def _axes(axes: Mapping[str, Iterable[Any]]) -> Mapping[str, Iterable[Any]]:
+    """Refused if they are no table of lists."""
+    if not isinstance(axes, Mapping):
+        raise InputError(f"`sweep` takes a table of lists, such as {{'lr': [0.01, 0.02]}}, not {axes!r}.")
+    for key, values in axes.items():
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise InputError(f"The values of '{key}' should be a list, such as [{values!r}].")
+    return axes
 
 
 @dataclass(frozen=True)

@@ -375,13 +375,13 @@ def rounded(config: RunConfig, budget: int | str | None, option: str) -> str:
 def seeds_of(given: str | int | Sequence[int]) -> list[int]:
     """Seeds: `3` means 42, 43, 44; `7,8,11` means those."""
     if not isinstance(given, str | int):
-        return list(given)
+        given = ",".join(map(str, given)) + ","
     text = str(given)
     numbers = list[int]()
     with contextlib.suppress(ValueError):
         numbers = [int(part) for part in text.split(",") if part.strip()]
     if twice := [seed for seed in numbers if numbers.count(seed) > 1]:
-        raise InputError(f"The seed {twice[0]} stands twice in '{text}': a run of it is made once.")
+        raise InputError(f"The seed {twice[0]} stands twice in '{text.rstrip(',')}': a run of it is made once.")
     if "," in text and numbers and min(numbers) >= 0:
         return numbers
     if "," not in text and numbers and 1 <= numbers[0] <= 1000:

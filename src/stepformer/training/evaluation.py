@@ -53,9 +53,10 @@ def check_blocks(split: TokenSplit, context: int, tokens: int) -> int:
     """How many full blocks an evaluation has; none is an error."""
     blocks = min(tokens, len(split) - 1) // context
     if blocks < 1:
-        read = f", of which {tokens:,} are read" if tokens < len(split) else ""
+        if tokens < context < len(split):
+            raise InputError(f"{tokens:,} tokens are too few for one block of {context}: ask for {context} or more.")
         raise InputError(
-            f"The validation split has {len(split):,} tokens{read}: too few for one block of {context}. Train with a "
+            f"The validation split has {len(split):,} tokens: too few for one block of {context}. Train with a "
             "smaller context, or make the split longer (--val-fraction of `stepformer prepare`)."
         )
     return blocks

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stepformer.base.arguments import checks
 from stepformer.base.errors import InputError, StepformerError
 from stepformer.base.plugins import load_plugins
 from stepformer.base.progress import counting
@@ -120,6 +121,7 @@ def corpus_of(run: LoadedRun, given: str | Path | None = None) -> Corpus:
     return opened
 
 
+@checks(tokens=1, micro_batch=1)
 def evaluate_run(
     path: str | Path,
     *,

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from stepformer.base.arguments import checks
 from stepformer.base.errors import (
     ConfigError,
     DivergedError,
@@ -16,6 +17,7 @@ from stepformer.base.errors import (
     StepformerError,
     StepformerWarning,
     command_line,
+    suggestion,
 )
 from stepformer.base.files import write_text
 from stepformer.base.plugins import comes_from_plugin, lasting, load_plugins
@@ -25,7 +27,7 @@ from stepformer.data.corpus import FEW_WINDOWS
 from stepformer.training import checkpoints as stored
 from stepformer.training import memory
 from stepformer.training.checkpoints import Checkpoints
-from stepformer.training.config import RunConfig, run_config
+from stepformer.training.config import SECTIONS, RunConfig, run_config
 from stepformer.training.corpora import (
     corpus_facts,
     open_also,
@@ -43,6 +45,7 @@ from stepformer.training.speed import FORWARD, forecast
 from stepformer.training.stopping import Reason, Watch
 
 
+@checks()
 def train(
     config: RunConfig | str | Path,
     out: str | Path | None = None,
@@ -154,6 +157,7 @@ def _about_evaluations(trainer: Trainer) -> Iterator[str]:
 PIECES = ("micro_batch", "device", "parallel", "compile")  # what changes the result by rounding, and the time
 
 
+@checks()
 def resume(
     path: str | Path,
     *,
@@ -191,9 +195,12 @@ def resume(
                 f"begin a new run with its weights, `train ... {shlex.quote(f'init={folder.path}')}` (one with "
                 "schedule=wsd can be made longer)"
             )
+        known = {key for section in SECTIONS.values() for key in section.field_names()}
+        may = f"It may change {', '.join(MAY_CHANGE)}, and corpus and also, the places of the same ones."
         raise ConfigError(
-            f"A run cannot change '{key}' when it is resumed: {other}. It may change "
-            f"{', '.join(MAY_CHANGE)}, and corpus and also, the places of the same ones."
+            f"Unknown key '{key}'.{guess} {may}"
+            if key not in known and (guess := suggestion(key, MAY_CHANGE))  # it may be one of a model
+            else f"A run cannot change '{key}' when it is resumed: {other}. {may}"
             for key in refused
         )
     if not record.get("corpus"):

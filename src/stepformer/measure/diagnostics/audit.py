@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from stepformer.base.arguments import checks
 from stepformer.base.errors import ConfigError, InputError, StepformerError, given
 from stepformer.base.plugins import explained, is_ours
 from stepformer.catalogue import model_config, preset_of
@@ -80,6 +81,7 @@ class Audit:
         return "\n".join([f"audit of {self.name}", *lines])
 
 
+@checks(steps=30)
 def audit(
     config: ModelConfig | str,
     name: str = "",
