@@ -125,7 +125,7 @@ def save_run(
         )
     out = Path(out)
     if not isinstance(tokenizer, str | Path | Tokenizer):
-        known = "'gpt2', 'bytes', a folder or a tokenizer of stepformer"
+        known = "'gpt2', 'bytes', a folder or a tokenizer of stepformer, such as corpus.tokenizer"
         raise InputError(f"`tokenizer` should be {known}, not {type(tokenizer).__name__}.")
     if step is not None and not (isinstance(step, Integral) and step >= 0):
         raise InputError(f"step = {step!r} should be a whole number from 0 on.")
