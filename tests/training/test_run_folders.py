@@ -15,7 +15,11 @@ import torch
 import stepformer as sf
 from runs import go, make_corpus
 from stepformer.base.files import write_json
+from stepformer.cli import main
+from stepformer.data import open_source
+from stepformer.data.prepare import prepare
 from stepformer.training import checkpoints, evaluate_run, load_run, resume, run_config, train
+from stepformer.training.extending import extend
 from stepformer.training.metrics import read_metrics
 from stepformer.training.runs import RunFolder
 
@@ -242,3 +246,46 @@ def test_missing_wandb_names_the_extra(corpus: Path, tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(sf.StepformerError, match=r"pip install 'stepformer\[wandb\]'"):
         go(corpus, tmp_path / "run", wandb="project")
+
+
+def test_a_project_that_was_moved_as_a_whole_finds_its_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    make_corpus(old / "data" / "own", count=4)
+    monkeypatch.chdir(old)
+    go(Path("data/own"), Path("runs/one"), steps=2)
+    monkeypatch.chdir(tmp_path)
+    old.rename(new)
+    with pytest.raises(sf.InputError, match="say where it is with corpus=DIR"):
+        evaluate_run(new / "runs" / "one")
+    monkeypatch.chdir(new)
+    assert evaluate_run("runs/one")[0].val_loss > 0
+    make_corpus(tmp_path / "other", count=5)
+    (new / "data" / "own").rename(tmp_path / "gone")
+    (tmp_path / "other").rename(new / "data" / "own")  # other data in its place is not taken for it
+    with pytest.raises(sf.InputError, match=r"is not in '.*old/data/own': say where it is with corpus=DIR"):
+        evaluate_run("runs/one")
+
+
+def test_where_the_corpus_is_moved_runs_are_extended_and_texts_keep_what_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, run, text = tmp_path / "own", tmp_path / "run", tmp_path / "texts" / "a.txt"
+    text.parent.mkdir()
+    for number, name in enumerate("abcdefgh"):
+        (text.parent / f"{name}.txt").write_text(f"Some words of the text with the number {number}. " * 40)
+    prepare(open_source(str(text.parent)), "bytes", own, val_fraction=0.3, workers=1)
+    go(own, run, steps=2, schedule="wsd", decay_start=2)
+    marks = []
+    for _ in range(2):
+        assert main(["eval", str(run), "--on", str(text), "--quiet"]) == 0
+        marks.append(json.loads((run / "measured" / "perplexity.json").read_text())["result"]["texts"][0]["seen"])
+        if own.is_dir():
+            assert "is not known" not in capsys.readouterr().err
+            own.rename(tmp_path / "moved")
+    assert marks == [True, True]
+    assert f"whether the run was trained on {text} is not known: its corpus is not in" in capsys.readouterr().err
+    with pytest.raises(sf.InputError, match="say where it is with corpus=DIR"):
+        extend(run, tmp_path / "longer", steps=4, quiet=True)
+    assert not (tmp_path / "longer").exists()
+    extend(run, tmp_path / "longer", steps=4, quiet=True, corpus=str(tmp_path / "moved"))
+    assert evaluate_run(tmp_path / "longer")[0].val_loss > 0

@@ -20,7 +20,7 @@ from stepformer.measure.evaluation import harness, open_text, perplexity
 from stepformer.measure.evaluation.tasks import data_folder, need
 from stepformer.measure.evaluation.texts import OUT_OF_DOMAIN, Text
 from stepformer.training import load_run
-from stepformer.training.corpora import corpora_of, part_of_corpus, shares_passages
+from stepformer.training.corpora import corpora_of, is_there, part_of_corpus, shares_passages
 from stepformer.training.evaluation import Evaluation
 from stepformer.training.loading import LoadedRun, validation_loss
 
@@ -165,11 +165,12 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
         return open_text(where, run.tokenizer, enough=enough, data=here, **words)
 
     corpora = corpora_of(run.record)
+    gone = [str(corpus.get("folder")) for corpus in corpora if not is_there(corpus)]
     texts = []
     for where in args.on or ():
         text = opened(where, **named)
         known = any(part_of_corpus(where, corpus) or shares_passages(text.tokens, corpus) for corpus in corpora)
-        texts.append(replace(text, seen=known))
+        texts.append(replace(text, seen=known or (None if gone else False)))
     foreign = [opened(name) for name in OUT_OF_DOMAIN if args.ood]
     found: dict[str, Any] = {"texts": []}
     for text in (*texts, *foreign):
@@ -182,6 +183,9 @@ def perplexities(args: argparse.Namespace, run: LoadedRun) -> tuple[dict[str, An
             found = {**made, "texts": [*found["texts"], *made["texts"]]}
     if seen := [where for where, text in zip(args.on or (), texts, strict=True) if text.seen]:
         print(f"note: the run was trained or validated on {', '.join(seen)}", file=sys.stderr)
+    if unknown := [where for where, text in zip(args.on or (), texts, strict=True) if text.seen is None]:
+        told = f"whether the run was trained on {', '.join(unknown)} is not known"
+        print(f"note: {told}: its corpus is not in {', '.join(gone)} any more", file=sys.stderr)
     if not (args.json or args.several):
         console().print(perplexity.as_table(found))
         if "mean_perplexity" in found:

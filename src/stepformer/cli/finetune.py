@@ -159,7 +159,7 @@ add_finetune = command(
     run_finetune,
     option("names RUN | key=value", "pretrained runs; settings to change", nargs="*"),
     option("--on CORPUS", "fine-tune the runs on it: a prepared folder, or tales:DIALECT"),
-    option("--source CORPUS", "what imported runs were trained on, if they do not know"),
+    option("--source CORPUS", "what imported runs were trained on, or where a moved corpus is now"),
     option("--pretrain NAME", "instead of RUNs: pretrain these on both corpora", nargs="+"),
     option("--corpora CORPUS", "with --pretrain: the two corpora", nargs="+"),
     option("--seeds N|a,b,c", "with --pretrain: how many seeds (from 42 on), or which (1)"),

@@ -93,7 +93,11 @@ def print_corpus(out: Console, corpus: Corpus) -> None:
     out.print(f"split: {meaning}", soft_wrap=True, markup=False)
     made = corpus.manifest["source"].get("kind") == "tokens"  # by another program, whose tokenizer it is
     if not corpus.manifest["splits"]["val"]["tokens"]:
-        how = "a file with 'val' in its name makes one" if made else "more text or a larger --val-fraction makes one"
+        how = (
+            "a file with 'val' in its name makes one"
+            if made
+            else "more text or a larger --val-fraction makes one (with --force)"
+        )
         out.print(f"Nothing can be trained on this corpus: it has no validation text; {how}.", soft_wrap=True)
     if not made and few(tokens := corpus.manifest["splits"]["train"]["tokens"], tokenizer["vocab_size"]):
         few_words = f"note: {tokens:,} training tokens are few for {tokenizer['vocab_size']:,} ids"

@@ -18,6 +18,7 @@ from stepformer.training.text import continue_text, prompt_ids, readable
 def run_generate(args: argparse.Namespace) -> int:
     run = hybrid_of(args, load_run(args.folder, args.checkpoint, args.device))
     tell_faults(args.folder, run.model.config)
+    args.prompt = sys.stdin.read().rstrip("\n") if args.prompt == "-" else args.prompt
     set_precision(run, args.precision)
     check(args, "samples")
     if args.beams is not None:
@@ -57,7 +58,12 @@ def set_precision(run: LoadedRun, asked: str) -> None:
 add_generate = command(
     run_generate,
     RUN,
-    option("prompt PROMPT", "text to continue (default: a new document)", nargs="?", default=""),
+    option(
+        "prompt PROMPT",
+        "text to continue, as the beginning of a document (default: a new document; -: what is piped in)",
+        nargs="?",
+        default="",
+    ),
     option("--tokens N", "at most so many new tokens (200)", type=int, default=200),
     option("--temperature T", "0 is greedy (0.8)", type=float),
     option("--top-k K", "draw from the K most likely tokens", type=int),

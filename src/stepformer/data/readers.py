@@ -71,7 +71,9 @@ class Layout:
         if self.val_field is not None:
             mark = row[self.val_field]
             if mark not in (True, False):  # 0 and 1 are these too
-                raise InputError(f"The field '{self.val_field}' must be true or false, not {mark!r}: {_lower(where)}.")
+                raise InputError(
+                    f"The field '{self.val_field}' must be true or false, not {repr(mark)[:60]}: {_lower(where)}."
+                )
             split = "val" if mark else "train"
         return Document(valid(text), split) if text.strip() else None
 

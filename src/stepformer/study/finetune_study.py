@@ -26,7 +26,7 @@ from stepformer.data.sources import TALES_COUNT
 from stepformer.data.tokenizers import tokenizer_kind
 from stepformer.study.study import Planned, plan_runs
 from stepformer.training.config import DataConfig, RunConfig
-from stepformer.training.corpora import check_tokenizers, open_corpus
+from stepformer.training.corpora import check_tokenizers, open_corpus, same_corpus
 from stepformer.training.finetuning import FinetuneConfig, finetune_config
 from stepformer.training.loading import trained_on
 from stepformer.training.parallel import ALONE
@@ -49,11 +49,15 @@ class Pretrained:
 
 
 def open_pretrained(path: str | Path, source: str | None = None, *, quiet: bool = False) -> Pretrained:
-    """A finished run; `source` names its corpus if it was imported without one."""
+    """A finished run; `source` names its corpus if it was imported without one, or where it is if it was moved."""
     folder = RunFolder(Path(os.path.normpath(path)))
     record, config = folder.opened()
     if record.get("corpus"):
-        corpus = trained_on(folder, record)
+        corpus = (
+            trained_on(folder, record)
+            if source is None
+            else same_corpus(record["corpus"], folder, config, ALONE, source)
+        )
     elif source is not None:
         corpus = _open(source, str(folder.tokenizer), TALES_COUNT, quiet)
     else:

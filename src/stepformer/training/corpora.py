@@ -102,7 +102,7 @@ def part_of_corpus(word: str, corpus: Mapping[str, Any]) -> bool:
 def shares_passages(tokens: NDArray[np.integer], corpus: Mapping[str, Any]) -> bool:
     """Whether most of some passages of a text stand in a run's corpus too, in whatever files it came; a large one is
     not searched, and one that is gone has none."""
-    if not (Path(corpus.get("folder", "")) / MANIFEST).is_file():
+    if not is_there(corpus):
         return False
     there = Corpus(corpus["folder"])
     if _size(there) > SMALL or len(tokens) < PASSAGE:
@@ -118,6 +118,8 @@ def corpora_of(record: Mapping[str, Any]) -> list[Record]:
     from, if that is still there.
     """
     found = [record["corpus"], *record.get("also", {}).values()] if record.get("corpus") else []
+    if found and "config" in record:  # of a run, not of one that is going to be
+        found[0] = {**found[0], "folder": str(place_of(found[0], record["config"]["data"]["corpus"]))}
     before = RunFolder(Path(record["init"]["run"]).expanduser()) if record.get("init") else None
     return [*found, *(corpora_of(before.read()) if before and before.exists else [])]
 
@@ -205,13 +207,27 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
 
 def same_corpus(facts: Record, folder: RunFolder, config: RunConfig, world: World, moved: str | Path | None) -> Corpus:
     """The corpus that the run was trained on, where it was or where it is now; other tokens are refused."""
-    where = Path(moved or facts["folder"])
+    where = Path(moved) if moved else place_of(facts, config.data.corpus)
     if not where.is_dir() and moved is None and config.data.corpus == "tales":
         where = open_corpus(config.data, world, quiet=True).folder  # made again
     if not where.is_dir():
-        here = "say where it is with corpus=DIR (for `eval`: --corpus DIR)"
+        here = "say where it is with corpus=DIR (for `eval` --corpus DIR, for `finetune` --source DIR)"
         raise InputError(f"The corpus of '{folder.path}' is not in '{where}': {here}.")
     return _same(where, facts, f"The run '{folder.path}' was trained on other data")
+
+
+def place_of(facts: Record, word: str) -> Path:
+    """Where a run's corpus was, or where the run's config says from here, if a whole project was moved."""
+    where, here = Path(facts["folder"]), Path(word)
+    if where.is_dir() or not (here / MANIFEST).is_file():
+        return where
+    splits = ((Corpus(here).split(name).hash, known["hash"]) for name, known in facts["splits"].items())
+    return here if all(found == known for found, known in splits) else where
+
+
+def is_there(corpus: Mapping[str, Any]) -> bool:
+    """Whether the corpus with these facts can still be searched."""
+    return (Path(corpus.get("folder", "")) / MANIFEST).is_file()
 
 
 def same_also(facts: dict[str, Any], folder: RunFolder, corpus: Corpus, moved: str | None) -> dict[str, Corpus]:

@@ -34,19 +34,20 @@ def extend(
     at: int | None = None,
     label: str | None = None,
     quiet: bool = False,
+    corpus: str | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """Continue a run in the folder `out` under another length or schedule, and return its result.
 
     `label` names it in tables, instead of the folder's name. It begins after step `at`, or after the last step that the
-    run has a checkpoint of and that both schedules agree on.
+    run has a checkpoint of and that both schedules agree on. `corpus` says where the run's corpus is, if it was moved.
     """
     folder, target = RunFolder(Path(path)), RunFolder(Path(out))
     record, old = folder.opened()
     new = _changed(old, changes)
     if target.exists:
         if target.config().hash == new.hash:
-            return resume(target.path, quiet=quiet)
+            return resume(target.path, quiet=quiet, corpus=corpus)
         raise InputError(f"'{target.path}' already holds another run: choose another --out.")
     step = _agreed(folder, old, new, at)
     parent = {"run": str(folder.path.resolve()), "id": record.get("id", ""), "config_hash": old.hash, "step": step}
@@ -54,8 +55,8 @@ def extend(
     facts |= {"label": label or target.path.name, "parent": parent, "id": new_id()}
     with joined_world(new.train.device, new.train.collective_timeout) as world:
         if world.is_main:
-            if Path(record["corpus"]["folder"]).is_dir():  # else `resume` says where it is now
-                same_corpus(record["corpus"], folder, old, ALONE, None)  # other data is told before a folder is made
+            there = same_corpus(record["corpus"], folder, old, ALONE, corpus)  # told before a folder is made
+            facts["corpus"] = {**facts["corpus"], "folder": str(there.folder.resolve())}
             _begin(folder, target, record, old, new, facts)
         world.barrier()
         return resume(target.path, quiet=quiet)

@@ -149,7 +149,7 @@ def _about_evaluations(trainer: Trainer) -> Iterator[str]:
         yield f"{said}: losses on it are noisy"
     trained = config.train.steps * config.step_tokens
     read = trainer.eval_tokens * config.evaluations(trainer.eval_tokens)
-    if trainer.eval_tokens > ENOUGH and read > FORWARD * trained:
+    if config.train.eval_tokens > ENOUGH and read > FORWARD * trained:
         said = f"evaluations read {read:,} tokens, which takes longer than training on {trained:,}"
         yield f"{said}: eval_tokens={ENOUGH} is faster, and noisier"
 

@@ -185,7 +185,9 @@ def save_texts(run: LoadedRun, result: Mapping[str, Any]) -> None:
     identity = operator.itemgetter("name", "mode", "stride", "hash")
     names = [identity(entry) for entry in result["texts"]]
     others = [entry for entry in kept["texts"] if identity(entry) not in names]
-    whole = {**kept, **result, "texts": [*others, *result["texts"]]}
+    known = {identity(entry): entry.get("seen") for entry in kept["texts"]}  # while its corpus was there
+    texts = [e if e["seen"] is not None else {**e, "seen": known.get(identity(e))} for e in result["texts"]]
+    whole = {**kept, **result, "texts": [*others, *texts]}
     measured.save(run.folder.path, kind, step=run.step, settings=settings, result=whole)
 
 

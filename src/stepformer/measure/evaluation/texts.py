@@ -40,7 +40,7 @@ class Text:
     name: str
     tokens: NDArray[np.integer]
     source: str  # the file or split it came from
-    seen: bool = False  # whether the run that is measured was trained or validated on it
+    seen: bool | None = False  # whether the run that is measured was trained or validated on it; None: not known
 
     def __len__(self) -> int:
         return len(self.tokens)
