@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import leaky  # noqa: F401  (registers the leaking templates)
 import stepformer as sf
+from helpers import short_audit
 from stepformer.cli import main
 from stepformer.measure.diagnostics import audit as audit_module
 from stepformer.measure.diagnostics.audit import OBLIGATIONS, Audit, audit
@@ -34,7 +34,7 @@ QUICK = ("vanilla", "symplectic-euler", "adamw", "linear-yurii", "symp-ab2")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in sf.presets()])
 def test_short_audit(name: str) -> None:
     """All six obligations; three training steps only show that it trains, test_full_audit takes all of them."""
-    result = inspect.unwrap(audit)(sf.preset(name).config, name, steps=3, transcription=transcribe)
+    result = short_audit(sf.preset(name).config, name, steps=3, transcription=transcribe)
     assert failures(result) == {}
     details = {check.obligation: check.detail for check in result.checks}
     assert "tr " in details[6]
@@ -394,7 +394,7 @@ def test_transcription_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_what_acts_only_sometimes_passes(settings: dict[str, Any], steps: int) -> None:
     options = dict(settings)
-    result = audit(sf.model_config(options.pop("name"), **options), steps=steps)
+    result = short_audit(sf.model_config(options.pop("name"), **options), steps=steps)
     assert failures(result) == {}
     if "ratio" in settings:
         assert "at ratio=0.999" in result.checks[-1].detail

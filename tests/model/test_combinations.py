@@ -8,7 +8,8 @@ import pytest
 
 import stepformer as sf
 from architectures import all_combinations, combinations, title
-from stepformer.measure.diagnostics.audit import GEOMETRY, audit
+from helpers import short_audit
+from stepformer.measure.diagnostics.audit import GEOMETRY
 from stepformer.oracles import attentions
 from stepformer.rules import splittings, templates
 
@@ -68,5 +69,5 @@ def test_combination(combination: dict[str, Any], steps: int) -> None:
     steps here only show that training works.
     """
     config = sf.model_config("vanilla", **{**GEOMETRY, **combination, "n_head": 8})
-    result = audit(config, title(combination), steps=steps)
+    result = short_audit(config, title(combination), steps=steps)
     assert {c.obligation: c.detail for c in result.checks if not c.passed} == {}

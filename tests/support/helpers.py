@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 import stepformer as sf
 from draws import seeded, shifted
 from stepformer.extras.documents import within_documents
+from stepformer.measure.diagnostics.audit import audit
 from stepformer.oracles import Call, fresh_call
 from stepformer.oracles.constrained import ConstrainedAttention
 
+short_audit = inspect.unwrap(audit)  # which trains for fewer steps than users may ask for
 TINY: dict[str, Any] = {"n_layer": 2, "n_head": 3, "d_model": 12, "context": 8, "vocab_size": 11}
 
 

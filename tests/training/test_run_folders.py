@@ -210,7 +210,7 @@ def test_what_may_not_change_in_a_resumed_run(corpus: Path, tmp_path: Path) -> N
     with pytest.raises(sf.ConfigError, match="A run cannot change 'batch' when it is resumed"):
         resume(tmp_path / "run", batch=4)
     with pytest.raises(
-        sf.ConfigError, match=r"'steps' .* with its weights, .* \(one with schedule=wsd can be made longer\)"
+        sf.ConfigError, match=r"'steps' .* with its weights, .* \(`extend` makes one with schedule=wsd longer\)"
     ):
         resume(tmp_path / "run", steps=4)
     with pytest.raises(sf.ConfigError, match=r"^Unknown key 'micro_bach'\. Did you mean 'micro_batch'\? It may change"):

@@ -18,6 +18,7 @@ from stepformer import catalogue
 from stepformer.base.errors import InputError, suggestion
 from stepformer.base.plugins import is_ours
 from stepformer.base.words import merge
+from stepformer.catalogue.recipes import recipe_names
 from stepformer.catalogue.references import bibtex
 from stepformer.cli.options import JSON, command, group, option, pairs, tell_idle
 from stepformer.extras import chosen
@@ -201,6 +202,8 @@ def run_show(args: argparse.Namespace) -> int:
         if record.get("plugins"):
             folder.opened()  # imports them
         args.name, untrained = str(file), bool(record.get("imported"))
+    if args.name in recipe_names():
+        raise InputError(f"'{args.name}' is a recipe: `stepformer recipes {args.name}` shows it.")
     config = resolve(args.name, args.overrides, args.size)
     tell_idle(config, args.overrides)
     facts = describe(config)

@@ -192,11 +192,11 @@ def resume(
         other = "train a new one, or branch off it (`stepformer extend --help`)"
         if config.optim.schedule == "cosine":  # which has fallen
             other = (
-                f"begin a new run with its weights, `train ... {shlex.quote(f'init={folder.path}')}` (one with "
-                "schedule=wsd can be made longer)"
+                f"begin a new run with its weights, `train ... {shlex.quote(f'init={folder.path}')}` (`extend` "
+                "makes one with schedule=wsd longer)"
             )
         known = {key for section in SECTIONS.values() for key in section.field_names()}
-        may = f"It may change {', '.join(MAY_CHANGE)}, and corpus and also, the places of the same ones."
+        may = f"It may change {', '.join(MAY_CHANGE)}, `corpus` and `also`, the places of the same ones."
         raise ConfigError(
             f"Unknown key '{key}'.{guess} {may}"
             if key not in known and (guess := suggestion(key, MAY_CHANGE))  # it may be one of a model
