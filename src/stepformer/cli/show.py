@@ -203,7 +203,7 @@ def run_show(args: argparse.Namespace) -> int:
             folder.opened()  # imports them
         args.name, untrained = str(file), bool(record.get("imported"))
     if args.name in recipe_names():
-        raise InputError(f"'{args.name}' is a recipe: `stepformer recipes {args.name}` shows it.")
+        raise InputError(f"'{args.name}' is a recipe: `{command_line('recipes', args.name)}` shows it.")
     config = resolve(args.name, args.overrides, args.size)
     tell_idle(config, args.overrides)
     facts = describe(config)
