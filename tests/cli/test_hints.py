@@ -164,3 +164,8 @@ def test_no_message_puts_a_path_into_a_command_as_it_is() -> None:
         if not quoted(part.value)
     ]
     assert not plain, plain
+
+
+def test_a_recipe_is_no_architecture_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "yuriiformer-tinystories"]) == 2
+    assert "is a recipe: `stepformer recipes yuriiformer-tinystories` shows it." in capsys.readouterr().err

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from stepformer import catalogue
-from stepformer.base.errors import InputError, suggestion
+from stepformer.base.errors import InputError, command_line, suggestion
 from stepformer.base.plugins import is_ours
 from stepformer.base.words import merge
 from stepformer.catalogue.recipes import recipe_names
