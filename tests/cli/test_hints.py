@@ -14,6 +14,7 @@ import pytest
 import stepformer
 from runs import make_corpus, small_run
 from stepformer.base.errors import InputError, command_line
+from stepformer.cli import main
 from stepformer.cli.main import parser
 from stepformer.cli.prepare import print_corpus
 from stepformer.cli.show import console
