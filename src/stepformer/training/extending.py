@@ -53,12 +53,14 @@ def extend(
     parent = {"run": str(folder.path.resolve()), "id": record.get("id", ""), "config_hash": old.hash, "step": step}
     facts: dict[str, Any] = {key: record[key] for key in ("corpus", "also", "precision", "init") if key in record}
     facts |= {"label": label or target.path.name, "parent": parent, "id": new_id()}
+
+    def begin() -> None:
+        there = same_corpus(record["corpus"], folder, old, ALONE, corpus)  # told before a folder is made
+        facts["corpus"] = {**facts["corpus"], "folder": str(there.folder.resolve())}
+        _begin(folder, target, record, old, new, facts)
+
     with joined_world(new.train.device, new.train.collective_timeout) as world:
-        if world.is_main:
-            there = same_corpus(record["corpus"], folder, old, ALONE, corpus)  # told before a folder is made
-            facts["corpus"] = {**facts["corpus"], "folder": str(there.folder.resolve())}
-            _begin(folder, target, record, old, new, facts)
-        world.barrier()
+        world.on_main(begin)
         return resume(target.path, quiet=quiet)
 
 
